@@ -1,0 +1,123 @@
+"""Reading an experiment: TOML file, then ``--section.key=value`` overrides, then validation."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel, ValidationError
+
+from headway.config.schema import RESUMABLE_KEYS, Experiment
+from headway.records.errors import ConfigurationError
+
+
+def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Read and validate the experiment at ``path``.
+
+    Relative paths inside the file stay relative to the working directory. ``overrides`` are
+    ``section.key=value`` (leading dashes allowed), the value read as TOML, else as a string.
+    Raises ConfigurationError naming key, value and what would be valid.
+    """
+    file = Path(path)
+    try:
+        raw = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigurationError(f"no such configuration file: {file}") from None
+    except IsADirectoryError:
+        raise ConfigurationError(f"{file} is a folder; a TOML file is needed") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{file} is not valid TOML: {error}") from None
+    for override in overrides:
+        _apply_override(raw, override)
+    return validate_experiment(raw, str(file))
+
+
+def validate_experiment(raw: dict[str, Any], origin: str) -> Experiment:
+    """Validate a raw mapping; ``origin`` names it in errors."""
+    try:
+        return Experiment.model_validate(raw)
+    except ValidationError as error:
+        lines = [_explain(dict(item)) for item in error.errors()]
+        raise ConfigurationError(f"{origin}: " + "; ".join(lines)) from None
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, equals, value = override.lstrip("-").partition("=")
+    parts = key.replace("-", "_").split(".")
+    if not equals or len(parts) < 2 or not all(parts):
+        raise ConfigurationError(f"override {override!r}: expected --section.key=value")
+    node: dict[str, Any] = raw
+    for part in parts[:-1]:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise ConfigurationError(f"override {override!r}: {part!r} is not a section")
+        node = cast("dict[str, Any]", child)
+    node[parts[-1]] = _parse_value(value)
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(item: dict[str, Any]) -> str:
+    location = tuple(item["loc"])
+    key = ".".join(str(part) for part in location) or "experiment"
+    if item["type"] == "extra_forbidden":
+        valid = _valid_names(location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), valid, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else "valid: " + ", ".join(valid)
+        return f"unknown key {key!r}; {hint}"
+    if item["type"] == "missing":
+        return f"missing key {key!r}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "value_error" and len(location) < 2:
+        return message
+    return f"{key} = {item['input']!r}: {message}"
+
+
+def _valid_names(location: tuple[Any, ...]) -> list[str]:
+    model: type[BaseModel] = Experiment
+    for part in location:
+        field = model.model_fields.get(str(part))
+        if field is None:
+            return []
+        annotation = field.annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not models:
+            return []
+        model = models[0]
+    return sorted(model.model_fields)
+
+
+def flatten(experiment: Experiment) -> dict[str, Any]:
+    """``section.key`` -> JSON value, nested tables flattened."""
+    return dict(_walk("", json.loads(experiment.model_dump_json())))
+
+
+def _walk(prefix: str, node: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict) and node:
+        for name, child in cast("dict[str, Any]", node).items():
+            yield from _walk(f"{prefix}.{name}" if prefix else name, child)
+    else:
+        yield prefix, node
+
+
+def require_resumable(stored: Experiment, given: Experiment) -> None:
+    """Raise ConfigurationError naming every key that differs but may not change on resume."""
+    old, new = flatten(stored), flatten(given)
+    changed = sorted(
+        key
+        for key in old.keys() | new.keys()
+        if old.get(key) != new.get(key) and key not in RESUMABLE_KEYS and not key.startswith("sft.")
+    )
+    if changed:
+        details = ", ".join(f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in changed)
+        raise ConfigurationError(f"these keys may not change when a run is resumed: {details}")

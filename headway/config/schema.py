@@ -1,0 +1,260 @@
+"""The experiment file: every key, its unit, its default and what is valid.
+
+One TOML file holds a whole experiment. Unknown keys are errors (``load.py`` names the nearest valid one).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Run(Section):
+    directory: str  # everything the run writes; one run at a time may hold it
+    seed: int = 0
+    steps: Positive = 100  # completed training steps at which the run ends
+    time_limit_s: Seconds | None = None  # training stops after this many seconds and the run ends in order
+    deterministic: bool = False  # fixed batch shapes: with budget 0 a run is bit-reproducible
+
+
+class Model(Section):
+    path: str  # folder with config.json, *.safetensors and the tokenizer (Hugging Face layout)
+    template: Literal["raw", "chat"] = "raw"  # how a task's prompt becomes tokens
+
+
+class TaskSource(Section):
+    source: Literal["jsonl", "reasoning-gym"] = "jsonl"
+    path: str = ""  # jsonl: the file; objects with "prompt", and "answer" or what the verifier needs
+    name: str = ""  # reasoning-gym: the generator's name
+    parameters: dict[str, Any] = {}  # reasoning-gym: the generator's parameters
+    size: Positive = 1000  # reasoning-gym: how many tasks to generate
+    seed: int = 0  # reasoning-gym: the generator's seed
+    limit: Positive | None = None  # use only the first so many tasks (after shuffling by run seed)
+
+    @model_validator(mode="after")
+    def _complete(self) -> TaskSource:
+        if self.source == "jsonl" and not self.path:
+            raise ValueError("source 'jsonl' needs 'path'")
+        if self.source == "reasoning-gym" and not self.name:
+            raise ValueError("source 'reasoning-gym' needs 'name'")
+        return self
+
+
+class Tasks(Section):
+    train: TaskSource
+    validation: TaskSource | None = None  # evaluated during the run; the best checkpoint is chosen by it
+    test: TaskSource | None = None  # evaluated with held weights before and after
+
+
+class Verifier(Section):
+    name: str = "exact"  # exact | numeric | regex | reasoning-gym | module:function
+    parameters: dict[str, Any] = {}
+    timeout_s: Seconds = 10.0  # hard limit per response; the job is killed
+    workers: Positive = 1  # processes
+
+
+class Rollout(Section):
+    group_size: Positive = 8
+    max_prompt_tokens: Positive = 512  # longer prompts are refused by `check`, and fail their group
+    max_response_tokens: Positive = 256
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: NonNegative = 0
+    stop: tuple[str, ...] = ()
+    timeout_s: Seconds = 600.0  # a rollout open for longer ends as failed
+    retries: NonNegative = 2  # of infrastructure failures
+
+
+class Generator(Section):
+    engine: Literal["torch"] = "torch"
+    devices: tuple[str, ...] = ("cpu:0",)  # one replica each: cuda:N, cpu:N, cpu:N-M
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    slots: Positive = 64  # concurrent requests of one replica
+    kv_capacity_tokens: Positive | None = None  # default: slots x (max prompt + max response tokens)
+    queue_ahead_groups: NonNegative = 2  # groups waiting inside the engines so that no slot runs dry
+    update_mode: Literal["keep", "recompute", "abort"] = "keep"
+
+
+class Queue(Section):
+    """Admission, staleness and what enters a batch."""
+
+    groups_per_step: Positive = 8
+    budget: NonNegative = 4  # eta: largest trajectory staleness trained on; 0 is synchronous
+    overdue: Literal["wait", "drop"] = "wait"
+    max_concurrent_groups: Positive | None = None  # default: enough to fill all slots, plus queue_ahead_groups
+    max_resumes: NonNegative = 2  # a group parked more often runs uninterrupted
+    filter_zero_variance: bool = True
+    min_valid_ratio: Annotated[float, Field(gt=0, le=1)] = 0.5  # of a group's members
+
+
+class Algorithm(Section):
+    advantage: str = "group_mean_std"  # group_mean | group_mean_std | leave_one_out | module:function
+    loss: str = "decoupled_ppo"  # ppo_clip | decoupled_ppo | module:function
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    behaviour_weight_cap: Annotated[float, Field(gt=0)] | None = 2.0  # truncated importance weight (TIS)
+    aggregation: Literal["token_mean", "fixed"] = "token_mean"
+    fixed_denominator_tokens: Positive | None = None  # 'fixed': default samples x max_response_tokens
+    proximal: Literal["auto", "recompute", "current"] = "auto"  # auto: current when one optimiser step per batch
+    allow_truncated_sampling: bool = False
+
+    @field_validator("advantage", "loss")
+    @classmethod
+    def _named(cls, value: str) -> str:
+        known = {"group_mean", "group_mean_std", "leave_one_out", "ppo_clip", "decoupled_ppo"}
+        if value not in known and ":" not in value:
+            raise ValueError(f"{value!r} is neither one of {sorted(known)} nor 'module:function'")
+        return value
+
+
+class Trainer(Section):
+    devices: tuple[str, ...] = ("cpu:1",)  # one rank each
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward and backward; the optimiser is float32
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-5
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegative = 0
+    schedule_steps: Positive | None = None  # length of the decay; default: run.steps
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    micro_batch_tokens: Positive = 16384
+    packing: Literal["balanced", "areal"] = "balanced"
+    optimizer_steps_per_batch: Positive = 1
+
+
+class Weights(Section):
+    transport: Literal["shared_memory"] = "shared_memory"
+    steps_per_publish: Positive = 1
+
+
+class Checkpoint(Section):
+    every_steps: Positive = 50
+    keep_last: Positive = 2
+
+
+class Evaluation(Section):
+    every_steps: NonNegative = 0  # validation during the run; 0: never
+    every_s: Seconds | None = None  # ... or by time
+    before: bool = True  # test with held weights before training
+    after: bool = True  # test with held weights after training (the best checkpoint's, when there is one)
+    samples_per_task: Positive = 1
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # end early once validation reaches it
+
+
+class Ledger(Section):
+    tensorboard: bool = True
+    samples_per_step: NonNegative = 2  # rollouts kept per step for `headway show`
+
+
+class Sft(Section):
+    """Supervised cold start (`headway sft`)."""
+
+    data: str = ""  # JSONL with "prompt" and "solution"
+    output: str = ""  # folder of the trained model
+    device: str = "cpu:0-1"
+    steps: Positive = 1000
+    batch_sequences: Positive = 32
+    learning_rate: Annotated[float, Field(ge=0)] = 2e-3
+    warmup_steps: NonNegative = 20
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    micro_batch_tokens: Positive = 16384
+    max_tokens: Positive = 512  # longer (prompt + solution) pairs are dropped and counted
+    time_limit_s: Seconds | None = None
+    evaluate_every_steps: NonNegative = 0  # sampled solve rate on tasks.validation; 0: never
+    stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # RL needs room above it
+
+
+class Experiment(Section):
+    """The whole experiment file."""
+
+    run: Run
+    model: Model
+    tasks: Tasks
+    verifier: Verifier = Verifier()
+    rollout: Rollout = Rollout()
+    generator: Generator = Generator()
+    queue: Queue = Queue()
+    algorithm: Algorithm = Algorithm()
+    trainer: Trainer = Trainer()
+    weights: Weights = Weights()
+    checkpoint: Checkpoint = Checkpoint()
+    evaluation: Evaluation = Evaluation()
+    ledger: Ledger = Ledger()
+    sft: Sft = Sft()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Experiment:
+        if self.queue.budget < self.weights.steps_per_publish - 1:
+            raise ValueError(
+                f"queue.budget = {self.queue.budget} deadlocks with weights.steps_per_publish = "
+                f"{self.weights.steps_per_publish}: the budget must be at least steps_per_publish - 1"
+            )
+        truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
+        if truncated and not self.algorithm.allow_truncated_sampling:
+            raise ValueError(
+                "rollout.top_p < 1 or rollout.top_k > 0 gives log-probabilities the trainer can't reproduce: "
+                "set top_p = 1 and top_k = 0, or algorithm.allow_truncated_sampling = true"
+            )
+        if self.queue.groups_per_step * self.rollout.group_size < 2:
+            raise ValueError("queue.groups_per_step x rollout.group_size must be at least 2")
+        return self
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        return self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def concurrent_groups(self) -> int:
+        """Most groups that may run (hold or wait for slots) at once."""
+        if self.queue.max_concurrent_groups is not None:
+            return self.queue.max_concurrent_groups
+        slots = self.generator.slots * len(self.generator.devices)
+        return math.ceil(slots / self.rollout.group_size) + self.generator.queue_ahead_groups
+
+
+# Keys that may differ from the run's stored configuration when it is resumed; all others must be equal.
+RESUMABLE_KEYS: frozenset[str] = frozenset(
+    {
+        "run.steps",
+        "run.time_limit_s",
+        "run.directory",
+        "generator.devices",
+        "generator.slots",
+        "generator.kv_capacity_tokens",
+        "generator.queue_ahead_groups",
+        "generator.update_mode",
+        "queue.max_concurrent_groups",
+        "trainer.devices",
+        "trainer.micro_batch_tokens",
+        "verifier.timeout_s",
+        "verifier.workers",
+        "rollout.timeout_s",
+        "rollout.retries",
+        "checkpoint.every_steps",
+        "checkpoint.keep_last",
+        "evaluation.every_steps",
+        "evaluation.every_s",
+        "evaluation.before",
+        "evaluation.after",
+        "evaluation.samples_per_task",
+        "evaluation.stop_at_solve_rate",
+        "ledger.tensorboard",
+        "ledger.samples_per_step",
+    }
+)

@@ -1,0 +1,1 @@
+"""Immutable wire records and the Protocols between actors."""

@@ -1,0 +1,83 @@
+"""Protocols between the orchestrator and the actors: real clients and fakes both satisfy them.
+
+The orchestrator knows only these, so the planner can simulate it with fakes under a virtual clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from headway.records.generation import (
+    AppliedWeights,
+    EngineStatistics,
+    GenerationRequest,
+    GenerationResult,
+    PublishedWeights,
+)
+from headway.records.rollout import Verdict
+from headway.records.task import Task
+from headway.records.training import CheckpointInfo, StepReport, TrainBatch
+
+
+class Generator(Protocol):
+    """A pool of generator replicas behind one handle."""
+
+    async def start(self) -> None: ...
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """Sample one response. Survives the death of a replica: continues elsewhere from the tokens
+        streamed so far. A request parked by an ``abort`` update comes back with finish_reason "abort";
+        the caller resumes it with ``partial``. Raises nothing for a failed request: finish_reason "error"."""
+        ...
+
+    async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
+        """Apply a version on every live replica, in flight; returns when all have applied it."""
+        ...
+
+    async def applied_version(self) -> int:
+        """Lowest version applied by any live replica."""
+        ...
+
+    async def statistics(self) -> list[EngineStatistics]: ...
+
+    async def stop(self) -> None: ...
+
+
+class Trainer(Protocol):
+    """One trainer (all its ranks) behind one handle."""
+
+    async def start(self) -> None: ...
+
+    async def train_step(self, batch: TrainBatch) -> StepReport: ...
+
+    async def publish(self, version: int) -> PublishedWeights:
+        """Publish the present weights under ``version``."""
+        ...
+
+    async def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
+        """Write a checkpoint atomically. ``consumed``: step -> group indices, all steps so far."""
+        ...
+
+    async def load_checkpoint(self, path: str) -> int:
+        """Load model, optimiser, schedule and RNG; returns the version. Raises CheckpointCorrupt."""
+        ...
+
+    async def load_weights(self, path: str) -> None:
+        """Load only the model's weights (a checkpoint's ``model`` folder): for held weights in evaluation."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+class Verifier(Protocol):
+    """A pool that scores responses outside the orchestrator."""
+
+    async def start(self) -> None: ...
+
+    async def verify(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
+        """Score the responses to one task. A raise, a hang (hard timeout kills the job) or a non-finite
+        reward becomes a Verdict with ``failure``; siblings are not touched."""
+        ...
+
+    async def stop(self) -> None: ...

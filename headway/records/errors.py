@@ -1,0 +1,65 @@
+"""Typed errors and the exit code each ends the command with."""
+
+from __future__ import annotations
+
+
+class HeadwayError(Exception):
+    """Base of the errors a command reports as one clear message. ``exit_code`` ends the process."""
+
+    exit_code = 1
+
+
+class ConfigurationError(HeadwayError):
+    """Bad input: names the key or field, the value, and what would be valid."""
+
+    exit_code = 2
+
+
+class RunLocked(ConfigurationError):
+    """Another process holds the run directory."""
+
+
+class CheckpointCorrupt(ConfigurationError):
+    """A checkpoint fails its checksums; names the file."""
+
+
+class WorkerDied(HeadwayError):
+    """A worker process ended: ``cause`` holds exit code or signal and its last traceback."""
+
+    exit_code = 3
+
+    def __init__(self, worker: str, cause: str) -> None:
+        super().__init__(f"worker {worker} died: {cause}")
+        self.worker = worker
+        self.cause = cause
+
+
+class RemoteError(HeadwayError):
+    """A worker's method raised; carries the remote traceback. The worker lives on."""
+
+    exit_code = 3
+
+    def __init__(self, worker: str, method: str, error: str, traceback: str) -> None:
+        super().__init__(f"{worker}.{method}: {error}")
+        self.worker = worker
+        self.method = method
+        self.error = error
+        self.traceback = traceback
+
+
+class WeightsCorrupt(HeadwayError):
+    """Published weights whose checksum or version is not the announced one."""
+
+    exit_code = 3
+
+
+class BooksUnbalanced(HeadwayError):
+    """A rollout is missing or ended twice."""
+
+    exit_code = 4
+
+
+class Interrupted(HeadwayError):
+    """Stopped by the user before the end; resumable."""
+
+    exit_code = 130

@@ -1,0 +1,108 @@
+"""What crosses the boundary between a rollout and a generator."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of consecutive tokens sampled under one version of the weights."""
+
+    version: int  # trainer version the engine had applied
+    tokens: int  # how many consecutive tokens, >= 1
+
+
+class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
+    """How one response is sampled. The defaults sample the plain softmax."""
+
+    temperature: float = 1.0  # > 0 samples softmax(z/T); 0 takes the argmax
+    top_p: float = 1.0  # nucleus mass in (0, 1]; 1 keeps all
+    top_k: int = 0  # 0 keeps all
+    max_tokens: int = 128  # response tokens, those of a resumed prefix included
+    stop_token_ids: tuple[int, ...] = ()  # any of these ends the response (it is kept as its last token)
+    stop: tuple[str, ...] = ()  # any of these strings in the decoded response ends it
+    seed: int = 0  # key of the counter-based generator: (seed, position) -> one uniform number
+
+
+class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens a response has so far; enough to go on elsewhere."""
+
+    ids: tuple[int, ...] = ()  # [N] sampled token ids
+    logprobs: tuple[float, ...] = ()  # [N] behaviour log-probabilities (DESIGN rule 5)
+    versions: tuple[VersionSpan, ...] = ()  # spans that cover the N tokens
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One model call."""
+
+    request_id: str  # unique among open requests
+    prompt_ids: tuple[int, ...]  # [P] ids of everything before the response
+    sampling: SamplingParameters
+    priority: int = 0  # lower is served first; rollouts use their group's admission index (oldest first)
+    partial: PartialResponse = PartialResponse()  # tokens already sampled: continue after them
+
+
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens a request gained since the last delta; all sampled under one version."""
+
+    request_id: str
+    ids: tuple[int, ...] = ()  # [N] new token ids
+    logprobs: tuple[float, ...] = ()  # [N] behaviour log-probabilities
+    version: int = -1  # version of these tokens (-1 when there are none)
+    finish_reason: FinishReason | None = None  # set on the request's last delta
+    error: str = ""  # cause, when finish_reason is "error"
+    reprefilled: bool = False  # the KV behind these tokens was recomputed since the last delta
+
+
+class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished model call."""
+
+    request_id: str
+    response: PartialResponse  # all sampled tokens
+    finish_reason: FinishReason
+    error: str = ""
+    reprefills: int = 0  # how often its KV was recomputed (update, preemption, engine restart)
+
+
+class PublishedWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """A version of the weights that subscribers can fetch."""
+
+    version: int
+    path: str  # file in shared memory (or on disk) that holds it
+    checksum: str  # xxh3-128 of the payload, hex
+    size_bytes: int
+    publish_s: float = 0.0  # time the publisher took
+
+
+class AppliedWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica's report that it applied a version."""
+
+    version: int
+    fetch_s: float = 0.0  # copy out of shared memory and verify, decoding goes on or not
+    pause_s: float = 0.0  # time no token could be generated
+    in_flight: int = 0  # requests that crossed the update
+    reprefilled_tokens: int = 0  # KV tokens recomputed because of it
+
+
+class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of one engine since it started, and its present state."""
+
+    version: int = 0
+    running: int = 0  # requests holding a slot
+    waiting: int = 0  # requests queued inside the engine
+    slots: int = 0
+    kv_used_tokens: int = 0
+    kv_capacity_tokens: int = 0
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    finished: int = 0
+    preemptions: int = 0
+    busy_s: float = 0.0  # time inside model calls
+    idle_s: float = 0.0  # time with nothing to do: the generator waits
+    paused_s: float = 0.0  # time inside weight updates
+    decode_steps: int = 0
+    flops: float = 0.0  # model FLOP done

@@ -1,0 +1,139 @@
+"""Lines of a run's ledger (``RUN/ledger.jsonl``): one tagged JSON object a line."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Distribution(msgspec.Struct, frozen=True, kw_only=True):
+    """A summary of one quantity over the samples of a step."""
+
+    mean: float = 0.0
+    max: float = 0.0
+    histogram: dict[str, int] = {}  # value -> count
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"):
+    """One training step: rates, waits, ages, staleness, endings, learning."""
+
+    step: int  # version before the step
+    version: int  # version after it
+    skipped: bool = False
+    time_s: float = 0.0  # since the run (or its resume) started, at the end of the step
+    step_s: float = 0.0  # duration: wait + compute + publish + the rest
+    samples: int = 0  # trained in this step
+    groups: int = 0
+    # rates, samples per second
+    consumption_per_s: float = 0.0  # samples / (step time - wait): what the trainer would take if it never waited
+    production_per_s: float = 0.0  # rollouts finished / step time
+    effective_production_per_s: float = 0.0  # production x acceptance rate
+    # where time went, seconds within the step
+    trainer_wait_s: float = 0.0
+    trainer_compute_s: float = 0.0
+    publish_s: float = 0.0
+    apply_s: float = 0.0  # until every replica had applied the version
+    apply_pause_s: float = 0.0  # worst replica: time no token could be generated
+    checkpoint_s: float = 0.0
+    trainer_wait_ratio: float = 0.0
+    generator_wait_ratio: float = 0.0  # share of the step the replicas had nothing to do, mean over replicas
+    orchestrator_cpu_s: float = 0.0
+    verify_s: float = 0.0  # summed over responses
+    # queue
+    open_groups: int = 0
+    running_groups: int = 0
+    parked_groups: int = 0
+    buffered_groups: int = 0
+    buffer_capacity_groups: int = 0
+    oldest_age_s: float = 0.0  # of the buffered groups
+    kv_used_tokens: int = 0
+    kv_capacity_tokens: int = 0
+    running_rollouts: int = 0
+    waiting_rollouts: int = 0
+    slots: int = 0
+    # staleness of what was trained
+    trajectory_staleness: Distribution = Distribution()
+    token_staleness: Distribution = Distribution()
+    # endings of rollouts since the last step, and failures by boundary
+    endings: dict[str, int] = {}
+    failures: dict[str, int] = {}
+    # learning signal, over the groups that finished since the last step (filtered ones included)
+    reward_mean: float = 0.0
+    reward_std: float = 0.0
+    solve_rate: float = 0.0
+    solve_rate_histogram: list[int] = []  # groups by share solved: 11 bins, 0, (0, .1], ... (.9, 1)... last: exactly 1
+    zero_variance_share: float = 0.0
+    # response lengths, tokens, over the same
+    length_mean: float = 0.0
+    length_p50: float = 0.0
+    length_p99: float = 0.0
+    length_max: int = 0
+    truncated_share: float = 0.0
+    # length bias: two-sample KS over closed admission cohorts, cumulative
+    length_bias_ks: float = 0.0
+    length_bias_scheduling_ks: float = 0.0
+    length_bias_filter_ks: float = 0.0
+    length_bias_pruning_ks: float = 0.0
+    censored_share: float = 0.0  # share of admitted rollouts in cohorts not closed yet
+    # throughput
+    generated_tokens_per_s: float = 0.0
+    trained_tokens_per_s: float = 0.0
+    flops_per_s: float = 0.0  # trainer model FLOP / step time
+    mfu_step: float = 0.0
+    mfu_compute: float = 0.0
+    peak_flops_per_s: float = 0.0  # measured matmul peak of the trainer's device at its dtype
+    metrics: dict[str, float] = {}  # from the trainer: loss, entropy, grad_norm, clip_fraction, ratio_p01/p50/p99, ...
+
+
+class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", tag_field="kind"):
+    """One evaluation, outside N (it takes no credit)."""
+
+    split: str  # validation | test
+    phase: str  # before | during | after
+    step: int  # trainer version when it started
+    first_version: int  # versions its tokens were sampled under
+    last_version: int
+    held: bool  # weights were held: first_version == last_version
+    tasks: int
+    samples: int
+    solve_rate: float
+    standard_error: float
+    reward_mean: float
+    length_mean: float
+    failed: int = 0
+    duration_s: float = 0.0
+    time_s: float = 0.0
+
+
+class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag="event", tag_field="kind"):
+    """Something that happened once: start, resume, a worker's death, a skipped step, a checkpoint, the end."""
+
+    event: str
+    detail: str = ""
+    step: int = 0
+    time_s: float = 0.0
+    data: dict[str, float | int | str] = {}
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """``RUN/summary.json``: written when a run ends in order, and by `report` from the ledger otherwise."""
+
+    finished: bool = False
+    steps: int = 0
+    samples_trained: int = 0
+    duration_s: float = 0.0
+    solve_rate_before: float | None = None
+    solve_rate_after: float | None = None
+    best_version: int | None = None
+    trainer_wait_ratio: float = 0.0
+    generator_wait_ratio: float = 0.0
+    max_trajectory_staleness: int = 0
+    books_balanced: bool = False
+    length_bias_ks: float = 0.0
+    consumption_per_s: float = 0.0
+    production_per_s: float = 0.0
+    effective_production_per_s: float = 0.0
+    trained_per_s: float = 0.0
+    endings: dict[str, int] = {}
+
+
+LedgerLine = StepRecord | EvaluationRecord | EventRecord

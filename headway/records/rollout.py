@@ -1,0 +1,131 @@
+"""Rollouts, their rewards and their groups."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from headway.records.generation import FinishReason, VersionSpan
+from headway.records.task import Task
+
+Boundary = Literal["model", "environment", "sandbox", "reward", "engine"]
+Ending = Literal["trained", "filtered", "pruned", "discarded", "overdue", "failed"]
+ENDINGS: tuple[Ending, ...] = ("trained", "filtered", "pruned", "discarded", "overdue", "failed")
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why something failed, recorded once, at the boundary where it was caught."""
+
+    boundary: Boundary
+    cause: str  # one line a person can act on
+    infrastructure: bool  # true: retry, and never a reward of 0; false: the policy's own doing
+    detail: str = ""  # traceback or output
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What a verifier said of one response."""
+
+    reward: float  # finite
+    solved: bool  # counts towards the solve rate
+    detail: dict[str, Any] = {}
+    verify_s: float = 0.0
+    failure: Failure | None = None  # set: the reward is not valid
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt at a task, token-exact.
+
+    Lifecycle: *open* (admitted, generating, parked, verifying) -> *finished* (this record is committed
+    to the buffer) -> *ended* exactly once (trained, filtered, pruned, discarded, overdue, failed).
+
+    Invariant: len(response_ids) == len(response_logprobs) == len(response_mask) == sum of span tokens.
+    Masked tokens (an environment's replies) carry log-probability 0.0 and the version of the token before.
+
+    Example: prompt "1+2=", response "3<eos>" sampled while version 4 was replaced by version 5:
+    ``response_ids=(20, 1), response_mask=(True, True), versions=(VersionSpan(version=4, tokens=1),
+    VersionSpan(version=5, tokens=1))``: trajectory version 4, and at step 6 its staleness is 2.
+    """
+
+    group: int  # admission index of its group, unique in the run
+    member: int  # 0 .. group size - 1
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...] = ()
+    response_logprobs: tuple[float, ...] = ()
+    response_mask: tuple[bool, ...] = ()  # True: sampled by the policy, may carry loss
+    versions: tuple[VersionSpan, ...] = ()
+    finish_reason: FinishReason = "stop"
+    reward: float = 0.0  # valid only when failure is None
+    solved: bool = False
+    failure: Failure | None = None
+    opened_s: float = 0.0  # clock at admission
+    first_token_s: float = 0.0  # clock at its first token
+    generated_s: float = 0.0  # clock at its last token
+    finished_s: float = 0.0  # clock when verified
+    verify_s: float = 0.0  # time inside the verifier
+    resumes: int = 0  # how often it was parked and resumed, or moved off a dead engine
+    reprefills: int = 0  # how often its KV was recomputed
+    turns: int = 1
+
+    @property
+    def rollout_id(self) -> str:
+        return f"{self.group}-{self.member}"
+
+    @property
+    def first_version(self) -> int:
+        """Version of the first sampled token (-1 when there is none): what trajectory staleness counts from."""
+        return self.versions[0].version if self.versions else -1
+
+    @property
+    def last_version(self) -> int:
+        return self.versions[-1].version if self.versions else -1
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """The G rollouts of one task; what admission, batches and credit count.
+
+    Lifecycle: *open* -> (*running* <-> *parked*) -> *buffered* (all members finished and committed)
+    -> *ended*. ``index`` is the order of admission and never reused, also across restarts.
+    """
+
+    index: int
+    task: Task
+    prompt_ids: tuple[int, ...]
+    size: int
+    admitted_version: int  # lowest version applied by any live replica at admission
+    admitted_s: float
+
+
+class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A group whose members have all finished."""
+
+    group: Group
+    rollouts: tuple[Rollout, ...]  # valid and failed ones, by member
+
+    @property
+    def valid(self) -> tuple[Rollout, ...]:
+        return tuple(r for r in self.rollouts if r.failure is None)
+
+    @property
+    def first_version(self) -> int:
+        """Oldest first-token version of its members: what the budget is checked against."""
+        versions = [r.first_version for r in self.rollouts if r.first_version >= 0]
+        return min(versions) if versions else self.group.admitted_version
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """The groups of one training step, committed to the batch log before the step runs."""
+
+    step: int  # trainer version before the step
+    groups: tuple[int, ...]  # admission indices, ascending (the order of training)
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout with its advantage: the unit the trainer consumes."""
+
+    rollout: Rollout
+    advantage: float

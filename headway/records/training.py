@@ -1,0 +1,38 @@
+"""What crosses the boundary between the orchestrator and a trainer."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headway.records.rollout import Sample
+
+
+class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """All samples of one step, in admission order."""
+
+    step: int  # trainer version before the step
+    samples: tuple[Sample, ...]
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one training step did."""
+
+    step: int  # version before the step
+    version: int  # version after it (== step when skipped)
+    skipped: bool = False  # non-finite loss or gradient: no version was made
+    reason: str = ""
+    samples: int = 0
+    tokens: int = 0  # all tokens computed
+    loss_tokens: int = 0  # tokens that carry loss weight (the denominator of token-mean)
+    micro_batches: int = 0
+    compute_s: float = 0.0
+    flops: float = 0.0  # model FLOP of forward and backward
+    metrics: dict[str, float] = {}  # loss, entropy, grad_norm, clip_fraction, ratio_*, lr, mismatch_k3, mismatch_max
+
+
+class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A durable checkpoint."""
+
+    path: str
+    version: int
+    save_s: float = 0.0
