@@ -5,7 +5,6 @@ One TOML file holds a whole experiment. Unknown keys are errors (``load.py`` nam
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -91,7 +90,7 @@ class Queue(Section):
     groups_per_step: Positive = 8
     budget: NonNegative = 4  # eta: largest trajectory staleness trained on; 0 is synchronous
     overdue: Literal["wait", "drop"] = "wait"
-    max_concurrent_groups: Positive | None = None  # default: enough to fill all slots, plus queue_ahead_groups
+    max_concurrent_rollouts: Positive | None = None  # default: all slots, plus queue_ahead_groups x group_size
     max_resumes: NonNegative = 2  # a group parked more often runs uninterrupted
     filter_zero_variance: bool = True
     min_valid_ratio: Annotated[float, Field(gt=0, le=1)] = 0.5  # of a group's members
@@ -220,12 +219,12 @@ class Experiment(Section):
         return self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
-    def concurrent_groups(self) -> int:
-        """Most groups that may run (hold or wait for slots) at once."""
-        if self.queue.max_concurrent_groups is not None:
-            return self.queue.max_concurrent_groups
+    def concurrent_rollouts(self) -> int:
+        """Most rollouts that may hold a slot or wait for one at once (at least one group)."""
+        if self.queue.max_concurrent_rollouts is not None:
+            return max(self.queue.max_concurrent_rollouts, self.rollout.group_size)
         slots = self.generator.slots * len(self.generator.devices)
-        return math.ceil(slots / self.rollout.group_size) + self.generator.queue_ahead_groups
+        return max(slots, self.rollout.group_size) + self.generator.queue_ahead_groups * self.rollout.group_size
 
 
 # Keys that may differ from the run's stored configuration when it is resumed; all others must be equal.
@@ -239,7 +238,7 @@ RESUMABLE_KEYS: frozenset[str] = frozenset(
         "generator.kv_capacity_tokens",
         "generator.queue_ahead_groups",
         "generator.update_mode",
-        "queue.max_concurrent_groups",
+        "queue.max_concurrent_rollouts",
         "trainer.devices",
         "trainer.micro_batch_tokens",
         "verifier.timeout_s",

@@ -63,6 +63,14 @@ class Trainer(Protocol):
         """Load model, optimiser, schedule and RNG; returns the version. Raises CheckpointCorrupt."""
         ...
 
+    async def save_weights(self, path: str) -> None:
+        """Write only the model (a Hugging Face folder), atomically, replacing what is there."""
+        ...
+
+    async def restart(self) -> None:
+        """Start anew after a death, at the initial model and version 0 (the caller loads and replays)."""
+        ...
+
     async def load_weights(self, path: str) -> None:
         """Load only the model's weights (a checkpoint's ``model`` folder): for held weights in evaluation."""
         ...
