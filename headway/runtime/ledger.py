@@ -1,0 +1,210 @@
+"""The ledger: an append-only JSONL file of everything a run measured, and its subscribers and exporters."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headway.records.errors import ConfigurationError, HeadwayError
+from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine
+
+if TYPE_CHECKING:
+    from headway.runtime.clock import Clock
+    from headway.runtime.tensorboard import TensorBoardExporter
+
+FILE_NAME = "ledger.jsonl"
+
+# Events whose names the readers know. Any other name is shown as it is.
+EVENT_START = "start"  # a run began
+EVENT_RESUME = "resume"  # a run goes on: steps recorded after it may repeat earlier ones
+EVENT_BOOKS = "books"  # data: balanced 0/1, open, and a count under each ending's name
+EVENT_BEST = "best"  # data: version of the checkpoint that is now the best
+EVENT_END = "end"  # the run ended in order
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(LedgerLine)
+
+Subscriber = Callable[[LedgerLine], None]
+
+
+class Ledger:
+    """Writer of ``RUN/ledger.jsonl``.
+
+    Lifecycle: *open* (``record`` appends) -> *closed*. Each line is one ``write`` call, so a kill leaves at most
+    one torn line, at the end; opening the ledger of a resumed run cuts it off.
+
+    Invariant: after ``record`` returns, the line is with the operating system and survives a kill of this
+    process. ``record`` never leaves half a line behind: on a full disk it cuts the line off again and raises.
+
+    Example: ``ledger.record(StepRecord(step=0, version=1)); ledger.event("checkpoint", step=1)``.
+    """
+
+    def __init__(self, run_dir: str | Path, tensorboard: bool, clock: Clock) -> None:
+        """Open the ledger of ``run_dir``. ``tensorboard`` also writes ``RUN/tensorboard``. ``clock`` stamps events
+        and paces TensorBoard's flushes. Raises ConfigurationError when an earlier ledger there is damaged."""
+        self.path = Path(run_dir) / FILE_NAME
+        self._clock = clock
+        self._opened_s = clock.now()
+        self._subscribers: list[Subscriber] = []
+        self._tensorboard_dir = Path(run_dir) / "tensorboard" if tensorboard else None
+        self._exporter: TensorBoardExporter | None = None
+        self._fd: int | None = _open_for_append(self.path)
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Call ``subscriber`` with every line recorded from now on, after it is written."""
+        self._subscribers.append(subscriber)
+
+    def record(self, line: LedgerLine) -> None:
+        """Append ``line``, then hand it to TensorBoard and the subscribers. Raises HeadwayError on a full disk."""
+        self._append(_encoder.encode(line) + b"\n")
+        if self._tensorboard_dir is not None:
+            self._export(line, self._tensorboard_dir)
+        for subscriber in tuple(self._subscribers):
+            try:
+                subscriber(line)
+            except Exception as error:
+                # The boundary to whoever watches: a view that can't draw must not end the run it watches.
+                self._subscribers.remove(subscriber)
+                self.event("view_failed", f"{type(error).__name__}: {error}")
+
+    def event(self, event: str, detail: str = "", step: int = 0, **data: float | int | str) -> None:
+        """Record an EventRecord stamped with the time since the ledger was opened."""
+        time_s = self._clock.now() - self._opened_s
+        self.record(EventRecord(event=event, detail=detail, step=step, time_s=time_s, data=data))
+
+    def close(self) -> None:
+        """Flush TensorBoard and close the file; a second call does nothing."""
+        if self._exporter is not None:
+            self._exporter.close()
+            self._exporter = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _append(self, data: bytes) -> None:
+        if self._fd is None:
+            raise ValueError(f"{self.path} is closed")
+        before = os.fstat(self._fd).st_size
+        try:
+            written = os.write(self._fd, data)
+            reason = "no space left" if written < len(data) else ""
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if reason:
+            os.ftruncate(self._fd, before)
+            raise HeadwayError(f"{self.path} can't be written: {reason}")
+
+    def _export(self, line: LedgerLine, folder: Path) -> None:
+        if self._exporter is None:
+            # Imported here: protobuf costs a third of a second that a run without TensorBoard needn't pay.
+            from headway.runtime.tensorboard import TensorBoardExporter
+
+            self._exporter = TensorBoardExporter(folder, first_step=line.step, clock=self._clock)
+        self._exporter.export(line)
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_ledger(run_dir: str | Path) -> list[LedgerLine]:
+    """The lines of ``RUN/ledger.jsonl``, in the order they were recorded, replays resolved.
+
+    A step that was recorded again after a resume keeps only its last record (with the skipped tries before it),
+    an evaluation likewise. A torn last line, from a kill or from reading while the run writes, is left out.
+    Raises ConfigurationError when there is no ledger or a line inside it is damaged.
+    """
+    path = Path(run_dir) / FILE_NAME
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigurationError(f"{run_dir} holds no run: there is no {path}") from None
+    whole, _ = _parse(data, path)
+    return resolve_replays(whole)
+
+
+def resolve_replays(lines: Iterable[LedgerLine]) -> list[LedgerLine]:
+    """Keep the last record of each step and of each evaluation; everything else stays, in order.
+
+    Several records of one step are one history when all but the last were skipped (a skipped step makes no version
+    and is tried again); the same step after a resume, or after a later step, is a replay and replaces it.
+    """
+    kept: dict[int, LedgerLine] = {}  # line number -> line
+    of_step: dict[int, tuple[int, list[int]]] = {}  # step -> (session, line numbers)
+    of_evaluation: dict[tuple[str, str, int], int] = {}
+    session, version = 0, -1
+    for number, line in enumerate(lines):
+        kept[number] = line
+        if isinstance(line, EventRecord):
+            session += line.event in (EVENT_START, EVENT_RESUME)
+        elif isinstance(line, EvaluationRecord):
+            key = (line.split, line.phase, line.step)
+            kept.pop(of_evaluation.get(key, -1), None)
+            of_evaluation[key] = number
+        else:
+            session += line.step < version
+            version = line.version
+            recorded_in, numbers = of_step.get(line.step, (session, []))
+            if recorded_in != session:
+                for old in numbers:
+                    del kept[old]
+                numbers = []
+            of_step[line.step] = (session, [*numbers, number])
+    return [kept[number] for number in sorted(kept)]
+
+
+def _parse(data: bytes, path: Path) -> tuple[list[LedgerLine], int]:
+    """Lines of ``data`` and how many of its bytes they take: the rest is a torn end."""
+    lines: list[LedgerLine] = []
+    position = 0
+    while (end := data.find(b"\n", position)) >= 0:
+        try:
+            lines.append(_decode(data[position:end]))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if data.find(b"\n", end + 1) < 0 and not data[end + 1 :].strip():
+                break  # the last line: a machine that lost power may have kept its length but not its bytes
+            raise ConfigurationError(f"{path}, line {len(lines) + 1} is damaged: {error}") from None
+        position = end + 1
+    return lines, position
+
+
+def _decode(text: bytes) -> LedgerLine:
+    if b"null" not in text:
+        return _decoder.decode(text)
+    # JSON has no NaN and no infinity: they are written as null, and no field of a line is optional.
+    return msgspec.convert(_nulls_to_nan(json.loads(text)), LedgerLine)
+
+
+def _nulls_to_nan(value: Any) -> Any:
+    if value is None:
+        return math.nan
+    if isinstance(value, dict):
+        return {key: _nulls_to_nan(item) for key, item in value.items()}
+    return value
+
+
+def _open_for_append(path: Path) -> int:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ConfigurationError(f"{path} can't be opened: {error.strerror}") from None
+    try:
+        data = path.read_bytes()
+        _, length = _parse(data, path)
+        if length < len(data):
+            os.ftruncate(fd, length)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

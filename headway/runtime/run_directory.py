@@ -1,0 +1,217 @@
+"""The folder a run writes: its layout, its lock, its stored experiment."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from headway.config.load import require_resumable, validate_experiment
+from headway.config.schema import Experiment
+from headway.records.errors import ConfigurationError, HeadwayError, RunLocked
+
+_CHECKPOINT_NAME = re.compile(r"step_(\d{8})")
+
+
+class RunDirectory:
+    """One run's folder.
+
+    Lifecycle: *closed* -> ``begin`` (locked, layout made, experiment stored) -> ``release`` (closed). Reading
+    paths and the stored experiment needs no lock, so that `report` and `show` work while a run goes on.
+
+    Invariant: between ``begin`` and ``release`` this process is the only one that writes to the folder. The lock
+    is a ``flock`` on ``RUN/lock``: the kernel drops it when the process ends, however it ends, so a killed run
+    leaves nothing to clean up.
+
+    Example::
+
+        with RunDirectory(experiment.run.directory) as run:
+            run.begin(experiment, resume=False)
+            ledger = Ledger(run.path, tensorboard=True, clock=clock)
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._lock_fd: int | None = None
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def buffer(self) -> Path:
+        return self.path / "buffer.db"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def best(self) -> Path:
+        return self.path / "best"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def checkpoint(self, version: int) -> Path:
+        """Folder of the checkpoint at ``version``."""
+        return self.checkpoints / f"step_{version:08d}"
+
+    def list_checkpoints(self) -> list[tuple[int, Path]]:
+        """(version, folder) of every checkpoint, oldest first. Unfinished temporary folders are not listed."""
+        if not self.checkpoints.is_dir():
+            return []
+        found = [(_CHECKPOINT_NAME.fullmatch(entry.name), entry) for entry in self.checkpoints.iterdir()]
+        return sorted((int(match[1]), entry) for match, entry in found if match is not None and entry.is_dir())
+
+    def worker_log(self, worker: str) -> Path:
+        """Log file of the worker called ``worker``."""
+        return self.logs / f"{worker}.log"
+
+    def holds_run(self) -> bool:
+        """Whether a run was begun here."""
+        return self.config.is_file()
+
+    def read_experiment(self) -> Experiment:
+        """The stored experiment. Raises ConfigurationError when there is none or it can't be read."""
+        try:
+            raw = json.loads(self.config.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigurationError(f"{self.path} holds no run: there is no {self.config}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"{self.config} is damaged: {error}") from None
+        return validate_experiment(raw, str(self.config))
+
+    def begin(self, experiment: Experiment, *, resume: bool) -> Experiment | None:
+        """Lock the folder, make its layout and store ``experiment``; returns what was stored before.
+
+        Raises RunLocked when another process holds it, ConfigurationError when a new run would overwrite an old
+        one, when there is nothing to resume, or when a key changed that may not change on resume. After an error
+        the folder is unlocked and holds what it held.
+        """
+        self.acquire()
+        try:
+            stored = self._admit(experiment, resume)
+            for folder in (self.tensorboard, self.checkpoints, self.logs):
+                folder.mkdir(exist_ok=True)
+            self.write_json(self.config, json.loads(experiment.model_dump_json()))
+        except BaseException:
+            self.release()
+            raise
+        return stored
+
+    def _admit(self, experiment: Experiment, resume: bool) -> Experiment | None:
+        if not self.holds_run():
+            if resume:
+                raise ConfigurationError(f"{self.path} holds no run to resume: start it without --resume")
+            return None
+        if not resume:
+            raise ConfigurationError(
+                f"{self.path} already holds a run: continue it with --resume, or choose another run.directory"
+            )
+        stored = self.read_experiment()
+        require_resumable(stored, experiment)
+        return stored
+
+    def acquire(self) -> None:
+        """Take the lock, making the folder if needed. Raises RunLocked naming the process that holds it."""
+        if self._lock_fd is not None:
+            raise ValueError(f"{self.path} is already locked by this object")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigurationError(f"run.directory = {str(self.path)!r}: {error.strerror}") from None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise ConfigurationError(f"{self.lock} can't be locked: {error.strerror}") from None
+            holder = self._recorded_pid()
+            by = f"process {holder}" if holder is not None else "another process"
+            raise RunLocked(f"{self.path} is in use by {by}: wait for it, or choose another run.directory") from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self._lock_fd = fd
+
+    def release(self) -> None:
+        """Give the lock back; does nothing when it isn't held. The lock file stays: removing it would let a
+        process that has just opened the old one and a process that makes a new one both hold "the" lock."""
+        if self._lock_fd is not None:
+            os.ftruncate(self._lock_fd, 0)
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def holder(self) -> int | None:
+        """Process id of whoever holds the lock now; None when nobody does (or it didn't say who it is)."""
+        try:
+            fd = os.open(self.lock, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return self._recorded_pid()
+        finally:
+            os.close(fd)
+        return None
+
+    def _recorded_pid(self) -> int | None:
+        try:
+            return int(self.lock.read_text())
+        except (OSError, ValueError):
+            return None
+
+    def write_json(self, path: Path, value: Any) -> None:
+        """Write ``value`` (JSON types or a record) to ``path`` so that a reader, or a kill, sees the old or the new
+        file whole. Raises HeadwayError on a full disk."""
+        data = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise HeadwayError(f"{path} can't be written: {error.strerror}") from None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
