@@ -63,3 +63,21 @@ class Interrupted(HeadwayError):
     """Stopped by the user before the end; resumable."""
 
     exit_code = 130
+
+
+class BudgetExceeded(HeadwayError):
+    """A batch would hold a group staler than the budget: an invariant of admission was broken."""
+
+    exit_code = 4
+
+
+class StorageFailed(HeadwayError):
+    """The disk is full or unreadable: the last transition was undone, nothing is half-written."""
+
+
+class BufferFull(HeadwayError):
+    """A group was admitted without a place in the buffer."""
+
+
+class BufferCorrupt(ConfigurationError):
+    """The buffer's database is damaged, of another schema version, or contradicts a transition."""

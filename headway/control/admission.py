@@ -1,0 +1,52 @@
+"""Admission (DESIGN rule 1): how many groups may be open so that none can grow staler than the budget.
+
+AReaL's Eq. 3 in groups: a group may open while ``floor((N - 1) / groups_per_step) <= v + budget``, with v the
+lowest version applied by any live replica and N = groups_per_step x completed steps + open groups, the new one
+included. Solved for the number of open groups this is
+
+    open <= groups_per_step x (v + budget + 1 - completed steps)
+
+and that is why it is enough: the new group's first token has version >= v, so it may be trained up to step
+v + budget, and from now to that step there are exactly ``v + budget + 1 - completed steps`` batches: all that is
+open, the new group included, fits into them. ``staleness.select_batch`` keeps that so from step to step.
+"""
+
+from __future__ import annotations
+
+
+def credit(*, open_groups: int, completed_steps: int, applied_version: int, groups_per_step: int, budget: int) -> int:
+    """How many groups may open now, >= 0.
+
+    open_groups: groups running, parked, buffered or in the batch being trained (its step is not completed).
+    completed_steps: training steps that made a version (a skipped step makes none).
+    applied_version: lowest version applied by any live generator replica, <= completed_steps.
+    groups_per_step: groups of one batch. budget: eta, largest trajectory staleness trained on.
+
+    Raises ValueError when an argument is out of range.
+    """
+    if groups_per_step < 1 or budget < 0 or open_groups < 0:
+        raise ValueError(f"groups_per_step {groups_per_step} >= 1, budget {budget} >= 0, open {open_groups} >= 0")
+    if not 0 <= applied_version <= completed_steps:
+        raise ValueError(f"applied version {applied_version} is not within 0..{completed_steps} (completed steps)")
+    room = groups_per_step * (applied_version + budget + 1 - completed_steps)
+    return max(0, room - open_groups)
+
+
+def may_open(
+    *, open_groups: int, completed_steps: int, applied_version: int, groups_per_step: int, budget: int
+) -> bool:
+    """Whether one more group may open. Arguments and errors as for ``credit``.
+
+    Example: groups_per_step = 2, budget = 1, version 0 everywhere: four groups may be open, a fifth may not
+    (N = 5, floor(4 / 2) = 2 > 0 + 1).
+    """
+    return (
+        credit(
+            open_groups=open_groups,
+            completed_steps=completed_steps,
+            applied_version=applied_version,
+            groups_per_step=groups_per_step,
+            budget=budget,
+        )
+        > 0
+    )

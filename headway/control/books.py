@@ -1,0 +1,128 @@
+"""The books (DESIGN rule 7): every rollout is open, left at the end, or ended exactly once, with a reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from headway.records.errors import BooksUnbalanced
+from headway.records.rollout import ENDINGS, Boundary, Ending
+
+
+class Books:
+    """Counts of rollouts by ending, reason and failure boundary, and which members of which group are open.
+
+    Lifecycle of an entry: ``admit`` -> open -> ``end`` (once). What is still open when a run stops was *left
+    at the end*: it stays open in the buffer and is taken up again on resume.
+
+    Invariant: admitted == open + sum(endings); a second ending, or one of an unknown rollout, raises.
+
+    Example: ``admit(0, 2); end(0, 0, "trained", "step"); end(0, 1, "failed", "timeout", "engine")`` leaves
+    ``endings == {"trained": 1, "failed": 1}``, ``failures == {"engine": 1}`` and ``open_rollouts == 0``.
+
+    Memory grows with open groups only; every operation is O(1) per rollout.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, set[int]] = {}
+        self._next_index = 0
+        self._open_rollouts = 0
+        self._taken: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self.admitted = 0  # rollouts
+        self.endings: Counter[str] = Counter()  # ending -> rollouts
+        self.reasons: Counter[tuple[str, str]] = Counter()  # (ending, reason) -> rollouts
+        self.failures: Counter[str] = Counter()  # boundary -> rollouts ended as failed there
+
+    @property
+    def open_rollouts(self) -> int:
+        return self._open_rollouts
+
+    @property
+    def open_groups(self) -> tuple[int, ...]:
+        """Groups with an open member, ascending by admission."""
+        return tuple(self._open)
+
+    def admit(self, group: int, size: int) -> None:
+        """Open the ``size`` rollouts of a group. Raises BooksUnbalanced when its index was used before."""
+        if group < self._next_index:
+            raise BooksUnbalanced(f"group {group} is admitted again (next index is {self._next_index})")
+        if size < 1:
+            raise BooksUnbalanced(f"group {group} is admitted with {size} rollouts")
+        self._next_index = group + 1
+        self._open[group] = set(range(size))
+        self._open_rollouts += size
+        self.admitted += size
+
+    def end(self, group: int, member: int, ending: Ending, reason: str, boundary: Boundary | None = None) -> None:
+        """End one rollout. ``boundary``: where a failed one failed. Raises BooksUnbalanced when it isn't open."""
+        members = self._open.get(group)
+        if members is None or member not in members:
+            known = group < self._next_index
+            raise BooksUnbalanced(
+                f"rollout {group}-{member} ends as {ending} ({reason}) but "
+                + ("has ended before" if known else "was never admitted")
+            )
+        if ending not in ENDINGS:
+            raise BooksUnbalanced(f"rollout {group}-{member}: {ending!r} is none of {', '.join(ENDINGS)}")
+        members.discard(member)
+        if not members:
+            del self._open[group]
+        self._open_rollouts -= 1
+        self.endings[ending] += 1
+        self.reasons[ending, reason] += 1
+        if ending == "failed":
+            self.failures[boundary or "unknown"] += 1
+
+    def end_group(self, group: int, ending: Ending, reason: str, boundary: Boundary | None = None) -> int:
+        """End every member of a group that is still open; returns how many. Raises BooksUnbalanced for none."""
+        members = sorted(self._open.get(group, ()))
+        if not members:
+            raise BooksUnbalanced(f"group {group} ends as {ending} ({reason}) but has no open rollout")
+        for member in members:
+            self.end(group, member, ending, reason, boundary)
+        return len(members)
+
+    def restore(
+        self,
+        *,
+        next_index: int,
+        open_members: Mapping[int, Iterable[int]],
+        ended: Mapping[tuple[Ending, str], int],
+        failures: Mapping[str, int],
+    ) -> None:
+        """Take over what a buffer holds when a run is resumed. Only on empty books."""
+        if self.admitted:
+            raise BooksUnbalanced("books that are in use can't be restored")
+        self._open = {group: set(members) for group, members in sorted(open_members.items())}
+        self._open = {group: members for group, members in self._open.items() if members}
+        self._open_rollouts = sum(len(members) for members in self._open.values())
+        self._next_index = next_index
+        for (ending, reason), count in ended.items():
+            self.endings[ending] += count
+            self.reasons[ending, reason] += count
+        self.failures.update(failures)
+        self.admitted = self._open_rollouts + self.endings.total()
+        self._taken = (self.endings.copy(), self.failures.copy())
+
+    def take_recent(self) -> tuple[dict[str, int], dict[str, int]]:
+        """(endings, failures by boundary) since the last call."""
+        endings, failures = self.endings - self._taken[0], self.failures - self._taken[1]
+        self._taken = (self.endings.copy(), self.failures.copy())
+        return dict(endings), dict(failures)
+
+    def check(self, *, admitted: int, open_now: int) -> None:
+        """Compare with an independent count of rollouts admitted and open. Raises BooksUnbalanced."""
+        ended = self.endings.total()
+        problems: list[str] = []
+        if self.admitted != admitted:
+            problems.append(f"{self.admitted} rollouts were entered, {admitted} admitted")
+        if self._open_rollouts != open_now:
+            problems.append(f"{self._open_rollouts} rollouts are open in the books, {open_now} in the system")
+        if self.admitted != self._open_rollouts + ended:
+            problems.append(f"{self.admitted} entered != {self._open_rollouts} open + {ended} ended")
+        if self._open_rollouts != sum(len(members) for members in self._open.values()):
+            problems.append("the open count differs from the open entries")
+        if self.endings["failed"] != self.failures.total():
+            problems.append(f"{self.endings['failed']} failed, {self.failures.total()} failures by boundary")
+        if problems:
+            raise BooksUnbalanced("the books do not balance: " + "; ".join(problems))

@@ -1,0 +1,176 @@
+"""Length bias by cause (DESIGN rule 3): is what was trained as long as what was generated?
+
+Short rollouts finish first, so a snapshot of what was trained so far is always biased to short ones. Only
+admission cohorts (``groups_per_step`` consecutive admissions) whose every rollout has ended are compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import msgspec
+
+from headway.records.rollout import Ending
+
+Cause = Literal["scheduling", "filter", "pruning", "failure"]
+
+# Which cause keeps a rollout with this ending out of training.
+CAUSE_OF: dict[Ending, Cause] = {
+    "overdue": "scheduling",
+    "discarded": "scheduling",
+    "filtered": "filter",
+    "pruned": "pruning",
+    "failed": "failure",
+}
+
+
+class LengthBiasStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Cumulative over closed cohorts. A KS statistic is the largest difference of two distribution functions."""
+
+    ks: float = 0.0  # trained against all completed lengths
+    scheduling_ks: float = 0.0  # overdue and discarded rollouts: all lengths reached with and without them
+    filter_ks: float = 0.0  # filtered rollouts, likewise
+    pruning_ks: float = 0.0  # pruned rollouts, likewise
+    failure_ks: float = 0.0  # failed rollouts, likewise
+    censored_share: float = 0.0  # share of admitted rollouts in cohorts not closed yet
+    cut_share: float = 0.0  # share of the closed cohorts' rollouts that ended before their length was known
+    closed_cohorts: int = 0
+    trained: int = 0  # rollouts, in closed cohorts
+    completed: int = 0  # rollouts whose length is complete, in closed cohorts
+
+
+def ks_statistic(a: Mapping[int, int], b: Mapping[int, int]) -> float:
+    """Two-sample Kolmogorov-Smirnov statistic, sup |F_a - F_b|, of two histograms (length -> count >= 0).
+
+    O(n log n) in the number of distinct lengths; 0.0 when either is empty (nothing to compare).
+    """
+    total_a, total_b = sum(a.values()), sum(b.values())
+    if not total_a or not total_b:
+        return 0.0
+    below_a = below_b = 0
+    worst = 0
+    for length in sorted(a.keys() | b.keys()):
+        below_a += a.get(length, 0)
+        below_b += b.get(length, 0)
+        # integers throughout: the comparison is exact, rounding happens once
+        worst = max(worst, abs(below_a * total_b - below_b * total_a))
+    return worst / (total_a * total_b)
+
+
+class _Histograms:
+    """Lengths of ended rollouts by ending: complete ones, and those reached by rollouts cut short."""
+
+    def __init__(self) -> None:
+        self.complete: dict[Ending, Counter[int]] = {}
+        self.cut: dict[Ending, Counter[int]] = {}
+
+    def add(self, ending: Ending, length: int, complete: bool, count: int = 1) -> None:
+        side = self.complete if complete else self.cut
+        side.setdefault(ending, Counter())[length] += count
+
+    def merge(self, other: _Histograms) -> None:
+        for mine, theirs in ((self.complete, other.complete), (self.cut, other.cut)):
+            for ending, histogram in theirs.items():
+                mine.setdefault(ending, Counter()).update(histogram)
+
+
+class _Cohort:
+    """A cohort that is not closed: admitted groups, open rollouts, lengths so far."""
+
+    def __init__(self) -> None:
+        self.groups = 0
+        self.rollouts = 0
+        self.open = 0
+        self.lengths = _Histograms()
+
+
+def _total(histograms: Iterable[Counter[int]]) -> Counter[int]:
+    total: Counter[int] = Counter()
+    for histogram in histograms:
+        total.update(histogram)
+    return total
+
+
+class LengthBias:
+    """Length histograms by ending over admission cohorts; memory grows with distinct lengths, not rollouts.
+
+    Lifecycle: ``admit`` every group in the order of its index, ``end`` every rollout once. A cohort holds the
+    groups with equal ``index // groups_per_step``; it closes, and is counted, when all of them are admitted
+    and all their rollouts have ended.
+
+    ``ks`` compares complete lengths, as the rule says; a rollout that was cut (an overdue one cancelled while
+    it ran, a pruned one) has none. The statistics by cause therefore compare lengths *reached*, complete or
+    not, with and without the rollouts that the cause took: a policy that cancels long rollouts shows there.
+
+    Invariant: under ``wait``, with no filter, pruning or failure, the trained and the completed multisets
+    of closed cohorts are equal and every statistic is 0.
+
+    Example: one group a step; group 0 trains lengths 3 and 9, group 1 ends overdue, cut at 50 and 60:
+    ks = 0.0 (both complete lengths were trained), scheduling_ks = 0.5, cut_share = 0.5.
+    """
+
+    def __init__(self, groups_per_step: int) -> None:
+        self._groups_per_step = groups_per_step
+        self._open: dict[int, _Cohort] = {}
+        self._closed = _Histograms()
+        self._closed_cohorts = 0
+        self._closed_rollouts = 0
+        self._admitted = 0
+
+    def admit(self, group: int, size: int) -> None:
+        """Enter a group of ``size`` rollouts; indices count up from 0 without gaps."""
+        cohort = self._open.setdefault(group // self._groups_per_step, _Cohort())
+        cohort.groups += 1
+        cohort.rollouts += size
+        cohort.open += size
+        self._admitted += size
+
+    def end(self, group: int, ending: Ending, length: int, *, complete: bool, count: int = 1) -> None:
+        """Enter ``count`` ended rollouts of a group.
+
+        length: response tokens reached. complete: generation came to its own end (stop or length limit).
+        Raises KeyError when the group's cohort is closed or unknown.
+        """
+        number = group // self._groups_per_step
+        cohort = self._open[number]
+        cohort.lengths.add(ending, length, complete, count)
+        cohort.open -= count
+        if cohort.open == 0 and cohort.groups == self._groups_per_step:
+            del self._open[number]
+            self._closed.merge(cohort.lengths)
+            self._closed_cohorts += 1
+            self._closed_rollouts += cohort.rollouts
+
+    def statistics(self) -> LengthBiasStatistics:
+        """O(n log n) in distinct lengths."""
+        complete, cut = self._closed.complete, self._closed.cut
+        completed = _total(complete.values())
+        reached = _total([completed, *cut.values()])
+        trained = complete.get("trained", Counter[int]())
+        in_open = sum(cohort.rollouts for cohort in self._open.values())
+        cut_rollouts = sum(histogram.total() for histogram in cut.values())
+
+        def taken_by(cause: Cause) -> float:
+            endings: list[Ending] = [ending for ending, its_cause in CAUSE_OF.items() if its_cause == cause]
+            taken = _total(side.get(ending, Counter[int]()) for side in (complete, cut) for ending in endings)
+            return ks_statistic(reached - taken, reached)
+
+        return LengthBiasStatistics(
+            ks=ks_statistic(trained, completed),
+            scheduling_ks=taken_by("scheduling"),
+            filter_ks=taken_by("filter"),
+            pruning_ks=taken_by("pruning"),
+            failure_ks=taken_by("failure"),
+            censored_share=in_open / self._admitted if self._admitted else 0.0,
+            cut_share=cut_rollouts / self._closed_rollouts if self._closed_rollouts else 0.0,
+            closed_cohorts=self._closed_cohorts,
+            trained=trained.total(),
+            completed=completed.total(),
+        )
+
+    def lengths(self) -> tuple[dict[int, int], dict[int, int]]:
+        """(trained, completed) length histograms of the closed cohorts."""
+        trained = self._closed.complete.get("trained", Counter[int]())
+        return dict(trained), dict(_total(self._closed.complete.values()))

@@ -1,0 +1,46 @@
+"""Summaries of one quantity over the samples of a step."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from headway.records.ledger import Distribution
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The q-quantile (0 <= q <= 1) by linear interpolation between order statistics; 0.0 of nothing.
+
+    The same as ``numpy.quantile`` with its default method.
+    """
+    if not 0.0 <= q <= 1.0:
+        raise ValueError(f"quantile {q} is not within 0..1")
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    position = q * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def distribution(weighted: Iterable[tuple[int, int]]) -> Distribution:
+    """Mean, maximum and histogram of integers, from (value, count) pairs (staleness of trajectories: count 1
+    each; of tokens: the spans' token counts)."""
+    counts: Counter[int] = Counter()
+    for value, count in weighted:
+        counts[value] += count
+    total = sum(counts.values())
+    if not total:
+        return Distribution()
+    mean = sum(value * count for value, count in counts.items()) / total
+    return Distribution(mean=mean, max=max(counts), histogram={str(v): counts[v] for v in sorted(counts)})
+
+
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and population standard deviation; (0.0, 0.0) of nothing."""
+    if not values:
+        return (0.0, 0.0)
+    mean = math.fsum(values) / len(values)
+    return (mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values)))
