@@ -6,6 +6,7 @@ l padded length of a bucket.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +70,7 @@ def _split(sizes: Tensor, order: Tensor) -> list[Tensor]:
         if ordered[cuts[-1]] > PADDING_RATIO * size + 1:
             cuts.append(i)
     cuts.append(len(ordered))
-    return [order[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [order[a:b] for a, b in itertools.pairwise(cuts)]
 
 
 def packed_attention(q_nhe: Tensor, k_nge: Tensor, v_nge: Tensor, plan: AttentionPlan) -> Tensor:

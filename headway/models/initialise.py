@@ -1,0 +1,112 @@
+"""A small, randomly initialised Qwen3-style model with its own tokenizer, so that everything runs without a network."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from headway.models.configuration import DecoderConfig
+from headway.models.decoder import Decoder
+from headway.models.loading import build, save_model
+from headway.records.errors import ConfigurationError
+from headway.tokens.training import BOS, EOS, PAD, train_byte_fallback_tokenizer
+
+
+def initialise_model(
+    output: str | Path,
+    texts: Iterable[str],
+    vocabulary_size: int = 512,
+    layers: int = 3,
+    width: int = 96,
+    heads: int = 4,
+    kv_heads: int = 2,
+    intermediate: int = 256,
+    max_positions: int = 1024,
+    tied: bool = True,
+    seed: int = 0,
+    *,
+    head_dim: int | None = None,
+    rope_theta: float = 10000.0,
+    character_level: bool = False,
+) -> DecoderConfig:
+    """Write a complete model folder at ``output`` (config, safetensors, tokenizer); it must not exist yet.
+
+    ``vocabulary_size`` bounds the tokenizer trained on ``texts``; the model's vocabulary is what the tokenizer came
+    to, rounded up to 8. ``character_level``: no merges. Equal arguments give equal files.
+    Raises ConfigurationError for sizes that don't fit together or an output that exists.
+    """
+    target = Path(output)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigurationError(f"{target} exists already; choose another output")
+    if head_dim is None:
+        if width % heads:
+            raise ConfigurationError(f"width = {width} is not a multiple of heads = {heads}; give head_dim")
+        head_dim = width // heads
+    corpus = list(texts)
+    if not any(corpus):
+        raise ConfigurationError("init-model: no text to train the tokenizer on")
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.tokenizer")
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        tokenizer = train_byte_fallback_tokenizer(corpus, vocabulary_size, scratch, character_level=character_level)
+        config = DecoderConfig(
+            vocabulary_size=-(-tokenizer.vocabulary_size // 8) * 8,
+            width=width,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate=intermediate,
+            max_positions=max_positions,
+            tied=tied,
+            rope_theta=rope_theta,
+            bos_token_id=tokenizer.token_id(BOS),
+            eos_token_id=tokenizer.eos_id,
+            pad_token_id=tokenizer.token_id(PAD),
+        )
+        assert tokenizer.token(tokenizer.eos_id) == EOS
+        generation = {
+            "bos_token_id": config.bos_token_id,
+            "eos_token_id": [tokenizer.eos_id, tokenizer.token_id("<|im_end|>")],
+            "pad_token_id": config.pad_token_id,
+            "do_sample": True,
+        }
+        (scratch / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+        model = build(config)
+        initialise_parameters(model, seed)
+        save_model(model, target, tokenizer_source=scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return config
+
+
+def initialise_parameters(model: Decoder, seed: int) -> None:
+    """Fill every parameter in place, deterministically by ``seed`` and independent of device and dtype.
+
+    Matrices: normal with deviation 1/sqrt(inputs), which keeps activations at unit scale at any width; those that
+    write to the residual stream are divided by sqrt(2 layers) (GPT-2, section 2.3). Norms 1, biases 0.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    residual = 1 / math.sqrt(2 * model.config.layers)
+
+    def fill(parameter: nn.Parameter, scale: float) -> None:
+        values = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, scale, generator=generator)
+        parameter.copy_(values)
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            leaf = name.rsplit(".", 1)[-1]
+            if leaf.endswith("norm"):
+                parameter.fill_(1.0)
+            elif leaf.endswith("bias"):
+                parameter.zero_()
+            else:
+                scale = 1 / math.sqrt(parameter.shape[1])
+                fill(parameter, scale * residual if leaf in ("output_weight", "down_weight") else scale)

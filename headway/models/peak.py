@@ -1,0 +1,35 @@
+"""The arithmetic peak a device reaches in practice: what MFU is a share of."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+def measure_peak_flops(
+    device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, limit_s: float = 0.3
+) -> float:
+    """Best FLOP/s of a square matrix product on ``device`` at ``dtype`` with the present thread count.
+
+    Takes about ``limit_s`` seconds. The best of several runs: a peak is what nothing disturbed.
+    """
+    where = torch.device(device)
+    size = 1024 if where.type == "cpu" else 8192
+    a = torch.randn(size, size, device=where).to(dtype)
+    b = torch.randn(size, size, device=where).to(dtype)
+    out = torch.empty(size, size, device=where, dtype=dtype)
+
+    def once() -> float:
+        started = time.perf_counter()
+        torch.mm(a, b, out=out)
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
+        return time.perf_counter() - started
+
+    end = time.perf_counter() + limit_s
+    once()  # the first run pays for page faults and kernel selection
+    best = once()
+    while time.perf_counter() + best < end:
+        best = min(best, once())
+    return 2 * size**3 / best

@@ -1,0 +1,277 @@
+"""Tokenizers and chat templates of Hugging Face model folders, without torch or transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as Backend
+
+from headway.records.errors import ConfigurationError
+
+Template = Literal["raw", "chat"]
+
+
+class Tokenizer:
+    """Text to token ids and back, as the model folder's own files define it.
+
+    Text is encoded once, on its way in; sampled tokens are never turned into text and back.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        eos_ids: Sequence[int],
+        *,
+        pad_id: int | None = None,
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        origin: str = "tokenizer",
+    ) -> None:
+        if not eos_ids:
+            raise ConfigurationError(
+                f"{origin}: no end-of-sequence token; set eos_token in tokenizer_config.json, "
+                "or eos_token_id in generation_config.json or config.json"
+            )
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._origin = origin
+        self._template = chat_template
+        self._special_tokens = dict(special_tokens or {})
+        self.eos_id = eos_ids[0]
+        self.stop_ids = tuple(dict.fromkeys(eos_ids))  # every id that ends a response; eos_id first
+        self.pad_id = eos_ids[0] if pad_id is None else pad_id
+        self.vocabulary_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        outside = [i for i in (*self.stop_ids, self.pad_id) if not 0 <= i < self.vocabulary_size]
+        if outside:
+            raise ConfigurationError(
+                f"{origin}: end or padding token {outside[0]} is outside the vocabulary of {self.vocabulary_size}"
+            )
+        self._render: Callable[..., str] | None = None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Read tokenizer.json, tokenizer_config.json and, for eos, generation_config.json and config.json.
+
+        Raises ConfigurationError for a missing or unreadable file and when no eos is defined.
+        """
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            missing = "folder" if not folder.is_dir() else "file"
+            raise ConfigurationError(f"no such {missing}: {folder if missing == 'folder' else file}")
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:  # tokenizers raises plain Exception for any malformed file
+            raise ConfigurationError(f"{file}: not a readable tokenizer: {error}") from None
+        settings = _json_object(folder / "tokenizer_config.json")
+        special = {
+            name: text
+            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if (text := _token_text(settings.get(name))) is not None
+        }
+        eos_ids = _token_id(backend, special.get("eos_token"), file)
+        for name in ("generation_config.json", "config.json"):
+            eos_ids += _id_list(_json_object(folder / name).get("eos_token_id"), folder / name)
+        pad = _token_id(backend, special.get("pad_token"), file)
+        return cls(
+            backend,
+            eos_ids,
+            pad_id=pad[0] if pad else None,
+            chat_template=_chat_template(folder, settings),
+            special_tokens=special,
+            origin=str(folder),
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of ``text``; ``add_special_tokens`` lets the tokenizer's post-processor add its own (a bos)."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Iterable[int], *, keep_special: bool = False) -> str:
+        """Text of token ids; special tokens are left out unless ``keep_special``."""
+        return self._backend.decode(list(ids), skip_special_tokens=not keep_special)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's entry for an id, None when there is none."""
+        return self._backend.id_to_token(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def render(self, prompt: str, template: Template = "raw") -> tuple[int, ...]:
+        """Prompt ids of a task: its text as it is ("raw"), or one user turn of the folder's chat template ("chat")."""
+        if template == "raw":
+            return tuple(self.encode(prompt, add_special_tokens=True))
+        if template != "chat":
+            raise ConfigurationError(f"template = {template!r}: valid are 'raw' and 'chat'")
+        return tuple(self.encode(self.render_messages([{"role": "user", "content": prompt}])))
+
+    def render_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The chat template's text for ``messages``. Raises ConfigurationError when there is none or it fails."""
+        if self._template is None:
+            raise ConfigurationError(
+                f"{self._origin}: no chat template (chat_template in tokenizer_config.json, or chat_template.jinja); "
+                "use template 'raw'"
+            )
+        try:
+            if self._render is None:
+                self._render = _environment().from_string(self._template).render
+            return self._render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **{**self._special_tokens, **variables},
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ConfigurationError(f"{self._origin}: the chat template fails: {error}") from None
+
+    def is_open(self, token_id: int) -> bool:
+        """Whether text that ends in this token may change when more tokens follow: it is part of a character."""
+        token = self._backend.id_to_token(token_id) or ""
+        return token_id in self.special_ids or (len(token) == 6 and token.startswith("<0x") and token.endswith(">"))
+
+
+class IncrementalDecoder:
+    """The text of a growing response, and whether a stop string has appeared in it.
+
+    Invariant: ``text == tokenizer.decode(ids pushed so far)`` after every push, at a cost that does not grow with the
+    response: the text up to a token boundary that no later token can change is settled; only the rest is decoded anew.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(text for text in stop if text)
+        self._reach = max((len(text) for text in self._stop), default=1) - 1
+        self._settled = ""  # text of everything before the tail's anchor and of the anchor itself
+        self._tail: list[int] = []  # the anchor tokens, then those not settled
+        self._anchor = 0  # how many of the tail's tokens are settled
+        self._anchor_text = ""  # text of those: context that keeps a leading space of the next token
+        self._open_text = ""  # text of the unsettled rest
+        self.stopped: str | None = None  # the stop string that appeared first
+
+    @property
+    def text(self) -> str:
+        return self._settled + self._open_text
+
+    def push(self, token_id: int) -> bool:
+        """Take one sampled token; True when a stop string is now in the text."""
+        self._tail.append(token_id)
+        whole = self._tokenizer.decode(self._tail)
+        self._open_text = whole[len(self._anchor_text) :]
+        if self._stop and self.stopped is None:
+            self._search()
+        if self._open_text and not whole.endswith("�") and not self._tokenizer.is_open(token_id):
+            self._settled += self._open_text
+            self._open_text = ""
+            self._tail = self._tail[self._anchor :]
+            self._anchor = len(self._tail)
+            self._anchor_text = self._tokenizer.decode(self._tail)
+        return self.stopped is not None
+
+    def _search(self) -> None:
+        window = self._settled[max(0, len(self._settled) - self._reach) :] + self._open_text
+        found = [(at, text) for text in self._stop if (at := window.find(text)) >= 0]
+        self.stopped = min(found)[1] if found else None
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """``text`` up to the earliest stop string in it."""
+    ends = [at for item in stop if item and (at := text.find(item)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigurationError(f"{file}: not readable as JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigurationError(f"{file}: a JSON object is needed, not {type(raw).__name__}")
+    return raw
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def _token_id(backend: Backend, text: str | None, file: Path) -> list[int]:
+    if text is None:
+        return []
+    found = backend.token_to_id(text)
+    if found is None:
+        raise ConfigurationError(f"{file}: tokenizer_config.json names {text!r}, which is not in the vocabulary")
+    return [found]
+
+
+def _id_list(value: Any, file: Path) -> list[int]:
+    if value is None:
+        return []
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ConfigurationError(f"{file}: eos_token_id = {value!r}: an integer or a list of integers is needed")
+    return list(ids)
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """A file of its own wins over tokenizer_config.json, whose value is a text or a list of named texts."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    value = settings.get("chat_template")
+    if isinstance(value, list):
+        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+        value = named.get("default") or next(iter(named.values()), None)
+    return value if isinstance(value, str) else None
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what the assistant wrote; rendering needs only its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
+
+    def parse(self, parser: Any) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The sandbox that chat templates are written for: block trimming, loop controls, plain-JSON ``tojson``."""
+
+    def refuse(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment

@@ -1,0 +1,286 @@
+"""Versioned weights through shared memory: one writer, any number of readers, every read verified.
+
+A slot is one mapped file: a header, a manifest and a flat payload. The publisher rotates over its slots and never
+waits for a reader, so version v stays readable until v + slots is published. Readers copy first and verify after:
+whatever raced with the copy shows up as a wrong version or checksum, never as wrong weights.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import mmap
+import os
+import re
+import struct
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from headway.records.errors import ConfigurationError, WeightsCorrupt
+from headway.records.generation import PublishedWeights
+
+SHARED_MEMORY = Path("/dev/shm")
+_MAGIC = b"HEADWAY1"
+_HEADER = struct.Struct("<8sqqQQ")  # magic, version, version again, manifest bytes, payload bytes
+_UNWRITTEN = -1
+_ALIGNMENT = 64  # bytes; of every tensor, so that vector loads and any dtype fit
+_PAGE = 4096
+_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.int64)}
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """Where one tensor lies in the payload."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the payload
+    size: int  # bytes
+
+
+@dataclass(frozen=True)
+class _Layout:
+    manifest: bytes
+    entries: tuple[_Entry, ...]
+    payload_start: int  # bytes from the start of the file; a multiple of the page size
+    payload_size: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> _Layout:
+        entries: list[_Entry] = []
+        offset = 0
+        for name, tensor in tensors.items():
+            stored = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            kind = str(stored).removeprefix("torch.")
+            if kind not in _DTYPES:
+                raise ConfigurationError(f"weights: {name} has dtype {kind}; publishable are {', '.join(_DTYPES)}")
+            size = tensor.numel() * stored.itemsize
+            entries.append(_Entry(name, kind, tuple(tensor.shape), offset, size))
+            offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+        manifest = msgspec.json.encode(entries)
+        start = -(-(_HEADER.size + len(manifest)) // _PAGE) * _PAGE
+        return cls(manifest, tuple(entries), start, max(offset, _ALIGNMENT))
+
+    @property
+    def file_size(self) -> int:
+        return self.payload_start + self.payload_size
+
+    def views(self, payload: Tensor) -> dict[str, Tensor]:
+        """Each tensor as a view into a payload of bytes."""
+        return {
+            e.name: payload[e.offset : e.offset + e.size].view(_DTYPES[e.dtype]).view(e.shape) for e in self.entries
+        }
+
+
+class Publisher:
+    """Writes versions into ``slots`` reused files, so that only the first round pays for new memory pages.
+
+    ``directory``: where the files lie; default /dev/shm, or the temporary folder where that is missing or too small.
+    ``dtype``: convert floating tensors while copying (a bfloat16 generator under a float32 trainer).
+    """
+
+    def __init__(
+        self, run_id: str, slots: int = 3, *, directory: str | Path | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        if slots < 2:
+            raise ConfigurationError(f"weights: slots = {slots}: at least 2, or a reader always races the writer")
+        self._stem = _stem(run_id)
+        self._slots = slots
+        self._dtype = dtype
+        self._folders = [Path(directory)] if directory is not None else _default_folders()
+        self._open: dict[int, _Slot] = {}
+        self._next = 0
+
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> PublishedWeights:
+        """Copy ``tensors`` (any device) into the next slot. Raises ConfigurationError when there is no room."""
+        if version < 0:
+            raise ValueError(f"version = {version}: must not be negative")
+        started = time.perf_counter()
+        layout = _Layout.of(tensors, self._dtype)
+        slot = self._slot(layout)
+        slot.write_versions(_UNWRITTEN, _UNWRITTEN)
+        with torch.no_grad():
+            for name, view in slot.views.items():
+                view.copy_(tensors[name])
+        checksum = _checksum(version, layout.manifest, slot.payload)
+        slot.write_versions(version, version)
+        self._next = (self._next + 1) % self._slots
+        return PublishedWeights(
+            version=version,
+            path=str(slot.path),
+            checksum=checksum,
+            size_bytes=layout.payload_size,
+            publish_s=time.perf_counter() - started,
+        )
+
+    def _slot(self, layout: _Layout) -> _Slot:
+        slot = self._open.get(self._next)
+        if slot is not None and slot.layout == layout:
+            return slot
+        if slot is not None:
+            slot.unlink()
+        self._open[self._next] = slot = self._create(layout)
+        return slot
+
+    def _create(self, layout: _Layout) -> _Slot:
+        refused: list[str] = []
+        for folder in self._folders:
+            try:
+                return _Slot(folder / f"{self._stem}-{self._next}.weights", layout)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOTDIR):
+                    raise
+                refused.append(f"{folder}: {error.strerror}")
+        raise ConfigurationError(
+            f"weights: no room to publish {layout.file_size / 1e6:.1f} MB x {self._slots} slots "
+            f"({'; '.join(refused)}); free or enlarge /dev/shm, or choose another directory"
+        )
+
+    def close(self) -> None:
+        """Remove the files; readers that still map one keep what they have."""
+        for slot in self._open.values():
+            slot.unlink()
+        self._open.clear()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Slot:
+    """The writer's side of one mapped file."""
+
+    def __init__(self, path: Path, layout: _Layout) -> None:
+        self.path = path
+        self.layout = layout
+        path.unlink(missing_ok=True)  # a new file: readers of an old one keep their mapping
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            # Reserve now: a write to a mapped page that finds the file system full would be a SIGBUS.
+            os.posix_fallocate(descriptor, 0, layout.file_size)
+            self._map = mmap.mmap(descriptor, layout.file_size)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        self.write_versions(_UNWRITTEN, _UNWRITTEN)
+        self._map[_HEADER.size : _HEADER.size + len(layout.manifest)] = layout.manifest
+        self.payload = np.frombuffer(self._map, dtype=np.uint8, offset=layout.payload_start)
+        self.views = layout.views(torch.from_numpy(self.payload))
+
+    def write_versions(self, first: int, second: int) -> None:
+        layout = self.layout
+        _HEADER.pack_into(self._map, 0, _MAGIC, first, second, len(layout.manifest), layout.payload_size)
+
+    def unlink(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+class Subscriber:
+    """Reads published versions into one private buffer that it reuses."""
+
+    def __init__(self) -> None:
+        self._maps: dict[str, tuple[tuple[int, int, int], mmap.mmap]] = {}
+        self._buffer = np.empty(0, dtype=np.uint8)
+        self._views: tuple[bytes, dict[str, Tensor]] | None = None
+
+    def fetch(self, published: PublishedWeights) -> dict[str, Tensor]:
+        """The tensors of ``published``, verified. They are views of the private buffer: valid until the next fetch.
+
+        Raises WeightsCorrupt when the slot is gone, was overwritten before or while it was copied, or does not
+        have the announced version and checksum; the remedy is to fetch a newer version.
+        """
+        source = self._map(published)
+        if len(source) < _HEADER.size:
+            raise WeightsCorrupt(f"{published.path}: too short for a header")
+        magic, version, _, manifest_size, payload_size = _HEADER.unpack_from(source, 0)
+        if magic != _MAGIC:
+            raise WeightsCorrupt(f"{published.path}: not a weights file")
+        if version != published.version:
+            raise WeightsCorrupt(_wrong_version(published, version))
+        start = -(-(_HEADER.size + manifest_size) // _PAGE) * _PAGE
+        if payload_size != published.size_bytes or start + payload_size > len(source):
+            raise WeightsCorrupt(f"{published.path}: {payload_size} bytes where {published.size_bytes} were announced")
+        manifest = bytes(source[_HEADER.size : _HEADER.size + manifest_size])
+        if len(self._buffer) != payload_size:
+            self._buffer = np.empty(payload_size, dtype=np.uint8)
+            self._views = None
+        np.copyto(self._buffer, np.frombuffer(source, dtype=np.uint8, count=payload_size, offset=start))
+        after = _HEADER.unpack_from(source, 0)[1]
+        if after != published.version:
+            raise WeightsCorrupt(_wrong_version(published, after) + " (overwritten while it was read)")
+        if _checksum(version, manifest, self._buffer) != published.checksum:
+            raise WeightsCorrupt(f"{published.path}: version {version} does not have checksum {published.checksum}")
+        if self._views is None or self._views[0] != manifest:
+            entries = tuple(msgspec.json.decode(manifest, type=list[_Entry]))
+            layout = _Layout(manifest, entries, start, payload_size)
+            self._views = (manifest, layout.views(torch.from_numpy(self._buffer)))
+        return dict(self._views[1])
+
+    def _map(self, published: PublishedWeights) -> mmap.mmap:
+        """The mapping of the slot's present file; a restarted publisher has put a new one under the old name."""
+        try:
+            descriptor = os.open(published.path, os.O_RDONLY)
+        except OSError as error:
+            raise WeightsCorrupt(f"{published.path}: version {published.version} is gone: {error.strerror}") from None
+        try:
+            status = os.fstat(descriptor)
+            identity = (status.st_dev, status.st_ino, status.st_size)
+            known = self._maps.get(published.path)
+            if known is None or known[0] != identity:
+                if status.st_size == 0:
+                    raise WeightsCorrupt(f"{published.path}: empty")
+                known = (identity, mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ))
+                self._maps[published.path] = known
+            return known[1]
+        finally:
+            os.close(descriptor)
+
+
+def reap(run_id: str, *, directory: str | Path | None = None) -> list[str]:
+    """Remove the slots a dead run left behind; returns their paths. The caller holds the run's lock."""
+    folders = [Path(directory)] if directory is not None else [SHARED_MEMORY, Path(tempfile.gettempdir())]
+    pattern = re.compile(re.escape(_stem(run_id)) + r"-\d+\.weights")
+    removed: list[str] = []
+    for folder in folders:
+        for file in folder.iterdir() if folder.is_dir() else ():
+            if pattern.fullmatch(file.name):
+                file.unlink(missing_ok=True)
+                removed.append(str(file))
+    return sorted(removed)
+
+
+def _stem(run_id: str) -> str:
+    """File name stem of a run. A name that is no plain file name is replaced by its hash."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", run_id):
+        run_id = hashlib.sha256(run_id.encode()).hexdigest()[:16]
+    return f"headway-{run_id}"
+
+
+def _default_folders() -> list[Path]:
+    temporary = Path(tempfile.gettempdir())
+    return [SHARED_MEMORY, temporary] if os.access(SHARED_MEMORY, os.W_OK) else [temporary]
+
+
+def _checksum(version: int, manifest: bytes, payload: np.ndarray) -> str:
+    state = xxhash.xxh3_128(version.to_bytes(8, "little"))
+    state.update(manifest)
+    state.update(memoryview(payload))
+    return state.hexdigest()
+
+
+def _wrong_version(published: PublishedWeights, found: int) -> str:
+    state = "is being overwritten" if found == _UNWRITTEN else f"holds version {found}"
+    return f"{published.path}: version {published.version} was announced, but the slot {state}"
