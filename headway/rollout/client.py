@@ -1,0 +1,235 @@
+"""A pool of verifier processes behind one handle (records.clients.Verifier), with a timeout that kills."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.config import schema
+from headway.records.errors import HeadwayError, RemoteError, WorkerDied
+from headway.records.rollout import Verdict
+from headway.records.task import Task
+from headway.rollout.verifiers import failed_verdict
+from headway.runtime.channel import Channel, ChannelClosed
+from headway.runtime.clock import Clock
+from headway.runtime.workers import LocalLauncher, Worker, WorkerSpec
+
+_FACTORY = "headway.rollout.service:VerifierService"
+_BACKSTOP_GRACE_S = 5.0  # the worker's own watchdog comes first; the parent's limit is for a worker that is stuck
+_START_RETRY_S = 0.5  # before a worker that couldn't start is tried again
+
+
+class _Job(msgspec.Struct, kw_only=True, eq=False):
+    task: Task
+    responses: tuple[str, ...]
+    verdicts: asyncio.Future[list[Verdict]]
+
+
+class _Died(Exception):
+    """The worker died under a job. ``hung``: because the job took too long."""
+
+    def __init__(self, cause: str, hung: bool, elapsed_s: float) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.hung = hung
+        self.elapsed_s = elapsed_s
+
+
+class VerifierPool:
+    """``workers`` processes that share one bounded queue of groups.
+
+    A group is scored in one call. When its worker hangs or dies, the worker is replaced and the group's responses are
+    scored one by one, so that only the guilty one fails: "timed out after 10 s; job killed" (not
+    infrastructure) for a hang; a death for another reason is retried ``retries`` times and then fails as
+    infrastructure. Workers are replaced when the next job needs one; the pool stays usable throughout.
+
+    ``device`` pins every worker (``cpu:N-M``); None leaves them on all cores this process may use.
+    """
+
+    def __init__(
+        self,
+        launcher: LocalLauncher,
+        verifier: schema.Verifier,
+        clock: Clock,
+        *,
+        device: str | None = None,
+        log_folder: Path | None = None,
+        retries: int = 2,
+        queue_groups: int | None = None,
+    ) -> None:
+        self._launcher = launcher
+        self._verifier = verifier
+        self._clock = clock
+        self._retries = retries
+        self._device = device
+        self._log_folder = log_folder
+        self._jobs: Channel[_Job] = Channel(queue_groups or 16 * verifier.workers, "verify", clock)
+        self._workers: list[Worker | None] = [None] * verifier.workers
+        self._seats: list[asyncio.Task[None]] = []
+        self._open: set[asyncio.Future[list[Verdict]]] = set()
+        self.restarts = 0  # workers replaced so far
+
+    async def start(self) -> None:
+        """Start all workers. Raises what a worker's constructor raised (a verifier that can't be imported)."""
+        for seat, worker in enumerate(await asyncio.gather(*(self._launch(i) for i in range(len(self._workers))))):
+            self._workers[seat] = worker
+        self._seats = [asyncio.create_task(self._serve(i), name=f"verifier-{i}") for i in range(len(self._workers))]
+
+    async def verify(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
+        """Score ``responses`` to ``task``: one Verdict each, in order. Waits while the queue is full."""
+        if not responses:
+            return []
+        verdicts: asyncio.Future[list[Verdict]] = asyncio.get_running_loop().create_future()
+        self._open.add(verdicts)
+        try:
+            await self._jobs.put(_Job(task=task, responses=tuple(responses), verdicts=verdicts))
+            return await verdicts
+        except ChannelClosed:
+            raise HeadwayError("the verifier pool is stopped") from None
+        finally:
+            self._open.discard(verdicts)
+
+    async def stop(self) -> None:
+        """Stop all workers; whoever still waits for a verdict gets HeadwayError."""
+        self._jobs.close()
+        for seat in self._seats:
+            seat.cancel()
+        await asyncio.gather(*self._seats, return_exceptions=True)
+        for verdicts in self._open:
+            if not verdicts.done():
+                verdicts.set_exception(HeadwayError("the verifier pool is stopped"))
+        alive = [worker for worker in self._workers if worker is not None]
+        self._workers = [None] * len(self._workers)
+        await asyncio.gather(*(worker.stop(1.0) for worker in alive))
+        for worker in alive:
+            _kill_process_group(worker.pid)
+
+    def statistics(self) -> Any:
+        """The queue's statistics: used, capacity, peak, waiters, age of the oldest group."""
+        return self._jobs.statistics()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the live workers."""
+        return [worker.pid for worker in self._workers if worker is not None]
+
+    # --- one seat: a worker and the loop that feeds it ---------------------------------------------------
+
+    async def _serve(self, seat: int) -> None:
+        """Consumes groups from the queue, waits for them to be scored, is unblocked by ``verify``."""
+        while True:
+            try:
+                job = await self._jobs.get()
+            except ChannelClosed:
+                return
+            if job.verdicts.done():
+                continue  # its caller gave up while it was queued
+            try:
+                verdicts = await self._score_group(seat, job)
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # a fault of the pool itself must reach the caller, not end the seat silently
+                if not job.verdicts.done():
+                    job.verdicts.set_exception(error)
+                continue
+            if not job.verdicts.done():
+                job.verdicts.set_result(verdicts)
+
+    async def _score_group(self, seat: int, job: _Job) -> list[Verdict]:
+        budget = self._retries
+        try:
+            return await self._call(seat, job.task, job.responses)
+        except _Died as died:
+            if not died.hung:
+                budget -= 1  # scoring one by one is the first of its retries
+        return [await self._score_single(seat, job.task, response, budget) for response in job.responses]
+
+    async def _score_single(self, seat: int, task: Task, response: str, budget: int) -> Verdict:
+        while True:
+            try:
+                return (await self._call(seat, task, (response,)))[0]
+            except _Died as died:
+                if died.hung:
+                    cause = f"timed out after {self._verifier.timeout_s:g} s; job killed"
+                    return failed_verdict(cause, detail=died.cause, verify_s=died.elapsed_s)
+                if budget <= 0:
+                    cause = f"the verifier's process died {self._retries + 1} times under it"
+                    return failed_verdict(cause, infrastructure=True, detail=died.cause, verify_s=died.elapsed_s)
+            budget -= 1
+
+    async def _call(self, seat: int, task: Task, responses: tuple[str, ...]) -> list[Verdict]:
+        """Score on this seat's worker. Raises _Died; the seat then has no worker until the next call."""
+        worker = await self._worker(seat)
+        started = self._clock.now()
+        backstop_s = self._verifier.timeout_s * len(responses) + _BACKSTOP_GRACE_S
+        try:
+            async with asyncio.timeout(backstop_s):
+                return await worker.call("score", task, responses)
+        except TimeoutError:
+            elapsed_s = self._clock.now() - started
+            self._discard(seat, worker)
+            raise _Died(f"no answer after {elapsed_s:.1f} s", True, elapsed_s) from None
+        except WorkerDied as error:
+            elapsed_s = self._clock.now() - started
+            self._discard(seat, worker)
+            # the watchdog in the worker ends it no sooner than the limit; an earlier death had another cause,
+            # unless the worker stopped answering its heartbeat, which a job that holds the interpreter lock does
+            hung = elapsed_s >= self._verifier.timeout_s or "heartbeat" in error.cause
+            raise _Died(error.cause, hung, elapsed_s) from None
+        except asyncio.CancelledError:
+            # the pool is being stopped in mid-job: nothing may be left running
+            self._discard(seat, worker)
+            raise
+
+    async def _worker(self, seat: int) -> Worker:
+        """The seat's live worker, started when there is none."""
+        worker = self._workers[seat]
+        if worker is not None and not worker.died.done():
+            return worker
+        for attempt in range(self._retries + 1):
+            try:
+                worker = await self._launch(seat)
+            except (WorkerDied, RemoteError):
+                if attempt == self._retries:
+                    raise
+                await self._clock.sleep(_START_RETRY_S)
+            else:
+                self.restarts += 1
+                self._workers[seat] = worker
+                return worker
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _launch(self, seat: int) -> Worker:
+        name = f"verifier-{seat}"
+        spec = WorkerSpec(
+            name=name,
+            factory=_FACTORY,
+            arguments={"verifier": self._verifier.model_dump()},
+            device=self._device or _every_core(),
+            log_path=str(self._log_folder / f"{name}.log") if self._log_folder else None,
+        )
+        return await self._launcher.start(spec)
+
+    def _discard(self, seat: int, worker: Worker) -> None:
+        self._workers[seat] = None
+        _kill_process_group(worker.pid)
+        worker.kill()
+
+
+def _kill_process_group(pid: int) -> None:
+    """Kill a worker and whatever its verifier started; both share the group the worker leads."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return  # all gone already
+
+
+def _every_core() -> str:
+    cores = sorted(os.sched_getaffinity(0))
+    return f"cpu:{cores[0]}-{cores[-1]}"

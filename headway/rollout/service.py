@@ -1,0 +1,72 @@
+"""The verifier worker: scores one task's responses inside its own process."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from headway.config import schema
+from headway.records.rollout import Verdict
+from headway.records.task import Task
+from headway.rollout.verifiers import failed_verdict, resolve_verifier, to_verdict
+
+_LONGEST_DETAIL = 4000  # characters of a traceback that are kept: its end says what happened
+
+
+class VerifierService:
+    """Worker class. One call scores a task's whole group; each response has ``timeout_s`` of its own.
+
+    The limit is enforced here by a watchdog thread in C that needs no interpreter lock: a response that hangs, even
+    inside a regular expression that holds the lock, ends this *process*. ``client.py`` sees a dead worker,
+    starts another and finds out which response did it.
+    """
+
+    def __init__(self, context: Any, *, verifier: dict[str, Any]) -> None:
+        """``verifier``: a config.Verifier as plain types. Raises ConfigurationError when it can't be imported."""
+        self._settings = schema.Verifier.model_validate(verifier)
+        # what a verifier starts (compilers, sandboxes) joins this process group, so it can be killed with it
+        if os.getpgrp() != os.getpid():
+            os.setpgid(0, 0)
+        self._score = resolve_verifier(self._settings)
+
+    def score(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
+        """One Verdict per response, in order. A raise or an unusable return value costs only its response."""
+        return [self._score_one(task, response) for response in responses]
+
+    def _score_one(self, task: Task, response: str) -> Verdict:
+        with Watchdog(self._settings.timeout_s):
+            return score_guarded(self._score, task, response)
+
+
+class Watchdog:
+    """Ends the process (exit code 1, traceback on stderr) when its block takes longer than ``timeout_s``."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    def __enter__(self) -> None:
+        faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=sys.__stderr__ or 2)
+
+    def __exit__(self, *_: object) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def score_guarded(
+    score: Callable[[Task, str], object], task: Task, response: str, now: Callable[[], float] = time.monotonic
+) -> Verdict:
+    """Score one response; whatever the verifier raises becomes a failed Verdict with the traceback in detail."""
+    started = now()
+    try:
+        verdict = to_verdict(score(task, response))
+    except (Exception, SystemExit) as error:  # the reward boundary's one capture point
+        detail = "".join(traceback.format_exception(error))[-_LONGEST_DETAIL:]
+        cause = f"the verifier raised {type(error).__name__}: {error}"
+        verdict = failed_verdict(cause[:300], detail=detail)
+    return msgspec.structs.replace(verdict, verify_s=now() - started)

@@ -1,0 +1,240 @@
+"""The life of a single-turn rollout: one prompt, one response, survived parkings and engine errors."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import msgspec
+
+from headway.config import schema
+from headway.records.generation import (
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    PartialResponse,
+    SamplingParameters,
+)
+from headway.records.rollout import Failure, Group, Rollout, Verdict
+from headway.rollout.seeds import rollout_seed
+from headway.runtime.clock import Clock
+
+Generate = Callable[[GenerationRequest], Awaitable[GenerationResult]]
+ResumeGate = Callable[[Group, int, PartialResponse], Awaitable[None]]  # returns when a parked member may go on
+Progress = Callable[[Group, int, PartialResponse, int], None]  # (group, member, partial, version of its first token)
+
+_LONGEST_DETAIL = 4000  # characters of a traceback that are kept
+_RETRY_S = 0.25  # before the first retry of an engine error; doubled for each further one
+
+
+class TextCodec(Protocol):
+    """What a rollout needs of a tokenizer."""
+
+    @property
+    def eos_id(self) -> int: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+class SingleTurn:
+    """Produces un-verified rollouts through an injected ``generate``.
+
+    A member is *generating* until its request comes back: finished; or parked by a weight update ("abort"), then it
+    waits at ``resume_gate`` and goes on from its tokens; or failed in the engine ("error"), then it is retried
+    from its tokens up to ``settings.retries`` times and ends failed, never with a reward.
+
+    Example: ``rollout = await single_turn.generate_member(group, 0)``, then
+    ``[verdict] = await verifier.verify(group.task, [single_turn.text(rollout)])`` unless ``rollout.failure`` is set,
+    then ``apply_verdict(rollout, verdict, clock.now())``.
+    """
+
+    def __init__(
+        self,
+        generate: Generate,
+        tokenizer: TextCodec,
+        settings: schema.Rollout,
+        clock: Clock,
+        *,
+        run_seed: int,
+        temperature: float | None = None,
+        request_prefix: str = "",
+        resume_gate: ResumeGate | None = None,
+        on_progress: Progress | None = None,
+    ) -> None:
+        """``temperature`` overrides the settings' (an evaluation's); ``request_prefix`` keeps its requests apart.
+
+        ``on_progress`` is called each time a member is parked, before it waits at ``resume_gate``.
+        """
+        self._generate = generate
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._clock = clock
+        self._run_seed = run_seed
+        self._prefix = request_prefix
+        self._resume_gate = resume_gate
+        self._on_progress = on_progress
+        self._sampling = SamplingParameters(
+            temperature=settings.temperature if temperature is None else temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            max_tokens=settings.max_response_tokens,
+            stop_token_ids=(tokenizer.eos_id,),
+            stop=settings.stop,
+        )
+
+    def text(self, rollout: Rollout) -> str:
+        """The response as the verifier sees it: decoded, special tokens left out."""
+        return self._tokenizer.decode(list(rollout.response_ids))
+
+    async def generate_member(
+        self, group: Group, member: int, partial: PartialResponse = PartialResponse(), resumes: int = 0
+    ) -> Rollout:
+        """Member ``member`` of ``group``, finished or failed but not verified; raises nothing but cancellation.
+
+        ``partial`` and ``resumes`` continue a member that a former process had begun.
+        """
+        life = _Life(opened_s=group.admitted_s, response=partial, resumes=resumes)
+        longest = self._settings.max_prompt_tokens
+        if not 0 < len(group.prompt_ids) <= longest:
+            cause = f"the prompt has {len(group.prompt_ids)} tokens; valid: 1 to rollout.max_prompt_tokens = {longest}"
+            failure = Failure(boundary="environment", cause=cause, infrastructure=False)
+            return life.rollout(group, member, self._clock.now(), failure)
+        failure = None
+        try:
+            async with asyncio.timeout(self._settings.timeout_s) as limit:
+                failure = await self._generate_response(group, member, life)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            cause = f"not finished after rollout.timeout_s = {self._settings.timeout_s:g} s"
+            failure = Failure(boundary="engine", cause=cause, infrastructure=True)
+        return life.rollout(group, member, self._clock.now(), failure)
+
+    async def _generate_response(self, group: Group, member: int, life: _Life) -> Failure | None:
+        """Submit until the response is complete; returns why it never will be."""
+        seed = rollout_seed(self._run_seed, group.index, member)
+        sampling = msgspec.structs.replace(self._sampling, seed=seed)
+        errors = 0
+        while not life.complete(sampling):
+            request = GenerationRequest(
+                # a number per submission: late tokens of a failed one can't be taken for those of the next
+                request_id=f"{self._prefix}{group.index}-{member}.{life.resumes}.{errors}",
+                prompt_ids=group.prompt_ids,
+                sampling=sampling,
+                priority=group.index,
+                partial=life.response,
+            )
+            failure = await self._submit(request, life)
+            if failure is not None:
+                if errors == self._settings.retries:
+                    return failure
+                errors += 1
+                await self._clock.sleep(_RETRY_S * 2 ** (errors - 1))
+            elif life.finish_reason == "abort":
+                await self._wait_parked(group, member, life)
+            else:
+                return None
+        return None
+
+    async def _submit(self, request: GenerationRequest, life: _Life) -> Failure | None:
+        """One submission; its tokens go into ``life``. Returns a Failure when the engine failed it."""
+        try:
+            result = await self._generate(request)
+        except Exception as error:  # the engine boundary's one capture point
+            detail = "".join(traceback.format_exception(error))[-_LONGEST_DETAIL:]
+            cause = f"the generator raised {type(error).__name__}: {error}"
+            return Failure(boundary="engine", cause=cause[:300], infrastructure=True, detail=detail)
+        fault = _fault(result.response)
+        if not fault:
+            life.take(result, self._clock.now())
+        if result.finish_reason == "error" or fault:
+            return Failure(
+                boundary="engine", cause=result.error or fault or "the engine gave no cause", infrastructure=True
+            )
+        return None
+
+    async def _wait_parked(self, group: Group, member: int, life: _Life) -> None:
+        if self._on_progress is not None:
+            versions = life.response.versions
+            self._on_progress(group, member, life.response, versions[0].version if versions else -1)
+        if self._resume_gate is not None:
+            await self._resume_gate(group, member, life.response)
+        life.resumes += 1
+
+
+class _Life:
+    """What a member has so far."""
+
+    def __init__(self, opened_s: float, response: PartialResponse, resumes: int) -> None:
+        self.opened_s = opened_s
+        self.response = response
+        self.resumes = resumes
+        self.reprefills = 0
+        self.first_token_s = 0.0
+        self.finish_reason: FinishReason = "error"
+
+    def take(self, result: GenerationResult, now: float) -> None:
+        self.finish_reason = result.finish_reason
+        self.reprefills += result.reprefills
+        if len(result.response.ids) >= len(self.response.ids):  # a failed request may come back empty-handed
+            self.response = result.response
+        if self.first_token_s == 0.0 and result.response.ids:
+            self.first_token_s = result.first_token_s or now
+
+    def complete(self, sampling: SamplingParameters) -> bool:
+        """Whether a continued response needs no further token; sets the finish reason then."""
+        ids = self.response.ids
+        if ids and ids[-1] in sampling.stop_token_ids:
+            self.finish_reason = "stop"
+        elif len(ids) >= sampling.max_tokens:
+            self.finish_reason = "length"
+        else:
+            return False
+        return True
+
+    def rollout(self, group: Group, member: int, now: float, failure: Failure | None) -> Rollout:
+        return Rollout(
+            group=group.index,
+            member=member,
+            prompt_ids=group.prompt_ids,
+            response_ids=self.response.ids,
+            response_logprobs=self.response.logprobs,
+            response_mask=(True,) * len(self.response.ids),
+            versions=self.response.versions,
+            finish_reason="error" if failure is not None else self.finish_reason,
+            failure=failure,
+            opened_s=self.opened_s,
+            first_token_s=self.first_token_s,
+            generated_s=now,
+            finished_s=now if failure is not None else 0.0,
+            resumes=self.resumes,
+            reprefills=self.reprefills,
+        )
+
+
+def _fault(response: PartialResponse) -> str:
+    """Why a response can't be trained on or continued; "" when it can."""
+    tokens = len(response.ids)
+    spanned = sum(span.tokens for span in response.versions)
+    if len(response.logprobs) != tokens or spanned != tokens:
+        return f"the engine returned {tokens} tokens, {len(response.logprobs)} log-probabilities, {spanned} versions"
+    if not all(map(math.isfinite, response.logprobs)):
+        return "the engine returned a log-probability that is not finite"
+    return ""
+
+
+def apply_verdict(rollout: Rollout, verdict: Verdict, now: float) -> Rollout:
+    """``rollout`` verified at ``now`` (clock seconds). A rollout that had failed before keeps its failure."""
+    if rollout.failure is not None:
+        return msgspec.structs.replace(rollout, finished_s=now)
+    return msgspec.structs.replace(
+        rollout,
+        reward=float(verdict.reward) if verdict.failure is None else 0.0,
+        solved=verdict.solved and verdict.failure is None,
+        failure=verdict.failure,
+        verify_s=verdict.verify_s,
+        finished_s=now,
+    )

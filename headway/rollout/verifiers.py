@@ -1,0 +1,269 @@
+"""Verifiers: named functions that score a response to a task, and a user's own by ``module:function``.
+
+A user's function is called as ``function(task, response, **parameters)`` and returns a number, a ``Verdict`` or
+``{"reward": number, "solved": bool, ...}`` (further keys become the verdict's detail).
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any, SupportsFloat, cast
+
+import msgspec
+
+from headway.config import schema
+from headway.records.errors import ConfigurationError
+from headway.records.rollout import Failure, Verdict
+from headway.records.task import Task
+from headway.rollout.extraction import EXTRACTS, Extract, close, extract_answer, last_match, last_number
+from headway.tasks.entries import unpack_entry
+from headway.tasks.sources import build_generator
+
+Scorer = Callable[[Task, str], object]  # what a verifier is once its parameters are bound
+
+VERIFIERS: dict[str, Callable[..., Scorer]] = {}  # name -> builder: parameters in, scorer out; checks parameters
+
+
+def register(name: str) -> Callable[[Callable[..., Scorer]], Callable[..., Scorer]]:
+    """Register a builder (keyword parameters -> scorer) under ``name``."""
+
+    def add(builder: Callable[..., Scorer]) -> Callable[..., Scorer]:
+        if name in VERIFIERS:
+            raise ValueError(f"verifier {name!r} is already registered")
+        VERIFIERS[name] = builder
+        return builder
+
+    return add
+
+
+def resolve_verifier(verifier: schema.Verifier) -> Scorer:
+    """The scorer that ``verifier`` names, with its parameters bound.
+
+    Raises ConfigurationError: an unknown name (with the nearest), a module or function that can't be imported
+    (with the reason), an unknown or invalid parameter.
+    """
+    name, parameters = verifier.name, verifier.parameters
+    if ":" in name:
+        function = _import_function(name)
+        _require_parameters(name, function, (None, ""), parameters)
+        return functools.partial(function, **parameters)
+    builder = VERIFIERS.get(name)
+    if builder is None:
+        near = difflib.get_close_matches(name, list(VERIFIERS), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(sorted(VERIFIERS))} or module:function"
+        raise ConfigurationError(f"verifier.name = {name!r} is unknown; {hint}")
+    _require_parameters(name, builder, (), parameters)
+    return builder(**parameters)
+
+
+def _import_function(name: str) -> Callable[..., object]:
+    module_name, _, path = name.partition(":")
+    if not module_name or not path:
+        raise ConfigurationError(f"verifier.name = {name!r}: expected module:function")
+    # an installed command doesn't have the working directory on its path, where a user's module usually is
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # the boundary to a user's module: it may raise anything while it is imported
+        cause = f"{type(error).__name__}: {error}"
+        raise ConfigurationError(f"verifier.name = {name!r}: {module_name} can't be imported: {cause}") from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            public = [n for n in vars(found) if not n.startswith("_")]
+            near = difflib.get_close_matches(part, public, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigurationError(f"verifier.name = {name!r}: {module_name} has no {part!r}{hint}")
+        found = getattr(found, part)
+    if not callable(found) or inspect.iscoroutinefunction(found):
+        raise ConfigurationError(f"verifier.name = {name!r}: must be a plain function (not a class, not async)")
+    return cast("Callable[..., object]", found)
+
+
+def _require_parameters(
+    name: str, function: Callable[..., object], given: tuple[object, ...], parameters: Mapping[str, Any]
+) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # a built-in without a signature: the first call will tell
+    try:
+        signature.bind(*given, **parameters)
+    except TypeError as error:
+        names = list(signature.parameters)[len(given) :]
+        valid = ", ".join(names) or "none"
+        raise ConfigurationError(
+            f"verifier.parameters = {dict(parameters)} don't fit {name!r}: {error}; valid: {valid}"
+        ) from None
+
+
+# --- the built-in verifiers ------------------------------------------------------------------------------
+
+
+@register("exact")
+def exact(*, extract: Extract = "all", strip: bool = True) -> Scorer:
+    """1 when the extracted answer equals ``task.answer`` (both stripped of outer blanks with ``strip``), else 0."""
+    _require_extract(extract)
+
+    def score(task: Task, response: str) -> float:
+        found = extract_answer(response, extract)
+        if found is None:
+            return 0.0
+        return float(found.strip() == task.answer.strip() if strip else found == task.answer)
+
+    return score
+
+
+@register("numeric")
+def numeric(*, extract: Extract = "all", marker: str = "", tolerance: float = 0.0) -> Scorer:
+    """1 when the last number of the extracted answer is within ``tolerance`` of ``task.answer``, else 0.
+
+    With ``marker`` (for example "####" or "=") the first number after the marker's last occurrence counts.
+    """
+    _require_extract(extract)
+    _require_number("tolerance", tolerance)
+
+    def score(task: Task, response: str) -> float:
+        reference = _reference_number(task)
+        found = extract_answer(response, extract)
+        number = None if found is None else last_number(found, marker)
+        return float(number is not None and close(number, reference, tolerance))
+
+    return score
+
+
+@register("regex")
+def regex(*, pattern: str, group: int | str | None = None, extract: Extract = "all") -> Scorer:
+    """1 when ``group`` of the last match of ``pattern`` equals ``task.answer`` (outer blanks stripped), else 0.
+
+    ``group`` defaults to the first group, or to the whole match when the pattern has none. Where the task has no
+    answer, a match is enough. Flags go into the pattern: ``(?s)``, ``(?i)``.
+    """
+    _require_extract(extract)
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ConfigurationError(f"verifier.parameters.pattern = {pattern!r}: {error}") from None
+    chosen = group if group is not None else min(1, compiled.groups)
+    names: list[int | str] = [*range(compiled.groups + 1), *compiled.groupindex]
+    if chosen not in names:
+        raise ConfigurationError(f"verifier.parameters.group = {chosen!r}: the pattern has {names}")
+
+    def score(task: Task, response: str) -> float:
+        text = extract_answer(response, extract)
+        last = None if text is None else last_match(compiled, text)
+        if last is None:
+            return 0.0
+        return float(not task.answer or (last.group(chosen) or "").strip() == task.answer.strip())
+
+    return score
+
+
+@register("reasoning-gym")
+def reasoning_gym(*, extract: Extract = "all") -> Scorer:
+    """The reward of the task's own generator (0 to 1, its partial credit included) for the stripped answer.
+
+    Needs tasks of ``source = "reasoning-gym"``; their metadata carries the generator's name and the whole entry.
+    """
+    _require_extract(extract)
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ConfigurationError("verifier.name = 'reasoning-gym': the package reasoning-gym is not installed")
+    datasets: dict[str, Any] = {}  # by generator and parameters: building one can read data files
+
+    def score(task: Task, response: str) -> float:
+        if "generator" not in task.metadata or "entry" not in task.metadata:
+            raise ValueError(
+                f"task {task.task_id} carries no reasoning-gym entry: this verifier scores only "
+                "tasks of source = 'reasoning-gym'"
+            )
+        name, parameters = task.metadata["generator"], task.metadata.get("parameters", {})
+        key = name + json.dumps(parameters, sort_keys=True)
+        if key not in datasets:
+            datasets[key] = build_generator(name, {**parameters, "seed": 0, "size": 1})
+        answer = extract_answer(response, extract)
+        stripped = None if answer is None else answer.strip()
+        return float(datasets[key].score_answer(answer=stripped, entry=unpack_entry(task.metadata["entry"])))
+
+    return score
+
+
+def _require_extract(extract: str) -> None:
+    if extract not in EXTRACTS:
+        raise ConfigurationError(f"verifier.parameters.extract = {extract!r}: valid: {', '.join(EXTRACTS)}")
+
+
+def _require_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ConfigurationError(f"verifier.parameters.{name} = {value!r}: must be a finite number >= 0")
+
+
+def _reference_number(task: Task) -> Decimal:
+    number = last_number(task.answer)
+    if number is None:
+        raise ValueError(f"task {task.task_id}: its answer {task.answer!r} is not a number")
+    return number
+
+
+# --- what a verifier may return --------------------------------------------------------------------------
+
+
+def to_verdict(result: object) -> Verdict:
+    """A verifier's return value as a Verdict; one that can't be used becomes a Verdict with ``failure``.
+
+    A number counts as solved from 1 upwards; a mapping or a Verdict may say otherwise.
+    """
+    if isinstance(result, Verdict):
+        verdict = result
+    elif isinstance(result, Mapping):
+        fields = {str(key): value for key, value in cast("Mapping[Any, Any]", result).items()}
+        reward = _number(fields.pop("reward", None))
+        if reward is None:
+            return failed_verdict(f"the verifier returned {_short(result)}, which has no number under 'reward'")
+        solved = bool(fields.pop("solved", reward >= 1))
+        verdict = Verdict(reward=reward, solved=solved, detail=fields)
+    else:
+        reward = _number(result)
+        if reward is None:
+            return failed_verdict(
+                f"the verifier returned {_short(result)}: expected a number, a Verdict or a dictionary with 'reward'"
+            )
+        verdict = Verdict(reward=reward, solved=reward >= 1)
+    if verdict.failure is None and not math.isfinite(verdict.reward):
+        return failed_verdict(f"the reward is {verdict.reward}, not a finite number")
+    try:
+        msgspec.msgpack.encode(verdict.detail)
+    except (TypeError, ValueError, OverflowError) as error:
+        return failed_verdict(f"the verdict's detail can't be stored: {error}")
+    return verdict
+
+
+def failed_verdict(cause: str, *, infrastructure: bool = False, detail: str = "", verify_s: float = 0.0) -> Verdict:
+    """A Verdict whose reward is not valid, failed at the boundary "reward"."""
+    failure = Failure(boundary="reward", cause=cause, infrastructure=infrastructure, detail=detail)
+    return Verdict(reward=0.0, solved=False, verify_s=verify_s, failure=failure)
+
+
+def _number(value: object) -> float | None:
+    # anything with a float form counts (NumPy scalars, 0-d tensors); text doesn't have one
+    if not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(cast("SupportsFloat", value))
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several, a huge integer
+        return None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,55 @@
+"""Carrying a generator's entry in JSON types and back, so that its own scorer can be called later.
+
+reasoning-gym's entries hold tuples, dictionaries with integer keys and NumPy scalars, and some of its
+scorers compare by type: a tuple that came back as a list scores 0.05 instead of 1. A task's metadata
+holds JSON types only (it is stored and sent), so those shapes are tagged.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+_TUPLE = "__tuple__"
+_PAIRS = "__pairs__"
+_SET = "__set__"
+
+
+def pack_entry(value: Any) -> Any:
+    """``value`` in JSON types; ``unpack_entry`` gives it back. Raises TypeError for any other type."""
+    if value is None or isinstance(value, bool):
+        return value
+    # exact types first: a numpy.str_ or numpy.float64 is a subclass and must become the plain one
+    for plain in (int, float, str):
+        if isinstance(value, plain):
+            return plain(value)
+    if isinstance(value, list):
+        return [pack_entry(item) for item in cast("list[Any]", value)]
+    if isinstance(value, tuple):
+        return {_TUPLE: [pack_entry(item) for item in cast("tuple[Any, ...]", value)]}
+    if isinstance(value, (set, frozenset)):
+        return {_SET: sorted((pack_entry(item) for item in cast("set[Any]", value)), key=repr)}
+    if isinstance(value, dict):
+        items = cast("dict[Any, Any]", value)
+        if all(isinstance(key, str) for key in items) and not items.keys() & {_TUPLE, _PAIRS, _SET}:
+            return {str(key): pack_entry(item) for key, item in items.items()}
+        return {_PAIRS: [[pack_entry(key), pack_entry(item)] for key, item in items.items()]}
+    if hasattr(value, "tolist"):  # NumPy scalars and arrays
+        return pack_entry(value.tolist())
+    raise TypeError(f"an entry holds a {type(value).__name__}, which has no JSON form")
+
+
+def unpack_entry(value: Any) -> Any:
+    """Undo ``pack_entry``."""
+    if isinstance(value, list):
+        return [unpack_entry(item) for item in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    items = cast("dict[str, Any]", value)
+    if len(items) == 1:
+        if _TUPLE in items:
+            return tuple(unpack_entry(item) for item in items[_TUPLE])
+        if _SET in items:
+            return {unpack_entry(item) for item in items[_SET]}
+        if _PAIRS in items:
+            return {unpack_entry(key): unpack_entry(item) for key, item in items[_PAIRS]}
+    return {key: unpack_entry(item) for key, item in items.items()}
