@@ -1,0 +1,33 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+
+
+def duration(seconds: float) -> str:
+    """12 ms, 3.4 s, 5 min 07 s, 2 h 05 min."""
+    if not math.isfinite(seconds):
+        return "–"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 59.95 else "1 min 00 s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def quantity(value: float) -> str:
+    """Three significant digits, thousands as k, millions as M."""
+    if not math.isfinite(value):
+        return "–"
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / {'T': 1e12, 'G': 1e9, 'M': 1e6, 'k': 1e3}[unit]:.3g} {unit}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    return f"{share:.1%}" if math.isfinite(share) else "–"

@@ -1,0 +1,231 @@
+"""`headway report`: a run as one self-contained HTML page."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from headway.records.errors import HeadwayError
+from headway.records.ledger import EvaluationRecord, EventRecord
+from headway.report.formats import duration, percent, quantity
+from headway.report.plots import PLOTS, TRAINER, Evidence, Plot, metric_plot, render
+from headway.report.run_view import RunView, view_run
+from headway.report.series import Series
+
+MAX_EVENTS = 200
+_BAD = ("NO,", "NOT BALANCED", "BUDGET BROKEN")
+
+_STYLE = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
+       color: #1c2530; background: #f6f7f9; margin: 0; }
+main { max-width: 1160px; margin: 0 auto; padding: 28px 24px 60px; }
+h1 { font-size: 25px; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 18px; margin: 34px 0 10px; border-bottom: 1px solid #d8dce2; padding-bottom: 4px; }
+h3 { font-size: 14px; margin: 0; }
+.state { color: #55606e; margin: 2px 0 18px; }
+.verdict, figure, .tiles div { background: #fff; border: 1px solid #dfe3e8; border-radius: 6px; }
+.verdict { padding: 6px 20px; border-left: 5px solid #2166ac; }
+.verdict dl { display: grid; grid-template-columns: max-content 1fr; gap: 6px 20px; margin: 10px 0; }
+.verdict dt { font-weight: 600; color: #3a4654; }
+.verdict dd { margin: 0; }
+.bad { color: #a52a1c; font-weight: 600; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(165px, 1fr)); gap: 10px; margin-top: 14px; }
+.tiles div { padding: 9px 13px; }
+.tiles b { display: block; font-size: 20px; font-variant-numeric: tabular-nums; }
+.tiles span { color: #55606e; font-size: 12.5px; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(440px, 1fr)); gap: 14px; }
+figure { margin: 0; padding: 12px 14px 6px; break-inside: avoid; }
+figcaption p { margin: 0; color: #55606e; font-size: 12.5px; }
+figure svg { width: 100%; height: auto; display: block; }
+table { border-collapse: collapse; width: 100%; background: #fff; font-size: 13.5px;
+        font-variant-numeric: tabular-nums; }
+th, td { padding: 5px 10px; border-bottom: 1px solid #e6e9ed; text-align: right; }
+th { background: #eef1f4; font-weight: 600; }
+th.text, td.text { text-align: left; overflow-wrap: anywhere; }
+.wide { overflow-x: auto; }
+summary { cursor: pointer; color: #2166ac; }
+pre { background: #fff; border: 1px solid #dfe3e8; border-radius: 6px; padding: 12px; overflow-x: auto;
+      font-size: 12.5px; }
+@media (max-width: 620px) { .plots, .verdict dl { grid-template-columns: 1fr; } }
+@media print {
+  body { background: #fff; font-size: 11px; }
+  main { max-width: none; padding: 0; }
+  .plots { grid-template-columns: 1fr 1fr; }
+  .verdict, .tiles { break-inside: avoid; }
+  h2 { break-after: avoid; }
+  @page { margin: 14mm; }
+}
+"""
+
+
+def report(run_dir: str | Path, output: str | Path | None = None) -> Path:
+    """Write the page of the run at ``run_dir`` to ``output`` (default: ``RUN/report.html``) and return its path.
+
+    Needs only the run's ledger: also for a run that goes on or was killed. The page loads nothing from elsewhere.
+    Raises ConfigurationError when there is no ledger, HeadwayError when the page can't be written.
+    """
+    path = Path(output) if output is not None else Path(run_dir) / "report.html"
+    text = render_page(view_run(run_dir))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise HeadwayError(f"{path} can't be written: {error.strerror}") from None
+    return path
+
+
+def render_page(view: RunView) -> str:
+    """The whole page as HTML."""
+    name = escape(str(view.path))
+    body = [
+        f"<h1>{escape(view.path.resolve().name)}</h1>",
+        f'<p class="state">{_state(view)}</p>',
+        _verdict(view),
+        _tiles(view),
+        _evaluations(view.evaluations),
+        *_plots(view),
+        _events(view.events),
+        _configuration(view),
+    ]
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Headway report: {name}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{_STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
+    )
+
+
+def _state(view: RunView) -> str:
+    words = {
+        "running": f"running (process {view.holder})",
+        "finished": "finished",
+        "stopped": "stopped before its end; it can be resumed",
+    }
+    summary = view.summary
+    return (
+        f"{escape(str(view.path))} · {words[view.state]} · {summary.steps:,} steps, {summary.samples_trained:,} "
+        f"samples in {duration(summary.duration_s)}"
+    )
+
+
+def _verdict(view: RunView) -> str:
+    rows = []
+    for question, answer in view.verdict.sentences:
+        bad = ' class="bad"' if answer.startswith(_BAD) else ""
+        rows.append(f"<dt>{escape(question)}</dt><dd{bad}>{escape(answer)}</dd>")
+    return '<section class="verdict"><dl>' + "".join(rows) + "</dl></section>"
+
+
+def _tiles(view: RunView) -> str:
+    s = view.summary
+    tiles = [
+        ("trainer waits", percent(s.trainer_wait_ratio)),
+        ("generator waits", percent(s.generator_wait_ratio)),
+        ("trained, samples/s", quantity(s.trained_per_s)),
+        ("consumption, samples/s", quantity(s.consumption_per_s)),
+        ("production, samples/s", quantity(s.production_per_s)),
+        ("effective production, samples/s", quantity(s.effective_production_per_s)),
+        ("worst staleness, versions", _of(s.max_trajectory_staleness, view.budget)),
+        ("length bias (KS)", f"{s.length_bias_ks:.3f}"),
+    ]
+    skipped = sum(step.skipped for step in view.steps)
+    if skipped:
+        tiles.append(("steps skipped (not finite)", f"{skipped:,}"))
+    if s.best_version is not None:
+        tiles.append(("best version", f"{s.best_version:,}"))
+    return (
+        '<div class="tiles">'
+        + "".join(f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for label, value in tiles)
+        + "</div>"
+    )
+
+
+def _of(value: int, limit: int | None) -> str:
+    return f"{value} of {limit}" if limit is not None else str(value)
+
+
+def _evaluations(records: Sequence[EvaluationRecord]) -> str:
+    if not records:
+        return ""
+    heads = ["phase", "split", "versions", "tasks", "samples", "solve rate", "reward", "length", "failed", "took"]
+    rows = []
+    for record in records:
+        versions = f"{record.first_version}" if record.held else f"{record.first_version}–{record.last_version}"
+        cells = [
+            record.phase,
+            record.split,
+            versions + (" (held)" if record.held else ""),
+            f"{record.tasks:,}",
+            f"{record.samples:,}",
+            f"{record.solve_rate:.3f} ± {record.standard_error:.3f}",
+            f"{record.reward_mean:.3f}",
+            f"{record.length_mean:.1f}",
+            f"{record.failed:,}",
+            duration(record.duration_s),
+        ]
+        rows.append(_row(cells, text_columns=2))
+    return "<h2>Evaluations</h2>" + _table(heads, rows, text_columns=2)
+
+
+def _plots(view: RunView) -> list[str]:
+    evidence = Evidence(Series(view.steps), view.evaluations, view.budget)
+    if not len(evidence.series) and not view.evaluations:
+        return ["<p>No step is recorded yet.</p>"]
+    figures: dict[str, list[str]] = {}
+    for plot in [*PLOTS, *_further_metrics(evidence.series)]:
+        svg = render(plot, evidence)
+        if svg is not None:
+            figures.setdefault(plot.section, []).append(
+                f"<figure><figcaption><h3>{escape(plot.title)}</h3><p>{escape(plot.caption)}</p></figcaption>{svg}</figure>"
+            )
+    note = ""
+    if evidence.series.per_bin > 1:
+        note = f'<p class="state">Each point of a curve stands for {evidence.series.per_bin} steps.</p>'
+    sections = [
+        f'<h2>{escape(section)}</h2><div class="plots">{"".join(drawn)}</div>' for section, drawn in figures.items()
+    ]
+    return [note, *sections]
+
+
+def _further_metrics(series: Series) -> list[Plot]:
+    """A plot for each metric of the trainer that no other plot shows."""
+    shown = {"loss", "entropy", "grad_norm", "clip_fraction", "mismatch_k3", "mismatch_max", "lr"}
+    names = [name for name in series.metric_names() if name not in shown and not name.startswith("ratio_")]
+    return [Plot("Optimiser", name, "As the trainer reports it.", metric_plot((name, TRAINER, name))) for name in names]
+
+
+def _events(events: Sequence[EventRecord]) -> str:
+    if not events:
+        return ""
+    rows = []
+    for event in events[-MAX_EVENTS:]:
+        data = ", ".join(f"{key} {value}" for key, value in event.data.items())
+        rows.append(_row([event.event, event.detail, data, f"{event.step:,}", duration(event.time_s)], text_columns=3))
+    heads = ["event", "detail", "data", "version", "time"]
+    left_out = f"<p>The last {MAX_EVENTS} of {len(events):,}.</p>" if len(events) > MAX_EVENTS else ""
+    return "<h2>Events</h2>" + left_out + _table(heads, rows, text_columns=3)
+
+
+def _configuration(view: RunView) -> str:
+    if not view.configuration:
+        return ""
+    text = escape(json.dumps(view.configuration, indent=2, ensure_ascii=False))
+    return f"<h2>Configuration</h2><details><summary>show</summary><pre>{text}</pre></details>"
+
+
+def _table(heads: Sequence[str], rows: Sequence[str], text_columns: int) -> str:
+    return f'<div class="wide"><table>{_row(heads, text_columns, "th")}{"".join(rows)}</table></div>'
+
+
+def _row(cells: Sequence[str], text_columns: int, tag: str = "td") -> str:
+    parts = [
+        f"<{tag}{' class=text' if column < text_columns else ''}>{escape(cell)}</{tag}>"
+        for column, cell in enumerate(cells)
+    ]
+    return "<tr>" + "".join(parts) + "</tr>"

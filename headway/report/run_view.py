@@ -1,0 +1,128 @@
+"""One run as its readers see it: ledger, summary, verdict. Works while the run goes on and after it was killed."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, RunSummary, StepRecord
+from headway.report.verdict import Verdict, judge
+from headway.runtime.ledger import EVENT_RESUME, read_ledger
+from headway.runtime.run_directory import RunDirectory
+from headway.runtime.summary import evaluations, held_evaluation, summarise
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What `report` knows of a run."""
+
+    path: Path
+    lines: list[LedgerLine]
+    summary: RunSummary
+    verdict: Verdict
+    budget: int | None  # η; None when the run's configuration can't be read
+    configuration: dict[str, Any]  # as stored, {} when it can't be read
+    holder: int | None  # process that is running it now
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        return [line for line in self.lines if isinstance(line, StepRecord)]
+
+    @property
+    def evaluations(self) -> list[EvaluationRecord]:
+        return evaluations(self.lines)
+
+    @property
+    def events(self) -> list[EventRecord]:
+        return [line for line in self.lines if isinstance(line, EventRecord)]
+
+    @property
+    def state(self) -> str:
+        """finished | running | stopped (killed or interrupted: resumable)"""
+        if self.holder is not None:
+            return "running"
+        return "finished" if self.summary.finished else "stopped"
+
+
+def view_run(run_dir: str | Path) -> RunView:
+    """Read the run at ``run_dir``. Raises ConfigurationError when there is no ledger or it is damaged."""
+    lines = read_ledger(run_dir)
+    directory = RunDirectory(run_dir)
+    configuration = _configuration(directory)
+    budget = configuration.get("queue", {}).get("budget")
+    summary = summarise(lines)
+    return RunView(
+        path=directory.path,
+        lines=lines,
+        summary=summary,
+        verdict=judge(lines, summary, budget),
+        budget=budget,
+        configuration=configuration,
+        holder=directory.holder(),
+    )
+
+
+def _configuration(directory: RunDirectory) -> dict[str, Any]:
+    # Not validated: a report must also work on a run of another release, whose keys may differ.
+    try:
+        raw = json.loads(directory.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
+
+
+def as_json(view: RunView) -> dict[str, Any]:
+    """The run as one JSON object: RunSummary's fields, the verdict, means over the run. No NaN in it."""
+    steps = view.steps
+    trained = [step for step in steps if step.samples and not step.skipped]
+    last = view.steps[-1] if steps else StepRecord(step=0, version=0)
+    before, after = _errors(view)
+    result = {
+        **msgspec.to_builtins(view.summary),
+        "run": str(view.path),
+        "state": view.state,
+        "verdict": msgspec.to_builtins(view.verdict),
+        "staleness_budget": view.budget,
+        "solve_rate_before_error": before,
+        "solve_rate_after_error": after,
+        "mean_trajectory_staleness": _weighted(trained, lambda s: s.trajectory_staleness.mean, lambda s: s.samples),
+        "mean_token_staleness": _weighted(trained, lambda s: s.token_staleness.mean, lambda s: s.samples),
+        "length_bias_scheduling_ks": last.length_bias_scheduling_ks,
+        "length_bias_filter_ks": last.length_bias_filter_ks,
+        "length_bias_pruning_ks": last.length_bias_pruning_ks,
+        "censored_share": last.censored_share,
+        "generated_tokens_per_s": _weighted(steps, lambda s: s.generated_tokens_per_s, lambda s: s.step_s),
+        "trained_tokens_per_s": _weighted(steps, lambda s: s.trained_tokens_per_s, lambda s: s.step_s),
+        "mfu_step": _weighted(steps, lambda s: s.mfu_step, lambda s: s.step_s),
+        "mfu_compute": _weighted(steps, lambda s: s.mfu_compute, lambda s: s.trainer_compute_s),
+        "skipped_steps": sum(step.skipped for step in steps),
+        "resumes": sum(event.event == EVENT_RESUME for event in view.events),
+        "failures": view.verdict.failures,
+        "evaluations": [msgspec.to_builtins(record) for record in view.evaluations],
+    }
+    return _without_nan(result)
+
+
+def _errors(view: RunView) -> tuple[float | None, float | None]:
+    before, after = held_evaluation(view.lines, "before"), held_evaluation(view.lines, "after")
+    return (before.standard_error if before else None, after.standard_error if after else None)
+
+
+def _weighted(steps: list[StepRecord], column: Any, weight: Any) -> float:
+    pairs = [(float(column(step)), float(weight(step))) for step in steps]
+    pairs = [(value, w) for value, w in pairs if math.isfinite(value) and w > 0]
+    total = sum(w for _, w in pairs)
+    return sum(value * w for value, w in pairs) / total if total else 0.0
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

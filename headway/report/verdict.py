@@ -1,0 +1,196 @@
+"""What a run's numbers mean, in words. Pure: ledger lines in, sentences and values out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from headway.records.ledger import EvaluationRecord, LedgerLine, RunSummary, StepRecord
+from headway.runtime.summary import books_event, evaluations, held_evaluation
+
+Balance = Literal["matched", "generation-bound", "training-bound", "synchronous", "other-bound", "unknown"]
+Learning = Literal["improved", "worse", "no measurable change", "unknown"]
+
+MATCHED_WAIT = 0.10  # a side that waits less than this share of the time counts as busy
+CLEAR_DIFFERENCE = 0.10  # of the two wait ratios, beyond which one side is the bottleneck
+SIGNIFICANT_Z = 2.0  # difference over its standard error, beyond which learning counts as measured
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The answers at the top of a report."""
+
+    balance: Balance  # who waits for whom
+    balance_text: str
+    staleness_budget: int | None  # None: the run's configuration isn't at hand
+    staleness_within_budget: bool | None
+    staleness_text: str
+    learning: Learning
+    solve_rate_change: float | None
+    solve_rate_change_error: float | None  # standard error of the change
+    learning_text: str
+    books_text: str
+    failures: dict[str, int]  # rollouts lost, by boundary
+    failures_text: str
+
+    @property
+    def sentences(self) -> list[tuple[str, str]]:
+        """(question, answer), in reading order."""
+        return [
+            ("Who waits for whom?", self.balance_text),
+            ("How stale?", self.staleness_text),
+            ("Is it learning?", self.learning_text),
+            ("Do the books balance?", self.books_text),
+            ("What failed?", self.failures_text),
+        ]
+
+
+def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) -> Verdict:
+    """Judge a run. ``budget`` is η, the largest trajectory staleness allowed, where it is known."""
+    steps = [line for line in lines if isinstance(line, StepRecord)]
+    if steps:
+        balance, balance_text = judge_balance(summary.trainer_wait_ratio, summary.generator_wait_ratio, budget)
+    else:
+        balance, balance_text = "unknown", "No training step is recorded yet."
+    within, staleness_text = judge_staleness(steps, summary.max_trajectory_staleness, budget)
+    learning, change, error, learning_text = judge_learning(lines)
+    failures = _failures(steps)
+    return Verdict(
+        balance=balance,
+        balance_text=balance_text,
+        staleness_budget=budget,
+        staleness_within_budget=within,
+        staleness_text=staleness_text,
+        learning=learning,
+        solve_rate_change=change,
+        solve_rate_change_error=error,
+        learning_text=learning_text,
+        books_text=_books_text(lines, summary),
+        failures=failures,
+        failures_text=_failures_text(failures, summary),
+    )
+
+
+def judge_balance(trainer_wait: float, generator_wait: float, budget: int | None) -> tuple[Balance, str]:
+    """Who is the bottleneck, from the share of the time each side waits (0 to 1).
+
+    In this order: budget 0 -> synchronous (both sides wait by design); both below MATCHED_WAIT -> matched;
+    trainer waits CLEAR_DIFFERENCE more -> generation-bound; generator does -> training-bound; both wait alike, a
+    lot -> something else holds both up.
+    """
+    numbers = f"the trainer waits {trainer_wait:.0%} of the time, the generator {generator_wait:.0%}"
+    if budget == 0:
+        return "synchronous", (
+            f"Synchronous (budget 0): the two sides take turns by design; {numbers}. "
+            "A budget of 1 or more lets them overlap."
+        )
+    if trainer_wait < MATCHED_WAIT and generator_wait < MATCHED_WAIT:
+        return "matched", f"Matched: {numbers}. Both sides are busy."
+    if trainer_wait - generator_wait > CLEAR_DIFFERENCE:
+        return "generation-bound", (
+            f"Generation-bound: {numbers}. More generator capacity (replicas, slots, devices) or shorter responses "
+            "would speed this run up; a faster trainer would not."
+        )
+    if generator_wait - trainer_wait > CLEAR_DIFFERENCE:
+        return "training-bound", (
+            f"Training-bound: {numbers}. Finished groups wait for the trainer and the staleness budget holds "
+            "admission back; more trainer capacity would speed this run up, more generators would not."
+        )
+    if trainer_wait < 2 * MATCHED_WAIT and generator_wait < 2 * MATCHED_WAIT:
+        return "matched", f"Matched: {numbers}. Neither side is clearly the bottleneck."
+    return "other-bound", (
+        f"Bound by neither model: {numbers}, both a lot. Look at verification, publishing, evaluation and the "
+        "orchestrator, or at a staleness budget too small for the longest responses."
+    )
+
+
+def judge_staleness(steps: Sequence[StepRecord], worst: int, budget: int | None) -> tuple[bool | None, str]:
+    """Whether the oldest trajectory trained on kept to the budget."""
+    trained = [step for step in steps if step.samples]
+    if not trained:
+        return None, "Nothing has been trained yet."
+    samples = sum(step.samples for step in trained)
+    mean = sum(step.trajectory_staleness.mean * step.samples for step in trained) / samples
+    measured = f"at most {_versions(worst)} old, {mean:.1f} on average"
+    if budget is None:
+        return None, f"Trajectories were {measured} when trained; the budget isn't recorded here."
+    if worst > budget:
+        return False, f"BUDGET BROKEN: trajectories were {measured} when trained, against a budget of {budget}."
+    return True, f"Within budget: trajectories were {measured} when trained, against a budget of {budget}."
+
+
+def judge_learning(lines: Sequence[LedgerLine]) -> tuple[Learning, float | None, float | None, str]:
+    """Whether the solve rate changed by more than chance: held evaluations before and after where both exist, else
+    the first and last validation. Gives (judgement, change, its standard error, sentence)."""
+    pair = _evaluation_pair(lines)
+    if pair is None:
+        return "unknown", None, None, _training_trend(lines)
+    first, last = pair
+    change = last.solve_rate - first.solve_rate
+    error = math.hypot(first.standard_error, last.standard_error)
+    where = "held-out tasks" if first.split == "test" else f"{first.split} tasks"
+    numbers = (
+        f"solve rate on {first.tasks:,} {where} {first.solve_rate:.3f} ± {first.standard_error:.3f} (version "
+        f"{first.last_version}) → {last.solve_rate:.3f} ± {last.standard_error:.3f} (version {last.last_version}), "
+        f"change {change:+.3f} ± {error:.3f}"
+    )
+    if abs(change) <= SIGNIFICANT_Z * error or change == 0:
+        return "no measurable change", change, error, f"No measurable change: {numbers}."
+    if change > 0:
+        return "improved", change, error, f"Yes: {numbers}."
+    return "worse", change, error, f"NO, it got worse: {numbers}."
+
+
+def _evaluation_pair(lines: Sequence[LedgerLine]) -> tuple[EvaluationRecord, EvaluationRecord] | None:
+    before, after = held_evaluation(lines, "before"), held_evaluation(lines, "after")
+    if before is not None and after is not None and before.split == after.split:
+        return before, after
+    validation = [record for record in evaluations(lines) if record.split == "validation"]
+    return (validation[0], validation[-1]) if len(validation) > 1 else None
+
+
+def _training_trend(lines: Sequence[LedgerLine]) -> str:
+    steps = [line for line in lines if isinstance(line, StepRecord) and line.samples]
+    if len(steps) < 10:
+        return "Too early to tell: no two evaluations to compare."
+    fifth = len(steps) // 5
+    first = sum(step.solve_rate for step in steps[:fifth]) / fifth
+    last = sum(step.solve_rate for step in steps[-fifth:]) / fifth
+    return (
+        f"No two evaluations to compare. On the training tasks the solve rate went from {first:.3f} (first fifth of "
+        f"the steps) to {last:.3f} (last fifth)."
+    )
+
+
+def _failures(steps: Sequence[StepRecord]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for step in steps:
+        for boundary, count in step.failures.items():
+            totals[boundary] = totals.get(boundary, 0) + count
+    return {boundary: count for boundary, count in totals.items() if count}
+
+
+def _books_text(lines: Sequence[LedgerLine], summary: RunSummary) -> str:
+    endings = ", ".join(f"{count:,} {ending}" for ending, count in summary.endings.items()) or "none ended"
+    books = books_event(lines)
+    if books is None:
+        return f"Not closed yet (the run goes on, or was killed). Rollouts so far: {endings}."
+    detail = f" {books.detail}" if books.detail else ""
+    if summary.books_balanced:
+        return f"Balanced: every rollout is open at the end or ended exactly once: {endings}.{detail}"
+    return f"NOT BALANCED: a rollout is missing or ended twice: {endings}.{detail}"
+
+
+def _failures_text(failures: dict[str, int], summary: RunSummary) -> str:
+    if not failures:
+        return "Nothing."
+    total = sum(summary.endings.values())
+    share = f" of {total:,} rollouts" if total else ""
+    parts = ", ".join(f"{count:,} at the {boundary}" for boundary, count in sorted(failures.items()))
+    return f"{sum(failures.values()):,}{share}: {parts}."
+
+
+def _versions(count: int) -> str:
+    return "1 version" if count == 1 else f"{count} versions"
