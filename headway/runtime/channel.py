@@ -1,0 +1,212 @@
+"""A bounded, closable queue between tasks of one event loop, with statistics.
+
+Order is first in, first out for items and for whoever waits: an item goes straight to the getter that
+has waited longest, a freed place to the putter that has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+from typing import Generic, TypeVar
+
+import msgspec
+
+from headway.runtime.clock import Clock, RealClock
+
+T = TypeVar("T")
+
+
+class ChannelClosed(Exception):
+    """The channel is closed: nothing more can be put, and all that was put has been got."""
+
+
+class ChannelFull(Exception):
+    """``put_nowait`` found no place."""
+
+
+class ChannelEmpty(Exception):
+    """``get_nowait`` found no item."""
+
+
+class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a channel now, and its peak since it was made."""
+
+    name: str
+    used: int  # items in it
+    capacity: int
+    peak: int  # most items ever in it at once
+    getters: int  # tasks waiting for an item
+    putters: int  # tasks waiting for a place
+    oldest_age_s: float  # how long its oldest item has been in it; 0.0 when empty
+    closed: bool = False
+
+    @property
+    def waiters(self) -> int:
+        return self.getters + self.putters
+
+
+class Channel(Generic[T]):
+    """Bounded queue of ``capacity`` items.
+
+    Lifecycle: *open* -> *closed* (putters get :class:`ChannelClosed` at once; getters drain what is left,
+    then get it too). Invariant: while open, ``used <= capacity``; a getter waits only when it is empty, a
+    putter only when it is full. A cancelled ``get`` or ``put`` leaves it as if it had never been called.
+
+    Example: capacity 1, put "a"; a second put waits; get returns "a" and lets "b" in; close; get returns
+    "b", the next get raises ChannelClosed.
+    """
+
+    def __init__(self, capacity: int, name: str = "channel", clock: Clock | None = None) -> None:
+        if capacity < 1:
+            raise ValueError(f"channel {name}: capacity {capacity} must be at least 1")
+        self.name = name
+        self.capacity = capacity
+        self._clock: Clock = clock or RealClock()
+        self._items: deque[tuple[float, T]] = deque()  # (time it was put, item)
+        self._getters: deque[asyncio.Future[tuple[float, T]]] = deque()
+        self._putters: deque[asyncio.Future[None]] = deque()
+        self._reserved = 0  # places given to putters that have not run yet
+        self._peak = 0
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    async def put(self, item: T) -> None:
+        """Add ``item``, waiting for a place. Raises ChannelClosed, also while waiting."""
+        if not self._closed and self._full():
+            await self._reserve()
+        if self._closed:
+            raise ChannelClosed(self.name)
+        self._add(item)
+
+    def put_nowait(self, item: T) -> None:
+        """Add ``item`` or raise ChannelFull / ChannelClosed."""
+        if self._closed:
+            raise ChannelClosed(self.name)
+        if self._full():
+            raise ChannelFull(self.name)
+        self._add(item)
+
+    async def get(self) -> T:
+        """Take the oldest item, waiting for one. Raises ChannelClosed when closed and drained."""
+        if self._items:
+            return self._take()
+        if self._closed:
+            raise ChannelClosed(self.name)
+        handed: asyncio.Future[tuple[float, T]] = asyncio.get_running_loop().create_future()
+        self._getters.append(handed)
+        try:
+            _, item = await handed
+        except asyncio.CancelledError:
+            self._withdraw(handed)
+            raise
+        return item
+
+    def get_nowait(self) -> T:
+        """Take the oldest item or raise ChannelEmpty / ChannelClosed."""
+        if self._items:
+            return self._take()
+        raise ChannelClosed(self.name) if self._closed else ChannelEmpty(self.name)
+
+    def __aiter__(self) -> Channel[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        try:
+            return await self.get()
+        except ChannelClosed:
+            raise StopAsyncIteration from None
+
+    def close(self, remaining: Iterable[T] = ()) -> None:
+        """End it; again is a no-op. ``remaining``: items already on their way, kept even beyond the capacity."""
+        if self._closed:
+            return
+        for item in remaining:
+            self._add(item)
+        self._closed = True
+        for reserved in self._putters:
+            if not reserved.done():
+                reserved.set_exception(ChannelClosed(self.name))
+        self._putters.clear()
+        for handed in self._getters:  # there are getters only when it is empty
+            if not handed.done():
+                handed.set_exception(ChannelClosed(self.name))
+        self._getters.clear()
+
+    def statistics(self) -> ChannelStatistics:
+        return ChannelStatistics(
+            name=self.name,
+            used=len(self._items),
+            capacity=self.capacity,
+            peak=self._peak,
+            getters=sum(not handed.done() for handed in self._getters),
+            putters=sum(not reserved.done() for reserved in self._putters),
+            oldest_age_s=max(0.0, self._clock.now() - self._items[0][0]) if self._items else 0.0,
+            closed=self._closed,
+        )
+
+    def _full(self) -> bool:
+        """No place for a newcomer. Whenever a putter waits it is full, so that none is overtaken."""
+        return len(self._items) + self._reserved >= self.capacity
+
+    async def _reserve(self) -> None:
+        """Wait for a place; on return it is the caller's to fill at once."""
+        reserved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._putters.append(reserved)
+        try:
+            await reserved
+        except asyncio.CancelledError:
+            if reserved in self._putters:
+                self._putters.remove(reserved)
+            elif reserved.done() and not reserved.cancelled() and reserved.exception() is None:
+                self._reserved -= 1
+                self._admit_putters()
+            raise
+        self._reserved -= 1
+
+    def _add(self, item: T) -> None:
+        stamped = (self._clock.now(), item)
+        while self._getters:
+            handed = self._getters.popleft()
+            if not handed.done():
+                handed.set_result(stamped)
+                self._admit_putters()  # the item took no place
+                return
+        self._items.append(stamped)
+        self._peak = max(self._peak, len(self._items))
+
+    def _take(self) -> T:
+        _, item = self._items.popleft()
+        self._admit_putters()
+        return item
+
+    def _admit_putters(self) -> None:
+        while self._putters and not self._full():
+            reserved = self._putters.popleft()
+            if not reserved.done():
+                reserved.set_result(None)
+                self._reserved += 1
+
+    def _withdraw(self, handed: asyncio.Future[tuple[float, T]]) -> None:
+        """A getter was cancelled. An item it had been handed but not seen goes to the next, or back to the front."""
+        if not handed.done() or handed.cancelled():
+            if handed in self._getters:
+                self._getters.remove(handed)
+            return
+        if handed.exception() is not None:
+            return
+        stamped = handed.result()
+        while self._getters:
+            other = self._getters.popleft()
+            if not other.done():
+                other.set_result(stamped)
+                return
+        self._items.appendleft(stamped)
+        self._peak = max(self._peak, len(self._items))

@@ -1,0 +1,228 @@
+"""The worker's side: a process that builds one object and serves its methods.
+
+Started as ``python -m headway.runtime.child DESCRIPTOR PARENT_PID DEVICE CORES``. The main thread builds
+the object and runs its methods one at a time, and its ``tick`` between them; a second thread only reads
+the socket, answers health checks and notices the parent's death. The device is applied before any module
+but Headway's records is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import logging
+import os
+import pickle
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from headway.records.errors import ConfigurationError, HeadwayError
+from headway.runtime.devices import Device, parse_device
+from headway.runtime.framing import Chunk, Frame, FrameReader, Kind, encode, widen
+
+EXIT_PARENT_GONE = 75
+EXIT_FAILED = 1
+PR_SET_PDEATHSIG = 1
+
+
+class WorkerContext:
+    """What a worker object is given as its first argument."""
+
+    def __init__(self, name: str, device: Device, connection: Connection) -> None:
+        self.name = name
+        self.device = device
+        self.log = logging.getLogger(name)
+        self._connection = connection
+
+    def emit(self, event: Any) -> None:
+        """Send ``event`` to the parent's ``events`` channel; blocks while that is full. Any thread may call it."""
+        self._connection.send(encode(Kind.EVENT, 0, event))
+
+
+class Connection:
+    """The socket to the parent; whole frames only, from any thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._sending = threading.Lock()
+        self._reader = FrameReader()
+        self._frames: list[Frame] = []
+
+    def send(self, chunks: list[Chunk]) -> None:
+        with self._sending:
+            try:
+                for chunk in chunks:
+                    self._socket.sendall(chunk)
+            except OSError:
+                os._exit(EXIT_PARENT_GONE)
+
+    def send_if_free(self, chunks: list[Chunk]) -> None:
+        """Send a small frame unless that would wait. The reader must never wait for the parent to read."""
+        if not self._sending.acquire(blocking=False):
+            return  # something is being sent: a sign of life already, or the parent is not reading
+        try:
+            data = b"".join(chunks)
+            try:
+                sent = self._socket.send(data, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                os._exit(EXIT_PARENT_GONE)
+            if sent < len(data):
+                self._socket.sendall(data[sent:])
+        finally:
+            self._sending.release()
+
+    def receive(self) -> Frame:
+        """Wait for the next frame. The parent's death ends the process."""
+        while not self._frames:
+            try:
+                count = self._socket.recv_into(self._reader.target())
+            except OSError:
+                count = 0
+            if count == 0:
+                os._exit(EXIT_PARENT_GONE)
+            self._frames = self._reader.received(count)[::-1]
+        return self._frames.pop()
+
+
+class Server:
+    """Runs the calls of one worker object on the main thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._calls: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+
+    def read_forever(self) -> None:
+        """The second thread: hand calls over, answer pings."""
+        pong = encode(Kind.PONG, 0, None)
+        while True:
+            frame = self._connection.receive()
+            if frame.kind == Kind.PING:
+                self._connection.send_if_free(pong)
+                continue
+            if frame.kind == Kind.STOP:
+                self._stopping.set()
+            self._calls.put(frame)
+
+    def serve(self, worker: Any) -> None:
+        """Until told to stop: run what was called, then tick; sleep only when a tick says there is nothing to do."""
+        tick: Callable[[], bool] | None = getattr(worker, "tick", None)
+        while not self._stopping.is_set():
+            if tick is None or not tick():
+                self._run(worker, self._calls.get())
+            # All calls that are here by now come before the next tick; later ones wait, so ticks can't starve.
+            for _ in range(self._calls.qsize()):
+                self._run(worker, self._calls.get())
+        close: Callable[[], Any] | None = getattr(worker, "close", None)
+        if close is not None:
+            close()
+
+    def _run(self, worker: Any, frame: Frame) -> None:
+        if self._stopping.is_set() or frame.kind != Kind.CALL:
+            return
+        try:
+            method, positional, named = frame.load()
+            if method.startswith("_"):
+                raise AttributeError(f"{method} is not a public method")
+            reply = encode(Kind.RESULT, frame.call, getattr(worker, method)(*positional, **named))
+        except Exception as error:  # the boundary of a remote call: its failure belongs to the caller
+            reply = encode_error(frame.call, error)
+        self._connection.send(reply)
+
+
+def encode_error(call: int, error: Exception) -> list[Chunk]:
+    """(one line, traceback, the exception itself where it is one of ours and survives pickling)."""
+    line = "".join(traceback.format_exception_only(error)).strip()
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, HeadwayError):
+        with contextlib.suppress(Exception):  # an exception with its own constructor may not be picklable
+            return _survivor(call, line, trace, error)
+    return encode(Kind.ERROR, call, (line, trace, None))
+
+
+def _survivor(call: int, line: str, trace: str, error: HeadwayError) -> list[Chunk]:
+    restored = pickle.loads(pickle.dumps(error))
+    if type(restored) is not type(error) or str(restored) != str(error):
+        raise ValueError("changed by pickling")
+    return encode(Kind.ERROR, call, (line, trace, error))
+
+
+def resolve(factory: str) -> Callable[..., Any]:
+    """Import ``module:Class``. Raises ConfigurationError for another form or a missing name."""
+    module_name, _, path = factory.partition(":")
+    if not module_name or not path:
+        raise ConfigurationError(f"worker factory {factory!r}: must be module:Class")
+    found: Any = importlib.import_module(module_name)
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ConfigurationError(f"worker factory {factory!r}: {module_name} has no {path}")
+        found = getattr(found, part)
+    return found
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies; covers children whose threads are all stuck."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the request
+        os._exit(EXIT_PARENT_GONE)
+
+
+def _build(server: Server, connection: Connection, device_name: str, cores: list[int]) -> Any:
+    """Apply the device, then import and construct. Returns the object, or None after reporting why not."""
+    try:
+        device = parse_device(device_name)
+        device.apply(cores)
+        name, factory, import_path = connection.receive().load()
+        sys.path.extend(entry for entry in import_path if entry not in sys.path)
+        arguments_frame = connection.receive()
+        threading.Thread(target=server.read_forever, name="reader", daemon=True).start()
+        logging.basicConfig(
+            stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        )
+        context = WorkerContext(name, device, connection)
+        return resolve(factory)(context, **arguments_frame.load())
+    except Exception as error:  # the boundary of construction: start() raises it in the parent
+        traceback.print_exc()
+        connection.send(encode_error(0, error))
+        return None
+
+
+def main(arguments: list[str]) -> int:
+    """The process, from its command line to its exit code."""
+    descriptor, parent, device, cores = arguments
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    die_with_parent(int(parent))
+    faulthandler.enable()
+    os.set_inheritable(int(descriptor), False)  # a grandchild must not keep the connection open
+    sock = socket.socket(fileno=int(descriptor))
+    widen(sock)
+    connection = Connection(sock)
+    server = Server(connection)
+    worker = _build(server, connection, device, [int(core) for core in cores.split(",") if core])
+    if worker is None:
+        return EXIT_FAILED
+    connection.send(encode(Kind.READY, 0, None))
+    try:
+        server.serve(worker)
+    except BaseException:  # the boundary of the process: the parent reports it as the cause of death
+        trace = traceback.format_exc()
+        sys.stderr.write(trace)
+        connection.send(encode(Kind.FATAL, 0, trace))
+        return EXIT_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    from headway.runtime import child  # the importable module: its classes must not exist twice
+
+    sys.exit(child.main(sys.argv[1:]))

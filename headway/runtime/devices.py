@@ -1,0 +1,128 @@
+"""Devices by name: ``cuda:N``, or pinned cores of a CPU (``cpu:0``, ``cpu:0-1``).
+
+A CPU device is a set of cores with as many threads as cores, so that placement and contention are real
+on a laptop: two threads beside another busy process on the same cores lose most of their speed. Core
+indices count the cores this process may use, in ascending order, so that ``cpu:0`` exists under
+``taskset`` and in a container too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from headway.records.errors import ConfigurationError
+
+VALID = "valid: cuda:N, cpu:N or cpu:N-M"
+
+# Taken at import: a process that pins itself later still hands out all cores it was started with.
+_MACHINE_CORES: tuple[int, ...] = tuple(sorted(os.sched_getaffinity(0)))
+
+# First touch of fresh memory is slow under virtualisation; these keep freed blocks inside the process.
+ALLOCATOR_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+def machine_cores() -> tuple[int, ...]:
+    """Ids of the cores this process was started with, ascending."""
+    return _MACHINE_CORES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Where a worker computes."""
+
+    kind: Literal["cpu", "cuda"]
+    first: int  # first core index, or the GPU's index
+    last: int  # last core index (== first for one core and for a GPU)
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.first}" if self.first == self.last else f"{self.kind}:{self.first}-{self.last}"
+
+    @property
+    def threads(self) -> int | None:
+        """Compute threads: one per pinned core; None for a GPU (the library's default)."""
+        return self.last - self.first + 1 if self.kind == "cpu" else None
+
+    def check(self) -> None:
+        """Raise ConfigurationError unless this machine has it; names what is available."""
+        if self.kind == "cpu":
+            self.core_ids()
+            return
+        available = cuda_device_count()
+        if available is not None and self.first >= available:
+            raise ConfigurationError(f"device {self}: {_available_gpus(available)}")
+
+    def core_ids(self, available: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Operating-system ids of its cores out of ``available`` (default: this machine's).
+
+        Raises ConfigurationError for an index beyond them; empty for a GPU, which pins nothing.
+        """
+        if self.kind != "cpu":
+            return ()
+        cores = machine_cores() if available is None else tuple(available)
+        if self.last >= len(cores):
+            listed = "cpu:0" if len(cores) == 1 else f"cpu:0 to cpu:{len(cores) - 1}"
+            raise ConfigurationError(f"device {self}: this machine has {len(cores)} usable core(s), {listed}")
+        return cores[self.first : self.last + 1]
+
+    def environment(self) -> dict[str, str]:
+        """Variables a process on this device must be started with (allocator, thread counts)."""
+        variables = dict(ALLOCATOR_ENVIRONMENT)
+        if self.threads is not None:
+            variables |= {name: str(self.threads) for name in THREAD_VARIABLES}
+        return variables
+
+    def apply(self, available: Sequence[int] | None = None) -> None:
+        """Pin this process, before it imports a numerical library.
+
+        ``available``: core ids the index counts in (a worker gets its parent's list). Raises
+        ConfigurationError when the cores do not exist or may not be used.
+        """
+        os.environ.update(self.environment())
+        cores = self.core_ids(available)
+        if not cores:
+            return
+        try:
+            os.sched_setaffinity(0, cores)
+        except OSError as error:
+            raise ConfigurationError(f"device {self}: cannot pin to core(s) {list(cores)}: {error}") from error
+
+    def torch_device(self) -> str:
+        """The name torch knows it by: ``cpu`` or ``cuda:N``. Set torch's threads to ``threads``."""
+        return "cpu" if self.kind == "cpu" else f"cuda:{self.first}"
+
+
+def parse_device(text: str) -> Device:
+    """Read a device's name. Raises ConfigurationError for anything else than ``cuda:N``, ``cpu:N``, ``cpu:N-M``."""
+    match = re.fullmatch(r"(cpu|cuda):(\d+)(?:-(\d+))?", text)
+    if match is None:
+        raise ConfigurationError(f"device {text!r}: not a device; {VALID}")
+    kind, first, last = match.group(1), int(match.group(2)), int(match.group(3) or match.group(2))
+    if kind == "cuda":
+        if match.group(3) is not None:
+            raise ConfigurationError(f"device {text!r}: a GPU is one index; {VALID}")
+        return Device(kind="cuda", first=first, last=first)
+    if last < first:
+        raise ConfigurationError(f"device {text!r}: the last core is before the first; {VALID}")
+    return Device(kind="cpu", first=first, last=last)
+
+
+def cuda_device_count() -> int | None:
+    """GPUs this process may use, counted without a GPU library; None when it cannot be known from here."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
+    if Path("/dev/dxg").exists() or Path("/dev/kfd").exists():  # WSL, ROCm: no device file per GPU
+        return None
+    return sum(re.fullmatch(r"nvidia\d+", entry) is not None for entry in os.listdir("/dev"))
+
+
+def _available_gpus(count: int) -> str:
+    if count == 0:
+        return "this machine shows no GPU (no /dev/nvidia0, or CUDA_VISIBLE_DEVICES hides it)"
+    return f"this machine shows {count} GPU(s), cuda:0" + (f" to cuda:{count - 1}" if count > 1 else "")

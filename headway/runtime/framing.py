@@ -1,0 +1,142 @@
+"""The wire format between a worker and its parent: pickled messages with large buffers out of band.
+
+A frame is a header (kind, number of buffers, call number, payload size), the buffers' sizes, the pickled
+payload (protocol 5), and the buffers. Arrays are sent from the memory they lie in and received into the
+memory they stay in; both ends are processes of one user on one machine, so pickle is safe here.
+"""
+
+from __future__ import annotations
+
+import enum
+import pickle
+import socket
+import struct
+from typing import Any, NamedTuple
+
+HEADER = struct.Struct("<BxxxIQQ")  # kind, buffers, call number, payload bytes
+SIZE = struct.Struct("<Q")
+OUT_OF_BAND_BYTES = 16 * 1024  # smaller buffers are cheaper inside the payload
+SCRATCH_BYTES = 256 * 1024
+SOCKET_BUFFER_BYTES = 1024 * 1024
+
+Chunk = bytes | memoryview
+
+
+class Kind(enum.IntEnum):
+    """What a frame means."""
+
+    # parent to child
+    SETUP = 1  # name, factory, import path: all that must be known before the arguments can be read
+    ARGUMENTS = 2  # the constructor's arguments
+    CALL = 3  # (method, positional, named)
+    PING = 4
+    STOP = 5
+    # child to parent
+    READY = 6  # constructed
+    RESULT = 7  # a call's result
+    ERROR = 8  # a call's, or the constructor's, exception: (one line, traceback, exception or None)
+    EVENT = 9
+    PONG = 10
+    FATAL = 11  # traceback of what ends the process
+
+
+class Frame(NamedTuple):
+    """A received message, still pickled."""
+
+    kind: int
+    call: int  # number of the call it belongs to; 0 for none
+    payload: bytearray
+    buffers: list[bytearray]
+
+    def load(self) -> Any:
+        return pickle.loads(self.payload, buffers=self.buffers)
+
+
+def encode(kind: Kind, call: int, message: Any) -> list[Chunk]:
+    """Pickle ``message`` into the chunks of one frame. Raises what pickling raises."""
+    views: list[memoryview] = []
+
+    def in_band(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes < OUT_OF_BAND_BYTES:
+            return True
+        views.append(view)
+        return False
+
+    payload = pickle.dumps(message, protocol=5, buffer_callback=in_band)
+    head = HEADER.pack(kind, len(views), call, len(payload)) + b"".join(SIZE.pack(view.nbytes) for view in views)
+    if len(payload) < SCRATCH_BYTES:
+        return [head + payload, *views]
+    return [head, payload, *views]
+
+
+class FrameReader:
+    """Cuts a byte stream into frames.
+
+    Use: receive into ``target()``, then ``received(count)`` returns the frames that became complete. Small
+    frames pass through a scratch buffer, many at a time; a large part is received where it stays.
+    """
+
+    def __init__(self) -> None:
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._direct = False  # the last target was the part itself
+        self._begin()
+
+    def target(self) -> memoryview:
+        """Where to receive the next bytes."""
+        self._direct = len(self._part) - self._filled >= SCRATCH_BYTES
+        return self._part[self._filled :] if self._direct else self._scratch
+
+    def received(self, count: int) -> list[Frame]:
+        """``count`` bytes were written to the last target."""
+        frames: list[Frame] = []
+        if self._direct:
+            self._filled += count
+            self._advance(frames)
+            return frames
+        at = 0
+        while at < count:
+            taken = min(count - at, len(self._part) - self._filled)
+            self._part[self._filled : self._filled + taken] = self._scratch[at : at + taken]
+            self._filled += taken
+            at += taken
+            self._advance(frames)
+        return frames
+
+    def _begin(self) -> None:
+        """Expect a header next."""
+        self._head = bytearray(HEADER.size)
+        self._part = memoryview(self._head)
+        self._filled = 0
+        self._stage = "header"
+
+    def _advance(self, frames: list[Frame]) -> None:
+        """Go on to the next part while the present one is full (empty parts are full at once)."""
+        while self._filled == len(self._part):
+            if self._stage == "header":
+                self._kind, count, self._call, payload_bytes = HEADER.unpack(self._head)
+                self._sizes = bytearray(SIZE.size * count)
+                self._payload = bytearray(payload_bytes)
+                self._expect("sizes", self._sizes)
+            elif self._stage == "sizes":
+                self._buffers = [bytearray(size) for (size,) in SIZE.iter_unpack(self._sizes)]
+                self._pending = list(reversed(self._buffers))
+                self._expect("payload", self._payload)
+            elif self._pending:
+                self._expect("buffer", self._pending.pop())
+            else:
+                self._part.release()
+                frames.append(Frame(self._kind, self._call, self._payload, self._buffers))
+                self._begin()
+                return
+
+    def _expect(self, stage: str, part: bytearray) -> None:
+        self._stage = stage
+        self._part = memoryview(part)
+        self._filled = 0
+
+
+def widen(connection: socket.socket) -> None:
+    """Ask for larger socket buffers, so that a burst of events needs no waiting; the kernel may grant less."""
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connection.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)

@@ -1,0 +1,69 @@
+"""Named loops that live and die together.
+
+A run is a handful of loops that none outlives: the first to fail ends all, with its own error; one that
+returns although it should not is an error too, named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from headway.records.errors import HeadwayError
+
+Loop = Callable[[], Coroutine[Any, Any, Any]]
+
+
+class LoopReturned(HeadwayError):
+    """A loop that should run as long as the others returned."""
+
+    def __init__(self, loop: str) -> None:
+        super().__init__(f"loop {loop!r} returned unexpectedly")
+        self.loop = loop
+
+
+class _Finished(Exception):
+    """Ends the task group when the loop that decides has returned."""
+
+
+async def supervise(loops: Mapping[str, Loop], until: str | None = None) -> Any:
+    """Run all ``loops`` until one ends, then cancel the others and wait for them.
+
+    ``loops``: name -> function that makes the loop's coroutine. ``until``: name of the loop whose return
+    is the regular end; its result is returned. Any other return raises :class:`LoopReturned`. The first
+    error in time is raised itself, so that callers can match its type, with a note naming the loop; errors
+    of other loops while they were being cancelled are added as notes. Being cancelled cancels all loops.
+    """
+    if until is not None and until not in loops:
+        raise ValueError(f"until={until!r} is none of the loops {sorted(loops)}")
+    errors: list[Exception] = []
+    results: list[Any] = []
+
+    async def guard(name: str, loop: Loop) -> None:
+        try:
+            result = await loop()
+            if name == until:
+                results.append(result)
+                raise _Finished
+            raise LoopReturned(name)
+        except _Finished:
+            raise
+        except Exception as error:  # the one capture point of a loop; re-raised below
+            error.add_note(f"in loop {name!r}")
+            errors.append(error)
+            raise
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for name, loop in loops.items():
+                group.create_task(guard(name, loop), name=name)
+    except BaseExceptionGroup:
+        if not errors and not results:  # not ours
+            raise
+    if errors:
+        first, *others = errors
+        for other in others:
+            first.add_note(f"then: {type(other).__name__}: {other} ({'; '.join(getattr(other, '__notes__', []))})")
+        raise first
+    return results[0] if results else None

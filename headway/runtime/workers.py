@@ -1,0 +1,182 @@
+"""Workers: objects in processes of their own, whose methods are awaited.
+
+``Launcher`` and ``Worker`` are the whole interface (another launcher can stand behind it);
+``LocalLauncher`` is the one on processes of this machine. A dead worker is an event with a cause, never a
+hang: every pending and later call raises WorkerDied, ``died`` is set, ``events`` is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from headway.runtime.channel import Channel
+from headway.runtime.clock import Clock
+from headway.runtime.devices import machine_cores, parse_device
+from headway.runtime.local_worker import Death, LocalWorker
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """What to start, and where."""
+
+    name: str  # unique in the run; names the log and every error
+    factory: str  # "module:Class", built in the worker as Class(context, **arguments)
+    arguments: dict[str, Any] = field(default_factory=dict)  # anything that pickles
+    device: str = "cpu:0"  # cuda:N, cpu:N, cpu:N-M
+    log_path: str | Path | None = None  # its output is appended here; None: kept only for the cause of death
+    environment: dict[str, str] = field(default_factory=dict)  # added to the parent's, and to the device's
+
+
+class Worker(Protocol):
+    """A handle of one worker."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def events(self) -> Channel[Any]:
+        """What it emits, in order. Closed when it is dead (what it had sent is still there)."""
+        ...
+
+    @property
+    def died(self) -> Death:
+        """Set once: exit code or signal with the last traceback or output, or "stopped"."""
+        ...
+
+    async def call(self, method: str, *args: Any, timeout_s: float | None = None, **named: Any) -> Any:
+        """Run a public method in the worker and return its result.
+
+        Calls run one at a time in the order they were made. Raises RemoteError when the method raises
+        (``__cause__`` is the exception itself where it is a HeadwayError), WorkerDied when the worker is
+        or becomes dead, TimeoutError after ``timeout_s``; the method then still runs to its end. Large
+        arrays are sent from where they lie: leave them unchanged until the result is here.
+        """
+        ...
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """End it after the call it is in, running its ``close()`` if it has one; kill it after ``grace_s``.
+
+        Later and queued calls are not run. Its events that no longer fit the channel are dropped.
+        """
+        ...
+
+    def kill(self) -> None:
+        """Kill it, and what it started, at once. ``died`` follows."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts workers."""
+
+    async def start(self, spec: WorkerSpec) -> Worker:
+        """Start a worker and wait until it is built. Raises ConfigurationError (device), RemoteError with
+        the traceback when building it raises, WorkerDied when it dies first, TimeoutError."""
+        ...
+
+
+class WorkerGroup:
+    """Several workers of one kind, called together or by rank."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers = tuple(workers)
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    async def all(self, method: str, *args: Any, timeout_s: float | None = None, **named: Any) -> list[Any]:
+        """Call every worker at once; results by rank. The first failure is raised at once."""
+        calls = [
+            asyncio.ensure_future(worker.call(method, *args, timeout_s=timeout_s, **named)) for worker in self.workers
+        ]
+        try:
+            return list(await asyncio.gather(*calls))
+        finally:
+            for call in calls:
+                call.cancel()
+
+    async def rank(self, index: int, method: str, *args: Any, timeout_s: float | None = None, **named: Any) -> Any:
+        """Call one worker."""
+        return await self.workers[index].call(method, *args, timeout_s=timeout_s, **named)
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Stop all at once."""
+        await asyncio.gather(*(worker.stop(grace_s) for worker in self.workers))
+
+
+class LocalLauncher:
+    """Starts workers as processes of this machine, which die with this one."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        heartbeat_interval_s: float = 2.0,
+        heartbeat_timeout_s: float = 15.0,
+        start_timeout_s: float = 120.0,
+        events_capacity: int = 256,
+    ) -> None:
+        self._clock = clock
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._events_capacity = events_capacity
+
+    async def start(self, spec: WorkerSpec) -> LocalWorker:
+        """See :meth:`Launcher.start`. Health checks begin once the worker is built."""
+        device = parse_device(spec.device)
+        device.check()
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"} | device.environment() | spec.environment
+        log, log_start = _open_log(spec.log_path)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            cores = ",".join(str(core) for core in machine_cores())
+            arguments = [str(theirs.fileno()), str(os.getpid()), spec.device, cores]
+            try:
+                process = subprocess.Popen(  # noqa: ASYNC220  (returns once the program is loaded: milliseconds)
+                    [sys.executable, "-m", "headway.runtime.child", *arguments],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    process_group=0,  # kill() reaches what it started; Ctrl-C does not reach it
+                )
+            except BaseException:
+                ours.close()
+                log.close()
+                raise
+        events: Channel[Any] = Channel(self._events_capacity, f"{spec.name}.events", self._clock)
+        worker = LocalWorker(spec.name, process, ours, events, log, log_start)
+        try:
+            await worker.build(spec.factory, spec.arguments, self._start_timeout_s)
+        except BaseException:
+            worker.kill()
+            with contextlib.suppress(asyncio.CancelledError):
+                await worker.died
+            raise
+        worker.watch(self._clock, self._heartbeat_interval_s, self._heartbeat_timeout_s)
+        return worker
+
+
+def _open_log(path: str | Path | None) -> tuple[IO[bytes], int]:
+    """The log opened to append and read, and its size so far; an unnamed temporary file when there is no path."""
+    if path is None:
+        return tempfile.TemporaryFile("a+b"), 0
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    log = open(path, "a+b")  # noqa: SIM115  (closed when the worker is dead)
+    return log, log.seek(0, os.SEEK_END)
