@@ -1,0 +1,189 @@
+"""Durable folders that appear whole or not at all: checkpoints and the best model. Torch-free.
+
+A folder is written beside its place as ``NAME.tmp``, every file and the folder are flushed to disk, ``state.json``
+with the checksum of every other file comes last, then it is renamed. Where a folder of that name stands, it is
+moved to ``NAME.old`` first and removed afterwards. A kill at any instant therefore leaves one of: the previous
+folder, or ``NAME.old`` without ``NAME`` (put back by `remove_leftovers`), or the new folder; and perhaps rubbish
+named ``*.tmp`` or ``*.old``, which the next start removes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from headway.records.errors import CheckpointCorrupt
+
+STATE_FILE = "state.json"
+CHECKPOINTS = "checkpoints"
+BEST = "best"
+_NAME = re.compile(r"step_(\d{8})")
+
+
+class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
+    """``state.json``."""
+
+    version: int  # completed training steps
+    config_hash: str = ""  # of the experiment that wrote it
+    consumed: dict[int, list[int]] = {}  # step -> admission indices of the groups it trained
+    random_state: str = ""  # torch's generator, base64
+    schedule: dict[str, float | int | str] = {}  # of the learning rate; a function of the version
+    metrics: dict[str, float] = {}  # e.g. the score the best model was chosen by
+    files: dict[str, str] = {}  # relative path -> xxh3-128 of every other file
+
+
+def checkpoint_path(run: str | Path, version: int) -> Path:
+    """Where the checkpoint of ``version`` belongs."""
+    return Path(run) / CHECKPOINTS / f"step_{version:08d}"
+
+
+def write_folder(path: str | Path, fill: Callable[[Path], None], state: CheckpointState) -> None:
+    """Make ``path`` hold what ``fill(folder)`` writes and ``state``; atomically, replacing what is there.
+
+    Raises whatever ``fill`` raises, and OSError (a full disk); the previous content then still stands.
+    """
+    target = Path(path)
+    scratch, retired = target.with_name(target.name + ".tmp"), target.with_name(target.name + ".old")
+    recover_folder(target)
+    scratch.mkdir(parents=True)
+    try:
+        fill(scratch)
+        files = {str(file.relative_to(scratch)): _checksum(file) for file in _files(scratch)}
+        (scratch / STATE_FILE).write_bytes(
+            msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(state, files=files)), indent=1)
+        )
+        for file in _files(scratch):
+            _flush(file)
+        for folder in [*(f for f in scratch.rglob("*") if f.is_dir()), scratch]:
+            _flush(folder)
+        if target.exists():
+            target.rename(retired)
+        scratch.rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    _flush(target.parent)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def read_state(path: str | Path) -> CheckpointState:
+    """``state.json`` of a folder. Raises CheckpointCorrupt naming it."""
+    file = Path(path) / STATE_FILE
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=CheckpointState)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointCorrupt(f"{file}: {error}") from None
+
+
+def verify(path: str | Path) -> CheckpointState:
+    """Check every file of a folder against its checksum. Raises CheckpointCorrupt naming the first bad file."""
+    folder = Path(path)
+    state = read_state(folder)
+    for name, expected in sorted(state.files.items()):
+        file = folder / name
+        try:
+            found = _checksum(file)
+        except OSError as error:
+            raise CheckpointCorrupt(f"{file}: {error.strerror}") from None
+        if found != expected:
+            raise CheckpointCorrupt(f"{file}: checksum {found}, expected {expected}")
+    return state
+
+
+def find_checkpoints(run: str | Path) -> list[Path]:
+    """Complete checkpoints of a run (valid or not), oldest first."""
+    folder = Path(run) / CHECKPOINTS
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.is_dir() and _NAME.fullmatch(path.name))
+
+
+def latest_valid(run: str | Path, on_corrupt: Callable[[CheckpointCorrupt], None] | None = None) -> Path | None:
+    """The newest checkpoint whose checksums hold; None when the run has none at all.
+
+    ``on_corrupt`` is told of each newer one that doesn't. Raises CheckpointCorrupt when all are bad: starting
+    from scratch would silently throw the run away.
+    """
+    newest_error: CheckpointCorrupt | None = None
+    for path in reversed(find_checkpoints(run)):
+        try:
+            verify(path)
+        except CheckpointCorrupt as error:
+            newest_error = newest_error or error
+            if on_corrupt is not None:
+                on_corrupt(error)
+        else:
+            return path
+    if newest_error is not None:
+        raise newest_error
+    return None
+
+
+def keep_last(run: str | Path, count: int) -> list[Path]:
+    """Delete all but the newest ``count`` checkpoints of a run; returns the deleted. Call it only after the
+    newest one is durable, and never with ``count`` < 1."""
+    if count < 1:
+        raise ValueError(f"count = {count}: at least one checkpoint is kept")
+    removed = find_checkpoints(run)[:-count]
+    for path in removed:
+        # A half-removed checkpoint must not look like one.
+        retired = path.with_name(path.name + ".tmp")
+        path.rename(retired)
+        shutil.rmtree(retired)
+    return removed
+
+
+def remove_leftovers(run: str | Path) -> list[Path]:
+    """Put back what a kill moved aside and remove what it left half-written; returns the removed folders.
+
+    Called at the start of a run, when no trainer writes to it.
+    """
+    run = Path(run)
+    for folder in (run, run / CHECKPOINTS):
+        for retired in sorted(folder.glob("*.old")) if folder.is_dir() else []:
+            recover_folder(retired.with_suffix(""))
+    leftovers = [
+        path
+        for pattern in ("*.tmp", "*.old")
+        for folder in (run, run / CHECKPOINTS)
+        for path in sorted(folder.glob(pattern))
+        if path.is_dir()
+    ]
+    for path in leftovers:
+        shutil.rmtree(path)
+    return leftovers
+
+
+def recover_folder(path: str | Path) -> None:
+    """Undo or finish a replacement of ``path`` that a kill interrupted, and clear the way for the next one."""
+    target = Path(path)
+    retired = target.with_name(target.name + ".old")
+    if retired.exists() and not target.exists():
+        retired.rename(target)
+    shutil.rmtree(retired, ignore_errors=True)
+    shutil.rmtree(target.with_name(target.name + ".tmp"), ignore_errors=True)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (file for file in sorted(folder.rglob("*")) if file.is_file())
+
+
+def _checksum(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

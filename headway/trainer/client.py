@@ -1,0 +1,164 @@
+"""The orchestrator's handle of the trainer: all ranks behind one `records.clients.Trainer`. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import uuid
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headway.config.schema import Experiment
+from headway.records.errors import HeadwayError, RemoteError
+from headway.records.generation import PublishedWeights
+from headway.records.training import CheckpointInfo, StepReport, TrainBatch
+from headway.runtime.workers import Launcher, Worker, WorkerGroup, WorkerSpec
+
+T = TypeVar("T")
+
+SERVICE = "headway.trainer.service:TrainerService"
+
+
+class TrainerClient:
+    """Trainer ranks as worker processes.
+
+    Lifecycle: `start` -> calls -> `stop`. When a rank dies, the call in progress raises WorkerDied (a sum over the
+    ranks can't go on without it) and so does every later one, until `restart` has replaced all ranks; the version
+    is 0 then and `load_checkpoint` must follow.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        experiment: Experiment,
+        run_id: str,
+        *,
+        log_directory: str | Path | None = None,
+    ) -> None:
+        self._launcher = launcher
+        self._experiment = experiment
+        self._run_id = run_id
+        self._log_directory = log_directory
+        self._group: WorkerGroup | None = None
+        self._rendezvous = ""
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The ranks, rank 0 first; empty when none is running."""
+        return () if self._group is None else self._group.workers
+
+    async def start(self) -> None:
+        """Start one process per device of ``trainer.devices``; returns when all have loaded the model.
+
+        Raises what the first rank to fail raises, and leaves none behind.
+        """
+        # A rendezvous file serves one start only, and must outlive it: groups may be made lazily.
+        self._rendezvous = os.path.join(tempfile.gettempdir(), f"headway-ranks-{uuid.uuid4().hex}")
+        specs = [self._spec(rank, device) for rank, device in enumerate(self._experiment.trainer.devices)]
+        starts = [asyncio.ensure_future(self._launcher.start(spec)) for spec in specs]
+        try:
+            self._group = WorkerGroup(await asyncio.gather(*starts))
+        except RemoteError as error:
+            raise _original(error) from error
+        finally:
+            if self._group is None:
+                await self._abandon(starts)
+
+    async def restart(self) -> None:
+        """Replace every rank by a new process with the initial weights."""
+        await self.kill()
+        await self.start()
+
+    async def train_step(self, batch: TrainBatch) -> StepReport:
+        return (await self._all("train_step", batch))[0]
+
+    async def publish(self, version: int) -> PublishedWeights:
+        return await self._first("publish", version)
+
+    async def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
+        return await self._first("save_checkpoint", path, consumed)
+
+    async def save_weights(self, path: str, metrics: dict[str, float] | None = None) -> CheckpointInfo:
+        """Write the present weights as a model folder (``RUN/best``), atomically."""
+        return await self._first("save_weights", path, metrics)
+
+    async def load_checkpoint(self, path: str) -> int:
+        return (await self._all("load_checkpoint", path))[0]
+
+    async def load_weights(self, path: str) -> None:
+        await self._all("load_weights", path)
+
+    async def measure_peak(self) -> float:
+        """FLOP/s of large matrix products at the training dtype: the denominator of MFU."""
+        return await self._first("measure_peak")
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """End all ranks in order; what they published is unlinked."""
+        group, self._group = self._group, None
+        if group is not None:
+            await group.stop(grace_s)
+        self._forget_rendezvous()
+
+    async def kill(self) -> None:
+        """End all ranks at once, whatever they are doing."""
+        group, self._group = self._group, None
+        for worker in () if group is None else group.workers:
+            worker.kill()
+            await worker.died
+        self._forget_rendezvous()
+
+    def _spec(self, rank: int, device: str) -> WorkerSpec:
+        name = f"trainer-{rank}"
+        return WorkerSpec(
+            name=name,
+            factory=SERVICE,
+            arguments={
+                "experiment": self._experiment.model_dump(mode="json"),
+                "run_id": self._run_id,
+                "rank": rank,
+                "world_size": len(self._experiment.trainer.devices),
+                "rendezvous": self._rendezvous,
+            },
+            device=device,
+            log_path=None if self._log_directory is None else Path(self._log_directory) / f"{name}.log",
+        )
+
+    async def _first(self, method: str, *arguments: Any) -> Any:
+        return await _unwrapped(self._running().rank(0, method, *arguments))
+
+    async def _all(self, method: str, *arguments: Any) -> list[Any]:
+        return await _unwrapped(self._running().all(method, *arguments))
+
+    def _running(self) -> WorkerGroup:
+        if self._group is None:
+            raise HeadwayError("the trainer is not running: start() or restart() it first")
+        return self._group
+
+    async def _abandon(self, starts: list[asyncio.Task[Worker]]) -> None:
+        """Some rank failed to start: the others wait for it for ever."""
+        for start in starts:
+            start.cancel()
+        for outcome in await asyncio.gather(*starts, return_exceptions=True):
+            if not isinstance(outcome, BaseException):
+                outcome.kill()
+                await outcome.died
+        self._forget_rendezvous()
+
+    def _forget_rendezvous(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._rendezvous)
+
+
+async def _unwrapped(call: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await call
+    except RemoteError as error:
+        raise _original(error) from error
+
+
+def _original(error: RemoteError) -> HeadwayError:
+    """The error a rank raised, where it is one of ours (CheckpointCorrupt, ConfigurationError)."""
+    return error.__cause__ if isinstance(error.__cause__, HeadwayError) else error

@@ -1,0 +1,113 @@
+"""A trainer that trains nothing, deterministically, in time that passes only on the injected clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from headway.records.generation import PublishedWeights
+from headway.records.training import CheckpointInfo, StepReport, TrainBatch
+from headway.runtime.clock import Clock
+from headway.trainer.checkpoints import CheckpointState, keep_last, verify, write_folder
+
+Latency = float | Callable[[TrainBatch], float]
+
+
+class FakeTrainer:
+    """Stand-in for `client.TrainerClient`: same protocol, described latencies, real (empty) checkpoints.
+
+    ``seconds_per_sample``: a number, or a function of the batch giving the seconds of its whole step.
+    ``skip_steps``: calls of `train_step` (0, 1, ...) that report a non-finite step. ``batches`` keeps every
+    batch it was given, for tests to look at.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        seconds_per_sample: Latency = 0.01,
+        *,
+        publish_s: float = 0.0,
+        checkpoint_s: float = 0.0,
+        skip_steps: frozenset[int] = frozenset(),
+        keep_checkpoints: int = 2,
+    ) -> None:
+        self._clock = clock
+        self._latency = seconds_per_sample
+        self._publish_s = publish_s
+        self._checkpoint_s = checkpoint_s
+        self._skip_steps = skip_steps
+        self._keep_checkpoints = keep_checkpoints
+        self.version = 0
+        self.batches: list[TrainBatch] = []
+        self.published: list[int] = []
+        self.loaded_weights: list[str] = []
+        self.started = False
+
+    async def start(self) -> None:
+        self.started = True
+
+    async def restart(self) -> None:
+        """A new process: version 0 again until a checkpoint is loaded."""
+        self.version = 0
+        self.started = True
+
+    async def train_step(self, batch: TrainBatch) -> StepReport:
+        if batch.step != self.version:
+            raise ValueError(f"batch of step {batch.step} given to a trainer at version {self.version}")
+        began = self._clock.now()
+        latency = self._latency
+        await self._clock.sleep(latency(batch) if callable(latency) else latency * len(batch.samples))
+        skipped = len(self.batches) in self._skip_steps
+        self.batches.append(batch)
+        self.version += 0 if skipped else 1
+        rollouts = [sample.rollout for sample in batch.samples]
+        return StepReport(
+            step=batch.step,
+            version=self.version,
+            skipped=skipped,
+            reason="told to skip" if skipped else "",
+            samples=len(rollouts),
+            tokens=sum(len(r.prompt_ids) + len(r.response_ids) for r in rollouts),
+            loss_tokens=sum(sum(r.response_mask) for r in rollouts),
+            micro_batches=1,
+            compute_s=self._clock.now() - began,
+            metrics={"loss": 0.0, "grad_norm": 0.0, "entropy": 0.0, "learning_rate": 0.0},
+        )
+
+    async def publish(self, version: int) -> PublishedWeights:
+        await self._clock.sleep(self._publish_s)
+        self.published.append(version)
+        return PublishedWeights(
+            version=version, path=f"fake://{version}", checksum="0" * 32, size_bytes=0, publish_s=self._publish_s
+        )
+
+    async def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
+        await self._clock.sleep(self._checkpoint_s)
+        state = CheckpointState(version=self.version, consumed=consumed)
+        write_folder(path, lambda folder: _write_fake_model(folder / "model", self.version), state)
+        keep_last(Path(path).parent.parent, self._keep_checkpoints)
+        return CheckpointInfo(path=path, version=self.version, save_s=self._checkpoint_s)
+
+    async def save_weights(self, path: str, metrics: dict[str, float] | None = None) -> CheckpointInfo:
+        state = CheckpointState(version=self.version, metrics=metrics or {})
+        write_folder(path, lambda folder: _write_fake_model(folder, self.version), state)
+        return CheckpointInfo(path=path, version=self.version)
+
+    async def load_checkpoint(self, path: str) -> int:
+        self.version = verify(path).version
+        return self.version
+
+    async def load_weights(self, path: str) -> None:
+        self.loaded_weights.append(path)
+
+    async def measure_peak(self) -> float:
+        return 0.0
+
+    async def stop(self) -> None:
+        self.started = False
+
+
+def _write_fake_model(folder: Path, version: int) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"fake": True, "version": version}), encoding="utf-8")

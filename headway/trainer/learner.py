@@ -1,0 +1,186 @@
+"""The model under training: its log-probabilities, its optimiser and the guarded update. RL and SFT share it.
+
+Legend: ``_n`` one value per packed token, ``_m`` per token that carries loss, ``d`` width, ``v`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from headway.algorithms.samples import MicroBatchArrays, SampleArrays
+from headway.models.decoder import Decoder
+from headway.models.loading import copy_weights, load_model, weights_of
+from headway.trainer.ranks import Ranks
+
+# Logits of one chunk: 2^25 float32 values are 128 MiB. More are computed chunk by chunk and again in the backward.
+CHUNK_LOGITS = 1 << 25
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimiserSettings:
+    """AdamW, in float32."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What one optimiser step did. Not ``applied``: weights and optimiser state are untouched."""
+
+    applied: bool
+    reason: str
+    grad_norm: float  # before clipping
+
+
+class Learner:
+    """Float32 master weights, AdamW and the forward pass in the chosen dtype.
+
+    bfloat16 is autocast: matrix products in bfloat16; weights, norms' sums, softmax and optimiser in float32.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        dtype: str,
+        device: torch.device,
+        settings: OptimiserSettings,
+        ranks: Ranks,
+    ) -> None:
+        self.model: Decoder = load_model(model_path, torch.float32, device)
+        self.device = device
+        self.ranks = ranks
+        self.settings = settings
+        self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        self.parameters = list(self.model.parameters())
+        for parameter in self.parameters:
+            # Kept for good: fresh gradient memory every step means page faults.
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimiser = torch.optim.AdamW(
+            self.parameters,
+            lr=0.0,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.epsilon,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def logprobs(self, batch: MicroBatchArrays, arrays: SampleArrays, temperature: float) -> tuple[Tensor, Tensor]:
+        """log-softmax(z/T) of the tokens that carry loss [M] (with gradient) and the entropies [M] (without)."""
+        input_ids_n = self._tensor(batch.input_ids)
+        predictors_m = self._tensor(batch.predictors_m)
+        targets_m = self._tensor(arrays.token_ids_n[batch.targets_m])
+        with self._precision():
+            hidden_nd = self.model.forward_packed(input_ids_n, batch.input_lengths)
+            return token_logprobs(self.model, hidden_nd.index_select(0, predictors_m), targets_m, temperature)
+
+    def flops(self, batch: MicroBatchArrays) -> float:
+        """Model FLOP of one forward pass over the micro-batch."""
+        return self.model.flops(batch.input_lengths, len(batch.targets_m))
+
+    def update(self, learning_rate: float, loss: float) -> Update:
+        """Sum the gradients over the ranks, clip, step, clear them. ``loss``: this optimiser step's, of this rank.
+
+        A loss or gradient norm that isn't finite on any rank skips the step on all of them.
+        """
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        self.ranks.sum_all_(gradients)
+        total = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
+        norm_tensor = torch.nn.utils.get_total_norm(gradients)
+        norm = float(norm_tensor)
+        finite = math.isfinite(total) and math.isfinite(norm)
+        if finite:
+            if norm > self.settings.max_grad_norm:
+                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.settings.max_grad_norm, norm_tensor)
+            for group in self.optimiser.param_groups:
+                group["lr"] = learning_rate
+            self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=False)
+        reason = "" if finite else f"loss {total}, gradient norm {norm}: not finite"
+        return Update(applied=finite, reason=reason, grad_norm=norm)
+
+    def load_weights(self, model_path: str | Path) -> None:
+        """Overwrite the weights with those of the model folder; the optimiser keeps its state."""
+        copy_weights(self.model, weights_of(load_model(model_path, torch.float32, self.device)))
+
+    def optimiser_tensors(self) -> dict[str, Tensor]:
+        """AdamW's state by parameter name; empty before the first step."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimiser.state.get(parameter, {}).items():
+                tensors[f"{key}/{name}"] = value.detach().cpu().contiguous()
+        return tensors
+
+    def load_optimiser_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Inverse of `optimiser_tensors`. Raises KeyError for a parameter this model doesn't have."""
+        named = dict(self.model.named_parameters())
+        self.optimiser.state.clear()
+        for full_name, value in tensors.items():
+            key, _, name = full_name.partition("/")
+            parameter = named[name]
+            # AdamW's fused kernel wants its step counter where the parameter is.
+            self.optimiser.state[parameter][key] = value.to(self.device, torch.float32, copy=True)
+
+    def measure_peak(self, size: int = 1024, seconds: float = 0.3) -> float:
+        """FLOP/s of square matrix products at the training dtype on this device: what MFU is a share of."""
+        left = torch.randn(size, size, device=self.device, dtype=self.dtype)
+        right = torch.randn(size, size, device=self.device, dtype=self.dtype)
+        best = 0.0
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline or not best:
+            self._synchronise()
+            started = time.perf_counter()
+            torch.mm(left, right)
+            self._synchronise()
+            best = max(best, 2.0 * size**3 / (time.perf_counter() - started))
+        return best
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _precision(self) -> contextlib.AbstractContextManager[object]:
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+
+def token_logprobs(
+    model: Decoder, hidden_md: Tensor, targets_m: Tensor, temperature: float, chunk_logits: int = CHUNK_LOGITS
+) -> tuple[Tensor, Tensor]:
+    """log-softmax(z/T) at the targets [M] and entropy of the whole distribution [M], from hidden states [M, d].
+
+    The full [M, V] logits never exist at once when they exceed ``chunk_logits`` values.
+    """
+
+    def head(hidden_cd: Tensor, targets_c: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs_cv = torch.log_softmax(model.head(hidden_cd).float() / temperature, dim=-1)
+        with torch.no_grad():
+            # Where p is 0, p log p is 0 as well, not 0 x -inf.
+            entropy_c = -(logprobs_cv.exp() * logprobs_cv.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
+        return logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1), entropy_c
+
+    rows = max(1, chunk_logits // model.config.vocabulary_size)
+    if hidden_md.shape[0] <= rows:
+        return head(hidden_md, targets_m)
+    parts = [
+        checkpoint(head, hidden_cd, targets_c, use_reentrant=False)
+        for hidden_cd, targets_c in zip(hidden_md.split(rows), targets_m.split(rows), strict=True)
+    ]
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

@@ -1,0 +1,24 @@
+"""Learning rate as a pure function of the version, so that a resumed run needs no scheduler state."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
+    """Learning rate of the step that follows ``step`` completed ones.
+
+    Warm-up is linear and reaches ``peak`` at step ``warmup_steps``; the decay ends at ``total_steps``: linear at
+    0, cosine at 0. Beyond the end the last value stays.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return peak
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    if schedule == "linear":
+        return peak * (1.0 - progress)
+    return peak * 0.5 * (1.0 + math.cos(math.pi * progress))

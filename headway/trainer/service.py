@@ -1,0 +1,206 @@
+"""The trainer's process: one per rank, all of them called alike by `client.TrainerClient`."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from headway.algorithms.samples import build_arrays
+from headway.config.load import validate_experiment
+from headway.config.schema import Experiment
+from headway.models.loading import DTYPES, save_model, weights_of
+from headway.records.errors import CheckpointCorrupt
+from headway.records.generation import PublishedWeights
+from headway.records.training import CheckpointInfo, StepReport, TrainBatch
+from headway.trainer.checkpoints import CheckpointState, keep_last, read_state, verify, write_folder
+from headway.trainer.learner import Learner, OptimiserSettings
+from headway.trainer.policy import PolicyGradient, Progress
+from headway.trainer.ranks import Ranks
+from headway.trainer.schedules import learning_rate
+from headway.weights.shared_memory import Publisher
+
+MODEL_FOLDER = "model"
+OPTIMISER_FILE = "optimizer.safetensors"
+
+
+class TrainerService:
+    """Worker class: the model, its optimiser and the version.
+
+    Every rank holds all weights; `train_step` gets the whole batch on every rank and computes a share of it.
+    ``context``: the worker's (device, log). ``experiment``: the validated experiment as a JSON mapping.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        *,
+        experiment: dict[str, Any],
+        run_id: str,
+        rank: int = 0,
+        world_size: int = 1,
+        rendezvous: str = "",
+    ) -> None:
+        self.experiment: Experiment = validate_experiment(experiment, "experiment")
+        device = use_device(context.device)
+        settings = self.experiment.trainer
+        self.ranks = Ranks(rank, world_size, rendezvous, device)
+        self.learner = Learner(
+            self.experiment.model.path,
+            dtype=settings.dtype,
+            device=device,
+            ranks=self.ranks,
+            settings=OptimiserSettings(
+                beta1=settings.beta1,
+                beta2=settings.beta2,
+                epsilon=settings.epsilon,
+                weight_decay=settings.weight_decay,
+                max_grad_norm=settings.max_grad_norm,
+            ),
+        )
+        torch.manual_seed(self.experiment.run.seed)
+        self.policy = PolicyGradient(self.learner, self.experiment)
+        self.version = 0
+        self._run_id = run_id
+        self._publisher: Publisher | None = None
+        self._config_hash = hashlib.sha256(self.experiment.model_dump_json().encode()).hexdigest()[:16]
+
+    def train_step(self, batch: TrainBatch) -> StepReport:
+        """One training step. Raises ValueError when the batch isn't meant for the present version."""
+        if batch.step != self.version:
+            raise ValueError(f"batch of step {batch.step} given to a trainer at version {self.version}")
+        started = time.perf_counter()
+        rate = self._learning_rate()
+        arrays = build_arrays(batch)
+        progress = self.policy.run(arrays, rate)
+        applied = [update for update in progress.updates if update.applied]
+        reasons = "; ".join(update.reason for update in progress.updates if update.reason)
+        metrics = self.policy.metrics(arrays, progress)
+        metrics |= {"learning_rate": rate, "skipped_updates": float(len(progress.updates) - len(applied))}
+        self.version += 1 if applied else 0
+        return self._report(batch, progress, metrics, reasons, arrays.loss_tokens, time.perf_counter() - started)
+
+    def publish(self, version: int) -> PublishedWeights:
+        """Publish the present weights under ``version``, in the generator's dtype."""
+        if self._publisher is None:
+            self._publisher = Publisher(self._run_id, dtype=DTYPES[self.experiment.generator.dtype])
+        return self._publisher.publish(version, weights_of(self.learner.model))
+
+    def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
+        """Write everything a resume needs; atomic; older checkpoints beyond ``keep_last`` go afterwards."""
+        started = time.perf_counter()
+
+        def fill(folder: Path) -> None:
+            save_model(self.learner.model, folder / MODEL_FOLDER, self.experiment.model.path)
+            save_file(self.learner.optimiser_tensors(), folder / OPTIMISER_FILE)
+
+        write_folder(path, fill, self._state(consumed, {}))
+        keep_last(Path(path).parent.parent, self.experiment.checkpoint.keep_last)
+        return CheckpointInfo(path=path, version=self.version, save_s=time.perf_counter() - started)
+
+    def save_weights(self, path: str, metrics: dict[str, float] | None = None) -> CheckpointInfo:
+        """Write the present weights as a model folder with ``state.json`` (``RUN/best``), atomically."""
+        started = time.perf_counter()
+
+        def fill(folder: Path) -> None:
+            inner = folder / MODEL_FOLDER
+            save_model(self.learner.model, inner, self.experiment.model.path)
+            for file in inner.iterdir():
+                file.rename(folder / file.name)
+            inner.rmdir()
+
+        write_folder(path, fill, self._state({}, metrics or {}))
+        return CheckpointInfo(path=path, version=self.version, save_s=time.perf_counter() - started)
+
+    def load_checkpoint(self, path: str) -> int:
+        """Continue from a checkpoint. Raises CheckpointCorrupt before anything is changed."""
+        state = verify(path)
+        try:
+            optimiser = load_file(Path(path) / OPTIMISER_FILE)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointCorrupt(f"{Path(path) / OPTIMISER_FILE}: {error}") from None
+        self.learner.load_weights(Path(path) / MODEL_FOLDER)
+        self.learner.load_optimiser_tensors(optimiser)
+        generator = np.frombuffer(base64.b64decode(state.random_state), np.uint8)
+        torch.set_rng_state(torch.from_numpy(generator.copy()))
+        self.version = state.version
+        return self.version
+
+    def load_weights(self, path: str) -> None:
+        """Replace only the weights (a checkpoint's ``model`` folder, ``best``, any model folder)."""
+        if (Path(path) / "state.json").is_file():
+            verify(path)
+        self.learner.load_weights(path)
+
+    def checkpoint_consumed(self, path: str) -> dict[int, list[int]]:
+        """What the checkpoint has trained: step -> admission indices of its groups."""
+        return read_state(path).consumed
+
+    def measure_peak(self) -> float:
+        """FLOP/s of large matrix products at the training dtype, all ranks' devices alike."""
+        return self.learner.measure_peak() * self.ranks.size
+
+    def close(self) -> None:
+        """Unlink what was published and leave the process group."""
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+        self.ranks.close()
+
+    def _learning_rate(self) -> float:
+        settings = self.experiment.trainer
+        return learning_rate(
+            self.version,
+            peak=settings.learning_rate,
+            schedule=settings.schedule,
+            warmup_steps=settings.warmup_steps,
+            total_steps=settings.schedule_steps or self.experiment.run.steps,
+        )
+
+    def _state(self, consumed: dict[int, list[int]], metrics: dict[str, float]) -> CheckpointState:
+        settings = self.experiment.trainer
+        return CheckpointState(
+            version=self.version,
+            config_hash=self._config_hash,
+            consumed=consumed,
+            random_state=base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+            schedule={"schedule": settings.schedule, "step": self.version, "learning_rate": self._learning_rate()},
+            metrics=metrics,
+        )
+
+    def _report(
+        self,
+        batch: TrainBatch,
+        progress: Progress,
+        metrics: dict[str, float],
+        reason: str,
+        loss_tokens: int,
+        compute_s: float,
+    ) -> StepReport:
+        return StepReport(
+            step=batch.step,
+            version=self.version,
+            skipped=self.version == batch.step,
+            reason=reason,
+            samples=len(batch.samples),
+            tokens=progress.tokens,
+            loss_tokens=loss_tokens,
+            micro_batches=progress.micro_batches,
+            compute_s=compute_s,
+            flops=progress.flops,
+            metrics=metrics,
+        )
+
+
+def use_device(device: Any) -> torch.device:
+    """Torch's name of the worker's device; sets the number of compute threads to its cores."""
+    if device.threads is not None:
+        torch.set_num_threads(device.threads)
+    return torch.device(device.torch_device())
