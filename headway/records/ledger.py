@@ -60,7 +60,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     reward_mean: float = 0.0
     reward_std: float = 0.0
     solve_rate: float = 0.0
-    solve_rate_histogram: list[int] = []  # groups by share solved: 11 bins, 0, (0, .1], ... (.9, 1)... last: exactly 1
+    solve_rate_histogram: list[int] = []  # groups by share solved, 11 bins: 0, (0, .1], ... (.7, .8], (.8, 1), 1
     zero_variance_share: float = 0.0
     # response lengths, tokens, over the same
     length_mean: float = 0.0

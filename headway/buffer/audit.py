@@ -1,0 +1,262 @@
+"""An independent audit of a run: the buffer's books, its batch log and the checkpoint chain.
+
+``python -m headway.buffer.audit RUN`` proves from the files alone that every finished group was trained
+exactly once or ended with a reason, and that each checkpoint holds exactly the steps the log says it holds.
+It reads plain SQL and JSON and shares no code with the buffer it judges. Exit codes: 0 all is well, 4 the books
+do not balance, 2 there is nothing to audit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SHOWN_VIOLATIONS = 20
+
+
+@dataclass
+class AuditReport:
+    """What an audit found. ``violations`` is empty when all is well."""
+
+    violations: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    groups: Counter[str] = field(default_factory=Counter)  # state, or ending of ended ones -> groups
+    rollouts: Counter[str] = field(default_factory=Counter)  # ending, or "open" -> rollouts
+    admitted_groups: int = 0
+    admitted_rollouts: int = 0
+    completed_steps: int = 0
+    skipped_steps: int = 0
+    pending_step: int | None = None
+    max_staleness: int = 0  # largest trajectory staleness of a trained group
+    checkpoints: list[int] = field(default_factory=list)  # versions
+
+    def expect(self, condition: bool, violation: str) -> None:
+        if not condition:
+            self.violations.append(violation)
+
+
+def audit_database(connection: sqlite3.Connection) -> AuditReport:
+    """Check the buffer's tables against each other."""
+    report = AuditReport()
+    groups = {
+        row[0]: row[1:]
+        for row in connection.execute(
+            "SELECT idx, size, state, ending, reason, step, first_version, task IS NULL FROM groups ORDER BY idx"
+        )
+    }
+    meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
+    trained_at = _audit_batches(connection, report, groups)
+    _audit_groups(report, groups, trained_at)
+    _audit_rollouts(connection, report, groups, trained_at, meta.get("released_version", 0))
+    return report
+
+
+def _audit_batches(
+    connection: sqlite3.Connection, report: AuditReport, groups: dict[int, tuple[Any, ...]]
+) -> dict[int, int]:
+    """Steps follow each other, each is trained once, no group is in two batches. Returns group -> step trained."""
+    trained_at: dict[int, int] = {}
+    seen: dict[int, tuple[int, int]] = {}
+    step_now, attempt_now = 0, 0
+    for step, attempt, text, outcome in connection.execute(
+        "SELECT step, attempt, groups, outcome FROM batches ORDER BY step, attempt"
+    ):
+        where = f"batch {step}.{attempt}"
+        report.expect((step, attempt) == (step_now, attempt_now), f"{where} where {step_now}.{attempt_now} is next")
+        report.expect(report.pending_step is None, f"{where} follows a batch whose step is not completed")
+        indices: list[int] = json.loads(text)
+        report.expect(bool(indices) and indices == sorted(set(indices)), f"{where}: groups {indices} not ascending")
+        wanted = {"trained": ("ended", "trained"), "skipped": ("ended", "discarded"), None: ("batched", None)}[outcome]
+        for index in indices:
+            report.expect(index not in seen, f"group {index} is in {where} and in batch {seen.get(index)}")
+            seen[index] = (step, attempt)
+            if index not in groups:
+                report.violations.append(f"{where} holds group {index}, which was never admitted")
+                continue
+            _, state, ending, _, group_step, _, _ = groups[index]
+            report.expect((state, ending) == wanted, f"{where} is {outcome}, its group {index} is {state} {ending}")
+            report.expect(group_step == step, f"group {index} says step {group_step}, the log says {step}")
+        if outcome == "trained":
+            trained_at.update((index, step) for index in indices)
+            report.completed_steps += 1
+            step_now, attempt_now = step + 1, 0
+        elif outcome == "skipped":
+            report.skipped_steps += 1
+            step_now, attempt_now = step, attempt + 1
+        else:
+            report.pending_step = step
+    report.expect(
+        all(index in seen for index, group in groups.items() if group[1] == "batched"),
+        "a group is marked as batched, but is in no batch",
+    )
+    return trained_at
+
+
+def _audit_groups(report: AuditReport, groups: dict[int, tuple[Any, ...]], trained_at: dict[int, int]) -> None:
+    """Indices have no gap; every ended group has an ending and a reason; trained ones are in the log."""
+    report.admitted_groups = len(groups)
+    report.expect(list(groups) == list(range(len(groups))), "admission indices have a gap")
+    for index, (size, state, ending, reason, _, first_version, _) in groups.items():
+        report.admitted_rollouts += size
+        report.groups[ending if state == "ended" else state] += 1
+        report.expect((state == "ended") == (ending is not None), f"group {index} is {state} with ending {ending}")
+        report.expect(state != "ended" or bool(reason), f"group {index} ended as {ending} without a reason")
+        report.expect((ending == "trained") == (index in trained_at), f"group {index}: {ending}, not as the log says")
+        if index in trained_at and first_version is not None:
+            report.max_staleness = max(report.max_staleness, trained_at[index] - first_version)
+            report.expect(first_version <= trained_at[index], f"group {index} was trained before it was sampled")
+
+
+def _audit_rollouts(
+    connection: sqlite3.Connection,
+    report: AuditReport,
+    groups: dict[int, tuple[Any, ...]],
+    trained_at: dict[int, int],
+    released_version: int,
+) -> None:
+    """Every rollout is open or ended once, as its group did (or failed); payloads are there while needed."""
+    members: Counter[int] = Counter()
+    finished: Counter[int] = Counter()
+    for index, member, is_finished, ending, reason in connection.execute(
+        "SELECT grp, member, finished, ending, reason FROM rollouts"
+    ):
+        name = f"rollout {index}-{member}"
+        if index not in groups:
+            report.violations.append(f"{name} belongs to no group")
+            continue
+        size, state, group_ending = groups[index][:3]
+        members[index] += 1
+        finished[index] += is_finished
+        report.rollouts[ending or "open"] += 1
+        report.expect(0 <= member < size, f"{name} is beyond its group's {size} members")
+        report.expect((ending is None) or bool(reason), f"{name} ended as {ending} without a reason")
+        allowed = {group_ending, "failed"} if state == "ended" else {None, "failed"}
+        report.expect(ending in allowed, f"{name} is {ending or 'open'}, its group is {state} {group_ending or ''}")
+        report.expect(bool(is_finished) or ending is not None, f"{name} is neither finished nor ended")
+        report.expect(ending != "trained" or bool(is_finished), f"{name} was trained, but never finished")
+    payloads = Counter(dict(connection.execute("SELECT id >> 16, count(*) FROM payloads GROUP BY id >> 16").fetchall()))
+    for index, (size, state, ending, _, _, _, task_missing) in groups.items():
+        report.rollouts["open"] += 0 if state == "ended" else size - members[index]
+        report.expect(state == "open" or members[index] == size, f"group {index}: {members[index]} of {size} rollouts")
+        kept = state != "ended" or (ending == "trained" and trained_at.get(index, -1) >= released_version)
+        wanted = finished[index] if kept else 0
+        report.expect(payloads[index] == wanted, f"group {index}: {payloads[index]} payloads, {wanted} expected")
+        report.expect(not (kept and task_missing), f"group {index}: its task is missing")
+    report.expect(payloads.keys() <= groups.keys(), "there are payloads of unknown groups")
+    report.expect(
+        report.admitted_rollouts == report.rollouts.total(),
+        f"{report.admitted_rollouts} rollouts admitted, {report.rollouts.total()} accounted for",
+    )
+
+
+def audit_checkpoints(connection: sqlite3.Connection, folder: Path, report: AuditReport) -> None:
+    """Every complete checkpoint holds exactly the trained batches of the steps before its version."""
+    log = {
+        step: json.loads(groups)
+        for step, groups in connection.execute("SELECT step, groups FROM batches WHERE outcome IS NOT 'skipped'")
+    }
+    released = connection.execute("SELECT value FROM meta WHERE key = 'released_version'").fetchone()
+    for path in sorted(folder.glob("step_*")):
+        matched = re.fullmatch(r"step_(\d+)", path.name)
+        state_file = path / "state.json"
+        if matched is None or not state_file.exists():
+            report.notes.append(f"checkpoint {path.name} is incomplete: ignored")
+            continue
+        version = int(matched[1])
+        try:
+            state = json.loads(state_file.read_text(encoding="utf-8"))
+            consumed = {int(step): list(groups) for step, groups in state["consumed"].items()}
+        except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            report.violations.append(f"checkpoint {path.name}: unreadable state.json ({type(error).__name__}: {error})")
+            continue
+        report.checkpoints.append(version)
+        stated = state.get("version", version)
+        report.expect(stated == version, f"checkpoint {path.name} says it has version {stated}")
+        report.expect(
+            sorted(consumed) == list(range(version)),
+            f"checkpoint {path.name} holds {len(consumed)} steps, not the {version} before its version",
+        )
+        for step, indices in sorted(consumed.items()):
+            report.expect(
+                indices == log.get(step),
+                f"checkpoint {path.name}: step {step} trained {indices}, the log says {log.get(step)}",
+            )
+        twice = [i for i, count in Counter(i for g in consumed.values() for i in g).items() if count > 1]
+        report.expect(not twice, f"checkpoint {path.name}: groups {twice} were trained more than once")
+    if released is not None and released[0] > 0:
+        report.expect(
+            any(version >= released[0] for version in report.checkpoints),
+            f"payloads before step {released[0]} were released, but no checkpoint covers them",
+        )
+
+
+def audit_run(run: str | Path) -> AuditReport:
+    """Audit ``RUN/buffer.db`` and ``RUN/checkpoints``. Raises FileNotFoundError, sqlite3.Error."""
+    directory = Path(run)
+    database = directory / "buffer.db"
+    if not database.is_file():
+        raise FileNotFoundError(f"{database} does not exist")
+    connection = sqlite3.connect(database, timeout=10.0)
+    try:
+        connection.execute("PRAGMA query_only=ON")
+        connection.execute("BEGIN")  # one snapshot, also of a run in progress
+        damage = connection.execute("PRAGMA integrity_check(5)").fetchall()
+        report = audit_database(connection)
+        report.violations.extend(f"database: {line}" for (line,) in damage if line != "ok")
+        audit_checkpoints(connection, directory / "checkpoints", report)
+    finally:
+        connection.close()
+    return report
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.most_common() if count) or "none"
+
+
+def format_report(run: str, report: AuditReport) -> str:
+    """One screen of text."""
+    pending = "" if report.pending_step is None else f", step {report.pending_step} committed and not completed"
+    versions = ", ".join(map(str, report.checkpoints)) or "none"
+    lines = [
+        f"audit of {run}",
+        f"  groups    {report.admitted_groups} admitted: {_listed(report.groups)}",
+        f"  rollouts  {report.admitted_rollouts} admitted: {_listed(report.rollouts)}",
+        f"  steps     {report.completed_steps} trained, {report.skipped_steps} skipped{pending}",
+        f"  staleness at most {report.max_staleness} steps (first token of a trained group)",
+        f"  checkpoints of versions {versions}",
+        *(f"  note: {note}" for note in report.notes),
+    ]
+    shown = report.violations[:SHOWN_VIOLATIONS]
+    lines += [f"  VIOLATION: {violation}" for violation in shown]
+    if len(report.violations) > len(shown):
+        lines.append(f"  ... and {len(report.violations) - len(shown)} more")
+    verdict = "every finished group was trained exactly once or ended with a reason"
+    lines.append(
+        f"  {'FAILED: ' + str(len(report.violations)) + ' violations' if report.violations else 'ok: ' + verdict}"
+    )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command: one run directory. Returns the exit code."""
+    if len(arguments) != 1:
+        print("usage: python -m headway.buffer.audit RUN", file=sys.stderr)
+        return 2
+    try:
+        report = audit_run(arguments[0])
+    except (FileNotFoundError, sqlite3.Error) as error:
+        print(f"nothing to audit in {arguments[0]}: {error}", file=sys.stderr)
+        return 2
+    print(format_report(arguments[0], report))
+    return 4 if report.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,154 @@
+"""The buffer's SQLite file: opening it, its tables, and transactions whose failures are clear errors."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from headway.records.errors import BufferCorrupt, HeadwayError, StorageFailed
+
+SCHEMA_VERSION = 1
+
+# A rollout has a row once it has finished or ended; open ones are the members without a row (or with
+# finished = 1 and no ending). Small columns stay for the audit; payloads and tasks go when a checkpoint
+# covers them.
+TABLES = (
+    """CREATE TABLE groups (
+        idx INTEGER PRIMARY KEY,      -- admission index
+        task_id TEXT NOT NULL,
+        task BLOB,                    -- JSON; NULL once released
+        prompt_ids BLOB,              -- msgpack; NULL once released
+        size INTEGER NOT NULL,
+        admitted_version INTEGER NOT NULL,
+        admitted_s REAL NOT NULL,
+        state TEXT NOT NULL CHECK (state IN ('open', 'buffered', 'batched', 'ended')),
+        first_version INTEGER,        -- oldest first token, once finished
+        ending TEXT,
+        reason TEXT,
+        step INTEGER                  -- the step it is batched in or was trained or skipped at
+    )""",
+    "CREATE INDEX groups_left ON groups (idx) WHERE state <> 'ended'",
+    """CREATE TABLE rollouts (
+        grp INTEGER NOT NULL,
+        member INTEGER NOT NULL,
+        finished INTEGER NOT NULL,    -- 1: it has a verified record
+        ending TEXT,                  -- NULL: open
+        reason TEXT,
+        boundary TEXT,                -- of a failure
+        cause TEXT,
+        reward REAL,
+        solved INTEGER,
+        length INTEGER NOT NULL,      -- response tokens reached
+        complete INTEGER NOT NULL,    -- 1: generation came to its own end
+        first_version INTEGER NOT NULL,
+        opened_s REAL,
+        generated_s REAL,
+        finished_s REAL,
+        verify_s REAL,
+        PRIMARY KEY (grp, member)
+    ) WITHOUT ROWID""",
+    "CREATE TABLE payloads (id INTEGER PRIMARY KEY, body BLOB NOT NULL)",  # id = grp << 16 | member; msgpack
+    """CREATE TABLE batches (
+        step INTEGER NOT NULL,        -- trainer version before the step
+        attempt INTEGER NOT NULL,     -- counts skipped attempts at the same step
+        groups TEXT NOT NULL,         -- JSON list of indices in the order of training
+        outcome TEXT CHECK (outcome IN ('trained', 'skipped')),  -- NULL: not completed
+        PRIMARY KEY (step, attempt)
+    ) WITHOUT ROWID""",
+    "CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
+)
+
+_FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+
+
+def storage_error(path: Path, error: sqlite3.Error) -> HeadwayError:
+    """The error a person can act on."""
+    code = getattr(error, "sqlite_errorcode", None)
+    primary = code & 0xFF if code is not None else None
+    if primary in _DAMAGED:
+        return BufferCorrupt(f"the group buffer {path} is damaged: {error}")
+    if primary == sqlite3.SQLITE_FULL:
+        return StorageFailed(f"no space left for the group buffer {path}: {error}; free some and resume")
+    if primary in _FULL:
+        return StorageFailed(f"the group buffer {path} can't be read or written: {error}")
+    if primary in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
+        return StorageFailed(f"the group buffer {path} is locked by another process")
+    return StorageFailed(f"the group buffer {path}: {type(error).__name__}: {error}")
+
+
+def open_database(path: Path) -> sqlite3.Connection:
+    """Open or create the buffer's file: WAL, ``synchronous=NORMAL`` (a commit survives kill -9 of the process;
+    ``make_durable`` adds the fsync that a power cut needs).
+
+    Raises BufferCorrupt for a damaged file or another schema version, StorageFailed when it can't be used.
+    """
+    connection: sqlite3.Connection | None = None
+    try:
+        connection = sqlite3.connect(path, timeout=5.0, isolation_level=None, cached_statements=256)
+        _prepare(connection, path)
+    except sqlite3.Error as error:
+        if connection is not None:
+            connection.close()
+        raise storage_error(path, error) from None
+    except HeadwayError:
+        if connection is not None:
+            connection.close()
+        raise
+    return connection
+
+
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    connection.execute("PRAGMA synchronous=NORMAL")
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if version == 0 and tables:
+        raise BufferCorrupt(f"{path} is a database, but not a group buffer")
+    if version not in (0, SCHEMA_VERSION):
+        raise BufferCorrupt(
+            f"the group buffer {path} has schema version {version}; this Headway reads version {SCHEMA_VERSION}"
+        )
+    mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+    if mode != "wal":
+        raise StorageFailed(f"the file system of {path} does not support SQLite's WAL (journal mode {mode})")
+    connection.execute("PRAGMA wal_autocheckpoint=4000")  # pages: the log is folded back every 16 MB
+    connection.execute("PRAGMA journal_size_limit=33554432")
+    if version == 0:
+        with transaction(connection, path):
+            for statement in TABLES:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        return
+    problem = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if problem != "ok":
+        raise BufferCorrupt(f"the group buffer {path} is damaged: {problem}")
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connection]:
+    """All of the block or nothing of it. Database errors become StorageFailed or BufferCorrupt."""
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        yield connection
+        connection.execute("COMMIT")
+    except sqlite3.Error as error:
+        raise storage_error(path, error) from error
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Database and decoding errors of a read become StorageFailed or BufferCorrupt."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise storage_error(path, error) from error
+    except (msgspec.DecodeError, json.JSONDecodeError) as error:
+        raise BufferCorrupt(f"the group buffer {path} holds an unreadable record: {error}") from error

@@ -1,0 +1,141 @@
+"""Rows of the buffer's tables as records, and back."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from headway.control.books import Books
+from headway.control.length_bias import LengthBias
+from headway.records.errors import BufferCorrupt
+from headway.records.rollout import FinishedGroup, Group, Rollout
+from headway.records.task import Task
+
+Outcome = Literal["trained", "skipped"]
+
+MEMBER_BITS = 16  # a group has fewer than 2 ** 16 members
+INSERT_ROLLOUT = "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+
+_rollout_decoder = msgspec.msgpack.Decoder(Rollout)
+_task_decoder = msgspec.json.Decoder(Task)
+_ids_decoder = msgspec.msgpack.Decoder(tuple[int, ...])
+
+
+class LoggedBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch of the log with its payloads, to be trained again."""
+
+    step: int  # trainer version before the step
+    attempt: int  # how many attempts at this step were skipped before
+    outcome: Outcome | None  # None: committed, its step not completed
+    groups: tuple[FinishedGroup, ...]  # in the order of training
+
+
+class OpenRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A group that had not ended when the buffer was opened."""
+
+    group: Group
+    state: Literal["open", "buffered", "batched"]
+    rollouts: tuple[Rollout, ...]  # finished members, failed ones included; the others are to be issued again
+
+    @property
+    def finished(self) -> FinishedGroup | None:
+        """The whole group, once it is buffered or batched."""
+        return None if self.state == "open" else FinishedGroup(group=self.group, rollouts=self.rollouts)
+
+    @property
+    def unfinished_members(self) -> tuple[int, ...]:
+        done = {rollout.member for rollout in self.rollouts}
+        return tuple(member for member in range(self.group.size) if member not in done)
+
+
+def payload_id(group: int, member: int) -> int:
+    return group << MEMBER_BITS | member
+
+
+def payload_ids(group: int) -> tuple[int, int]:
+    """First and last id that a payload of this group can have."""
+    return payload_id(group, 0), payload_id(group, (1 << MEMBER_BITS) - 1)
+
+
+def rollout_row(rollout: Rollout) -> tuple[object, ...]:
+    """A finished member; one with a failure ends as failed at once, at its boundary."""
+    failure = rollout.failure
+    return (
+        rollout.group,
+        rollout.member,
+        1,
+        "failed" if failure else None,
+        failure.boundary if failure else None,
+        failure.boundary if failure else None,
+        failure.cause if failure else None,
+        None if failure else rollout.reward,
+        None if failure else int(rollout.solved),
+        len(rollout.response_ids),
+        int(rollout.finish_reason in ("stop", "length")),
+        rollout.first_version,
+        rollout.opened_s,
+        rollout.generated_s,
+        rollout.finished_s,
+        rollout.verify_s,
+    )
+
+
+def read_group(connection: sqlite3.Connection, index: int) -> Group:
+    """Raises BufferCorrupt when its task was released."""
+    row = connection.execute(
+        "SELECT task, prompt_ids, size, admitted_version, admitted_s FROM groups WHERE idx = ?", (index,)
+    ).fetchone()
+    if row is None or row[0] is None:
+        raise BufferCorrupt(f"the payload of group {index} is not in the buffer (any more)")
+    return Group(
+        index=index,
+        task=_task_decoder.decode(row[0]),
+        prompt_ids=_ids_decoder.decode(row[1]),
+        size=row[2],
+        admitted_version=row[3],
+        admitted_s=row[4],
+    )
+
+
+def read_rollouts(connection: sqlite3.Connection, index: int) -> tuple[Rollout, ...]:
+    """The finished members of a group that are stored, by member."""
+    rows = connection.execute("SELECT body FROM payloads WHERE id BETWEEN ? AND ? ORDER BY id", payload_ids(index))
+    return tuple(_rollout_decoder.decode(body) for (body,) in rows)
+
+
+def read_books(connection: sqlite3.Connection, next_index: int, open_sizes: Mapping[int, int]) -> Books:
+    """Books of all that is stored. open_sizes: size of every group that has not ended."""
+    ended = {
+        (ending, reason): count
+        for ending, reason, count in connection.execute(
+            "SELECT ending, reason, count(*) FROM rollouts WHERE ending IS NOT NULL GROUP BY ending, reason"
+        )
+    }
+    failures = connection.execute(
+        "SELECT boundary, count(*) FROM rollouts WHERE boundary IS NOT NULL GROUP BY boundary"
+    ).fetchall()
+    open_members: dict[int, list[int]] = {}
+    for index, size in open_sizes.items():
+        rows = connection.execute("SELECT member FROM rollouts WHERE grp = ? AND ending IS NOT NULL", (index,))
+        gone = {member for (member,) in rows}
+        open_members[index] = [member for member in range(size) if member not in gone]
+    books = Books()
+    books.restore(next_index=next_index, open_members=open_members, ended=ended, failures=dict(failures))
+    return books
+
+
+def read_length_bias(connection: sqlite3.Connection, groups_per_step: int) -> LengthBias:
+    """Length-bias statistics of all that is stored."""
+    bias = LengthBias(groups_per_step)
+    for index, size in connection.execute("SELECT idx, size FROM groups ORDER BY idx"):
+        bias.admit(index, size)
+    rows = connection.execute(
+        "SELECT grp, ending, length, complete, count(*) FROM rollouts WHERE ending IS NOT NULL"
+        " GROUP BY grp, ending, length, complete"
+    )
+    for index, ending, length, complete, count in rows:
+        bias.end(index, ending, length, complete=bool(complete), count=count)
+    return bias

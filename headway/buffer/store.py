@@ -1,0 +1,462 @@
+"""The durable, bounded group buffer (DESIGN rules 7 and 8): ``RUN/buffer.db``."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from headway.buffer.audit import audit_database
+from headway.buffer.database import open_database, reading, transaction
+from headway.buffer.rows import (
+    INSERT_ROLLOUT,
+    MEMBER_BITS,
+    LoggedBatch,
+    OpenRecord,
+    Outcome,
+    payload_id,
+    payload_ids,
+    read_books,
+    read_group,
+    read_length_bias,
+    read_rollouts,
+    rollout_row,
+)
+from headway.control.books import Books
+from headway.control.length_bias import LengthBias
+from headway.records.errors import BooksUnbalanced, BufferCorrupt, BufferFull, HeadwayError
+from headway.records.rollout import ENDINGS, Batch, Ending, FinishedGroup, Group, Rollout
+from headway.runtime.clock import Clock, RealClock
+
+
+class BufferStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The buffer's fill. A group takes its place when it is admitted, so nobody ever waits to put one in."""
+
+    used: int = 0  # groups open, buffered or batched
+    capacity: int = 0  # groups
+    peak: int = 0
+    waiters: int = 0  # always 0: see above
+    oldest_age_s: float = 0.0  # of the buffered groups, since they finished (or the buffer was opened)
+    open: int = 0
+    buffered: int = 0
+    batched: int = 0
+
+
+@dataclass
+class _Entry:
+    """What memory keeps of a group that has not ended."""
+
+    size: int
+    state: Literal["open", "buffered", "batched"] = "open"
+    finished: set[int] = field(default_factory=set)  # members with a committed record
+    buffered_s: float = 0.0
+
+
+class GroupBuffer:
+    """Groups from admission to their end, committed to disk at every transition.
+
+    Lifecycle of a group: ``admit`` -> *open* -> ``finish_member`` ... ``finish_group`` -> *buffered* ->
+    ``commit_batch`` -> *batched* -> ``complete_step`` -> *ended* (trained, or discarded when the step was
+    skipped). From open or buffered it may also end by ``end_group`` or by ``finish_group(..., ending)``.
+
+    Invariants: at most ``capacity_groups`` groups have not ended, and finishing never blocks; every method is
+    one transaction, all of it or nothing; a method that returned survives kill -9 of the process; a group
+    that has finished is trained exactly once in the surviving history or ends with a reason; payloads stay
+    until ``release_covered`` says that the oldest kept checkpoint holds their effect.
+
+    Example, one group a step: ``admit(g0); finish_group(f0); commit_batch(Batch(step=0, groups=(0,)))``, kill
+    -9, open again: ``pending_batch`` is step 0 with g0; train it; ``complete_step(0, "trained")``.
+
+    Costs one transaction of about 0.1 ms per call; to be used from one thread.
+    """
+
+    def __init__(self, path: str | Path, capacity_groups: int, clock: Clock | None = None) -> None:
+        """Open or create the buffer. Raises BufferCorrupt, StorageFailed (see ``open_database``)."""
+        if capacity_groups < 1:
+            raise ValueError(f"capacity_groups {capacity_groups} must be at least 1")
+        self._path = Path(path)
+        self._capacity = capacity_groups
+        self._clock: Clock = clock or RealClock()
+        self._connection = open_database(self._path)
+        self._entries: dict[int, _Entry] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        try:
+            with reading(self._path):
+                self._recover()
+        except HeadwayError:
+            self._connection.close()
+            raise
+        self._peak = len(self._entries)
+
+    # -- what it holds -------------------------------------------------------------------------------
+
+    @property
+    def next_index(self) -> int:
+        """Admission index of the next group."""
+        return self._next_index
+
+    @property
+    def cursor_position(self) -> int:
+        """Position of the task cursor after the last admission."""
+        return self._meta("cursor_position")
+
+    @property
+    def completed_steps(self) -> int:
+        """Steps that made a version, as far as this log knows."""
+        return self._completed_steps
+
+    @property
+    def released_version(self) -> int:
+        """Batches of earlier steps have no payloads any more: the oldest version that can be resumed from."""
+        return self._released_version
+
+    def statistics(self) -> BufferStatistics:
+        by_state = {"open": 0, "buffered": 0, "batched": 0}
+        oldest_s = now_s = self._clock.now()
+        for entry in self._entries.values():
+            by_state[entry.state] += 1
+            if entry.state == "buffered":
+                oldest_s = min(oldest_s, entry.buffered_s)
+        return BufferStatistics(
+            used=len(self._entries),
+            capacity=self._capacity,
+            peak=self._peak,
+            oldest_age_s=now_s - oldest_s,
+            **by_state,
+        )
+
+    # -- transitions ---------------------------------------------------------------------------------
+
+    def admit(self, group: Group, cursor_position: int | None = None) -> None:
+        """Open a group and reserve its place. ``cursor_position``: of the task cursor after this group's task
+        (default: one task per group so far). Raises BufferFull, or BooksUnbalanced for an index out of turn."""
+        if group.index != self._next_index:
+            raise BooksUnbalanced(f"group {group.index} is admitted where index {self._next_index} is next")
+        if not 1 <= group.size < 1 << MEMBER_BITS:
+            raise ValueError(f"group {group.index} has {group.size} members")
+        if len(self._entries) >= self._capacity:
+            raise BufferFull(f"group {group.index}: all {self._capacity} places of the buffer are taken")
+        row = (
+            group.index,
+            group.task.task_id,
+            msgspec.json.encode(group.task),
+            self._encoder.encode(group.prompt_ids),
+            group.size,
+            group.admitted_version,
+            group.admitted_s,
+        )
+        with self._transaction() as connection:
+            connection.execute(
+                "INSERT INTO groups (idx, task_id, task, prompt_ids, size, admitted_version, admitted_s, state)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, 'open')",
+                row,
+            )
+            position = group.index + 1 if cursor_position is None else cursor_position
+            connection.execute("REPLACE INTO meta VALUES ('cursor_position', ?)", (position,))
+        self._next_index += 1
+        self._entries[group.index] = _Entry(size=group.size)
+        self._peak = max(self._peak, len(self._entries))
+
+    def finish_member(self, rollout: Rollout) -> None:
+        """Commit one verified member before its siblings have finished; a failed one ends here.
+        Raises BooksUnbalanced when it isn't open."""
+        entry = self._entry(rollout.group, "open")
+        self._require_unfinished(entry, rollout)
+        with self._transaction() as connection:
+            self._insert_rollouts(connection, [rollout], None, "")
+        entry.finished.add(rollout.member)
+
+    def finish_group(self, finished: FinishedGroup, ending: Ending | None = None, reason: str = "") -> None:
+        """Commit the members not yet committed; the group is then buffered, or ends at once with ``ending``
+        (failed, filtered). Raises BooksUnbalanced when the group isn't open or a member is missing or twice."""
+        index = finished.group.index
+        entry = self._entry(index, "open")
+        members = [rollout.member for rollout in finished.rollouts]
+        if sorted(members) != list(range(entry.size)):
+            raise BooksUnbalanced(f"group {index} finishes with members {members} of {entry.size}")
+        new = [rollout for rollout in finished.rollouts if rollout.member not in entry.finished]
+        for rollout in new:
+            if rollout.group != index:
+                raise BooksUnbalanced(f"rollout {rollout.rollout_id} finishes in group {index}")
+        self._require_ending(index, ending)
+        with self._transaction() as connection:
+            self._insert_rollouts(connection, new, ending, reason)
+            connection.execute(
+                "UPDATE groups SET state = 'buffered', first_version = ? WHERE idx = ?", (finished.first_version, index)
+            )
+            if ending is not None:
+                self._end(connection, index, ending, reason, None)
+        entry.finished.update(members)
+        if ending is None:
+            entry.state = "buffered"
+            entry.buffered_s = self._clock.now()
+        else:
+            del self._entries[index]
+
+    def end_group(self, index: int, ending: Ending, reason: str, reached: Mapping[int, int] | None = None) -> None:
+        """End a group that is open or buffered: its open members end with ``ending`` and ``reason``.
+
+        reached: member -> response tokens an unfinished member had. Raises BooksUnbalanced when the group has
+        ended, is in a batch, or for ``trained`` (only ``complete_step`` trains).
+        """
+        entry = self._entry(index, "open", "buffered")
+        self._require_ending(index, ending)
+        unfinished = [member for member in range(entry.size) if member not in entry.finished]
+        lengths = reached or {}
+        rows = [
+            (index, m, 0, ending, reason, None, None, None, None, lengths.get(m, 0), 0, -1, None, None, None, None)
+            for m in unfinished
+        ]
+        with self._transaction() as connection:
+            connection.executemany(INSERT_ROLLOUT, rows)
+            self._end(connection, index, ending, reason, None)
+        del self._entries[index]
+
+    def commit_batch(self, batch: Batch) -> int:
+        """Commit membership and order of a batch before its step; returns the attempt (0 but after skips).
+
+        Raises BooksUnbalanced when another batch is pending, the step isn't the next one, or a group isn't
+        buffered.
+        """
+        if self._pending is not None:
+            raise BooksUnbalanced(f"step {batch.step}: the batch of step {self._pending[0]} is not completed")
+        if batch.step != self._completed_steps:
+            raise BooksUnbalanced(f"a batch for step {batch.step} where step {self._completed_steps} is next")
+        if not batch.groups or list(batch.groups) != sorted(set(batch.groups)):
+            raise BooksUnbalanced(f"step {batch.step}: groups {batch.groups} are not ascending and distinct")
+        entries = [self._entry(index, "buffered") for index in batch.groups]
+        with self._transaction() as connection:
+            query = "SELECT count(*) FROM batches WHERE step = ?"
+            attempt: int = connection.execute(query, (batch.step,)).fetchone()[0]
+            connection.execute(
+                "INSERT INTO batches VALUES (?, ?, ?, NULL)", (batch.step, attempt, json.dumps(batch.groups))
+            )
+            connection.executemany(
+                "UPDATE groups SET state = 'batched', step = ? WHERE idx = ?", [(batch.step, i) for i in batch.groups]
+            )
+        for entry in entries:
+            entry.state = "batched"
+        self._pending = (batch.step, attempt, batch.groups)
+        return attempt
+
+    def complete_step(self, step: int, outcome: Outcome, reason: str = "") -> None:
+        """The pending batch's step is done: its groups end as trained, or as discarded when it was skipped.
+
+        ``reason``: of a skip. A step that the log already holds with this outcome changes nothing (a replay).
+        Raises BooksUnbalanced for any other step, or when a replay ends otherwise than the first time.
+        """
+        if self._pending is None or self._pending[0] != step:
+            if outcome == "trained" and 0 <= step < self._completed_steps:
+                return
+            raise BooksUnbalanced(f"step {step} ends as {outcome}, but has no pending batch")
+        _, attempt, groups = self._pending
+        ending: Ending = "trained" if outcome == "trained" else "discarded"
+        text = f"step {step}" if outcome == "trained" else f"skipped: {reason}" if reason else "skipped"
+        with self._transaction() as connection:
+            connection.execute(
+                "UPDATE batches SET outcome = ? WHERE step = ? AND attempt = ?", (outcome, step, attempt)
+            )
+            for index in groups:
+                self._end(connection, index, ending, text, step)
+        for index in groups:
+            del self._entries[index]
+        self._pending = None
+        if outcome == "trained":
+            self._completed_steps = step + 1
+
+    def release_covered(self, version: int) -> int:
+        """Delete payloads and tasks of groups trained at steps < ``version``: the version of the *oldest*
+        checkpoint that is kept and durable. Returns the number of groups released.
+
+        Raises BooksUnbalanced when the log has not completed those steps.
+        """
+        if version > self._completed_steps:
+            raise BooksUnbalanced(f"a checkpoint of version {version}, but {self._completed_steps} steps are completed")
+        if version <= self._released_version:
+            return 0
+        with self._transaction() as connection:
+            rows = connection.execute(
+                "SELECT groups FROM batches WHERE step >= ? AND step < ? AND outcome = 'trained'",
+                (self._released_version, version),
+            ).fetchall()
+            indices: list[int] = [index for (groups,) in rows for index in json.loads(groups)]
+            for index in indices:
+                self._delete_payloads(connection, index)
+            connection.execute("REPLACE INTO meta VALUES ('released_version', ?)", (version,))
+        self._released_version = version
+        return len(indices)
+
+    def make_durable(self) -> None:
+        """fsync everything committed so far (a commit alone survives kill -9, not a power cut). To be called
+        before a checkpoint is written, so that no checkpoint is ever ahead of the log."""
+        self._connection.execute("PRAGMA synchronous=FULL")
+        try:
+            with self._transaction() as connection:
+                connection.execute("REPLACE INTO meta VALUES ('durable_version', ?)", (self._completed_steps,))
+        finally:
+            self._connection.execute("PRAGMA synchronous=NORMAL")
+
+    # -- resume --------------------------------------------------------------------------------------
+
+    def open_groups(self) -> list[OpenRecord]:
+        """All groups that have not ended, by index, with their finished members. Groups still *open* whose
+        members are all finished are to be concluded by ``finish_group``."""
+        with reading(self._path):
+            return [
+                OpenRecord(
+                    group=read_group(self._connection, index),
+                    state=entry.state,
+                    rollouts=read_rollouts(self._connection, index),
+                )
+                for index, entry in sorted(self._entries.items())
+            ]
+
+    def pending_batch(self) -> LoggedBatch | None:
+        """The batch that was committed and whose step was not completed: it is trained next, unchanged."""
+        if self._pending is None:
+            return None
+        step, attempt, groups = self._pending
+        return LoggedBatch(step=step, attempt=attempt, outcome=None, groups=self.load(groups))
+
+    def batches_since(self, version: int) -> Iterator[LoggedBatch]:
+        """The batches to replay on a checkpoint of ``version``: steps version, version + 1, ... in order, the
+        pending one last; skipped attempts changed nothing and are left out. Payloads are read one by one.
+
+        Raises BufferCorrupt when payloads of these steps were released or a step is missing.
+        """
+        if version < self._released_version:
+            raise BufferCorrupt(
+                f"{self._path}: can't replay from version {version}: the payloads of steps before "
+                f"{self._released_version} were released, so a checkpoint of at least that version is needed"
+            )
+        last = self._completed_steps + (self._pending is not None)
+        if version > last:
+            raise BufferCorrupt(f"{self._path}: the log ends at step {last}, the checkpoint has version {version}")
+        with reading(self._path):
+            rows = self._connection.execute(
+                "SELECT step, attempt, groups, outcome FROM batches WHERE step >= ? AND outcome IS NOT 'skipped'"
+                " ORDER BY step, attempt",
+                (version,),
+            ).fetchall()
+        for expected, (step, attempt, groups, outcome) in enumerate(rows, start=version):
+            if step != expected:
+                raise BufferCorrupt(f"{self._path}: step {expected} is missing in the batch log")
+            yield LoggedBatch(step=step, attempt=attempt, outcome=outcome, groups=self.load(json.loads(groups)))
+
+    def load(self, indices: Sequence[int]) -> tuple[FinishedGroup, ...]:
+        """Groups with their payloads. Raises BufferCorrupt when one was released."""
+        with reading(self._path):
+            return tuple(
+                FinishedGroup(group=read_group(self._connection, i), rollouts=read_rollouts(self._connection, i))
+                for i in indices
+            )
+
+    def consumed(self) -> dict[int, list[int]]:
+        """step -> group indices in the order of training, all completed steps: what a checkpoint records."""
+        with reading(self._path):
+            rows = self._connection.execute(
+                "SELECT step, groups FROM batches WHERE outcome = 'trained' ORDER BY step"
+            ).fetchall()
+        return {step: json.loads(groups) for step, groups in rows}
+
+    def books(self) -> Books:
+        """Books of everything this buffer ever held."""
+        with reading(self._path):
+            sizes = {index: entry.size for index, entry in self._entries.items()}
+            return read_books(self._connection, self._next_index, sizes)
+
+    def length_bias(self, groups_per_step: int) -> LengthBias:
+        """Length-bias statistics of everything this buffer ever held, ready to go on."""
+        with reading(self._path):
+            return read_length_bias(self._connection, groups_per_step)
+
+    def audit(self) -> list[str]:
+        """Everything that contradicts the invariants, in words; empty when all is well."""
+        problems = audit_database(self._connection).violations
+        stored = dict(self._connection.execute("SELECT idx, state FROM groups WHERE state <> 'ended'").fetchall())
+        if stored != {index: entry.state for index, entry in self._entries.items()}:
+            problems.append("groups that have not ended differ between memory and disk")
+        if len(self._entries) > self._capacity:
+            problems.append(f"{len(self._entries)} groups in a buffer of {self._capacity}")
+        return problems
+
+    def close(self) -> None:
+        """Close the file; again is a no-op."""
+        self._connection.close()
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _transaction(self) -> AbstractContextManager[sqlite3.Connection]:
+        return transaction(self._connection, self._path)
+
+    def _meta(self, key: str) -> int:
+        row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return row[0] if row else 0
+
+    def _recover(self) -> None:
+        execute = self._connection.execute
+        self._next_index: int = execute("SELECT coalesce(max(idx) + 1, 0) FROM groups").fetchone()[0]
+        self._released_version = self._meta("released_version")
+        self._completed_steps: int = execute(
+            "SELECT coalesce(max(step) + 1, 0) FROM batches WHERE outcome = 'trained'"
+        ).fetchone()[0]
+        pending = execute("SELECT step, attempt, groups FROM batches WHERE outcome IS NULL").fetchall()
+        if len(pending) > 1:
+            raise BufferCorrupt(f"{self._path}: {len(pending)} batches are pending at once")
+        self._pending: tuple[int, int, tuple[int, ...]] | None = None
+        for step, attempt, groups in pending:
+            self._pending = (step, attempt, tuple(json.loads(groups)))
+        now_s = self._clock.now()
+        rows = execute("SELECT idx, size, state FROM groups WHERE state <> 'ended' ORDER BY idx").fetchall()
+        for index, size, state in rows:
+            members = {m for (m,) in execute("SELECT member FROM rollouts WHERE grp = ?", (index,))}
+            self._entries[index] = _Entry(size=size, state=state, finished=members, buffered_s=now_s)
+
+    def _entry(self, index: int, *states: str) -> _Entry:
+        entry = self._entries.get(index)
+        if entry is None or entry.state not in states:
+            known = "was never admitted" if index >= self._next_index else "has ended"
+            raise BooksUnbalanced(
+                f"group {index} should be {' or '.join(states)}, but {f'is {entry.state}' if entry else known}"
+            )
+        return entry
+
+    def _require_unfinished(self, entry: _Entry, rollout: Rollout) -> None:
+        if not 0 <= rollout.member < entry.size or rollout.member in entry.finished:
+            raise BooksUnbalanced(f"rollout {rollout.rollout_id} finishes, but is not open")
+
+    def _require_ending(self, index: int, ending: Ending | None) -> None:
+        if ending == "trained" or (ending is not None and ending not in ENDINGS):
+            raise BooksUnbalanced(f"group {index} can't end as {ending!r} here")
+
+    def _insert_rollouts(
+        self, connection: sqlite3.Connection, rollouts: Sequence[Rollout], ending: Ending | None, reason: str
+    ) -> None:
+        """Rows of newly finished members; payloads only where they may still be trained."""
+        connection.executemany(INSERT_ROLLOUT, [rollout_row(rollout) for rollout in rollouts])
+        if ending is None:
+            connection.executemany(
+                "INSERT INTO payloads VALUES (?, ?)",
+                [(payload_id(r.group, r.member), self._encoder.encode(r)) for r in rollouts],
+            )
+
+    def _end(self, connection: sqlite3.Connection, index: int, ending: Ending, reason: str, step: int | None) -> None:
+        connection.execute(
+            "UPDATE groups SET state = 'ended', ending = ?, reason = ?, step = ? WHERE idx = ?",
+            (ending, reason, step, index),
+        )
+        connection.execute(
+            "UPDATE rollouts SET ending = ?, reason = ? WHERE grp = ? AND ending IS NULL", (ending, reason, index)
+        )
+        if ending != "trained":
+            self._delete_payloads(connection, index)
+
+    def _delete_payloads(self, connection: sqlite3.Connection, index: int) -> None:
+        connection.execute("DELETE FROM payloads WHERE id BETWEEN ? AND ?", payload_ids(index))
+        connection.execute("UPDATE groups SET task = NULL, prompt_ids = NULL WHERE idx = ?", (index,))
