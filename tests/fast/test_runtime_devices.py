@@ -1,0 +1,78 @@
+"""Device names, what a machine has, and the environment a worker is started with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from headway.records.errors import ConfigurationError
+from headway.runtime import devices
+from headway.runtime.devices import Device, machine_cores, parse_device
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "first", "last", "threads", "torch_name"),
+    [("cpu:0", "cpu", 0, 0, 1, "cpu"), ("cpu:2-5", "cpu", 2, 5, 4, "cpu"), ("cuda:3", "cuda", 3, 3, None, "cuda:3")],
+)
+def test_names(text: str, kind: str, first: int, last: int, threads: int | None, torch_name: str):
+    device = parse_device(text)
+    assert (device.kind, device.first, device.last, device.threads) == (kind, first, last, threads)
+    assert device.torch_device() == torch_name
+    assert str(device) == text
+
+
+@pytest.mark.parametrize("text", ["", "cpu", "gpu:0", "cpu:-1", "cpu:1-0", "cuda:0-1", "cpu:0,1", "cpu:0 ", "CPU:0"])
+def test_anything_else_is_refused_naming_what_is_valid(text: str):
+    with pytest.raises(ConfigurationError, match=r"valid: cuda:N, cpu:N or cpu:N-M") as caught:
+        parse_device(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_a_core_beyond_the_machine_is_refused_naming_what_it_has():
+    count = len(machine_cores())
+    parse_device(f"cpu:0-{count - 1}").check()
+    with pytest.raises(ConfigurationError, match=rf"device cpu:0-{count}: this machine has {count} usable core"):
+        parse_device(f"cpu:0-{count}").check()
+
+
+def test_indices_count_the_cores_that_may_be_used():
+    assert parse_device("cpu:1-2").core_ids([3, 8, 11, 12]) == (8, 11)
+    assert parse_device("cpu:0").core_ids([5]) == (5,)
+    with pytest.raises(ConfigurationError, match=r"1 usable core\(s\), cpu:0$"):
+        parse_device("cpu:1").core_ids([5])
+
+
+def test_gpus_are_counted_without_a_gpu_library(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    parse_device("cuda:1").check()
+    with pytest.raises(ConfigurationError, match=r"device cuda:2: this machine shows 2 GPU\(s\), cuda:0 to cuda:1"):
+        parse_device("cuda:2").check()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigurationError, match="shows no GPU"):
+        parse_device("cuda:0").check()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(devices.Path, "exists", lambda self: False)
+    monkeypatch.setattr(os, "listdir", lambda path: ["nvidia0", "nvidiactl", "nvidia-uvm", "null"])
+    parse_device("cuda:0").check()
+    assert devices.cuda_device_count() == 1
+
+
+def test_environment_matches_threads_to_cores_and_keeps_freed_memory():
+    environment = Device(kind="cpu", first=0, last=1).environment()
+    assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "2"
+    assert environment["MALLOC_TRIM_THRESHOLD_"] == "8000000000"
+    assert "OMP_NUM_THREADS" not in Device(kind="cuda", first=0, last=0).environment()
+
+
+def test_apply_pins_this_process_which_still_hands_out_all_cores():
+    last = len(machine_cores()) - 1
+    program = (
+        "import os; from headway.runtime.devices import parse_device, machine_cores\n"
+        f"parse_device('cpu:{last}').apply()\n"
+        "print(sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'], len(machine_cores()))"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == f"[{machine_cores()[last]}] 1 {last + 1}"

@@ -1,0 +1,99 @@
+"""Loops that end together: the first error wins and names its loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from headway.records.errors import WorkerDied
+from headway.runtime.clock import run_virtual
+from headway.runtime.supervision import LoopReturned, supervise
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+def test_a_loop_that_returns_ends_everything_and_is_named():
+    ended: list[str] = []
+
+    async def collect() -> None:
+        try:
+            await forever()
+        finally:
+            ended.append("collect")
+
+    async def dispatch() -> None:
+        await asyncio.sleep(1)
+
+    with pytest.raises(LoopReturned, match="loop 'dispatch' returned unexpectedly"):
+        run_virtual(supervise({"dispatch": dispatch, "collect": collect}))
+    assert ended == ["collect"]
+
+
+def test_the_first_error_is_raised_itself_with_the_loop_and_later_errors_as_notes():
+    async def train() -> None:
+        await asyncio.sleep(1)
+        raise WorkerDied("trainer-0", "killed by SIGKILL (9)")
+
+    async def collect() -> None:
+        try:
+            await forever()
+        finally:
+            raise ValueError("while leaving")
+
+    with pytest.raises(WorkerDied) as caught:
+        run_virtual(supervise({"collect": collect, "train": train}))
+    notes = "\n".join(caught.value.__notes__)
+    assert "in loop 'train'" in notes
+    assert "then: ValueError: while leaving (in loop 'collect')" in notes
+
+
+def test_until_ends_in_order_and_gives_its_result():
+    cancelled: list[str] = []
+
+    async def train() -> int:
+        await asyncio.sleep(1)
+        return 7
+
+    async def other() -> None:
+        try:
+            await forever()
+        except asyncio.CancelledError:
+            cancelled.append("other")
+            raise
+
+    assert run_virtual(supervise({"train": train, "other": other}, until="train")) == 7
+    assert cancelled == ["other"]
+
+
+def test_an_error_while_the_others_are_ended_is_not_swallowed():
+    async def train() -> None:
+        await asyncio.sleep(1)
+
+    async def other() -> None:
+        try:
+            await forever()
+        finally:
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        run_virtual(supervise({"train": train, "other": other}, until="train"))
+
+
+def test_being_cancelled_cancels_all_loops():
+    async def main() -> list[bool]:
+        task = asyncio.create_task(supervise({"a": forever, "b": forever}))
+        await asyncio.sleep(1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return [other.done() for other in asyncio.all_tasks() if other is not asyncio.current_task()]
+
+    assert run_virtual(main()) == []
+
+
+def test_until_must_be_one_of_the_loops():
+    with pytest.raises(ValueError, match="'trian' is none of the loops"):
+        run_virtual(supervise({"train": forever}, until="trian"))
