@@ -177,10 +177,9 @@ def _books_text(lines: Sequence[LedgerLine], summary: RunSummary) -> str:
     books = books_event(lines)
     if books is None:
         return f"Not closed yet (the run goes on, or was killed). Rollouts so far: {endings}."
-    detail = f" {books.detail}" if books.detail else ""
     if summary.books_balanced:
-        return f"Balanced: every rollout is open at the end or ended exactly once: {endings}.{detail}"
-    return f"NOT BALANCED: a rollout is missing or ended twice: {endings}.{detail}"
+        return f"Balanced: every rollout is open at the end or ended exactly once: {endings}."
+    return f"NOT BALANCED: {books.detail or 'a rollout is missing or ended twice'}. Endings: {endings}."
 
 
 def _failures_text(failures: dict[str, int], summary: RunSummary) -> str:

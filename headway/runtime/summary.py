@@ -52,8 +52,13 @@ def is_finished(lines: Sequence[LedgerLine]) -> bool:
 
 
 def books_event(lines: Sequence[LedgerLine]) -> EventRecord | None:
-    """The last closing of the books, if the run closed them."""
-    return next((line for line in reversed(lines) if _is_event(line, EVENT_BOOKS)), None)  # type: ignore[return-value]
+    """The closing of the books, if the run closed them and wasn't resumed since."""
+    for line in reversed(lines):
+        if isinstance(line, EventRecord) and line.event == EVENT_BOOKS:
+            return line
+        if isinstance(line, EventRecord) and line.event in (EVENT_START, EVENT_RESUME):
+            return None
+    return None
 
 
 def duration_s(lines: Sequence[LedgerLine]) -> float:
@@ -100,10 +105,6 @@ def _endings(steps: Sequence[StepRecord], books: EventRecord | None) -> dict[str
         for ending, count in step.endings.items():
             totals[ending] = totals.get(ending, 0) + count
     return totals
-
-
-def _is_event(line: LedgerLine, name: str) -> bool:
-    return isinstance(line, EventRecord) and line.event == name
 
 
 def _share(part: float, whole: float) -> float:

@@ -1,0 +1,57 @@
+"""The experiment file and its ``--section.key=value`` overrides, shared by the commands that take one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from headway.config.schema import Experiment
+
+# Options a command doesn't know are overrides of the experiment file.
+OVERRIDES: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+CONFIG = typer.Argument(..., metavar="CONFIG", help="The experiment file (TOML).", show_default=False)
+
+OVERRIDE_HELP = "Any key of the experiment file can be given as --section.key=value."
+
+
+def load(context: typer.Context, path: str) -> Experiment:
+    """Read the experiment with the command's overrides. Raises ConfigurationError; a usage error for anything that
+    is neither an option of the command nor an override."""
+    from headway.config.load import load_experiment
+
+    return load_experiment(path, overrides(context.args, _option_names(context)))
+
+
+def overrides(arguments: Sequence[str], known_options: Sequence[str] = ()) -> list[str]:
+    """``--section.key=value`` strings out of what the command didn't understand; ``--section.key value`` too."""
+    found: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        name, equals, _ = argument.partition("=")
+        if not name.startswith("--") or "." not in name:
+            raise typer.BadParameter(_explain(argument, known_options))
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise typer.BadParameter(f"{name} needs a value: {name}=VALUE")
+            argument = f"{name}={rest.pop(0)}"
+        found.append(argument)
+    return found
+
+
+def _explain(argument: str, known_options: Sequence[str]) -> str:
+    near = difflib.get_close_matches(argument.partition("=")[0], known_options, n=1, cutoff=0.6)
+    if near:
+        return f"no such option: {argument} (did you mean {near[0]}?)"
+    if argument.startswith("-"):
+        return f"no such option: {argument} (a key of the experiment file is given as --section.key=value)"
+    return f"unexpected argument: {argument}"
+
+
+def _option_names(context: typer.Context) -> list[str]:
+    return [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]

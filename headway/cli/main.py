@@ -1,0 +1,76 @@
+"""The ``headway`` command: its sub-commands and the one place where errors become messages and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import version as distribution_version
+
+import typer
+
+from headway.cli import models, reading, training
+from headway.records.errors import HeadwayError, Interrupted
+
+EXIT_INTERRUPTED = 130
+EXIT_CLOSED_PIPE = 141  # as a shell reports a command that SIGPIPE ended
+
+app = typer.Typer(
+    name="headway",
+    help="Reinforcement-learning post-training for language models, built on queue health.",
+    epilog=(
+        "Exit codes: 0 done · 1 failed · 2 bad input or configuration · 3 a worker failed · 4 the books don't "
+        "balance · 130 interrupted (resumable)"
+    ),
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+models.add_commands(app)
+training.add_commands(app)
+reading.add_commands(app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"headway {distribution_version('headway')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _headway(
+    show_version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    pass
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and end the process with its exit code.
+
+    HeadwayError is printed as one ``error: ...`` line (with a traceback when HEADWAY_TRACEBACK=1) and ends with its
+    ``exit_code``; wrong usage ends with 2; Ctrl-C with 130. Any other exception is a defect and keeps its traceback.
+    """
+    try:
+        app(args=arguments, prog_name="headway")
+    except SystemExit as ended:  # how the command line library ends every command, --help included
+        return ended.code if isinstance(ended.code, int) else 1
+    except HeadwayError as error:
+        if os.environ.get("HEADWAY_TRACEBACK") == "1":
+            raise
+        kind = "interrupted" if isinstance(error, Interrupted) else "error"
+        print(f"{kind}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output is gone (`| head`). Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_CLOSED_PIPE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

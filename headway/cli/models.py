@@ -1,0 +1,79 @@
+"""`headway init-model` and `headway sft`: a model to start from."""
+
+from __future__ import annotations
+
+import typer
+
+from headway.cli import experiment_options as experiments
+
+
+def add_commands(app: typer.Typer) -> None:
+    app.command("init-model", epilog="Example: headway init-model models/tiny --texts data/sft.jsonl --layers 3")(
+        init_model
+    )
+    app.command(
+        "sft",
+        context_settings=experiments.OVERRIDES,
+        epilog="Example: headway sft examples/arithmetic/experiment.toml --sft.steps=500",
+    )(sft)
+
+
+def init_model(
+    output: str = typer.Argument(..., help="Folder to write; must not exist yet.", show_default=False),
+    texts: list[str] = typer.Option(
+        ..., "--texts", metavar="FILE", help="JSONL whose text fields train the tokenizer; may be repeated."
+    ),
+    vocabulary_size: int = typer.Option(512, min=1, help="Most tokens the tokenizer may have."),
+    character_level: bool = typer.Option(False, "--character-level", help="Learn no merges: one token a character."),
+    layers: int = typer.Option(3, min=1),
+    width: int = typer.Option(96, min=2, help="Size of the hidden state."),
+    heads: int = typer.Option(4, min=1),
+    kv_heads: int = typer.Option(2, min=1, help="Key and value heads; divides heads."),
+    intermediate: int = typer.Option(256, min=1, help="Size of the feed-forward layer."),
+    max_positions: int = typer.Option(1024, min=2, help="Context, tokens."),
+    tied: bool = typer.Option(True, help="Output head and embedding are one matrix."),
+    seed: int = typer.Option(0),
+) -> None:
+    """Write a small, randomly initialised Qwen3-style model with its own tokenizer, so that no network is needed."""
+    from headway.cli.texts import read_texts
+
+    corpus = read_texts(texts)  # before torch is loaded: a wrong path shows at once
+    from headway.models.initialise import initialise_model
+
+    made = initialise_model(
+        output,
+        corpus,
+        vocabulary_size=vocabulary_size,
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        intermediate=intermediate,
+        max_positions=max_positions,
+        tied=tied,
+        seed=seed,
+        character_level=character_level,
+    )
+    embeddings = made.vocabulary_size * made.width * (1 if made.tied else 2)
+    parameters = embeddings + made.layers * made.matmul_parameters_per_layer
+    typer.echo(f"{output}: {parameters / 1e6:.2f} M parameters, vocabulary of {made.vocabulary_size}")
+
+
+def sft(
+    context: typer.Context,
+    config: str = experiments.CONFIG,
+    as_json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
+    quiet: bool = typer.Option(False, "--quiet", help="Print no progress."),
+) -> None:
+    """Supervised cold start: train the model on the (prompt, solution) pairs of sft.data, into sft.output.
+
+    Any key of the experiment file can be given as --section.key=value.
+    """
+    experiment = experiments.load(context, config)
+    from headway.orchestrator.sft import run_sft
+    from headway.report.progress import SftProgress
+    from headway.report.tables import print_mapping
+
+    with SftProgress(experiment, quiet=quiet or as_json) as progress:
+        result = run_sft(experiment, on_progress=progress)
+    print_mapping(result, as_json=as_json)

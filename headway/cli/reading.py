@@ -1,0 +1,48 @@
+"""`headway report` and `headway show`: reading what a run left, while it goes on or after it ended."""
+
+from __future__ import annotations
+
+import typer
+
+RUN = typer.Argument(..., metavar="RUN", help="The run's folder.", show_default=False)
+
+
+def add_commands(app: typer.Typer) -> None:
+    app.command("report", epilog="Example: headway report runs/arithmetic")(report)
+    app.command("show", epilog="Example: headway show runs/arithmetic --step 40 --unsolved")(show)
+
+
+def report(
+    run: str = RUN,
+    as_json: bool = typer.Option(False, "--json", help="Print summary and verdict as one JSON object; write no page."),
+    output: str = typer.Option("", "--output", "-o", metavar="FILE", help="The page; default RUN/report.html."),
+) -> None:
+    """Write one self-contained HTML page about a run: verdict in words, plots, evaluations, events."""
+    if as_json:
+        import json
+
+        from headway.report.run_view import as_json as to_json
+        from headway.report.run_view import view_run
+
+        typer.echo(json.dumps(to_json(view_run(run)), ensure_ascii=False))
+        return
+    from headway.report.page import report as write_page
+    from headway.report.tables import print_verdict
+
+    page = write_page(run, output or None)
+    print_verdict(run)
+    typer.echo(f"report: {page}")
+
+
+def show(
+    run: str = RUN,
+    step: int | None = typer.Option(None, "--step", help="Only the rollouts trained in this step."),
+    group: int | None = typer.Option(None, "--group", help="Only the rollouts of this group."),
+    solved: bool | None = typer.Option(None, "--solved/--unsolved", help="Only those that did, or didn't, solve it."),
+    limit: int | None = typer.Option(None, "--limit", "-n", min=1, help="At most this many, the newest."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object a line."),
+) -> None:
+    """Page through prompts, responses, rewards and versions of the rollouts a run kept."""
+    from headway.report.show import Selection, show_samples
+
+    show_samples(run, Selection(step=step, group=group, solved=solved, limit=limit), as_json=as_json)

@@ -1,0 +1,127 @@
+"""`headway train`, `headway check` and `headway eval`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from headway.cli import experiment_options as experiments
+
+if TYPE_CHECKING:
+    from headway.config.schema import Experiment
+    from headway.orchestrator.check import Finding
+
+
+def add_commands(app: typer.Typer) -> None:
+    app.command(
+        "train",
+        context_settings=experiments.OVERRIDES,
+        epilog="Example: headway train examples/arithmetic/experiment.toml --queue.budget=8 --run.seed=3",
+    )(train)
+    app.command(
+        "check",
+        context_settings=experiments.OVERRIDES,
+        epilog="Example: headway check examples/arithmetic/experiment.toml",
+    )(check)
+    app.command(
+        "eval",
+        context_settings=experiments.OVERRIDES,
+        epilog="Example: headway eval experiment.toml --model runs/arithmetic/best/model --split test",
+    )(evaluate)
+
+
+def train(
+    context: typer.Context,
+    config: str = experiments.CONFIG,
+    resume: bool = typer.Option(False, "--resume", help="Go on with the run that run.directory holds."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Check, print the plan and stop."),
+    quiet: bool = typer.Option(False, "--quiet", help="No live view; only the summary at the end."),
+    as_json: bool = typer.Option(False, "--json", help="No live view; print the summary as one JSON object."),
+) -> None:
+    """Train by reinforcement learning, asynchronously. Ctrl-C once drains and checkpoints, twice stops at once.
+
+    Any key of the experiment file can be given as --section.key=value.
+    """
+    experiment = experiments.load(context, config)
+    _check(experiment, resume=resume, complete=dry_run, quiet=as_json)
+    if dry_run:
+        from headway.report.plan import print_plan
+
+        print_plan(experiment)
+        return
+    from headway.orchestrator.train import train as run
+    from headway.report.live import live_view
+    from headway.report.tables import print_summary
+
+    with live_view(experiment, enabled=not (quiet or as_json)) as on_line:
+        summary = run(experiment, resume=resume, on_line=on_line)
+    print_summary(summary, as_json=as_json, run_dir=experiment.run.directory)
+
+
+def check(
+    context: typer.Context,
+    config: str = experiments.CONFIG,
+    resume: bool = typer.Option(False, "--resume", help="Check for going on with the run in run.directory."),
+    as_json: bool = typer.Option(False, "--json", help="Print the findings as a JSON list."),
+) -> None:
+    """Find what would stop or spoil the run before it starts. Exit code 2 when there is an error.
+
+    Any key of the experiment file can be given as --section.key=value.
+    """
+    experiment = experiments.load(context, config)
+    from headway.orchestrator.check import check as find
+
+    findings = find(experiment, resume=resume)
+    if as_json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(findings).decode())
+    else:
+        _print_findings(findings)
+        if not findings:
+            typer.echo("Nothing found: the run can start.")
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(2)
+
+
+def evaluate(
+    context: typer.Context,
+    config: str = experiments.CONFIG,
+    model: str = typer.Option("", "--model", metavar="PATH", help="Model folder; default: the file's model.path."),
+    split: str = typer.Option("test", "--split", help="train, validation or test."),
+    as_json: bool = typer.Option(False, "--json", help="Print the score as one JSON object."),
+) -> None:
+    """Score a model on the tasks of one split.
+
+    Any key of the experiment file can be given as --section.key=value.
+    """
+    if split not in ("train", "validation", "test"):
+        raise typer.BadParameter(f"--split {split!r}: valid are train, validation and test")
+    experiment = experiments.load(context, config)
+    if getattr(experiment.tasks, split) is None:
+        raise typer.BadParameter(f"--split {split!r}: {config} has no tasks.{split}")
+    from headway.orchestrator.evaluation import evaluate_model
+    from headway.report.tables import print_evaluation
+
+    record = evaluate_model(experiment, model_path=model or experiment.model.path, split=split)
+    print_evaluation(record, as_json=as_json)
+
+
+def _check(experiment: Experiment, *, resume: bool, complete: bool, quiet: bool) -> None:
+    """Check before training. A start leaves the verifier's smoke test out: the run starts the verifiers anyway."""
+    from headway.orchestrator.check import check as find
+    from headway.records.errors import ConfigurationError
+
+    findings = find(experiment, resume=resume, smoke_test=complete)
+    errors = [finding for finding in findings if finding.level == "error"]
+    if not quiet or errors:
+        _print_findings(findings if complete or errors else [f for f in findings if f.level == "warning"])
+    if errors:
+        count = "1 error" if len(errors) == 1 else f"{len(errors)} errors"
+        raise ConfigurationError(f"check found {count}; the run was not started")
+
+
+def _print_findings(findings: list[Finding]) -> None:
+    for finding in findings:
+        typer.echo(f"{finding.level}: {finding.key}: {finding.message}", err=finding.level != "info")

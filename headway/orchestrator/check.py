@@ -1,0 +1,423 @@
+"""What can be known to go wrong before a run starts. Torch-free: only files, sizes and one verifier process."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from headway.config.load import require_resumable
+from headway.config.schema import Experiment
+from headway.models.configuration import DecoderConfig
+from headway.records.errors import ConfigurationError, HeadwayError
+from headway.records.task import Task
+from headway.runtime.devices import Device, parse_device
+from headway.runtime.run_directory import RunDirectory
+from headway.tasks.sources import overlap, read_tasks
+from headway.tokens.tokenizer import Tokenizer
+
+Level = Literal["error", "warning", "info"]
+
+SHARED_MEMORY = Path("/dev/shm")
+_SHARED_SLOTS = 3  # versions kept in shared memory at once
+_FLOAT32_BYTES = 4
+_START_VERIFIER_S = 60.0  # a verifier's imports may be heavy
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing `check` found. An error means that the run would fail, hang or mean nothing."""
+
+    level: Level
+    key: str  # the configuration key to look at
+    message: str
+
+
+@dataclass
+class _Inputs:
+    """What the checks share: read once, None where it couldn't be read."""
+
+    experiment: Experiment
+    resume: bool
+    model: DecoderConfig | None = None
+    tokenizer: Tokenizer | None = None
+    tasks: dict[str, list[Task]] | None = None  # split -> tasks
+
+
+def check(experiment: Experiment, *, resume: bool = False, smoke_test: bool = True) -> list[Finding]:
+    """Look for everything that would stop or spoil the run, before it starts; errors first.
+
+    Reads the model's configuration, the tokenizer and every task; ``smoke_test`` also starts a verifier process and
+    scores one response. Writes nothing. Never raises for bad input: that is what it reports.
+    """
+    inputs = _Inputs(experiment, resume)
+    findings: list[Finding] = []
+    for one in (_model, _tokenizer, _tasks, _prompts, _sizes, _functions, _devices, _space, _run_directory):
+        findings += _guarded(one, inputs)
+    if smoke_test and inputs.tasks:
+        findings += _guarded(_verifier, inputs)
+    order = {"error": 0, "warning": 1, "info": 2}
+    return sorted(findings, key=lambda finding: order[finding.level])
+
+
+def _guarded(one: Callable[[_Inputs], Iterator[Finding]], inputs: _Inputs) -> list[Finding]:
+    found: list[Finding] = []
+    try:
+        for finding in one(inputs):
+            found.append(finding)
+    except HeadwayError as error:
+        found.append(_error(one.__name__.strip("_"), str(error)))
+    return found
+
+
+def _error(key: str, message: str) -> Finding:
+    return Finding(level="error", key=key, message=message)
+
+
+def _warning(key: str, message: str) -> Finding:
+    return Finding(level="warning", key=key, message=message)
+
+
+def _info(key: str, message: str) -> Finding:
+    return Finding(level="info", key=key, message=message)
+
+
+# --- model and tokenizer ---------------------------------------------------------------------------------
+
+
+def _model(inputs: _Inputs) -> Iterator[Finding]:
+    folder = Path(inputs.experiment.model.path)
+    try:
+        inputs.model = DecoderConfig.from_pretrained(folder)
+    except ConfigurationError as error:
+        yield _error("model.path", str(error))
+        return
+    if not any(folder.glob("*.safetensors")):
+        yield _error("model.path", f"{folder} holds no *.safetensors file")
+    longest = inputs.experiment.max_sequence_tokens
+    if longest > inputs.model.max_positions:
+        yield _error(
+            "rollout.max_response_tokens",
+            f"max_prompt_tokens + max_response_tokens = {longest} is beyond the model's context of "
+            f"{inputs.model.max_positions} tokens",
+        )
+
+
+def _tokenizer(inputs: _Inputs) -> Iterator[Finding]:
+    folder = Path(inputs.experiment.model.path)
+    if not folder.is_dir():
+        return  # said already
+    try:
+        inputs.tokenizer = tokenizer = Tokenizer.load(folder)
+    except ConfigurationError as error:
+        yield _error("model.path", str(error))
+        return
+    if inputs.model is not None and tokenizer.vocabulary_size > inputs.model.vocabulary_size:
+        yield _error(
+            "model.path",
+            f"the tokenizer has {tokenizer.vocabulary_size} ids, the model only {inputs.model.vocabulary_size}: "
+            "they don't belong together",
+        )
+    if inputs.experiment.model.template == "chat" and not tokenizer.has_chat_template:
+        yield _error("model.template", f"'chat' needs a chat template, and {folder} has none; use 'raw'")
+
+
+# --- tasks -----------------------------------------------------------------------------------------------
+
+
+def _tasks(inputs: _Inputs) -> Iterator[Finding]:
+    sections = inputs.experiment.tasks
+    tasks: dict[str, list[Task]] = {}
+    for split in ("train", "validation", "test"):
+        source = getattr(sections, split)
+        if source is None:
+            continue
+        try:
+            read = read_tasks(source, inputs.experiment.run.seed)
+        except ConfigurationError as error:
+            yield _error(f"tasks.{split}", str(error))
+            continue
+        tasks[split] = list(read.tasks)
+        if read.duplicates:
+            yield _info(f"tasks.{split}", f"{read.duplicates:,} tasks were repeats of earlier ones and are left out")
+    inputs.tasks = tasks
+    for pair in overlap({f"tasks.{split}": found for split, found in tasks.items()}):
+        shared = "1 prompt" if pair.prompts == 1 else f"{pair.prompts:,} prompts"
+        yield _error(
+            pair.second,
+            f"shares {shared} with {pair.first}, for example {_shortened(pair.example)!r}: "
+            "a score on tasks that were trained on means nothing",
+        )
+    yield from _evaluation(inputs)
+
+
+def _evaluation(inputs: _Inputs) -> Iterator[Finding]:
+    sections, evaluation = inputs.experiment.tasks, inputs.experiment.evaluation
+    if sections.validation is None and (evaluation.every_steps or evaluation.every_s is not None):
+        yield _warning("tasks.validation", "evaluation during the run is on, but there are no validation tasks")
+    if sections.validation is None and evaluation.stop_at_solve_rate is not None:
+        yield _warning("evaluation.stop_at_solve_rate", "has no effect without tasks.validation")
+    elif evaluation.stop_at_solve_rate is not None and not (evaluation.every_steps or evaluation.every_s):
+        yield _warning("evaluation.stop_at_solve_rate", "has no effect without evaluation.every_steps or every_s")
+    if sections.test is None and (evaluation.before or evaluation.after):
+        yield _info("tasks.test", "no test tasks: there will be no score before and after training")
+
+
+def _prompts(inputs: _Inputs) -> Iterator[Finding]:
+    """Tokenize every prompt: those that are too long fail their group at run time, so they are refused here."""
+    if inputs.tokenizer is None or not inputs.tasks:
+        return
+    limit = inputs.experiment.rollout.max_prompt_tokens
+    for split, tasks in inputs.tasks.items():
+        lengths = [len(inputs.tokenizer.render(task.prompt, inputs.experiment.model.template)) for task in tasks]
+        too_long = sum(length > limit for length in lengths)
+        if too_long:
+            worst = max(range(len(tasks)), key=lambda i: lengths[i])
+            yield _error(
+                "rollout.max_prompt_tokens",
+                f"{too_long:,} of {len(tasks):,} prompts of tasks.{split} are longer than {limit} tokens; the longest "
+                f"has {lengths[worst]:,} (task {tasks[worst].task_id}, {_shortened(tasks[worst].prompt)!r})",
+            )
+        if not min(lengths):
+            yield _error(f"tasks.{split}", f"{lengths.count(0):,} prompts have no token at all")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# --- queue, batch, functions -----------------------------------------------------------------------------
+
+
+def _sizes(inputs: _Inputs) -> Iterator[Finding]:
+    experiment = inputs.experiment
+    rollout, generator, queue, trainer = experiment.rollout, experiment.generator, experiment.queue, experiment.trainer
+    yield from _deadlocks(experiment)
+    slots = generator.slots * len(generator.devices)
+    admissible = queue.groups_per_step * (queue.budget + 1) * rollout.group_size
+    fill = min(experiment.concurrent_rollouts, admissible)
+    if queue.budget and fill < slots:
+        yield _warning(
+            "generator.slots",
+            f"at most {fill} rollouts can run at once (concurrency {experiment.concurrent_rollouts}, admission "
+            f"{admissible}): {slots - fill} of {slots} slots will stay empty",
+        )
+    ranks, parts = len(trainer.devices), trainer.optimizer_steps_per_batch
+    if parts > queue.groups_per_step:
+        yield _error("trainer.optimizer_steps_per_batch", f"{parts} steps can't share {queue.groups_per_step} groups")
+    elif queue.groups_per_step % parts:
+        yield _warning(
+            "trainer.optimizer_steps_per_batch",
+            f"{queue.groups_per_step} groups don't divide into {parts} equal parts: their gradients weigh differently",
+        )
+    if ranks > queue.groups_per_step * rollout.group_size:
+        yield _error("trainer.devices", f"{ranks} ranks, but a batch has fewer samples")
+    if trainer.micro_batch_tokens < experiment.max_sequence_tokens:
+        yield _warning(
+            "trainer.micro_batch_tokens",
+            f"{trainer.micro_batch_tokens} is less than the longest sample ({experiment.max_sequence_tokens} tokens), "
+            "which will be a micro-batch of its own",
+        )
+    if experiment.algorithm.proximal == "current" and parts > 1:
+        yield _warning("algorithm.proximal", "'current' with several optimiser steps per batch clips nothing")
+    if trainer.warmup_steps >= experiment.run.steps:
+        yield _warning("trainer.warmup_steps", "the run ends before the learning rate has warmed up")
+    train = (inputs.tasks or {}).get("train")
+    if train is not None and len(train) < queue.groups_per_step:
+        yield _warning("tasks.train", f"{len(train)} tasks: some will be in a batch of {queue.groups_per_step} twice")
+
+
+def _deadlocks(experiment: Experiment) -> Iterator[Finding]:
+    """Settings under which the run could never make its first, or some later, step."""
+    generator, queue = experiment.generator, experiment.queue
+    kv = generator.kv_capacity_tokens
+    if kv is not None and kv < experiment.max_sequence_tokens:
+        yield _error(
+            "generator.kv_capacity_tokens",
+            f"{kv} can't hold one rollout of {experiment.max_sequence_tokens} tokens: it would wait for ever",
+        )
+    if experiment.rollout.group_size < 2:
+        yield _error(
+            "rollout.group_size",
+            "1: advantages compare the members of a group, so a group of one teaches nothing, and groups with fewer "
+            "than two valid members fail: no batch would ever fill",
+        )
+    if queue.budget < experiment.weights.steps_per_publish - 1:
+        yield _error(
+            "queue.budget",
+            f"{queue.budget} is less than weights.steps_per_publish - 1: admission would wait for a version that "
+            "only comes after admission",
+        )
+
+
+def _functions(inputs: _Inputs) -> Iterator[Finding]:
+    """User functions named as module:function: the module must be there. (The verifier's is really called, below.)"""
+    algorithm = inputs.experiment.algorithm
+    for key, name in (("algorithm.advantage", algorithm.advantage), ("algorithm.loss", algorithm.loss)):
+        module, colon, function = name.partition(":")
+        if not colon:
+            continue
+        if not module or not function:
+            yield _error(key, f"{name!r}: expected module:function")
+        elif not _importable(module):
+            yield _error(key, f"{name!r}: there is no module {module!r} on the path or in the working directory")
+
+
+def _importable(module: str) -> bool:
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path.remove(here)
+
+
+# --- devices and space -----------------------------------------------------------------------------------
+
+
+def _devices(inputs: _Inputs) -> Iterator[Finding]:
+    experiment = inputs.experiment
+    devices: list[tuple[str, Device]] = []
+    for key, names in (
+        ("generator.devices", experiment.generator.devices),
+        ("trainer.devices", experiment.trainer.devices),
+    ):
+        if not names:
+            yield _error(key, "at least one device is needed")
+        for name in names:
+            try:
+                device = parse_device(name)
+                device.check()
+            except ConfigurationError as error:
+                yield _error(key, str(error))
+            else:
+                devices.append((key, device))
+    for (first_key, first), (second_key, second) in combinations(devices, 2):
+        if first.kind == second.kind and first.first <= second.last and second.first <= first.last:
+            what = "GPU" if first.kind == "cuda" else "cores"
+            cost = "both must fit its memory" if first.kind == "cuda" else "two busy processes on one core collapse"
+            yield _warning(second_key, f"{second} shares {what} with {first} of {first_key}: {cost}")
+
+
+def _space(inputs: _Inputs) -> Iterator[Finding]:
+    if inputs.model is None:
+        return
+    experiment, parameters = inputs.experiment, parameter_count(inputs.model)
+    # a checkpoint: the model and two moments, float32; one more than is kept while it is written; the best model
+    checkpoint = 3 * _FLOAT32_BYTES * parameters
+    needed = checkpoint * (experiment.checkpoint.keep_last + 1) + 2 * _FLOAT32_BYTES * parameters
+    folder = _existing(Path(experiment.run.directory))
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        yield _error("run.directory", f"{_gigabytes(free)} free at {folder}, but checkpoints need {_gigabytes(needed)}")
+    elif free < 2 * needed:
+        yield _warning(
+            "run.directory", f"only {_gigabytes(free)} free at {folder}; checkpoints alone need {_gigabytes(needed)}"
+        )
+    width = 2 if experiment.generator.dtype == "bfloat16" else _FLOAT32_BYTES
+    published = _SHARED_SLOTS * width * parameters
+    if not SHARED_MEMORY.is_dir() or shutil.disk_usage(SHARED_MEMORY).free < published:
+        yield _warning(
+            "weights.transport",
+            f"{SHARED_MEMORY} has no room for {_gigabytes(published)} of published weights: the temporary folder will "
+            "be used, which is slower",
+        )
+    if not os.access(folder, os.W_OK):
+        yield _error("run.directory", f"{folder} can't be written to")
+
+
+def parameter_count(model: DecoderConfig) -> int:
+    """Number of weights, norms left out."""
+    embeddings = model.vocabulary_size * model.width * (1 if model.tied else 2)
+    return embeddings + model.layers * model.matmul_parameters_per_layer
+
+
+def _existing(path: Path) -> Path:
+    """``path`` or the nearest folder above it that exists."""
+    path = path.absolute()
+    while not path.is_dir():
+        path = path.parent
+    return path
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.1f} MB"
+
+
+# --- run directory and verifier --------------------------------------------------------------------------
+
+
+def _run_directory(inputs: _Inputs) -> Iterator[Finding]:
+    directory = RunDirectory(inputs.experiment.run.directory)
+    holder = directory.holder()
+    if holder is not None:
+        yield _error("run.directory", f"{directory.path} is in use by process {holder}")
+    if directory.path.exists() and not directory.path.is_dir():
+        yield _error("run.directory", f"{directory.path} is a file; a folder is needed")
+    elif not inputs.resume and directory.holds_run():
+        yield _error(
+            "run.directory",
+            f"{directory.path} already holds a run: continue it with --resume, or choose another directory",
+        )
+    elif inputs.resume and not directory.holds_run():
+        yield _error("run.directory", f"{directory.path} holds no run to resume: start it without --resume")
+    elif inputs.resume:
+        try:
+            require_resumable(directory.read_experiment(), inputs.experiment)
+        except ConfigurationError as error:
+            yield _error("run.directory", str(error))
+
+
+def _verifier(inputs: _Inputs) -> Iterator[Finding]:
+    """Score the reference answer and a wrong one to one task of each split, in the process the run would use."""
+    tasks = {split: found[0] for split, found in (inputs.tasks or {}).items() if found}
+    try:
+        verdicts = asyncio.run(_smoke_test(inputs.experiment, tasks))
+    except TimeoutError:
+        yield _error(
+            "verifier.name", f"{inputs.experiment.verifier.name!r} didn't start within {_START_VERIFIER_S:g} s"
+        )
+        return
+    except HeadwayError as error:
+        yield _error("verifier.name", str(error))
+        return
+    for split, found in verdicts.items():
+        broken = [verdict.failure for verdict in found if verdict.failure is not None]
+        if broken:
+            yield _error("verifier.name", f"fails on the first task of tasks.{split}: {broken[0].cause}")
+        elif len(found) > 1 and not found[0].solved:
+            yield _info(
+                "verifier.name",
+                f"doesn't accept the bare reference answer of the first task of tasks.{split}; fine if it wants more "
+                "around it",
+            )
+
+
+async def _smoke_test(experiment: Experiment, tasks: Mapping[str, Task]) -> dict[str, list]:
+    from headway.rollout.client import VerifierPool
+    from headway.runtime.clock import RealClock
+    from headway.runtime.workers import LocalLauncher
+
+    clock = RealClock()
+    one = experiment.verifier.model_copy(update={"workers": 1})
+    pool = VerifierPool(LocalLauncher(clock), one, clock, retries=0)
+    try:
+        async with asyncio.timeout(_START_VERIFIER_S):
+            await pool.start()
+        verdicts = {}
+        for split, task in tasks.items():
+            responses = [task.answer, ""] if task.answer else [""]
+            verdicts[split] = await pool.verify(task, responses)
+        return verdicts
+    finally:
+        await pool.stop()

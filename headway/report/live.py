@@ -1,0 +1,326 @@
+"""The live view: one screen that answers who waits for whom, how stale, is it learning?"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from headway.config.schema import Experiment
+from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, StepRecord
+from headway.records.rollout import ENDINGS
+from headway.report.formats import duration, percent, quantity
+from headway.report.verdict import judge_balance
+from headway.runtime.ledger import EVENT_END
+
+WINDOW = 20  # steps that "now" is averaged over
+REDRAW_EVERY_S = 0.5  # drawing costs the orchestrator's core a few milliseconds
+LINE_EVERY_S = 5.0  # where there is no screen to draw on
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_COLOURS = {
+    "matched": "green",
+    "generation-bound": "yellow",
+    "training-bound": "yellow",
+    "synchronous": "cyan",
+    "other-bound": "red",
+    "unknown": "dim",
+}
+
+
+class LiveState:
+    """What the lines so far add up to. No clock and no terminal: those are the views'."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment = experiment
+        self.last: StepRecord | None = None
+        self.recent: deque[StepRecord] = deque(maxlen=WINDOW)
+        self.solve_rates: deque[float] = deque(maxlen=4000)
+        self.evaluations: deque[EvaluationRecord] = deque(maxlen=4)
+        self.before: EvaluationRecord | None = None
+        self.events: deque[EventRecord] = deque(maxlen=5)
+        self.endings: dict[str, int] = {}
+        self.worst_staleness = 0
+        self.ended = False
+
+    def take(self, line: LedgerLine) -> None:
+        if isinstance(line, StepRecord):
+            self.last = line
+            self.recent.append(line)
+            self.solve_rates.append(line.solve_rate)
+            self.worst_staleness = max(self.worst_staleness, int(line.trajectory_staleness.max))
+            for ending, count in line.endings.items():
+                self.endings[ending] = self.endings.get(ending, 0) + count
+        elif isinstance(line, EvaluationRecord):
+            self.evaluations.append(line)
+            if line.phase == "before":
+                self.before = line
+        else:
+            self.events.append(line)
+            self.ended = line.event == EVENT_END
+
+    def recent_mean(self, column: Callable[[StepRecord], float]) -> float:
+        """Time-weighted mean over the last WINDOW steps."""
+        total = sum(step.step_s for step in self.recent)
+        return sum(column(step) * step.step_s for step in self.recent) / total if total else 0.0
+
+    def left_s(self) -> float | None:
+        """Seconds to the end, by steps or by the time limit, whichever comes first; None before and after the run."""
+        if self.last is None or self.ended:
+            return None
+        run = self.experiment.run
+        step_s = sum(step.step_s for step in self.recent) / len(self.recent)
+        left = max(0, run.steps - self.last.version) * step_s
+        return left if run.time_limit_s is None else min(left, max(0.0, run.time_limit_s - self.last.time_s))
+
+
+# --- one line, for logs ----------------------------------------------------------------------------------
+
+
+def step_line(state: LiveState) -> str:
+    """The state after a step, in one line."""
+    step = state.last
+    if step is None:
+        return "no step yet"
+    left = state.left_s()
+    parts = [
+        f"step {step.version}/{state.experiment.run.steps}",
+        duration(step.time_s) + (f" ({duration(left)} left)" if left is not None else ""),
+        f"solve {step.solve_rate:.3f}",
+        f"waits: trainer {state.recent_mean(lambda s: s.trainer_wait_ratio):.0%}, "
+        f"generator {state.recent_mean(lambda s: s.generator_wait_ratio):.0%}",
+        f"stale {step.trajectory_staleness.mean:.1f}, worst {state.worst_staleness} of {state.experiment.queue.budget}",
+        f"buffered {step.buffered_groups}/{step.buffer_capacity_groups}",
+        f"{quantity(state.recent_mean(lambda s: s.samples / s.step_s if s.step_s else 0.0))} samples/s",
+    ]
+    if step.skipped:
+        parts.append("SKIPPED (not finite)")
+    return " · ".join(parts)
+
+
+def evaluation_line(record: EvaluationRecord) -> str:
+    versions = (
+        f"version {record.first_version}" if record.held else f"versions {record.first_version}–{record.last_version}"
+    )
+    failed = f", {record.failed} failed" if record.failed else ""
+    return (
+        f"{record.split} {record.phase}: solve rate {record.solve_rate:.3f} ± {record.standard_error:.3f} "
+        f"({record.tasks} tasks, {versions}{failed})"
+    )
+
+
+def event_line(event: EventRecord) -> str:
+    return f"{event.event} at version {event.step}" + (f": {event.detail}" if event.detail else "")
+
+
+# --- the screen ------------------------------------------------------------------------------------------
+
+
+def screen(state: LiveState) -> RenderableType:
+    """The whole view; needs 80 columns."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold", no_wrap=True)
+    rows.add_column(ratio=1)
+    if state.last is None:
+        rows.add_row("Starting", "workers load the model; the first step comes when its batch is full")
+    else:
+        step = state.last
+        rows.add_row("Who waits?", _waits(state))
+        rows.add_row("Queue", _queue(step))
+        rows.add_row("How stale?", _staleness(state, step))
+        rows.add_row("Learning?", _learning(state, step))
+        rows.add_row("Rates", _rates(state, step))
+        rows.add_row("Endings", _endings(state))
+    for record in state.evaluations:
+        rows.add_row("Evaluation", evaluation_line(record))
+    for event in state.events:
+        rows.add_row("Event", Text(event_line(event).splitlines()[0], style="dim", overflow="ellipsis", no_wrap=True))
+    return Panel(rows, title=Text(_title(state)), title_align="left", border_style="blue")
+
+
+def _title(state: LiveState) -> str:
+    run = state.experiment.run
+    if state.last is None:
+        return f"headway · {run.directory}"
+    left = state.left_s()
+    rest = f", {duration(left)} left" if left is not None else ""
+    return f"headway · {run.directory} · step {state.last.version}/{run.steps} · {duration(state.last.time_s)}{rest}"
+
+
+def bar(share: float, width: int, colour: str) -> Text:
+    """A horizontal bar of ``width`` cells; ``share`` is cut to 0..1."""
+    full = round(min(1.0, max(0.0, share)) * width) if math.isfinite(share) else 0
+    return Text.assemble(("█" * full, colour), ("░" * (width - full), "dim"))
+
+
+def sparkline(values: list[float], width: int, top: float = 1.0) -> str:
+    """Means of ``width`` equal parts of ``values`` as block characters, on a scale from 0 to ``top``."""
+    if not values:
+        return ""
+    cells = min(width, len(values))
+    edges = [round(i * len(values) / cells) for i in range(cells + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    return "".join(_block(mean / top) for mean in means)
+
+
+def _block(height: float) -> str:
+    """The block character for a height from 0 to 1; blank when it isn't a number."""
+    if not math.isfinite(height):
+        return " "
+    return _BLOCKS[min(len(_BLOCKS) - 1, max(0, int(height * len(_BLOCKS))))]
+
+
+def _waits(state: LiveState) -> Text:
+    trainer = state.recent_mean(lambda step: step.trainer_wait_ratio)
+    generator = state.recent_mean(lambda step: step.generator_wait_ratio)
+    balance, _ = judge_balance(trainer, generator, state.experiment.queue.budget)
+    return Text.assemble(
+        "trainer ",
+        bar(trainer, 12, "blue"),
+        f" {trainer:>4.0%}   generator ",
+        bar(generator, 12, "yellow"),
+        f" {generator:>4.0%}   ",
+        (balance, f"bold {_COLOURS[balance]}"),
+    )
+
+
+def _queue(step: StepRecord) -> Text:
+    capacity = step.buffer_capacity_groups
+    share = step.buffered_groups / capacity if capacity else 0.0
+    text = Text.assemble(
+        "buffered ",
+        bar(share, 12, "blue"),
+        f" {step.buffered_groups}/{capacity} groups, oldest {duration(step.oldest_age_s)}",
+        f" · running {step.running_groups}",
+    )
+    if step.parked_groups:
+        text.append(f" · parked {step.parked_groups}")
+    if step.slots:
+        text.append(f" · slots {step.running_rollouts}/{step.slots}")
+    if step.kv_capacity_tokens:
+        text.append(f" · KV {step.kv_used_tokens / step.kv_capacity_tokens:.0%}")
+    return text
+
+
+def _staleness(state: LiveState, step: StepRecord) -> Text:
+    budget = state.experiment.queue.budget
+    pooled: dict[int, int] = {}
+    for record in state.recent:
+        for value, count in record.trajectory_staleness.histogram.items():
+            pooled[int(value)] = pooled.get(int(value), 0) + count
+    columns = range(min(24, max([budget, *pooled]) + 1))
+    peak = max(pooled.values(), default=1)
+    shape = " ".join(f"{value}{_BLOCKS[round(pooled.get(value, 0) / peak * 7)]}" for value in columns)
+    style = "bold red" if state.worst_staleness > budget else ""
+    return Text.assemble(
+        f"mean {step.trajectory_staleness.mean:.1f} · ",
+        (f"worst {state.worst_staleness} of {budget}", style),
+        f" · {shape if pooled else ''}",
+    )
+
+
+def _learning(state: LiveState, step: StepRecord) -> Text:
+    loss = step.metrics.get("loss")
+    entropy = step.metrics.get("entropy")
+    details = [f"reward {step.reward_mean:.3f}", f"no variance {step.zero_variance_share:.0%}"]
+    details += [f"loss {loss:+.4f}"] if loss is not None else []
+    details += [f"entropy {entropy:.3f}"] if entropy is not None else []
+    details.append(f"length {step.length_mean:.0f}, p99 {step.length_p99:.0f}")
+    if state.before is not None:
+        details.append(f"before {state.before.solve_rate:.3f}")
+    return Text.assemble(
+        f"solve rate {step.solve_rate:.3f} ",
+        (sparkline(list(state.solve_rates), 30), "green"),
+        "\n" + " · ".join(details),
+    )
+
+
+def _rates(state: LiveState, step: StepRecord) -> Text:
+    consumption = state.recent_mean(lambda s: s.consumption_per_s)
+    production = state.recent_mean(lambda s: s.production_per_s)
+    effective = state.recent_mean(lambda s: s.effective_production_per_s)
+    text = Text(
+        f"consumption {quantity(consumption)} · production {quantity(production)} · effective {quantity(effective)} "
+        f"samples/s\ngenerated {quantity(step.generated_tokens_per_s)} · trained {quantity(step.trained_tokens_per_s)} "
+        "tokens/s"
+    )
+    if step.mfu_step:
+        text.append(f" · MFU {percent(step.mfu_step)} of the step, {percent(step.mfu_compute)} of compute")
+    return text
+
+
+def _endings(state: LiveState) -> Text:
+    order = [ending for ending in ENDINGS if ending in state.endings]
+    order += sorted(set(state.endings) - set(ENDINGS))
+    return Text(" · ".join(f"{ending} {state.endings[ending]:,}" for ending in order) or "none yet")
+
+
+# --- the two views ---------------------------------------------------------------------------------------
+
+
+class LiveView:
+    """Feed it ledger lines: on a terminal it redraws one screen, elsewhere it prints a line now and then.
+
+    Lifecycle: *entered* (draws) -> *left* (the last state stays on the screen).
+    """
+
+    def __init__(
+        self, experiment: Experiment, console: Console | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.state = LiveState(experiment)
+        self._console = console or Console(highlight=False)
+        self._now = now
+        self._drawn_s = -float("inf")
+        self._live: Live | None = None
+
+    def __enter__(self) -> LiveView:
+        if self._console.is_terminal:
+            self._live = Live(screen(self.state), console=self._console, auto_refresh=False)
+            self._live.start(refresh=True)
+        return self
+
+    def __call__(self, line: LedgerLine) -> None:
+        self.state.take(line)
+        if self._live is not None:
+            if isinstance(line, EvaluationRecord) or self._due(REDRAW_EVERY_S):
+                self._live.update(screen(self.state), refresh=True)
+        elif isinstance(line, StepRecord):
+            if self._due(LINE_EVERY_S) or line.skipped:
+                self._print(step_line(self.state))
+        else:
+            self._print(evaluation_line(line) if isinstance(line, EvaluationRecord) else event_line(line))
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.update(screen(self.state), refresh=True)
+            self._live.stop()
+            self._live = None
+        elif self.state.last is not None:
+            self._print(step_line(self.state))
+
+    def _due(self, every_s: float) -> bool:
+        if self._now() - self._drawn_s < every_s:
+            return False
+        self._drawn_s = self._now()
+        return True
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def live_view(experiment: Experiment, *, enabled: bool = True) -> Iterator[Callable[[LedgerLine], None] | None]:
+    """The view to hand to the run's ledger as a subscriber; None when it isn't wanted."""
+    if not enabled:
+        yield None
+        return
+    with LiveView(experiment) as view:
+        yield view

@@ -1,0 +1,60 @@
+"""Progress of `headway sft`, as it goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from rich.console import Console
+from rich.text import Text
+
+from headway.config.schema import Experiment
+from headway.report.formats import quantity
+
+LINE_EVERY_S = 2.0
+
+
+class SftProgress:
+    """Call it with what a supervised step measured: ``step`` and whatever else, numbers or text. Prints a line every
+    two seconds, and the last one when left."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        *,
+        quiet: bool = False,
+        console: Console | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._steps = experiment.sft.steps
+        self._console = None if quiet else console or Console(highlight=False)
+        self._now = now
+        self._printed_s = -float("inf")
+        self._pending: str | None = None
+
+    def __enter__(self) -> SftProgress:
+        return self
+
+    def __call__(self, measured: Mapping[str, float | int | str]) -> None:
+        self._pending = self._line(measured)
+        # An evaluation is rare and awaited: it is printed at once.
+        if self._now() - self._printed_s >= LINE_EVERY_S or "solve_rate" in measured:
+            self._printed_s = self._now()
+            self._print()
+
+    def __exit__(self, *_: object) -> None:
+        self._print()
+
+    def _line(self, measured: Mapping[str, float | int | str]) -> str:
+        rest = dict(measured)
+        step = rest.pop("step", None)
+        parts = [f"step {step}/{self._steps}"] if step is not None else []
+        for name, value in rest.items():
+            shown = quantity(value) if isinstance(value, float) else str(value)
+            parts.append(f"{name.replace('_', ' ')} {shown}")
+        return " · ".join(parts)
+
+    def _print(self) -> None:
+        if self._console is not None and self._pending is not None:
+            self._console.print(Text(self._pending), soft_wrap=True)
+        self._pending = None
