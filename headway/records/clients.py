@@ -63,7 +63,7 @@ class Trainer(Protocol):
         """Load model, optimiser, schedule and RNG; returns the version. Raises CheckpointCorrupt."""
         ...
 
-    async def save_weights(self, path: str) -> None:
+    async def save_weights(self, path: str) -> CheckpointInfo:
         """Write only the model (a Hugging Face folder), atomically, replacing what is there."""
         ...
 

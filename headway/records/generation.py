@@ -44,6 +44,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParameters
     priority: int = 0  # lower is served first; rollouts use their group's admission index (oldest first)
     partial: PartialResponse = PartialResponse()  # tokens already sampled: continue after them
+    interruptible: bool = True  # False: an "abort" update lets it go on (it was parked often enough)
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +67,7 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     error: str = ""
     reprefills: int = 0  # how often its KV was recomputed (update, preemption, engine restart)
+    first_token_s: float = 0.0  # the caller's clock when this request's first new token arrived; 0: unknown
 
 
 class PublishedWeights(msgspec.Struct, frozen=True, kw_only=True):

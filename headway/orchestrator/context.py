@@ -1,0 +1,47 @@
+"""Everything the loops work with: clients, buffer, tasks, clock and the shared state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from headway.buffer.store import GroupBuffer
+from headway.config.schema import Experiment
+from headway.orchestrator.meter import Meter
+from headway.orchestrator.state import RunState
+from headway.records.clients import Generator, Trainer, Verifier
+from headway.records.ledger import EventRecord, LedgerLine
+from headway.records.task import Task
+from headway.rollout.single_turn import SingleTurn
+from headway.runtime.clock import Clock
+from headway.tasks.cursor import TaskCursor
+from headway.tokens.tokenizer import Tokenizer
+
+
+@dataclass
+class RunContext:
+    """The actors of one run. The orchestrator knows them by their Protocols only (DESIGN, section 3)."""
+
+    experiment: Experiment
+    clock: Clock
+    state: RunState
+    generator: Generator
+    trainer: Trainer
+    verifier: Verifier
+    buffer: GroupBuffer
+    tasks: TaskCursor
+    tokenizer: Tokenizer
+    rollouts: SingleTurn
+    meter: Meter
+    record: Callable[[LedgerLine], None]
+    keep_sample: Callable[[dict[str, object]], None]
+    directory: str
+    evaluation_tasks: dict[str, list[Task]] = field(default_factory=dict)  # split -> tasks
+    started_s: float = 0.0  # clock when this process began the run
+
+    def time_s(self) -> float:
+        """Seconds since the run (or its resume) started."""
+        return self.clock.now() - self.started_s
+
+    def event(self, name: str, detail: str = "", **data: float | int | str) -> None:
+        self.record(EventRecord(event=name, detail=detail, step=self.state.version, time_s=self.time_s(), data=data))

@@ -1,0 +1,101 @@
+"""The dispatch loop: admission -> rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+
+from headway.control.admission import credit
+from headway.orchestrator.context import RunContext
+from headway.orchestrator.state import RunningGroup
+from headway.records.rollout import Group, Rollout
+from headway.runtime.channel import Channel
+
+Generated = tuple[Group, tuple[Rollout, ...]]
+
+
+class Dispatch:
+    """Opens groups while rule 1 allows and a slot would wait otherwise.
+
+    Consumes: admission credit (control), tasks (cursor), concurrency.
+    Waits for: a change of the shared state.
+    Unblocked by: the train loop (a step completes), collect (a group ends or leaves the generator),
+    weight updates (the applied version rises).
+    """
+
+    def __init__(self, run: RunContext, generated: Channel[Generated]) -> None:
+        self._run = run
+        self._generated = generated
+        self._tasks = asyncio.TaskGroup()
+
+    async def loop(self) -> None:
+        """Runs until it is cancelled, and every member's generation with it."""
+        state = self._run.state
+        async with self._tasks:
+            for entry in list(state.running.values()):  # reopened by a resume
+                self._start(entry)
+            while True:
+                mark = state.changed.count
+                groups = 0 if state.draining else await self._credit()
+                for _ in range(groups):
+                    self._open()
+                if not groups:
+                    await state.changed.wait(mark)
+
+    async def drained(self) -> None:
+        """Wait until every running group is verified and committed (admission is closed)."""
+        state = self._run.state
+        while state.running:
+            await state.changed.wait(state.changed.count)
+
+    async def _credit(self) -> int:
+        """Groups that may open now: Eq. 3, the steps left to train, and the generator's concurrency."""
+        run = self._run
+        experiment, state = run.experiment, run.state
+        size = experiment.rollout.group_size
+        by_budget = credit(
+            open_groups=state.open_groups,
+            completed_steps=state.version,
+            applied_version=await run.generator.applied_version(),
+            groups_per_step=experiment.queue.groups_per_step,
+            budget=experiment.queue.budget,
+        )
+        # A group that no step is left for would be generated in vain.
+        by_steps = experiment.queue.groups_per_step * (experiment.run.steps - state.version) - state.open_groups
+        by_concurrency = (experiment.concurrent_rollouts - state.running_rollouts) // size
+        return max(0, min(by_budget, by_steps, by_concurrency))
+
+    def _open(self) -> None:
+        run = self._run
+        state = run.state
+        task = run.tasks.next()
+        group = Group(
+            index=state.admitted,
+            task=task,
+            prompt_ids=run.tokenizer.render(task.prompt, run.experiment.model.template),
+            size=run.experiment.rollout.group_size,
+            admitted_version=run.meter.applied_version,
+            admitted_s=run.clock.now(),
+        )
+        run.buffer.admit(group)
+        state.books.admit(group.index, group.size)
+        run.meter.length_bias.admit(group.index, group.size)
+        state.admitted += 1
+        entry = RunningGroup(group=group, unfinished=group.size)
+        state.running[group.index] = entry
+        self._start(entry)
+
+    def _start(self, entry: RunningGroup) -> None:
+        entry.runner = self._tasks.create_task(self._generate(entry), name=f"group-{entry.group.index}")
+
+    async def _generate(self, entry: RunningGroup) -> None:
+        """Generate all members of a group. A member's failure is data and never cancels its siblings."""
+
+        async def member(position: int) -> Rollout:
+            rollout = await self._run.rollouts.generate_member(entry.group, position)
+            entry.unfinished -= 1
+            self._run.state.changed.notify()
+            return rollout
+
+        members = (member(position) for position in range(entry.group.size))
+        rollouts = await asyncio.gather(*members)
+        await self._generated.put((entry.group, tuple(rollouts)))

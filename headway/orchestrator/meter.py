@@ -1,0 +1,218 @@
+"""Counts what happens between two steps and turns it into the step's ledger record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headway.config.schema import Experiment
+from headway.control.learning_signal import is_zero_variance, solve_rate_histogram
+from headway.control.length_bias import LengthBias
+from headway.control.summaries import distribution, quantile
+from headway.orchestrator.state import RunState
+from headway.records.generation import AppliedWeights, EngineStatistics
+from headway.records.ledger import Distribution, StepRecord
+from headway.records.rollout import FinishedGroup, Rollout
+from headway.records.training import StepReport
+from headway.runtime.clock import Clock
+
+
+@dataclass
+class Interval:
+    """What happened since the last step's record."""
+
+    started_s: float
+    cpu_s: float
+    finished: list[FinishedGroup] = field(default_factory=list)
+    accepted: int = 0  # rollouts of groups that entered the buffer
+    wait_s: float = 0.0
+    compute_s: float = 0.0
+    publish_s: float = 0.0
+    apply_s: float = 0.0
+    apply_pause_s: float = 0.0
+    checkpoint_s: float = 0.0
+
+
+class Meter:
+    """Everything measured by the orchestrator itself, on its injected clock (DESIGN rule 9)."""
+
+    def __init__(self, experiment: Experiment, clock: Clock, peak_flops_per_s: float = 0.0) -> None:
+        self._experiment = experiment
+        self._clock = clock
+        self.peak_flops_per_s = peak_flops_per_s
+        self.length_bias = LengthBias(experiment.queue.groups_per_step)
+        self.applied_version = 0
+        self._interval = self._fresh()
+        self._engines: list[EngineStatistics] = []
+
+    def _fresh(self) -> Interval:
+        return Interval(started_s=self._clock.now(), cpu_s=time.process_time())
+
+    def restart_interval(self, engines: Sequence[EngineStatistics]) -> None:
+        """Begin counting now: what came before (start-up, a held evaluation) belongs to no step."""
+        self._interval = self._fresh()
+        self._engines = list(engines)
+
+    # -- told by the loops ---------------------------------------------------------------------------
+
+    def finished(self, group: FinishedGroup, accepted: bool) -> None:
+        """All members of a group are verified; ``accepted``: it entered the buffer."""
+        self._interval.finished.append(group)
+        if accepted:
+            self._interval.accepted += len(group.rollouts)
+
+    def waited(self, seconds: float) -> None:
+        self._interval.wait_s += seconds
+
+    def computed(self, seconds: float) -> None:
+        self._interval.compute_s += seconds
+
+    def published(self, seconds: float) -> None:
+        self._interval.publish_s += seconds
+
+    def applied(self, seconds: float, reports: Sequence[AppliedWeights]) -> None:
+        self._interval.apply_s += seconds
+        self._interval.apply_pause_s = max([self._interval.apply_pause_s, *(r.pause_s for r in reports)])
+
+    def checkpointed(self, seconds: float) -> None:
+        self._interval.checkpoint_s += seconds
+
+    # -- the step's record ---------------------------------------------------------------------------
+
+    def step_record(
+        self,
+        report: StepReport,
+        trained: Sequence[FinishedGroup],
+        state: RunState,
+        engines: Sequence[EngineStatistics],
+        buffer_capacity_groups: int,
+        time_s: float,
+    ) -> StepRecord:
+        """Close the interval: everything since the last record, as one line of the ledger."""
+        interval, self._interval = self._interval, self._fresh()
+        before, self._engines = self._engines, list(engines)
+        step_s = max(self._interval.started_s - interval.started_s, 1e-9)
+        samples = sum(len(group.valid) for group in trained)
+        produced = sum(len(group.rollouts) for group in interval.finished)
+        bias = self.length_bias.statistics()
+        endings, failures = state.books.take_recent()
+        return StepRecord(
+            step=report.step,
+            version=report.version,
+            skipped=report.skipped,
+            time_s=time_s,
+            step_s=step_s,
+            samples=samples,
+            groups=len(trained),
+            consumption_per_s=samples / max(step_s - interval.wait_s, 1e-9),
+            production_per_s=produced / step_s,
+            effective_production_per_s=interval.accepted / step_s,
+            trainer_wait_s=interval.wait_s,
+            trainer_compute_s=report.compute_s,
+            publish_s=interval.publish_s,
+            apply_s=interval.apply_s,
+            apply_pause_s=interval.apply_pause_s,
+            checkpoint_s=interval.checkpoint_s,
+            trainer_wait_ratio=min(1.0, interval.wait_s / step_s),
+            generator_wait_ratio=_idle_ratio(before, engines, step_s),
+            orchestrator_cpu_s=self._interval.cpu_s - interval.cpu_s,
+            verify_s=sum(r.verify_s for group in interval.finished for r in group.rollouts),
+            open_groups=state.open_groups,
+            running_groups=len(state.running),
+            parked_groups=state.parked_groups,
+            buffered_groups=len(state.finished),
+            buffer_capacity_groups=buffer_capacity_groups,
+            oldest_age_s=state.oldest_age_s(),
+            endings=endings,
+            failures=failures,
+            length_bias_ks=bias.ks,
+            length_bias_scheduling_ks=bias.scheduling_ks,
+            length_bias_filter_ks=bias.filter_ks,
+            length_bias_pruning_ks=bias.pruning_ks,
+            censored_share=bias.censored_share,
+            generated_tokens_per_s=_growth(before, engines, "generated_tokens") / step_s,
+            trained_tokens_per_s=report.loss_tokens / step_s,
+            flops_per_s=report.flops / step_s,
+            mfu_step=report.flops / step_s / self.peak_flops_per_s if self.peak_flops_per_s else 0.0,
+            mfu_compute=_mfu(report, self.peak_flops_per_s),
+            peak_flops_per_s=self.peak_flops_per_s,
+            metrics=report.metrics,
+            trajectory_staleness=trajectory_staleness(trained, report.step),
+            token_staleness=token_staleness(trained, report.step),
+            **_engine_fields(engines),
+            **_learning_fields(interval.finished),
+            **_length_fields([r for group in interval.finished for r in group.valid]),
+        )
+
+
+def _mfu(report: StepReport, peak_flops_per_s: float) -> float:
+    return report.flops / report.compute_s / peak_flops_per_s if report.compute_s and peak_flops_per_s else 0.0
+
+
+def _growth(before: Sequence[EngineStatistics], after: Sequence[EngineStatistics], name: str) -> float:
+    """Growth of a counter over replicas; one that restarted in between counts from zero."""
+    total = 0.0
+    for position, engine in enumerate(after):
+        now = float(getattr(engine, name))
+        then = float(getattr(before[position], name)) if position < len(before) else 0.0
+        total += now - then if now >= then else now
+    return total
+
+
+def _idle_ratio(before: Sequence[EngineStatistics], after: Sequence[EngineStatistics], step_s: float) -> float:
+    if not after:
+        return 0.0
+    return min(1.0, _growth(before, after, "idle_s") / (step_s * len(after)))
+
+
+def _engine_fields(engines: Sequence[EngineStatistics]) -> dict[str, Any]:
+    return {
+        "kv_used_tokens": sum(e.kv_used_tokens for e in engines),
+        "kv_capacity_tokens": sum(e.kv_capacity_tokens for e in engines),
+        "running_rollouts": sum(e.running for e in engines),
+        "waiting_rollouts": sum(e.waiting for e in engines),
+        "slots": sum(e.slots for e in engines),
+    }
+
+
+def _learning_fields(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
+    rewards = [r.reward for group in groups for r in group.valid]
+    if not rewards:
+        return {"solve_rate_histogram": [0] * 11}
+    valid = [group.valid for group in groups if group.valid]
+    return {
+        "reward_mean": float(np.mean(rewards)),
+        "reward_std": float(np.std(rewards)),
+        "solve_rate": float(np.mean([r.solved for members in valid for r in members])),
+        "solve_rate_histogram": solve_rate_histogram((sum(r.solved for r in m), len(m)) for m in valid),
+        "zero_variance_share": float(np.mean([is_zero_variance([r.reward for r in m]) for m in valid])),
+    }
+
+
+def _length_fields(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    if not rollouts:
+        return {}
+    lengths = [len(r.response_ids) for r in rollouts]
+    return {
+        "length_mean": sum(lengths) / len(lengths),
+        "length_p50": quantile(lengths, 0.5),
+        "length_p99": quantile(lengths, 0.99),
+        "length_max": max(lengths),
+        "truncated_share": sum(r.truncated for r in rollouts) / len(rollouts),
+    }
+
+
+def trajectory_staleness(groups: Sequence[FinishedGroup], step: int) -> Distribution:
+    """Staleness of every trained rollout's first token at ``step``."""
+    return distribution((step - r.first_version, 1) for group in groups for r in group.valid)
+
+
+def token_staleness(groups: Sequence[FinishedGroup], step: int) -> Distribution:
+    """Staleness of every trained token at ``step``."""
+    return distribution(
+        (step - span.version, span.tokens) for group in groups for rollout in group.valid for span in rollout.versions
+    )

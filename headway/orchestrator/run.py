@@ -1,0 +1,120 @@
+"""One run, from its first version to its last: the four loops, evaluation around them, an orderly end."""
+
+from __future__ import annotations
+
+from headway.orchestrator.collect import Collect
+from headway.orchestrator.context import RunContext
+from headway.orchestrator.control_loop import Control
+from headway.orchestrator.dispatch import Dispatch, Generated
+from headway.orchestrator.evaluation import Evaluations
+from headway.orchestrator.recovery import reopen_groups, restore_trainer
+from headway.orchestrator.train_loop import CompletedStep, Train
+from headway.records.errors import BooksUnbalanced
+from headway.records.rollout import ENDINGS
+from headway.rollout.single_turn import SingleTurn
+from headway.runtime.channel import Channel
+from headway.runtime.ledger import EVENT_BOOKS, EVENT_END, EVENT_RESUME, EVENT_START
+from headway.runtime.supervision import supervise
+
+
+class Run:
+    """Drives the loops over a wired context.
+
+    Lifecycle: ``begin`` (restore what a former process left, held evaluation before) -> ``train`` (the four
+    loops) -> ``conclude`` (checkpoint, held evaluation after, books). An interrupt ends ``train`` early:
+    admission closes, what runs is finished and committed, and ``conclude`` only checkpoints.
+
+    Knows its actors by their Protocols alone, so the planner and the tests drive it with fakes under a
+    virtual clock.
+    """
+
+    def __init__(self, context: RunContext, evaluation_rollouts: SingleTurn) -> None:
+        self.context = context
+        self._generated: Channel[Generated] = Channel(capacity=1024, name="generated", clock=context.clock)
+        self._completed: Channel[CompletedStep] = Channel(capacity=64, name="completed", clock=context.clock)
+        self._evaluations = Evaluations(context, evaluation_rollouts)
+        self._dispatch = Dispatch(context, self._generated)
+        self._collect = Collect(context, self._generated)
+        self._train = Train(context, self._completed, self._evaluations)
+        self._control = Control(context, self._completed)
+
+    def interrupt(self) -> None:
+        """Close admission and end after the running step, with everything that runs finished and kept."""
+        state = self.context.state
+        state.interrupted = True
+        state.draining = True
+        state.changed.notify()
+
+    async def begin(self) -> None:
+        """Resume from checkpoint and batch log when there is one; publish; evaluate before the first step."""
+        run = self.context
+        run.started_s = run.clock.now()
+        resumed = run.buffer.next_index > 0
+        run.event(EVENT_RESUME if resumed else EVENT_START, run.directory)
+        reopen_groups(run)
+        replayed = await restore_trainer(run, until=run.state.version)
+        if resumed:
+            run.event("restored", f"version {run.state.version}", replayed=replayed, open=run.state.open_groups)
+        weights = await run.trainer.publish(run.state.version)
+        await run.generator.update_weights(weights)
+        run.meter.applied_version = await run.generator.applied_version()
+        run.state.resume_gate.set()
+        if run.state.version == 0 and run.experiment.evaluation.before:
+            for split in ("validation", "test"):
+                await self._evaluations.held(split, "before")
+
+    async def train(self) -> None:
+        """Run the four loops until the train loop ends."""
+        run = self.context
+        run.meter.restart_interval(await run.generator.statistics())
+        await supervise(
+            {
+                "dispatch": self._dispatch.loop,
+                "collect": self._collect.loop,
+                "control": self._control.loop,
+                "train": self._train_and_drain,
+            },
+            until="train",
+        )
+
+    async def _train_and_drain(self) -> None:
+        run = self.context
+        await self._train.loop()
+        run.state.draining = True
+        run.state.changed.notify()
+        if run.state.interrupted:
+            await self._dispatch.drained()
+        await self._evaluations.finish()
+        await self._control.flushed(self._train.completed_steps)
+
+    async def conclude(self) -> None:
+        """Checkpoint; unless interrupted, evaluate the best weights, held. Close the books."""
+        run = self.context
+        await self._train.checkpoint()
+        if not run.state.interrupted and run.experiment.evaluation.after:
+            await self._evaluations.after()
+        self._close_books()
+        if not run.state.interrupted:
+            run.event(EVENT_END, f"version {run.state.version}")
+
+    def _close_books(self) -> None:
+        """Check that every rollout is open (left at the end) or ended once, against the buffer's own count.
+        Raises BooksUnbalanced when not, after the ledger has it."""
+        run = self.context
+        books = run.state.books
+        problems = run.buffer.audit()
+        try:
+            books.check(**run.buffer.rollout_counts())
+        except BooksUnbalanced as error:
+            problems.append(str(error))
+        endings = {ending: books.endings.get(ending, 0) for ending in ENDINGS}
+        run.event(
+            EVENT_BOOKS,
+            "; ".join(problems) or "balanced",
+            balanced=int(not problems),
+            open=books.open_rollouts,
+            admitted=books.admitted,
+            **endings,
+        )
+        if problems:
+            raise BooksUnbalanced("the books don't balance: " + "; ".join(problems))

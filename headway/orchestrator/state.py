@@ -1,0 +1,99 @@
+"""What the four loops share. One event loop touches it, so it needs no locks: only a signal."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from headway.control.books import Books
+from headway.control.staleness import OpenGroup
+from headway.records.rollout import FinishedGroup, Group
+from headway.runtime.clock import Clock
+
+
+class Signal:
+    """Wakes every waiter when the shared state changes.
+
+    ``wait`` returns at the first ``notify`` after the caller last looked: take ``mark = signal.count``
+    *before* looking, so that a change between the look and the wait is not missed.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        self.count += 1
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, mark: int) -> None:
+        while self.count == mark:
+            await self._event.wait()
+
+
+@dataclass
+class RunningGroup:
+    """An open group whose members are still generating, verifying or parked."""
+
+    group: Group
+    unfinished: int  # members still generating: what concurrency counts
+    parked: int = 0  # members waiting to be resumed
+    runner: asyncio.Task[None] | None = None
+
+
+@dataclass
+class RunState:
+    """Open groups, versions and the stop request. Mutated by the loops, announced through ``changed``."""
+
+    clock: Clock
+    groups_per_step: int
+    books: Books = field(default_factory=Books)
+    changed: Signal = field(default_factory=Signal)
+    running: dict[int, RunningGroup] = field(default_factory=dict)
+    finished: dict[int, FinishedGroup] = field(default_factory=dict)  # buffered: verified, committed, not trained
+    finished_at_s: dict[int, float] = field(default_factory=dict)
+    version: int = 0  # completed training steps
+    admitted: int = 0  # admission index of the next group
+    draining: bool = False  # admission is closed: the run is ending
+    interrupted: bool = False  # the user asked to stop: finish what runs, checkpoint, leave
+    resume_gate: asyncio.Event = field(default_factory=asyncio.Event)  # open: parked rollouts may go on
+
+    @property
+    def open_groups(self) -> int:
+        """Running, parked and buffered: what N counts beside the groups already trained."""
+        return len(self.running) + len(self.finished)
+
+    @property
+    def running_rollouts(self) -> int:
+        return sum(entry.unfinished for entry in self.running.values())
+
+    @property
+    def parked_groups(self) -> int:
+        return sum(1 for entry in self.running.values() if entry.parked)
+
+    def note_parked(self, index: int, change: int) -> None:
+        """A member of group ``index`` was parked (+1) or goes on (-1); evaluations' groups aren't counted."""
+        entry = self.running.get(index)
+        if entry is not None:
+            entry.parked += change
+
+    def candidates(self) -> list[OpenGroup]:
+        """Every open group, as batch selection sees it."""
+        running = [
+            OpenGroup(
+                index=index,
+                first_version=entry.group.admitted_version,
+                state="parked" if entry.parked else "running",
+            )
+            for index, entry in self.running.items()
+        ]
+        finished = [
+            OpenGroup(index=index, first_version=entry.first_version, state="finished")
+            for index, entry in self.finished.items()
+        ]
+        return running + finished
+
+    def oldest_age_s(self) -> float:
+        """Seconds the longest-buffered group has waited for the trainer."""
+        return self.clock.now() - min(self.finished_at_s.values()) if self.finished_at_s else 0.0

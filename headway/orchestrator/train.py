@@ -1,0 +1,178 @@
+"""`headway train`: wires real processes to a Run and sees it through, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from headway.buffer.store import GroupBuffer
+from headway.config.schema import Experiment
+from headway.generator.client import GeneratorPool
+from headway.orchestrator.context import RunContext
+from headway.orchestrator.meter import Meter
+from headway.orchestrator.run import Run
+from headway.orchestrator.state import RunState
+from headway.orchestrator.task_sets import load_task_sets
+from headway.records.errors import Interrupted
+from headway.records.ledger import LedgerLine, RunSummary
+from headway.records.rollout import Group
+from headway.rollout.client import VerifierPool
+from headway.rollout.single_turn import SingleTurn
+from headway.runtime.clock import Clock, RealClock
+from headway.runtime.ledger import Ledger, read_ledger
+from headway.runtime.run_directory import RunDirectory
+from headway.runtime.summary import summarise
+from headway.runtime.workers import LocalLauncher
+from headway.tasks.cursor import TaskCursor
+from headway.tokens.tokenizer import Tokenizer
+from headway.trainer.checkpoints import remove_leftovers
+from headway.trainer.client import TrainerClient
+
+OnLine = Callable[[LedgerLine], None]
+
+
+def train(experiment: Experiment, *, resume: bool = False, on_line: OnLine | None = None) -> RunSummary:
+    """Train as ``experiment`` says; returns the summary that RUN/summary.json holds.
+
+    Raises Interrupted after Ctrl-C (once: finish the step and what runs, checkpoint; twice: stop at once);
+    the run can be resumed in both cases. Other HeadwayErrors say what ended it.
+    """
+    directory = RunDirectory(experiment.run.directory)
+    directory.begin(experiment, resume=resume)
+    try:
+        remove_leftovers(directory.path)
+        return asyncio.run(_train(experiment, directory, on_line))
+    finally:
+        directory.release()
+
+
+def run_identity(directory: str | Path) -> str:
+    """Names a run's shared memory; the same for every process that ever resumes it, so leftovers are found."""
+    return hashlib.blake2b(str(Path(directory).resolve()).encode(), digest_size=6).hexdigest()
+
+
+async def _train(experiment: Experiment, directory: RunDirectory, on_line: OnLine | None) -> RunSummary:
+    clock = RealClock()
+    async with AsyncExitStack() as stack:
+        ledger = stack.enter_context(Ledger(directory.path, experiment.ledger.tensorboard, clock))
+        if on_line is not None:
+            ledger.subscribe(on_line)
+        run = await _wire(experiment, directory, ledger, clock, stack)
+        async with _interruptible(run):
+            await run.begin()
+            await run.train()
+            await run.conclude()
+        summary = summarise(read_ledger(directory.path))
+        directory.write_json(directory.summary, summary)
+        if run.context.state.interrupted:
+            raise Interrupted(
+                f"stopped at version {run.context.state.version}; continue with: headway train ... --resume"
+            )
+        return summary
+
+
+@asynccontextmanager
+async def _interruptible(run: Run) -> AsyncIterator[None]:
+    """Ctrl-C (or SIGTERM) once drains, twice stops at once."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    cancelled = False
+
+    def stop() -> None:
+        nonlocal cancelled
+        if run.context.state.interrupted:
+            cancelled = True
+            task.cancel()
+        else:
+            run.context.event("interrupt", "finishing what runs; once more stops at once")
+            run.interrupt()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not cancelled:
+            raise
+        raise Interrupted("stopped at once; continue with: headway train ... --resume") from None
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+async def _wire(
+    experiment: Experiment, directory: RunDirectory, ledger: Ledger, clock: Clock, stack: AsyncExitStack
+) -> Run:
+    """Start every actor of the run; ``stack`` stops them in reverse order."""
+    sets = load_task_sets(experiment)
+    tokenizer = Tokenizer.load(experiment.model.path)
+    launcher = LocalLauncher(clock)
+    identity = run_identity(directory.path)
+    samples = stack.enter_context(directory.samples.open("a", encoding="utf-8"))
+
+    def keep_sample(line: dict[str, object]) -> None:
+        samples.write(json.dumps(line, ensure_ascii=False) + "\n")
+        samples.flush()
+
+    def worker_event(name: str, detail: str, **data: Any) -> None:
+        context.event(name, detail, **data)
+
+    trainer = TrainerClient(launcher, experiment, clock, identity, log_directory=directory.logs)
+    generator = GeneratorPool(launcher, experiment, clock, on_event=worker_event, log_directory=directory.logs)
+    verifier = VerifierPool(launcher, experiment.verifier, clock, log_folder=directory.logs)
+    queue = experiment.queue
+    buffer = stack.enter_context(
+        contextlib.closing(GroupBuffer(directory.buffer, queue.groups_per_step * (queue.budget + 1), clock))
+    )
+    state = RunState(clock=clock, groups_per_step=queue.groups_per_step)
+    meter = Meter(experiment, clock)
+
+    async def resume_gate(group: Group, member: int, partial: object) -> None:
+        state.note_parked(group.index, +1)
+        await state.resume_gate.wait()
+        state.note_parked(group.index, -1)
+
+    rollouts = SingleTurn(
+        generator.generate, tokenizer, experiment.rollout, clock, run_seed=experiment.run.seed, resume_gate=resume_gate
+    )
+    context = RunContext(
+        experiment=experiment,
+        clock=clock,
+        state=state,
+        generator=generator,
+        trainer=trainer,
+        verifier=verifier,
+        buffer=buffer,
+        tasks=TaskCursor(sets["train"], experiment.run.seed),
+        tokenizer=tokenizer,
+        rollouts=rollouts,
+        meter=meter,
+        record=ledger.record,
+        keep_sample=keep_sample,
+        directory=str(directory.path),
+        evaluation_tasks={name: tasks for name, tasks in sets.items() if name != "train"},
+        started_s=clock.now(),
+    )
+    for actor in (trainer, generator, verifier):
+        stack.push_async_callback(actor.stop)
+    await asyncio.gather(trainer.start(), generator.start(), verifier.start())
+    meter.peak_flops_per_s = await trainer.measure_peak()
+    evaluation_rollouts = SingleTurn(
+        generator.generate,
+        tokenizer,
+        experiment.rollout,
+        clock,
+        run_seed=experiment.run.seed,
+        temperature=experiment.evaluation.temperature,
+        request_prefix="evaluation-",
+        resume_gate=resume_gate,
+    )
+    return Run(context, evaluation_rollouts)

@@ -1,0 +1,251 @@
+"""The train loop: buffer -> trainer -> publish."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from headway.control.staleness import select_batch
+from headway.orchestrator.accounts import end_finished, end_running
+from headway.orchestrator.batches import build_batch
+from headway.orchestrator.context import RunContext
+from headway.orchestrator.evaluation import Evaluations
+from headway.orchestrator.recovery import restore_trainer
+from headway.records.errors import WorkerDied
+from headway.records.generation import PublishedWeights
+from headway.records.rollout import Batch, FinishedGroup, Sample
+from headway.records.training import StepReport, TrainBatch
+from headway.runtime.channel import Channel
+from headway.trainer.checkpoints import checkpoint_path, find_checkpoints, read_state
+
+_RESTARTS = 3  # of a trainer, at one step
+
+
+@dataclass
+class CompletedStep:
+    """What the control loop needs to write the step's record."""
+
+    report: StepReport
+    groups: list[FinishedGroup]
+
+
+class Train:
+    """Forms batches under the budget, trains on them, publishes the versions.
+
+    Consumes: finished groups (buffer).
+    Waits for: a feasible batch (rule 2), the trainer, and, before the next publish, the last update.
+    Unblocked by: collect (a group is finished), dispatch never.
+    """
+
+    def __init__(self, run: RunContext, completed: Channel[CompletedStep], evaluations: Evaluations) -> None:
+        self._run = run
+        self._completed = completed
+        self._evaluations = evaluations
+        self._updates = asyncio.TaskGroup()
+        self._update: asyncio.Task[None] | None = None
+        self.completed_steps = 0  # by this process, skipped ones included
+
+    async def loop(self) -> None:
+        """Returns after the last step, the time limit, the target solve rate or an interrupt."""
+        async with self._updates:
+            pending = self._run.buffer.pending_batch()
+            if pending is not None:  # committed before a kill: it is this step, unchanged
+                await self._step(list(pending.groups), committed=True)
+            while not self._over():
+                batch = await self._next_batch()
+                if batch is None:
+                    break
+                await self._step(batch)
+
+    def _over(self) -> bool:
+        run = self._run
+        limit = run.experiment.run.time_limit_s
+        return (
+            run.state.version >= run.experiment.run.steps
+            or run.state.interrupted
+            or (limit is not None and run.time_s() >= limit)
+            or self._evaluations.target_reached
+        )
+
+    async def _next_batch(self) -> list[FinishedGroup] | None:
+        """Wait for a batch that rule 2 allows; None when the run drains first."""
+        run = self._run
+        queue = run.experiment.queue
+        started = run.clock.now()
+        while not self._over():
+            mark = run.state.changed.count
+            selection = select_batch(
+                step=run.state.version,
+                candidates=run.state.candidates(),
+                groups_per_step=queue.groups_per_step,
+                budget=queue.budget,
+                policy=queue.overdue,
+            )
+            for index in selection.overdue:
+                self._end_overdue(index)
+            if selection.groups:
+                run.meter.waited(run.clock.now() - started)
+                return [run.state.finished[index] for index in sorted(selection.groups)]
+            if not selection.overdue:
+                await self._wait(mark)
+        return None
+
+    async def _wait(self, mark: int) -> None:
+        """Until the state changes or the time limit passes."""
+        run = self._run
+        limit = run.experiment.run.time_limit_s
+        if limit is None:
+            await run.state.changed.wait(mark)
+            return
+        try:
+            async with asyncio.timeout(max(0.0, limit - run.time_s())):
+                await run.state.changed.wait(mark)
+        except TimeoutError:
+            return
+
+    def _end_overdue(self, index: int) -> None:
+        run = self._run
+        reason = f"over the budget of {run.experiment.queue.budget} steps at step {run.state.version}"
+        entry = run.state.running.pop(index, None)
+        if entry is not None:
+            if entry.runner is not None:
+                entry.runner.cancel()
+            end_running(run, entry.group, "overdue", reason)
+        else:
+            run.state.finished_at_s.pop(index)
+            end_finished(run, run.state.finished.pop(index), "overdue", reason)
+        run.buffer.end_group(index, "overdue", reason)
+        run.state.changed.notify()
+
+    async def _step(self, groups: list[FinishedGroup], committed: bool = False) -> None:
+        run = self._run
+        state = run.state
+        step = state.version
+        indices = tuple(group.group.index for group in groups)
+        if not committed:  # membership and order are durable before the step runs (rule 8)
+            run.buffer.commit_batch(Batch(step=step, groups=indices))
+        batch = build_batch(step, groups, run.experiment.algorithm.advantage)
+        started = run.clock.now()
+        report = await self._train(batch)
+        run.meter.computed(run.clock.now() - started)
+        ending = "discarded" if report.skipped else "trained"
+        run.buffer.complete_step(step, "skipped" if report.skipped else "trained", report.reason)
+        for group in groups:
+            index = group.group.index
+            del state.finished[index], state.finished_at_s[index]
+            end_finished(run, group, ending, report.reason if report.skipped else "step")
+        if report.skipped:
+            run.event("step_skipped", report.reason)
+        self._keep_samples(step, batch)
+        state.version = report.version
+        if not report.skipped:
+            await self._publish_if_due()
+            await self._checkpoint_if_due()
+        state.changed.notify()
+        self.completed_steps += 1
+        await self._completed.put(CompletedStep(report=report, groups=groups))
+
+    async def _train(self, batch: TrainBatch) -> StepReport:
+        """One step; a trainer that dies is restarted, restored and replayed up to this step first."""
+        run = self._run
+        for _ in range(_RESTARTS):
+            try:
+                return await run.trainer.train_step(batch)
+            except WorkerDied as death:
+                run.event("worker_died", death.cause, worker=death.worker)
+                await self._revive(batch.step)
+        return await run.trainer.train_step(batch)
+
+    async def _revive(self, version: int) -> None:
+        """A new trainer at ``version``, and the generator pointed at what it publishes."""
+        run = self._run
+        await self._finish_update()
+        await run.trainer.restart()
+        replayed = await restore_trainer(run, until=version)
+        await run.generator.update_weights(await run.trainer.publish(version))
+        run.event("trainer_restored", f"version {version}", replayed=replayed)
+
+    async def _finish_update(self) -> None:
+        """Wait for the update under way: its slot in shared memory must not be overwritten while it is read."""
+        if self._update is not None:
+            await self._update
+            self._update = None
+
+    def _keep_samples(self, step: int, batch: TrainBatch) -> None:
+        for sample in batch.samples[: self._run.experiment.ledger.samples_per_step]:
+            self._run.keep_sample(sample_line(self._run, step, sample))
+
+    async def _publish_if_due(self) -> None:
+        run = self._run
+        version = run.state.version
+        if version % run.experiment.weights.steps_per_publish:
+            return
+        await self._finish_update()
+        started = run.clock.now()
+        try:
+            weights = await run.trainer.publish(version)
+        except WorkerDied as death:
+            run.event("worker_died", death.cause, worker=death.worker)
+            await self._revive(version)
+            return
+        run.meter.published(run.clock.now() - started)
+        candidate = await self._evaluations.save_candidate_if_due()
+        self._update = self._updates.create_task(self._apply(weights, candidate), name=f"update-{version}")
+        if run.experiment.queue.budget == 0:
+            await self._finish_update()
+
+    async def _apply(self, weights: PublishedWeights, candidate: bool) -> None:
+        """Apply a version on every replica, in flight; parked rollouts go on once it is in place."""
+        run = self._run
+        started = run.clock.now()
+        run.state.resume_gate.clear()
+        try:
+            reports = await run.generator.update_weights(weights)
+        finally:
+            run.state.resume_gate.set()
+        run.meter.applied_version = await run.generator.applied_version()
+        run.meter.applied(run.clock.now() - started, reports)
+        run.state.changed.notify()
+        if candidate:
+            self._evaluations.start(weights.version)
+
+    async def _checkpoint_if_due(self) -> None:
+        if self._run.state.version % self._run.experiment.checkpoint.every_steps == 0:
+            await self.checkpoint()
+
+    async def checkpoint(self) -> None:
+        """Write a checkpoint of the present version, then let go of what the oldest kept one covers."""
+        run = self._run
+        version, started = run.state.version, run.clock.now()
+        path = str(checkpoint_path(run.directory, version))
+        run.buffer.make_durable()  # no checkpoint is ever ahead of the log
+        try:
+            await run.trainer.save_checkpoint(path, run.buffer.consumed())
+        except WorkerDied as death:
+            run.event("worker_died", death.cause, worker=death.worker)
+            await self._revive(version)
+            await run.trainer.save_checkpoint(path, run.buffer.consumed())
+        kept = find_checkpoints(run.directory)
+        if kept:
+            run.buffer.release_covered(read_state(kept[0]).version)
+        elapsed_s = run.clock.now() - started
+        run.meter.checkpointed(elapsed_s)
+        run.event("checkpoint", f"version {version}", seconds=round(elapsed_s, 3))
+
+
+def sample_line(run: RunContext, step: int, sample: Sample) -> dict[str, object]:
+    """One line of ``samples.jsonl`` (what `headway show` pages through)."""
+    rollout = sample.rollout
+    return {
+        "step": step,
+        "group": rollout.group,
+        "member": rollout.member,
+        "prompt": run.tokenizer.decode(rollout.prompt_ids),
+        "response": run.tokenizer.decode(rollout.response_ids),
+        "reward": rollout.reward,
+        "solved": rollout.solved,
+        "advantage": sample.advantage,
+        "versions": [[span.version, span.tokens] for span in rollout.versions],
+        "finish_reason": rollout.finish_reason,
+        "ending": "trained",
+    }
