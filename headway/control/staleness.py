@@ -109,30 +109,36 @@ def _select_waiting(step: int, candidates: Sequence[OpenGroup], groups_per_step:
     by_age = sorted(candidates, key=_age)
     chosen = [g for g in by_age if g.state == "finished"][:groups_per_step]
     taken = {g.index for g in chosen}
-    left = 0
-    for position, group in enumerate(by_age):
+    left = missing = 0
+    due: list[OpenGroup] = []
+    for position, group in enumerate(by_age, start=1):
         left += group.index not in taken
         deadline = group.first_version + budget
+        if position < len(by_age) and by_age[position].first_version == group.first_version:
+            continue  # count all of one deadline first
         excess = left - groups_per_step * (deadline - step)
-        if excess <= 0:
-            continue
-        # counted up to this group of a deadline; the others of the same deadline only make it more
-        due = [g for g in by_age if g.first_version <= group.first_version]
-        left += sum(g.index not in taken for g in due[position + 1 :])
-        excess = left - groups_per_step * (deadline - step)
-        unfinished = _unfinished(due)
-        if not unfinished:
-            check_budget(step, ((g.index, g.first_version) for g in due), budget)
-            raise BudgetExceeded(
-                f"step {step}: {len(due)} finished groups must be trained by step {deadline}, but only "
-                f"{groups_per_step} fit into a step: more groups are open than admission allows"
-            )
-        return Selection(
-            waiting_for=unfinished,
-            missing=min(excess, len(unfinished)),
-            reason=f"{len(unfinished)} unfinished groups are due by step {deadline}, {excess} of them before others",
-        )
+        if excess > 0:
+            missing, due = max(missing, excess), by_age[:position]
+    if due:
+        return _wait_for(step, due, missing, groups_per_step, budget)
     return _selection(step, chosen, by_age, groups_per_step, budget, ())
+
+
+def _wait_for(step: int, due: Sequence[OpenGroup], missing: int, groups_per_step: int, budget: int) -> Selection:
+    """``due``: the groups up to the last deadline that the best choice would overrun."""
+    unfinished = _unfinished(due)
+    deadline = due[-1].first_version + budget
+    if len(unfinished) < missing:
+        check_budget(step, ((g.index, g.first_version) for g in due), budget)
+        raise BudgetExceeded(
+            f"step {step}: {len(due)} groups must be trained by step {deadline}, {groups_per_step} fit into each: "
+            f"more groups are open than admission allows"
+        )
+    return Selection(
+        waiting_for=unfinished,
+        missing=missing,
+        reason=f"at least {missing} of {len(unfinished)} unfinished groups due by step {deadline} must finish first",
+    )
 
 
 def _selection(

@@ -1,0 +1,146 @@
+"""Rule 2: batch selection against brute force, worked cases, and the check at batch formation."""
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.control.staleness import OpenGroup, check_budget, first_version_bound, select_batch
+from headway.records.errors import BudgetExceeded
+
+
+def group(index, first_version, state="finished"):
+    return OpenGroup(index=index, first_version=first_version, state=state)
+
+
+def schedulable(groups, step, per_step, budget):
+    """Whether all groups can be trained in time from ``step`` on, by actually placing them."""
+    room = {}
+    for g in sorted(groups, key=lambda g: g.first_version):
+        places = (s for s in range(step, g.first_version + budget + 1) if room.get(s, 0) < per_step)
+        place = next(places, None)
+        if place is None:
+            return False
+        room[place] = room.get(place, 0) + 1
+    return True
+
+
+groups_strategy = st.lists(
+    st.tuples(st.integers(0, 5), st.sampled_from(["running", "parked", "finished", "finished"])), max_size=8
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(groups_strategy, st.integers(1, 3), st.integers(0, 4))
+def test_wait_finds_a_batch_exactly_when_one_leaves_everything_schedulable(raw, per_step, budget):
+    step = 5
+    candidates = [group(i, max(v, step - budget), s) for i, (v, s) in enumerate(raw)]
+    if not schedulable(candidates, step, per_step, budget):
+        return  # not admitted under rule 1
+    finished = [g for g in candidates if g.state == "finished"]
+    possible = [
+        chosen
+        for chosen in combinations(finished, per_step)
+        if schedulable([g for g in candidates if g not in chosen], step + 1, per_step, budget)
+    ]
+    selection = select_batch(step, candidates, per_step, budget, "wait")
+    assert selection.overdue == ()
+    assert bool(selection.groups) == bool(possible)
+    if possible:
+        assert selection.groups in [tuple(sorted(g.index for g in chosen)) for chosen in possible]
+        oldest = sorted(finished, key=lambda g: (g.first_version, g.index))[:per_step]
+        assert selection.groups == tuple(sorted(g.index for g in oldest))
+        return
+    unfinished = {g.index for g in candidates if g.state != "finished"}
+    assert set(selection.waiting_for) <= unfinished
+    assert selection.reason
+    assert selection.missing >= 1
+    # finishing the named ones is enough, unless the step simply lacks groups
+    helped = [group(g.index, g.first_version) if g.index in selection.waiting_for else g for g in candidates]
+    enough = sum(g.state == "finished" for g in helped) >= per_step
+    assert bool(select_batch(step, helped, per_step, budget, "wait").groups) == enough
+
+
+def test_groups_that_fill_several_steps_are_waited_for_before_they_are_due():
+    """Two a step, budget 2, four groups of version 0 running at step 1, two newer ones finished. None is due at
+    step 1, but a batch of the newer ones would leave four groups for the two places of step 2."""
+    running = [group(i, 0, "running") for i in range(4)]
+    newer = [group(4, 1), group(5, 1)]
+    selection = select_batch(1, [*running, *newer], 2, 2, "wait")
+    assert selection.groups == ()
+    assert selection.waiting_for == (0, 1, 2, 3)
+    assert selection.missing == 2
+    # with two of them finished, those are the batch and the other two still fit into step 2
+    half = [group(0, 0), group(1, 0), *running[2:], *newer]
+    assert select_batch(1, half, 2, 2, "wait").groups == (0, 1)
+    # with room to spare, the newer ones may go first
+    assert select_batch(1, [*running[:2], *newer], 2, 2, "wait").groups == (4, 5)
+
+
+def test_wait_refuses_what_admission_can_not_have_let_in():
+    with pytest.raises(BudgetExceeded, match="staleness 3 > budget 2"):
+        select_batch(3, [group(0, 0), group(1, 3)], 1, 2, "wait")
+    with pytest.raises(BudgetExceeded, match="more groups are open than admission allows"):
+        select_batch(2, [group(i, 0) for i in range(3)], 1, 2, "wait")
+
+
+def test_too_few_finished_groups_name_how_many_are_missing():
+    selection = select_batch(0, [group(0, 0), group(1, 0, "parked"), group(2, 0, "running")], 3, 4, "wait")
+    assert selection.groups == ()
+    assert selection.waiting_for == (1, 2)
+    assert selection.missing == 2
+    assert selection.reason == "1 of 3 groups are finished"
+
+
+def test_drop_ends_what_can_not_be_trained_any_more_and_never_waits_for_it():
+    old_running, old_finished = group(0, 0, "running"), group(1, 0)
+    due_running, due_finished = group(2, 1, "running"), group(3, 1)
+    fresh = [group(4, 2), group(5, 3), group(6, 3, "running")]
+    selection = select_batch(3, [*fresh, due_finished, due_running, old_finished, old_running], 2, 2, "drop")
+    assert selection.groups == (3, 4)
+    assert selection.overdue == (0, 1, 2)  # 2 is due at this very step and not in its batch
+
+
+def test_drop_without_enough_groups_still_ends_overdue_ones_but_not_those_due_now():
+    selection = select_batch(3, [group(0, 0, "running"), group(1, 1, "running"), group(2, 3)], 2, 2, "drop")
+    assert selection.groups == ()
+    assert selection.overdue == (0,)
+    assert selection.waiting_for == (1,)
+
+
+def test_drop_ends_finished_groups_that_older_ones_keep_out_for_good():
+    # version 2, budget 1: last step 3. One a step: one group now, one at step 3, the third can't be trained
+    selection = select_batch(2, [group(i, 2) for i in range(3)], 1, 1, "drop")
+    assert selection.groups == (0,)
+    assert selection.overdue == (2,)
+
+
+@settings(deadline=None, max_examples=200)
+@given(groups_strategy, st.integers(1, 3), st.integers(0, 4))
+def test_drop_keeps_every_finished_group_trainable(raw, per_step, budget):
+    step = 4
+    candidates = [group(i, v, s) for i, (v, s) in enumerate(raw) if v <= step]
+    selection = select_batch(step, candidates, per_step, budget, "drop")
+    gone = {*selection.groups, *selection.overdue}
+    assert len(gone) == len(selection.groups) + len(selection.overdue)
+    left = [g for g in candidates if g.index not in gone and g.state == "finished"]
+    if selection.groups:
+        assert schedulable(left, step + 1, per_step, budget)
+        assert all(g.first_version + budget > step for g in candidates if g.index not in gone)
+    for g in candidates:
+        if g.first_version + budget < step:
+            assert g.index in selection.overdue
+
+
+def test_check_budget_names_the_group_and_returns_the_worst():
+    assert check_budget(5, [(0, 3), (1, 5)], 2) == 2
+    with pytest.raises(BudgetExceeded, match="group 7, first token at version 1, would be trained at step 5"):
+        check_budget(5, [(0, 3), (7, 1)], 2)
+
+
+def test_first_version_bound_is_the_oldest_known_or_possible():
+    assert first_version_bound([4, 6], pending=0, floor=2) == 4
+    assert first_version_bound([4, 6], pending=1, floor=2) == 2
+    assert first_version_bound([1], pending=3, floor=2) == 1
+    assert first_version_bound([], pending=0, floor=2) == 2
