@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headway.models.kernels import PadDocuments, UnpadDocuments
+
 PADDING_RATIO = 1.25  # a bucket holds documents at least 1/1.25 as long as its longest
 
 
@@ -22,8 +24,7 @@ class Bucket:
 
     documents: int
     length: int
-    gather_bl: Tensor | None  # [b*l] packed index of each position; padding points at a real token; None: a slice
-    start: int  # first padded position of this bucket in the concatenation of all buckets
+    gather_bl: Tensor  # [b*l] packed index of each position; padding points at the document's last token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +56,7 @@ class AttentionPlan:
             gather = starts[members][:, None] + torch.minimum(columns, sizes[members][:, None] - 1)
             padded = offset + torch.arange(len(members) * length).view(len(members), length)
             scatter[gather[valid]] = padded[valid]
-            buckets.append(
-                Bucket(documents=len(members), length=length, gather_bl=gather.flatten().to(device), start=offset)
-            )
+            buckets.append(Bucket(documents=len(members), length=length, gather_bl=gather.flatten().to(device)))
             offset += len(members) * length
         return cls(tokens=total, positions_n=positions.to(device), buckets=tuple(buckets), scatter_n=scatter.to(device))
 
@@ -73,15 +72,16 @@ def _split(sizes: Tensor, order: Tensor) -> list[Tensor]:
     return [order[a:b] for a, b in itertools.pairwise(cuts)]
 
 
-def packed_attention(q_nhe: Tensor, k_nge: Tensor, v_nge: Tensor, plan: AttentionPlan) -> Tensor:
-    """Causal attention of each document to itself: [N, Hq*Dh]. Padding sits after a document, so causality hides it."""
-    qkv = torch.cat((q_nhe, k_nge, v_nge), dim=1)
-    heads, kv_heads = q_nhe.shape[1], k_nge.shape[1]
-    outputs = []
-    for bucket in plan.buckets:
-        padded = qkv if bucket.gather_bl is None else qkv.index_select(0, bucket.gather_bl)
-        padded = padded.view(bucket.documents, bucket.length, *qkv.shape[1:]).transpose(1, 2)
+def packed_attention(qkv: Tensor, heads: int, kv_heads: int, head_dim: int, plan: AttentionPlan) -> Tensor:
+    """Causal attention of each document to itself, from the joint projection [N, (Hq+2Hkv)*Dh] to [N, Hq*Dh].
+
+    Padding stands after a document, so causality hides it.
+    """
+    blocks = PadDocuments.apply(qkv, plan.scatter_n, *(bucket.gather_bl for bucket in plan.buckets))
+    outputs: list[Tensor] = []
+    for bucket, block in zip(plan.buckets, blocks, strict=True):  # pyright: ignore[reportArgumentType]
+        padded = block.view(bucket.documents, bucket.length, -1, head_dim).transpose(1, 2)
         q, k, v = padded.split((heads, kv_heads, kv_heads), dim=1)
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
         outputs.append(out.transpose(1, 2).reshape(bucket.documents * bucket.length, -1))
-    return torch.cat(outputs).index_select(0, plan.scatter_n)
+    return UnpadDocuments.apply(plan.scatter_n, *outputs)  # pyright: ignore[reportReturnType]

@@ -1,10 +1,12 @@
 """The dense decoder of Llama and Qwen3: one class, computed on packed tokens.
 
 Shape suffixes: n packed tokens of all documents, d width, h query heads, g key/value heads, e head dimension,
-f intermediate width, v vocabulary, b documents of a bucket, l padded length of a bucket.
+v vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -12,22 +14,9 @@ from torch.nn import functional
 
 from headway.models.attention import AttentionPlan, packed_attention
 from headway.models.configuration import DecoderConfig
+from headway.models.kernels import gated_silu, norm_rotate, rms_norm
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderLayer"]
-
-
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm over the last axis, computed in float32 (Zhang & Sennrich 2019, Eq. 4)."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-    return weight * (wide * scale).to(x.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [N, heads, e]; cos and the signed sin are [N, 1, e] (see `Decoder.rope`)."""
-    half = x.shape[-1] // 2
-    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
-    return torch.addcmul(x * cos, swapped, sin)
 
 
 class DecoderLayer(nn.Module):
@@ -51,24 +40,43 @@ class DecoderLayer(nn.Module):
         self.gate_up_bias = nn.Parameter(torch.zeros(2 * c.intermediate)) if c.mlp_bias else None
         self.down_bias = nn.Parameter(torch.zeros(c.width)) if c.mlp_bias else None
 
-    def project_qkv(self, x_nd: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [N, Hq, Dh], key and value [N, Hkv, Dh] of the residual stream x [N, d], norms and rope applied."""
+    def _project(self, x_nd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Query, key and value side by side, [N, (Hq + 2 Hkv) Dh]."""
         c = self.config
         hidden_nd = rms_norm(x_nd, self.input_norm, c.norm_epsilon)
-        qkv = functional.linear(hidden_nd, self.qkv_weight, self.qkv_bias).unflatten(-1, (-1, c.head_dim))
+        qkv = functional.linear(hidden_nd, self.qkv_weight, self.qkv_bias)
+        sizes = (c.heads, c.kv_heads, c.head_dim, c.norm_epsilon)
+        return norm_rotate(qkv, self.q_norm, self.k_norm, cos, sin, sizes)
+
+    def project_qkv(self, x_nd: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [N, Hq, Dh], key and value [N, Hkv, Dh] of the residual stream x [N, d], norms and rope applied.
+
+        Rotary pairs are neighbours here (Hugging Face's halves are reordered at load): the order of a head's
+        elements is internal, attention doesn't depend on it.
+        """
+        c = self.config
+        qkv = self._project(x_nd, cos, sin).unflatten(-1, (-1, c.head_dim))
         q_nhe, k_nge, v_nge = qkv.split((c.heads, c.kv_heads, c.kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_nhe = rms_norm(q_nhe, self.q_norm, c.norm_epsilon)
-            k_nge = rms_norm(k_nge, self.k_norm, c.norm_epsilon)
-        return rotate(q_nhe, cos, sin), rotate(k_nge, cos, sin), v_nge
+        return q_nhe, k_nge, v_nge
 
     def finish(self, x_nd: Tensor, attention_nhd: Tensor) -> Tensor:
         """The rest of the block after attention [N, Hq*Dh]: output projection, residual, norm, MLP, residual."""
-        x_nd = x_nd + functional.linear(attention_nhd, self.output_weight, self.output_bias)
+        x_nd = _add_linear(x_nd, attention_nhd, self.output_weight, self.output_bias)
         hidden_nd = rms_norm(x_nd, self.post_norm, self.config.norm_epsilon)
         gate_up = functional.linear(hidden_nd, self.gate_up_weight, self.gate_up_bias)
-        gate_nf, up_nf = gate_up.chunk(2, dim=-1)
-        return x_nd + functional.linear(functional.silu(gate_nf) * up_nf, self.down_weight, self.down_bias)
+        return _add_linear(x_nd, gated_silu(gate_up), self.down_weight, self.down_bias)
+
+    def forward(self, x_nd: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
+        """The whole block on packed documents: residual stream [N, d] to [N, d]."""
+        c = self.config
+        qkv = self._project(x_nd, cos, sin)
+        return self.finish(x_nd, packed_attention(qkv, c.heads, c.kv_heads, c.head_dim, plan))
+
+
+def _add_linear(x_nd: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x + inner @ weight.T (+ bias), the residual added inside the product."""
+    out = torch.addmm(x_nd, inner, weight.t())
+    return out if bias is None else out + bias
 
 
 class Decoder(nn.Module):
@@ -76,6 +84,8 @@ class Decoder(nn.Module):
 
     A tied head has no parameter of its own: it *is* ``embedding_weight``, so no copy, cast or update can part them.
     """
+
+    _frequencies: Tensor
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -87,7 +97,7 @@ class Decoder(nn.Module):
         frequencies = torch.tensor(config.rope_frequencies(), dtype=torch.float32)
         self.register_buffer("_frequencies", frequencies, persistent=False)
 
-    def _apply(self, fn, recurse: bool = True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
         # A cast of the module must not round the rotary frequencies: angles of far positions would be off.
         super()._apply(fn, recurse)
         exact = torch.tensor(self.config.rope_frequencies(), dtype=torch.float32)
@@ -107,13 +117,9 @@ class Decoder(nn.Module):
         return functional.embedding(ids_n, self.embedding_weight)
 
     def rope(self, positions_n: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin, each [N, 1, Dh] in the model's dtype, for positions [N]; shared by all layers.
-
-        The first half of sin is negated, so that a rotation is x*cos + swapped_halves(x)*sin.
-        """
+        """cos and sin, each float32 [N, 1, Dh / 2], for positions [N]; shared by all layers."""
         angles = positions_n.to(torch.float32)[:, None, None] * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((cos, cos), dim=-1).to(self.dtype), torch.cat((-sin, sin), dim=-1).to(self.dtype)
+        return angles.cos(), angles.sin()
 
     def head(self, x_nd: Tensor) -> Tensor:
         """Final norm and output head: residual stream [N, d] to logits [N, V]."""
@@ -132,8 +138,7 @@ class Decoder(nn.Module):
         cos, sin = self.rope(plan.positions_n)
         x_nd = self.embed(ids_n)
         for layer in self.layers:
-            q_nhe, k_nge, v_nge = layer.project_qkv(x_nd, cos, sin)
-            x_nd = layer.finish(x_nd, packed_attention(q_nhe, k_nge, v_nge, plan))
+            x_nd = layer(x_nd, cos, sin, plan)
         return x_nd
 
     def forward(self, ids_n: Tensor, lengths: list[int]) -> Tensor:

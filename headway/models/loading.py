@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -46,7 +48,7 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "float32", device: s
     """
     folder = Path(path)
     model = build(DecoderConfig.from_pretrained(folder), dtype, device)
-    targets = dict(hugging_face_entries(model))
+    targets = {entry.name: entry for entry in hugging_face_entries(model)}
     with torch.no_grad():
         for name, file in _locate(folder, model.config, set(targets)):
             try:
@@ -63,14 +65,14 @@ def build(config: DecoderConfig, dtype: str | torch.dtype = "float32", device: s
         return Decoder(config).to(parse_dtype(dtype))
 
 
-def _fill(targets: Mapping[str, Tensor], names: list[str], content, file: Path) -> None:
+def _fill(targets: Mapping[str, Entry], names: list[str], content: Any, file: Path) -> None:
     for name in names:
-        stored = content.get_tensor(name)
-        if stored.shape != targets[name].shape:
+        target, stored = targets[name], content.get_tensor(name)
+        if tuple(stored.shape) != target.shape:
             raise ConfigurationError(
-                f"{file}: {name} has shape {list(stored.shape)}, config.json implies {list(targets[name].shape)}"
+                f"{file}: {name} has shape {list(stored.shape)}, config.json implies {list(target.shape)}"
             )
-        targets[name].copy_(stored)
+        target.view.copy_(stored.view(target.view.shape))
 
 
 def _locate(folder: Path, config: DecoderConfig, wanted: set[str]) -> Iterator[tuple[list[str], Path]]:
@@ -109,41 +111,61 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def hugging_face_entries(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face's tensor names, each with a view of the parameter that holds it. A tied head is not repeated."""
-    yield "model.embed_tokens.weight", model.embedding_weight.detach()
+@dataclass(frozen=True)
+class Entry:
+    """Hugging Face's name and shape of a tensor, and the view of the parameter that holds it in that order."""
+
+    name: str
+    shape: tuple[int, ...]
+    view: Tensor  # as many elements, in the same order when flattened; not contiguous where rotary pairs are reordered
+
+
+def hugging_face_entries(model: Decoder) -> Iterator[Entry]:
+    """Every tensor of the model under Hugging Face's name. A tied head is not repeated."""
+    yield _entry("model.embed_tokens.weight", model.embedding_weight)
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, DecoderLayer)
-        for name, tensor in _layer_entries(layer):
-            yield f"model.layers.{index}.{name}", tensor.detach()
-    yield "model.norm.weight", model.final_norm.detach()
+        yield from _layer_entries(layer, f"model.layers.{index}.")
+    yield _entry("model.norm.weight", model.final_norm)
     if model.head_weight is not None:
-        yield "lm_head.weight", model.head_weight.detach()
+        yield _entry("lm_head.weight", model.head_weight)
 
 
-def _layer_entries(layer: DecoderLayer) -> Iterator[tuple[str, Tensor]]:
+def _entry(name: str, parameter: Tensor, rotary_dim: int | None = None) -> Entry:
+    """``rotary_dim``: the head dimension, where the first axis runs over heads whose rotary pairs are neighbours
+    here, and first and second halves in Hugging Face's order."""
+    view = parameter.detach()
+    shape = tuple(view.shape)
+    if rotary_dim is not None:
+        view = view.unflatten(0, (-1, rotary_dim // 2, 2)).transpose(1, 2)
+    return Entry(name, shape, view)
+
+
+def _layer_entries(layer: DecoderLayer, prefix: str) -> Iterator[Entry]:
     config = layer.config
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    qkv, gate_up = (query, key, key), (config.intermediate, config.intermediate)
-    yield "input_layernorm.weight", layer.input_norm
-    yield "post_attention_layernorm.weight", layer.post_norm
-    for kind, attention, output, up, down in (
+    yield _entry(prefix + "input_layernorm.weight", layer.input_norm)
+    yield _entry(prefix + "post_attention_layernorm.weight", layer.post_norm)
+    for kind, attention, output, gate_up, down in (
         ("weight", layer.qkv_weight, layer.output_weight, layer.gate_up_weight, layer.down_weight),
         ("bias", layer.qkv_bias, layer.output_bias, layer.gate_up_bias, layer.down_bias),
     ):
         if attention is not None:
-            for name, part in zip("qkv", attention.split(qkv), strict=True):
-                yield f"self_attn.{name}_proj.{kind}", part
+            q, k, v = attention.split((query, key, key))
+            yield _entry(f"{prefix}self_attn.q_proj.{kind}", q, config.head_dim)
+            yield _entry(f"{prefix}self_attn.k_proj.{kind}", k, config.head_dim)
+            yield _entry(f"{prefix}self_attn.v_proj.{kind}", v)
         if output is not None:
-            yield f"self_attn.o_proj.{kind}", output
-        if up is not None:
-            for name, part in zip(("gate", "up"), up.split(gate_up), strict=True):
-                yield f"mlp.{name}_proj.{kind}", part
+            yield _entry(f"{prefix}self_attn.o_proj.{kind}", output)
+        if gate_up is not None:
+            gate, up = gate_up.chunk(2)
+            yield _entry(f"{prefix}mlp.gate_proj.{kind}", gate)
+            yield _entry(f"{prefix}mlp.up_proj.{kind}", up)
         if down is not None:
-            yield f"mlp.down_proj.{kind}", down
+            yield _entry(f"{prefix}mlp.down_proj.{kind}", down)
     if layer.q_norm is not None and layer.k_norm is not None:
-        yield "self_attn.q_norm.weight", layer.q_norm
-        yield "self_attn.k_norm.weight", layer.k_norm
+        yield _entry(prefix + "self_attn.q_norm.weight", layer.q_norm, config.head_dim)
+        yield _entry(prefix + "self_attn.k_norm.weight", layer.k_norm, config.head_dim)
 
 
 def save_model(model: Decoder, path: str | Path, tokenizer_source: str | Path | None = None) -> None:
@@ -156,7 +178,7 @@ def save_model(model: Decoder, path: str | Path, tokenizer_source: str | Path | 
     scratch = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in hugging_face_entries(model)}
+    tensors = {e.name: e.view.cpu().reshape(e.shape).contiguous() for e in hugging_face_entries(model)}
     save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
     dtype = str(model.dtype).removeprefix("torch.")
     config = json.dumps(model.config.to_mapping(dtype), indent=2, ensure_ascii=False)
