@@ -51,7 +51,8 @@ class Worker(Protocol):
 
     @property
     def events(self) -> Channel[Any]:
-        """What it emits, in order. Closed when it is dead (what it had sent is still there)."""
+        """What it emits, in order; somebody must read it, or the worker comes to a halt when it is full.
+        Closed when it is dead (what it had sent is still there)."""
         ...
 
     @property

@@ -76,6 +76,12 @@ def test_large_arrays_are_not_copied_by_the_sender_and_are_writable_at_the_recei
     assert received[0] == 1
 
 
+def test_several_large_arrays_keep_their_places():
+    arrays = [np.full(OUT_OF_BAND_BYTES + extra, extra, dtype=np.uint8) for extra in (3, 1, 2)]
+    (frame,) = _read(_bytes(encode(Kind.CALL, 1, arrays)), [5000])
+    assert all(_same(one, other) for one, other in zip(frame.load(), arrays, strict=True))
+
+
 def test_records_cross_unchanged():
     records = [
         TokenDelta(request_id="1-0", ids=(1, 2), logprobs=(-0.5, -0.25), version=3),

@@ -105,9 +105,9 @@ class Echo:
                 ]
             )
 
-    def emit_then_die(self, messages: int) -> None:
+    def emit_then_die(self, messages: int, size: int) -> None:
         for index in range(messages):
-            self.context.emit(index)
+            self.context.emit((index, bytes(size)))
         os.kill(os.getpid(), signal.SIGKILL)
 
     def say(self, text: str) -> None:

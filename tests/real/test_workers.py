@@ -16,7 +16,7 @@ from headway.runtime.clock import RealClock
 from headway.runtime.devices import machine_cores
 from headway.runtime.workers import LocalLauncher, WorkerGroup
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.real, pytest.mark.timeout(60)]
 
 
 def test_device_environment_and_arguments_reach_the_worker():
@@ -147,9 +147,11 @@ def test_a_late_call_times_out_and_its_result_is_dropped():
 
 def test_events_arrive_in_order_under_back_pressure():
     async def main() -> None:
-        async with running(events_capacity=4, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4) as worker:
+        async with running(events_capacity=4, heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0) as worker:
             emitting = asyncio.create_task(worker.call("emit", 400, 200))
-            await asyncio.sleep(1.2)  # full, and longer than the heartbeat's patience: the child blocks in emit
+            before = time.process_time()
+            await asyncio.sleep(1.5)  # full, and longer than the heartbeat's patience: the child blocks in emit
+            assert time.process_time() - before < 0.5  # waiting is not polling
             assert not emitting.done()
             assert worker.alive
             assert worker.events.statistics().used == worker.events.statistics().peak == 4
