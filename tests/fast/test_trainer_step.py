@@ -1,0 +1,239 @@
+"""One training step: gradients, denominators, metrics, guards, precision."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_trainer import Context, make_batch, make_experiment, make_model
+
+from headway.algorithms.samples import build_arrays
+from headway.records.training import TrainBatch
+from headway.trainer import losses
+from headway.trainer.learner import token_logprobs
+from headway.trainer.schedules import learning_rate
+from headway.trainer.service import TrainerService
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("model") / "m")
+
+
+def service(model: str, directory: Path | str = "/nowhere", **sections) -> TrainerService:
+    return TrainerService(Context, experiment=make_experiment(model, Path(directory), **sections), run_id="test")
+
+
+def gradient(trainer: TrainerService, batch: TrainBatch) -> torch.Tensor:
+    trainer.learner.optimiser.zero_grad(set_to_none=False)
+    trainer.policy.accumulate_gradients(build_arrays(batch))
+    return torch.cat([p.grad.flatten().clone() for p in trainer.learner.parameters if p.grad is not None])
+
+
+def reference_gradient(trainer: TrainerService, batch: TrainBatch, divisor: float) -> torch.Tensor:
+    """Sample by sample, full logits, no packing, no gathering: the definition."""
+    model = trainer.learner.model
+    total = torch.zeros(())
+    for sample in batch.samples:
+        r = sample.rollout
+        ids = torch.tensor(r.prompt_ids + r.response_ids)
+        logits = model.head(model.forward_packed(ids, [len(ids)])) / trainer.policy.temperature
+        at = torch.arange(len(r.prompt_ids), len(ids))
+        logprobs = torch.log_softmax(logits[at - 1], -1)[torch.arange(len(at)), ids[at]]
+        terms = losses.TokenTerms(
+            logprobs_m=logprobs,
+            proximal_m=logprobs.detach(),
+            behaviour_m=torch.tensor(r.response_logprobs),
+            advantages_m=torch.full((len(at),), sample.advantage),
+        )
+        per_token = trainer.policy.loss(terms, trainer.policy.settings).loss_m
+        total = total + (per_token * torch.tensor(r.response_mask)).sum() / divisor
+    return torch.cat([g.flatten() for g in torch.autograd.grad(total, trainer.learner.parameters)])
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "decoupled_ppo"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "fixed"])
+def test_gradient_equals_the_definition(model: str, loss: str, aggregation: str) -> None:
+    trainer = service(
+        model,
+        algorithm={"loss": loss, "aggregation": aggregation},
+        rollout={"temperature": 0.7, "max_response_tokens": 9},
+    )
+    batch = make_batch(5)
+    divisor = build_arrays(batch).loss_tokens if aggregation == "token_mean" else 12 * 9
+    expected = reference_gradient(trainer, batch, divisor)
+    assert float(expected.abs().max()) > 1e-3
+    assert torch.allclose(gradient(trainer, batch), expected, atol=1e-6, rtol=1e-4)
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    seed=st.integers(0, 10**6),
+    budget=st.integers(1, 200),
+    packing=st.sampled_from(["balanced", "areal"]),
+    order=st.randoms(use_true_random=False),
+)
+def test_any_packing_and_order_give_the_same_gradient(model: str, seed, budget, packing, order) -> None:
+    batch = make_batch(seed)
+    whole = gradient(service(model, trainer={"micro_batch_tokens": 10**6}), batch)
+    samples = list(batch.samples)
+    order.shuffle(samples)
+    packed = service(model, trainer={"micro_batch_tokens": budget, "packing": packing})
+    assert torch.allclose(gradient(packed, TrainBatch(step=0, samples=tuple(samples))), whole, atol=1e-5, rtol=0)
+
+
+def test_step_moves_weights_and_reports(model: str) -> None:
+    trainer = service(model)
+    before = [p.detach().clone() for p in trainer.learner.parameters]
+    report = trainer.train_step(make_batch(1))
+    assert (report.step, report.version, report.skipped, report.samples) == (0, 1, False, 12)
+    assert report.loss_tokens == build_arrays(make_batch(1)).loss_tokens
+    assert report.micro_batches > 1
+    assert report.flops > 0
+    assert any(not torch.equal(a, b) for a, b in zip(before, trainer.learner.parameters, strict=True))
+    needed = {"loss", "entropy", "grad_norm", "clip_fraction", "mismatch_k3", "mismatch_max", "kl", "learning_rate"}
+    needed |= {"ratio_p01", "ratio_p50", "ratio_p99", "ratio_max", "behaviour_weight_mean", "behaviour_weight_max"}
+    assert needed <= report.metrics.keys()
+    assert all(math.isfinite(value) for value in report.metrics.values())
+    with pytest.raises(ValueError, match="step 0"):
+        trainer.train_step(make_batch(1))
+
+
+def test_metrics_of_exact_behaviour_are_zero_mismatch(model: str) -> None:
+    trainer = service(model)
+    batch = with_exact_behaviour(trainer, make_batch(2))
+    metrics = trainer.train_step(batch).metrics
+    assert metrics["mismatch_max"] < 1e-5
+    assert abs(metrics["mismatch_k3"]) < 1e-7
+    assert metrics["ratio_p01"] == pytest.approx(1.0, abs=1e-5)
+    # w = 1: the loss is minus the mean advantage over loss tokens.
+    arrays = build_arrays(batch)
+    assert metrics["loss"] == pytest.approx(-arrays.advantages_n[arrays.loss_mask_n].mean(), abs=1e-5)
+    assert 0 < metrics["entropy"] <= math.log(31)
+
+
+def with_exact_behaviour(trainer: TrainerService, batch: TrainBatch) -> TrainBatch:
+    arrays = build_arrays(batch)
+    progress = trainer.policy.accumulate_gradients(arrays)
+    trainer.learner.optimiser.zero_grad(set_to_none=False)
+    samples, start = [], 0
+    for sample in batch.samples:
+        r = sample.rollout
+        end = start + len(r.prompt_ids) + len(r.response_ids)
+        exact = tuple(progress.logprobs_n[start + len(r.prompt_ids) : end].tolist())
+        rollout = msgspec.structs.replace(r, response_logprobs=exact)
+        samples.append(msgspec.structs.replace(sample, rollout=rollout))
+        start = end
+    return TrainBatch(step=batch.step, samples=tuple(samples))
+
+
+def test_proximal_is_recomputed_only_where_it_differs(model: str) -> None:
+    assert not service(model).policy.recomputes_proximal
+    assert service(model, trainer={"optimizer_steps_per_batch": 2}).policy.recomputes_proximal
+    assert service(model, algorithm={"proximal": "recompute"}).policy.recomputes_proximal
+    # With one step both ways are the same gradient to rounding.
+    first, second = service(model), service(model, algorithm={"proximal": "recompute"})
+    first.train_step(make_batch(3))
+    second.train_step(make_batch(3))
+    for a, b in zip(first.learner.parameters, second.learner.parameters, strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_minibatches_clip_against_the_weights_before_the_first(model: str) -> None:
+    trainer = service(model, trainer={"optimizer_steps_per_batch": 3, "learning_rate": 0.05, "max_grad_norm": 100.0})
+    arrays = build_arrays(make_batch(4, groups=6))
+    progress = trainer.policy.run(arrays, 0.05)
+    assert len(progress.updates) == 3
+    moved_n = np.abs(progress.logprobs_n - progress.proximal_n)
+    assert moved_n[arrays.groups_s.repeat(arrays.lengths_s) < 2].max() < 1e-5
+    assert moved_n[arrays.groups_s.repeat(arrays.lengths_s) >= 4].max() > 1e-2
+    assert progress.clipped_n.sum() > 0
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_non_finite_steps_are_skipped_and_leave_everything_untouched(model: str, poison: float) -> None:
+    trainer = service(model)
+    trainer.train_step(make_batch(1))
+    weights = [p.detach().clone() for p in trainer.learner.parameters]
+    state = trainer.learner.optimiser_tensors()
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    batch = make_batch(6, step=1)
+    bad = msgspec.structs.replace(batch.samples[0], advantage=poison)
+    report = trainer.train_step(TrainBatch(step=1, samples=(bad, *batch.samples[1:])))
+    assert (report.skipped, report.version, trainer.version) == (True, 1, 1)
+    assert "not finite" in report.reason
+    assert all(torch.equal(a, b) for a, b in zip(weights, trainer.learner.parameters, strict=True))
+    assert all(torch.equal(state[name], tensor) for name, tensor in trainer.learner.optimiser_tensors().items())
+    assert not trainer.train_step(batch).skipped
+
+
+@pytest.mark.parametrize("batch", [make_batch(1, masked=True), TrainBatch(step=0, samples=())])
+def test_batch_without_loss_tokens_is_a_finite_zero(model: str, batch: TrainBatch) -> None:
+    report = service(model).train_step(batch)
+    assert (report.loss_tokens, report.metrics["loss"], report.metrics["grad_norm"]) == (0, 0.0, 0.0)
+    assert all(math.isfinite(value) for value in report.metrics.values())
+
+
+def test_fully_masked_samples_change_nothing_under_token_mean(model: str) -> None:
+    batch = make_batch(7)
+    masked = make_batch(8, masked=True).samples
+    trainer = service(model)
+    with_masked = gradient(trainer, TrainBatch(step=0, samples=batch.samples + masked))
+    assert torch.allclose(with_masked, gradient(trainer, batch), atol=1e-6)
+
+
+def test_gradient_clipping_bounds_the_update(model: str) -> None:
+    trainer = service(model, trainer={"max_grad_norm": 1e-3})
+    trainer.policy.accumulate_gradients(build_arrays(make_batch(1)))
+    seen: list[float] = []
+    step = trainer.learner.optimiser.step
+    norm = lambda: float(torch.nn.utils.get_total_norm([p.grad for p in trainer.learner.parameters]))  # noqa: E731
+    trainer.learner.optimiser.step = lambda: (seen.append(norm()), step())[1]  # type: ignore[method-assign]
+    update = trainer.learner.update(1e-3, 0.0)
+    assert update.grad_norm > 1e-2
+    assert seen == [pytest.approx(1e-3, rel=1e-2)]
+
+
+def test_chunked_head_gives_the_same_values_and_gradients(model: str) -> None:
+    decoder = service(model).learner.model
+    hidden, targets = torch.randn(23, 16), torch.randint(0, 31, (23,))
+    results = []
+    for chunk in (1 << 20, 5 * 31):
+        leaf = hidden.clone().requires_grad_()
+        logprobs, entropies = token_logprobs(decoder, leaf, targets, 0.8, chunk_logits=chunk)
+        logprobs.square().sum().backward()
+        results.append((logprobs.detach(), entropies, leaf.grad))
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_bfloat16_is_close_and_keeps_float32_weights(model: str) -> None:
+    exact, rounded = service(model), service(model, trainer={"dtype": "bfloat16"})
+    a, b = gradient(exact, make_batch(1)), gradient(rounded, make_batch(1))
+    assert not torch.equal(a, b)
+    assert float(torch.nn.functional.cosine_similarity(a, b, dim=0)) > 0.995
+    assert all(p.dtype == torch.float32 for p in rounded.learner.parameters)
+
+
+def test_own_loss_by_module_and_function(model: str) -> None:
+    named = service(model, algorithm={"loss": "headway.trainer.losses:ppo_clip"})
+    assert torch.equal(
+        gradient(named, make_batch(1)), gradient(service(model, algorithm={"loss": "ppo_clip"}), make_batch(1))
+    )
+
+
+def test_schedules() -> None:
+    def rates(schedule: str) -> list[float]:
+        return [learning_rate(s, peak=1.0, schedule=schedule, warmup_steps=2, total_steps=6) for s in range(8)]  # type: ignore[arg-type]
+
+    assert rates("constant") == [0.5, 1, 1, 1, 1, 1, 1, 1]
+    assert rates("linear") == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25, 0, 0])
+    assert rates("cosine") == pytest.approx([0.5, 1, 1, 0.853553, 0.5, 0.146447, 0, 0], abs=1e-6)

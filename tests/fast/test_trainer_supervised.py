@@ -1,0 +1,110 @@
+"""Supervised fine-tuning: what is kept, what carries loss, that it learns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_trainer import Context, make_experiment, make_model
+
+from headway.records.errors import ConfigurationError
+from headway.tokens.training import train_byte_fallback_tokenizer
+from headway.trainer.checkpoints import verify
+from headway.trainer.supervised import PairTokens, SupervisedService, _pair_arrays, _shuffled_for_ever
+
+torch.set_num_threads(1)
+PAIRS = [(f"{a}+{b}=", str(a + b)) for a in range(6) for b in range(6)]
+
+
+def make(folder: Path, pairs: list[tuple[str, str]], **sft) -> SupervisedService:
+    model = folder / "model"
+    make_model(model, vocabulary=300)
+    train_byte_fallback_tokenizer([p + s for p, s in PAIRS], 300, model)
+    lines = [json.dumps({"prompt": p, "solution": s, "note": 1}) for p, s in pairs]
+    (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+    section = {"data": str(folder / "pairs.jsonl"), "batch_sequences": 12, "steps": 60, "warmup_steps": 5,
+               "learning_rate": 1e-2, "micro_batch_tokens": 40, **sft}  # fmt: skip
+    return SupervisedService(Context, experiment=make_experiment(str(model), folder, sft=section), run_id="sft-test")
+
+
+def test_counts_of_what_is_dropped(tmp_path: Path) -> None:
+    service = make(tmp_path, [*PAIRS, ("", "5"), ("1+1=", ""), ("1+1=", "2 " * 200)], max_tokens=64)
+    counts = service.prepare()
+    assert (counts["kept"], counts["dropped_empty"], counts["dropped_too_long"]) == (36, 2, 1)
+    assert counts["too_long_share"] == pytest.approx(1 / 39)
+    assert counts["longest"] > 200
+    assert 3 < counts["mean"] < 10
+
+
+def test_only_solution_and_eos_carry_loss() -> None:
+    arrays = _pair_arrays([PairTokens(ids=[5, 6, 7, 1], prompt_tokens=2), PairTokens(ids=[8, 9, 1], prompt_tokens=1)])
+    assert arrays.loss_mask_n.tolist() == [False, False, True, True, False, True, True]
+
+
+def test_epochs_visit_everything_once_in_an_order_of_the_seed() -> None:
+    order = _shuffled_for_ever(7, seed=3)
+    first, second = [next(order) for _ in range(7)], [next(order) for _ in range(7)]
+    assert sorted(first) == sorted(second) == list(range(7))
+    assert first != second
+    again = _shuffled_for_ever(7, seed=3)
+    assert [next(again) for _ in range(14)] == first + second
+
+
+def test_learns_and_saves(tmp_path: Path) -> None:
+    service = make(tmp_path, PAIRS)
+    with pytest.raises(ConfigurationError, match="prepare"):
+        service.steps(1)
+    service.prepare()
+    first = service.steps(1)
+    last = service.steps(59)
+    assert last["version"] == 60
+    assert last["loss"] < 0.5 * first["loss"]
+    assert 0.2 < last["effective_token_share"] < 0.8
+    assert last["tokens_per_s"] > 0
+    assert last["epochs"] == pytest.approx(20)
+    service.save(str(tmp_path / "out"))
+    assert verify(tmp_path / "out").version == 60
+    weights = [p.detach().clone() for p in service.learner.parameters]
+    service.steps(1)
+    service.load_weights(str(tmp_path / "out"))
+    assert all(torch.equal(a, b) for a, b in zip(weights, service.learner.parameters, strict=True))
+    published = service.publish(60)
+    service.close()
+    assert published.version == 60
+    assert not Path(published.path).exists()
+
+
+def test_loss_is_the_mean_cross_entropy_of_solution_tokens(tmp_path: Path) -> None:
+    service = make(tmp_path, PAIRS[:12], micro_batch_tokens=7)
+    service.prepare()
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for sequence in service._sequences:
+            logits = service.learner.model(torch.tensor(sequence.ids), [len(sequence.ids)])
+            logprobs = torch.log_softmax(logits, -1)
+            targets = np.arange(sequence.prompt_tokens, len(sequence.ids))
+            total -= sum(float(logprobs[i - 1, sequence.ids[i]]) for i in targets)
+            count += len(targets)
+    assert service.steps(1)["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no pairs"),
+        ('{"prompt": "a"}\n', ":1:"),
+        ("\n{broken\n", ":2:"),
+        ('{"prompt": "a", "solution": ""}', "no pair is left"),
+    ],
+)
+def test_bad_data_is_named(tmp_path: Path, content: str, message: str) -> None:
+    service = make(tmp_path, PAIRS)
+    (tmp_path / "pairs.jsonl").write_text(content)
+    with pytest.raises(ConfigurationError, match=message):
+        service.prepare()
+    (tmp_path / "pairs.jsonl").unlink()
+    with pytest.raises(ConfigurationError, match="No such file"):
+        service.prepare()
