@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from headway.config import schema
-from headway.records.errors import HeadwayError, RemoteError, WorkerDied
+from headway.records.errors import ConfigurationError, HeadwayError, RemoteError, WorkerDied
 from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.rollout.verifiers import failed_verdict
-from headway.runtime.channel import Channel, ChannelClosed
+from headway.runtime.channel import Channel, ChannelClosed, ChannelStatistics
 from headway.runtime.clock import Clock
-from headway.runtime.workers import LocalLauncher, Worker, WorkerSpec
+from headway.runtime.devices import machine_cores
+from headway.runtime.workers import Launcher, Worker, WorkerSpec
 
 _FACTORY = "headway.rollout.service:VerifierService"
 _BACKSTOP_GRACE_S = 5.0  # the worker's own watchdog comes first; the parent's limit is for a worker that is stuck
+_STOP_GRACE_S = 1.0
 _START_RETRY_S = 0.5  # before a worker that couldn't start is tried again
 
 
@@ -54,7 +53,7 @@ class VerifierPool:
 
     def __init__(
         self,
-        launcher: LocalLauncher,
+        launcher: Launcher,
         verifier: schema.Verifier,
         clock: Clock,
         *,
@@ -76,9 +75,12 @@ class VerifierPool:
         self.restarts = 0  # workers replaced so far
 
     async def start(self) -> None:
-        """Start all workers. Raises what a worker's constructor raised (a verifier that can't be imported)."""
-        for seat, worker in enumerate(await asyncio.gather(*(self._launch(i) for i in range(len(self._workers))))):
-            self._workers[seat] = worker
+        """Start all workers. Raises ConfigurationError when the verifier can't be imported or refuses a parameter."""
+        launches = (self._launch(seat) for seat in range(len(self._workers)))
+        for error in await asyncio.gather(*launches, return_exceptions=True):
+            if isinstance(error, BaseException):
+                await self.stop()
+                raise error.__cause__ if isinstance(error.__cause__, ConfigurationError) else error
         self._seats = [asyncio.create_task(self._serve(i), name=f"verifier-{i}") for i in range(len(self._workers))]
 
     async def verify(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
@@ -104,20 +106,18 @@ class VerifierPool:
         for verdicts in self._open:
             if not verdicts.done():
                 verdicts.set_exception(HeadwayError("the verifier pool is stopped"))
-        alive = [worker for worker in self._workers if worker is not None]
+        workers = [worker for worker in self._workers if worker is not None]
         self._workers = [None] * len(self._workers)
-        await asyncio.gather(*(worker.stop(1.0) for worker in alive))
-        for worker in alive:
-            _kill_process_group(worker.pid)
+        await asyncio.gather(*(worker.stop(_STOP_GRACE_S) for worker in workers))
 
-    def statistics(self) -> Any:
+    def statistics(self) -> ChannelStatistics:
         """The queue's statistics: used, capacity, peak, waiters, age of the oldest group."""
         return self._jobs.statistics()
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the live workers."""
-        return [worker.pid for worker in self._workers if worker is not None]
+        return [worker.pid for worker in self._workers if worker is not None and worker.alive]
 
     # --- one seat: a worker and the loop that feeds it ---------------------------------------------------
 
@@ -164,7 +164,7 @@ class VerifierPool:
             budget -= 1
 
     async def _call(self, seat: int, task: Task, responses: tuple[str, ...]) -> list[Verdict]:
-        """Score on this seat's worker. Raises _Died; the seat then has no worker until the next call."""
+        """Score on this seat's worker. Raises _Died; the next call then starts another."""
         worker = await self._worker(seat)
         started = self._clock.now()
         backstop_s = self._verifier.timeout_s * len(responses) + _BACKSTOP_GRACE_S
@@ -173,39 +173,38 @@ class VerifierPool:
                 return await worker.call("score", task, responses)
         except TimeoutError:
             elapsed_s = self._clock.now() - started
-            self._discard(seat, worker)
+            worker.kill()
+            await worker.died
             raise _Died(f"no answer after {elapsed_s:.1f} s", True, elapsed_s) from None
         except WorkerDied as error:
             elapsed_s = self._clock.now() - started
-            self._discard(seat, worker)
-            # the watchdog in the worker ends it no sooner than the limit; an earlier death had another cause,
-            # unless the worker stopped answering its heartbeat, which a job that holds the interpreter lock does
-            hung = elapsed_s >= self._verifier.timeout_s or "heartbeat" in error.cause
-            raise _Died(error.cause, hung, elapsed_s) from None
+            # the watchdog in the worker ends it no sooner than the limit; an earlier death had another cause
+            raise _Died(error.cause, elapsed_s >= self._verifier.timeout_s, elapsed_s) from None
         except asyncio.CancelledError:
-            # the pool is being stopped in mid-job: nothing may be left running
-            self._discard(seat, worker)
+            worker.kill()  # the pool is being stopped in mid-job: don't wait for the job
             raise
 
     async def _worker(self, seat: int) -> Worker:
-        """The seat's live worker, started when there is none."""
+        """The seat's live worker, restarted when it is dead. Raises HeadwayError when that fails."""
         worker = self._workers[seat]
-        if worker is not None and not worker.died.done():
-            return worker
-        for attempt in range(self._retries + 1):
+        return worker if worker is not None and worker.alive else await self._restart(seat)
+
+    async def _restart(self, seat: int) -> Worker:
+        attempts = self._retries + 1
+        while True:
+            attempts -= 1
             try:
                 worker = await self._launch(seat)
-            except (WorkerDied, RemoteError):
-                if attempt == self._retries:
-                    raise
+            except (WorkerDied, RemoteError, TimeoutError) as error:
+                if not attempts:
+                    raise HeadwayError(f"verifier-{seat} could not be restarted: {error}") from error
                 await self._clock.sleep(_START_RETRY_S)
             else:
                 self.restarts += 1
-                self._workers[seat] = worker
                 return worker
-        raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _launch(self, seat: int) -> Worker:
+        """Start this seat's worker. It takes its seat at once, so that ``stop`` finds it whatever happens next."""
         name = f"verifier-{seat}"
         spec = WorkerSpec(
             name=name,
@@ -214,22 +213,10 @@ class VerifierPool:
             device=self._device or _every_core(),
             log_path=str(self._log_folder / f"{name}.log") if self._log_folder else None,
         )
-        return await self._launcher.start(spec)
-
-    def _discard(self, seat: int, worker: Worker) -> None:
-        self._workers[seat] = None
-        _kill_process_group(worker.pid)
-        worker.kill()
-
-
-def _kill_process_group(pid: int) -> None:
-    """Kill a worker and whatever its verifier started; both share the group the worker leads."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return  # all gone already
+        worker = await self._launcher.start(spec)
+        self._workers[seat] = worker
+        return worker
 
 
 def _every_core() -> str:
-    cores = sorted(os.sched_getaffinity(0))
-    return f"cpu:{cores[0]}-{cores[-1]}"
+    return f"cpu:0-{len(machine_cores()) - 1}"

@@ -32,7 +32,7 @@ class FakeVerifier:
     ) -> None:
         self._reward = reward
         self._clock = clock
-        self._latency_s = latency_s
+        self._latency_s: Callable[[Task, str], float] = latency_s if callable(latency_s) else lambda *_: latency_s
         self._free = asyncio.Semaphore(workers)
         self._stopped = False
         self.verified = 0  # responses scored so far
@@ -48,9 +48,7 @@ class FakeVerifier:
             verdicts: list[Verdict] = []
             total_s = 0.0
             for response in responses:
-                latency_s = (
-                    self._latency_s if isinstance(self._latency_s, float | int) else self._latency_s(task, response)
-                )
+                latency_s = self._latency_s(task, response)
                 total_s += latency_s
                 verdict = to_verdict(self._reward(task, response))
                 verdicts.append(msgspec.structs.replace(verdict, verify_s=latency_s))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import os
 import sys
 import time
 import traceback
@@ -31,9 +30,6 @@ class VerifierService:
     def __init__(self, context: Any, *, verifier: dict[str, Any]) -> None:
         """``verifier``: a config.Verifier as plain types. Raises ConfigurationError when it can't be imported."""
         self._settings = schema.Verifier.model_validate(verifier)
-        # what a verifier starts (compilers, sandboxes) joins this process group, so it can be killed with it
-        if os.getpgrp() != os.getpid():
-            os.setpgid(0, 0)
         self._score = resolve_verifier(self._settings)
 
     def score(self, task: Task, responses: Sequence[str]) -> list[Verdict]:

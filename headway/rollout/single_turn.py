@@ -61,11 +61,13 @@ class SingleTurn:
         run_seed: int,
         temperature: float | None = None,
         request_prefix: str = "",
+        max_resumes: int | None = None,
         resume_gate: ResumeGate | None = None,
         on_progress: Progress | None = None,
     ) -> None:
         """``temperature`` overrides the settings' (an evaluation's); ``request_prefix`` keeps its requests apart.
 
+        A member parked ``max_resumes`` times asks to run uninterrupted by further "abort" updates (None: never).
         ``on_progress`` is called each time a member is parked, before it waits at ``resume_gate``.
         """
         self._generate = generate
@@ -74,6 +76,7 @@ class SingleTurn:
         self._clock = clock
         self._run_seed = run_seed
         self._prefix = request_prefix
+        self._max_resumes = max_resumes
         self._resume_gate = resume_gate
         self._on_progress = on_progress
         self._sampling = SamplingParameters(
@@ -126,6 +129,7 @@ class SingleTurn:
                 sampling=sampling,
                 priority=group.index,
                 partial=life.response,
+                interruptible=self._max_resumes is None or life.resumes < self._max_resumes,
             )
             failure = await self._submit(request, life)
             if failure is not None:

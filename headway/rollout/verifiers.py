@@ -223,29 +223,29 @@ def to_verdict(result: object) -> Verdict:
 
     A number counts as solved from 1 upwards; a mapping or a Verdict may say otherwise.
     """
+    solved: object = None
+    detail: object = {}
     if isinstance(result, Verdict):
-        verdict = result
+        if result.failure is not None:
+            return msgspec.structs.replace(result, reward=0.0, solved=False)
+        value, solved, detail = result.reward, result.solved, result.detail
     elif isinstance(result, Mapping):
-        fields = {str(key): value for key, value in cast("Mapping[Any, Any]", result).items()}
-        reward = _number(fields.pop("reward", None))
-        if reward is None:
-            return failed_verdict(f"the verifier returned {_short(result)}, which has no number under 'reward'")
-        solved = bool(fields.pop("solved", reward >= 1))
-        verdict = Verdict(reward=reward, solved=solved, detail=fields)
+        fields = {str(key): field for key, field in cast("Mapping[Any, Any]", result).items()}
+        value, solved, detail = fields.pop("reward", None), fields.pop("solved", None), fields
     else:
-        reward = _number(result)
-        if reward is None:
-            return failed_verdict(
-                f"the verifier returned {_short(result)}: expected a number, a Verdict or a dictionary with 'reward'"
-            )
-        verdict = Verdict(reward=reward, solved=reward >= 1)
-    if verdict.failure is None and not math.isfinite(verdict.reward):
-        return failed_verdict(f"the reward is {verdict.reward}, not a finite number")
+        value = result
+    reward = _number(value)
+    if reward is None:
+        return failed_verdict(
+            f"the verifier returned {_short(result)}: expected a number, a Verdict or a dictionary with 'reward'"
+        )
+    if not math.isfinite(reward):
+        return failed_verdict(f"the reward is {reward}, not a finite number")
     try:
-        msgspec.msgpack.encode(verdict.detail)
+        plain = msgspec.to_builtins(detail, str_keys=True, enc_hook=_plain)
     except (TypeError, ValueError, OverflowError) as error:
         return failed_verdict(f"the verdict's detail can't be stored: {error}")
-    return verdict
+    return Verdict(reward=reward, solved=reward >= 1 if solved is None else bool(solved), detail=plain)
 
 
 def failed_verdict(cause: str, *, infrastructure: bool = False, detail: str = "", verify_s: float = 0.0) -> Verdict:
@@ -262,6 +262,13 @@ def _number(value: object) -> float | None:
         return float(cast("SupportsFloat", value))
     except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several, a huge integer
         return None
+
+
+def _plain(value: Any) -> Any:
+    """NumPy scalars and arrays as plain numbers and lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} has no JSON form")
 
 
 def _short(value: object) -> str:
