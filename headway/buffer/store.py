@@ -378,6 +378,13 @@ class GroupBuffer:
             sizes = {index: entry.size for index, entry in self._entries.items()}
             return read_books(self._connection, self._next_index, sizes)
 
+    def rollout_counts(self) -> dict[str, int]:
+        """``admitted`` and ``open_now``, counted from disk: the arguments of ``Books.check``."""
+        with reading(self._path):
+            admitted = self._connection.execute("SELECT coalesce(sum(size), 0) FROM groups").fetchone()[0]
+            ended = self._connection.execute("SELECT count(*) FROM rollouts WHERE ending IS NOT NULL").fetchone()[0]
+        return {"admitted": admitted, "open_now": admitted - ended}
+
     def length_bias(self, groups_per_step: int) -> LengthBias:
         """Length-bias statistics of everything this buffer ever held, ready to go on."""
         with reading(self._path):
