@@ -131,13 +131,6 @@ class GroupBuffer:
             **by_state,
         )
 
-    def rollout_counts(self) -> dict[str, int]:
-        """``admitted`` rollouts of all time and ``open_now``, counted on disk: what the books are held against."""
-        admitted: int = self._connection.execute("SELECT coalesce(sum(size), 0) FROM groups").fetchone()[0]
-        query = "SELECT count(*) FROM rollouts WHERE ending IS NOT NULL"
-        ended: int = self._connection.execute(query).fetchone()[0]
-        return {"admitted": admitted, "open_now": admitted - ended}
-
     # -- transitions ---------------------------------------------------------------------------------
 
     def admit(self, group: Group, cursor_position: int | None = None) -> None:
