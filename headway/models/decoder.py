@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from headway.models.attention import AttentionPlan, packed_attention
 from headway.models.configuration import DecoderConfig
-from headway.models.kernels import gated_silu, norm_rotate, rms_norm
+from headway.models.kernels import gated_silu, norm_rotate, product_dtype, rms_norm
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderLayer"]
 
@@ -74,9 +74,11 @@ class DecoderLayer(nn.Module):
 
 
 def _add_linear(x_nd: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x + inner @ weight.T (+ bias), the residual added inside the product."""
-    out = torch.addmm(x_nd, inner, weight.t())
-    return out if bias is None else out + bias
+    """x + inner @ weight.T (+ bias). The residual is added inside the product, except under autocast, which would
+    round the residual stream to the product's dtype."""
+    if bias is not None or product_dtype(x_nd) != x_nd.dtype:
+        return x_nd + functional.linear(inner, weight, bias)
+    return torch.addmm(x_nd, inner, weight.t())
 
 
 class Decoder(nn.Module):

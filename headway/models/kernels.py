@@ -26,7 +26,8 @@ def _normalise(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 def _normalise_backward(grad: Tensor, unit: Tensor, inverse: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of weight * unit with respect to x (float32) and, per row, to weight (not summed yet)."""
     per_weight = grad * unit
-    along = (per_weight @ weight).mul_(1 / grad.shape[-1]).unsqueeze(-1)
+    with torch.autocast(grad.device.type, enabled=False):  # the row sums stay float32
+        along = (per_weight @ weight).mul_(1 / grad.shape[-1]).unsqueeze(-1)
     return (grad * weight).addcmul_(unit, along, value=-1).mul_(inverse), per_weight
 
 
@@ -34,22 +35,33 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_nd: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         unit, inverse = _normalise(x_nd, epsilon)
-        unit = unit.to(x_nd.dtype)
+        unit = unit.to(product_dtype(x_nd))
+        ctx.dtype = x_nd.dtype
         ctx.save_for_backward(unit, inverse, weight)
-        return unit * weight
+        return unit * weight.to(unit.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         unit, inverse, weight = ctx.saved_tensors
         grad_x, per_weight = _normalise_backward(grads[0].float(), unit.float(), inverse, weight.float())
-        return grad_x.to(unit.dtype), per_weight.sum(0).to(weight.dtype), None
+        return grad_x.to(ctx.dtype), per_weight.sum(0).to(weight.dtype), None
 
 
 def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm over the last axis of [N, d], computed in float32 (Zhang & Sennrich 2019, Eq. 4)."""
+    """RMSNorm over the last axis of [N, d], computed in float32 (Zhang & Sennrich 2019, Eq. 4).
+
+    The result has the dtype the following matrix product wants: autocast's, else that of x.
+    """
     if torch.is_grad_enabled():
         return _RmsNorm.apply(x_nd, weight, epsilon)  # pyright: ignore[reportReturnType]
-    return _normalise(x_nd, epsilon)[0].to(x_nd.dtype).mul_(weight)
+    unit = _normalise(x_nd, epsilon)[0].to(product_dtype(x_nd))
+    return unit.mul_(weight)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype matrix products of ``x`` are computed in: autocast's where it is on, else that of x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _pairs(x: Tensor) -> Tensor:

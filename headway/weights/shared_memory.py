@@ -277,7 +277,7 @@ def _default_folders() -> list[Path]:
 def _checksum(version: int, manifest: bytes, payload: np.ndarray) -> str:
     state = xxhash.xxh3_128(version.to_bytes(8, "little"))
     state.update(manifest)
-    state.update(memoryview(payload))
+    state.update(payload.data)
     return state.hexdigest()
 
 
