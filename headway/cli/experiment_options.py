@@ -24,21 +24,27 @@ def load(context: typer.Context, path: str) -> Experiment:
     is neither an option of the command nor an override."""
     from headway.config.load import load_experiment
 
-    return load_experiment(path, overrides(context.args, _option_names(context)))
+    known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+    try:
+        given = overrides(context.args, known)
+    except ValueError as error:
+        context.fail(str(error))
+    return load_experiment(path, given)
 
 
 def overrides(arguments: Sequence[str], known_options: Sequence[str] = ()) -> list[str]:
-    """``--section.key=value`` strings out of what the command didn't understand; ``--section.key value`` too."""
+    """``--section.key=value`` strings out of what the command didn't understand; ``--section.key value`` too.
+    Raises ValueError naming what is neither."""
     found: list[str] = []
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
         name, equals, _ = argument.partition("=")
         if not name.startswith("--") or "." not in name:
-            raise typer.BadParameter(_explain(argument, known_options))
+            raise ValueError(_explain(argument, known_options))
         if not equals:
             if not rest or rest[0].startswith("--"):
-                raise typer.BadParameter(f"{name} needs a value: {name}=VALUE")
+                raise ValueError(f"{name} needs a value: {name}=VALUE")
             argument = f"{name}={rest.pop(0)}"
         found.append(argument)
     return found
@@ -51,7 +57,3 @@ def _explain(argument: str, known_options: Sequence[str]) -> str:
     if argument.startswith("-"):
         return f"no such option: {argument} (a key of the experiment file is given as --section.key=value)"
     return f"unexpected argument: {argument}"
-
-
-def _option_names(context: typer.Context) -> list[str]:
-    return [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]

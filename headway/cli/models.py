@@ -23,16 +23,16 @@ def init_model(
     texts: list[str] = typer.Option(
         ..., "--texts", metavar="FILE", help="JSONL whose text fields train the tokenizer; may be repeated."
     ),
-    vocabulary_size: int = typer.Option(512, min=1, help="Most tokens the tokenizer may have."),
-    character_level: bool = typer.Option(False, "--character-level", help="Learn no merges: one token a character."),
-    layers: int = typer.Option(3, min=1),
-    width: int = typer.Option(96, min=2, help="Size of the hidden state."),
-    heads: int = typer.Option(4, min=1),
-    kv_heads: int = typer.Option(2, min=1, help="Key and value heads; divides heads."),
-    intermediate: int = typer.Option(256, min=1, help="Size of the feed-forward layer."),
-    max_positions: int = typer.Option(1024, min=2, help="Context, tokens."),
-    tied: bool = typer.Option(True, help="Output head and embedding are one matrix."),
-    seed: int = typer.Option(0),
+    vocabulary_size: int = typer.Option(512, metavar="N", help="Most tokens it may have."),
+    character_level: bool = typer.Option(False, "--character-level", help="No merges."),
+    layers: int = typer.Option(3, metavar="N"),
+    width: int = typer.Option(96, metavar="N", help="Hidden size."),
+    heads: int = typer.Option(4, metavar="N", help="Query heads."),
+    kv_heads: int = typer.Option(2, metavar="N", help="Divides heads."),
+    intermediate: int = typer.Option(256, metavar="N", help="Feed-forward size."),
+    max_positions: int = typer.Option(1024, metavar="N", help="Context, tokens."),
+    tied: bool = typer.Option(True, metavar="", help="One matrix for both ends."),
+    seed: int = typer.Option(0, metavar="N"),
 ) -> None:
     """Write a small, randomly initialised Qwen3-style model with its own tokenizer, so that no network is needed."""
     from headway.cli.texts import read_texts

@@ -101,7 +101,7 @@ def evaluate(
     experiment = experiments.load(context, config)
     if getattr(experiment.tasks, split) is None:
         raise typer.BadParameter(f"--split {split!r}: {config} has no tasks.{split}")
-    from headway.orchestrator.evaluation import evaluate_model
+    from headway.orchestrator.scoring import evaluate_model
     from headway.report.tables import print_evaluation
 
     record = evaluate_model(experiment, model_path=model or experiment.model.path, split=split)

@@ -18,7 +18,7 @@ import msgspec
 from headway.config.load import require_resumable
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
-from headway.records.errors import ConfigurationError, HeadwayError
+from headway.records.errors import ConfigurationError, HeadwayError, RemoteError
 from headway.records.task import Task
 from headway.runtime.devices import Device, parse_device
 from headway.runtime.run_directory import RunDirectory
@@ -387,6 +387,9 @@ def _verifier(inputs: _Inputs) -> Iterator[Finding]:
         yield _error(
             "verifier.name", f"{inputs.experiment.verifier.name!r} didn't start within {_START_VERIFIER_S:g} s"
         )
+        return
+    except RemoteError as error:  # the worker's own words, without the names of the process and the exception
+        yield _error("verifier.name", error.error.partition("ConfigurationError: ")[2] or error.error)
         return
     except HeadwayError as error:
         yield _error("verifier.name", str(error))

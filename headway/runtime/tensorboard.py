@@ -1,14 +1,14 @@
-"""Ledger lines as TensorBoard scalars and histograms. Imports tensorboardX: import it only when it is wanted."""
+"""Ledger lines as TensorBoard scalars and histograms. Import it only when they are wanted: tensorboardX is slow."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tensorboardX import SummaryWriter
 
 from headway.records.ledger import Distribution, EvaluationRecord, EventRecord, LedgerLine, StepRecord
 
@@ -69,7 +69,7 @@ class TensorBoardExporter:
     def __init__(self, folder: Path, *, first_step: int, clock: Clock) -> None:
         # A full queue would block the orchestrator's event loop, so it is far larger than one step's points, and
         # the exporter flushes by the run's own clock.
-        self._writer = SummaryWriter(str(folder), purge_step=first_step or None, max_queue=10_000, flush_secs=120)
+        self._writer = _writer_class()(str(folder), purge_step=first_step or None, max_queue=10_000, flush_secs=120)
         self._clock = clock
         self._flushed_s = clock.now()
 
@@ -106,6 +106,20 @@ class TensorBoardExporter:
             bucket_counts=weights.tolist(),
             global_step=step,
         )
+
+
+def _writer_class() -> Any:
+    """tensorboardX's writer, imported without torch: it wants torch merely to know its tensors by type, and torch
+    would cost the orchestrator seconds and hundreds of megabytes."""
+    hidden = "torch" not in sys.modules
+    if hidden:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` an ImportError
+    try:
+        from tensorboardX import SummaryWriter
+    finally:
+        if hidden:
+            del sys.modules["torch"]
+    return SummaryWriter
 
 
 def scalars(line: LedgerLine) -> Iterator[tuple[str, float]]:
