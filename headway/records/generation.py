@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+UpdateMode = Literal["keep", "recompute", "abort"]  # what a weight update does to requests in flight (DESIGN rule 4)
 
 
 class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +68,7 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     error: str = ""
     reprefills: int = 0  # how often its KV was recomputed (update, preemption, engine restart)
+    resumes: int = 0  # how often it was moved off a dead engine
     first_token_s: float = 0.0  # the caller's clock when this request's first new token arrived; 0: unknown
 
 

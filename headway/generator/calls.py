@@ -1,0 +1,100 @@
+"""A model call as the pool sees it: what was asked, what has arrived, who works on it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from headway.records.generation import (
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    PartialResponse,
+    TokenDelta,
+    VersionSpan,
+)
+
+
+class Call:
+    """One open request: *held* (no replica) -> *assigned* -> finished; a replica's death takes it back to held.
+
+    Invariant: ids, logprobs and the tokens of all spans have equal lengths; ``partial()`` is all another replica
+    needs to go on.
+    """
+
+    __slots__ = (
+        "_ids",
+        "_logprobs",
+        "_spans",
+        "first_token_s",
+        "future",
+        "replica",
+        "reprefills",
+        "request",
+        "resumes",
+        "ticket",
+    )
+
+    def __init__(self, request: GenerationRequest, future: asyncio.Future[GenerationResult]) -> None:
+        self.request = request
+        self.future = future
+        self.replica: int | None = None
+        self.ticket = ""  # the id it has inside that replica
+        self._ids = list(request.partial.ids)
+        self._logprobs = list(request.partial.logprobs)
+        self._spans = [[span.version, span.tokens] for span in request.partial.versions]
+        self.reprefills = 0
+        self.resumes = 0
+        self.first_token_s = 0.0
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Prompt and still allowed response tokens: what it may cost a replica."""
+        return len(self.request.prompt_ids) + max(0, self.request.sampling.max_tokens - len(self._ids))
+
+    def absorb(self, delta: TokenDelta, now: float) -> None:
+        """Take over a delta's tokens."""
+        self.reprefills += delta.reprefilled
+        if not delta.ids:
+            return
+        if self.first_token_s == 0.0:
+            self.first_token_s = now
+        self._ids.extend(delta.ids)
+        self._logprobs.extend(delta.logprobs)
+        if self._spans and self._spans[-1][0] == delta.version:
+            self._spans[-1][1] += len(delta.ids)
+        else:
+            self._spans.append([delta.version, len(delta.ids)])
+
+    def partial(self) -> PartialResponse:
+        """All tokens so far."""
+        return PartialResponse(
+            ids=tuple(self._ids),
+            logprobs=tuple(self._logprobs),
+            versions=tuple(VersionSpan(version=version, tokens=tokens) for version, tokens in self._spans),
+        )
+
+    def resubmission(self) -> GenerationRequest:
+        """The request for the next replica: it goes on after the tokens so far."""
+        return msgspec.structs.replace(self.request, request_id=self.ticket, partial=self.partial())
+
+    def finish(self, reason: FinishReason, error: str = "") -> None:
+        """Give the caller its result (none if it has stopped waiting)."""
+        if self.future.done():
+            return
+        self.future.set_result(
+            GenerationResult(
+                request_id=self.request.request_id,
+                response=self.partial(),
+                finish_reason=reason,
+                error=error,
+                reprefills=self.reprefills,
+                resumes=self.resumes,
+                first_token_s=self.first_token_s,
+            )
+        )
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)

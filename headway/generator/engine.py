@@ -1,0 +1,440 @@
+"""The torch engine: continuous batching over slots, updated in flight.
+
+One ``step`` samples one token for every running request. Between steps requests come and go and the weights may
+change (DESIGN rule 4).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.generator.model_runner import ModelRunner, Prefill
+from headway.generator.requests import EngineRequest, WaitingQueue, refusal
+from headway.generator.sampling import RowSampling, counter_uniform, sample_tokens
+from headway.generator.slot_table import SlotTable
+from headway.models.decoder import Decoder
+from headway.models.loading import copy_weights
+from headway.records.generation import (
+    AppliedWeights,
+    EngineStatistics,
+    FinishReason,
+    GenerationRequest,
+    TokenDelta,
+    UpdateMode,
+)
+from headway.tokens.tokenizer import IncrementalDecoder, Tokenizer
+
+HEADROOM_TOKENS = 8  # KV tokens each running request can still gain before a new one is let in
+
+
+class TorchEngine:
+    """Generates for many requests at once with the model's own weights.
+
+    ``submit`` queues requests; each ``step`` admits waiting ones (lowest priority number first, then oldest),
+    computes their prompts beside the running requests' next tokens, and samples. ``take_deltas`` hands out what
+    was sampled since it was last called. A request ends with one last delta that has a ``finish_reason``.
+
+    KV tokens are admitted by count: when the running requests would need more than ``kv_capacity_tokens``, the
+    youngest is preempted: it waits with its tokens, and its KV is recomputed later (``reprefilled``).
+
+    ``deterministic``: every step is computed on all slots over the whole context and every prompt alone, so a
+    row's result does not depend on its neighbours.
+
+    Example: submit([A, B]); step() samples A1, B1; update_weights(..., version=1, mode="keep"); step() samples
+    A2, B2 from the old KV with the new weights; take_deltas() gives A1, B1 (version 0) and A2, B2 (version 1).
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        slots: int,
+        max_context_tokens: int,
+        kv_capacity_tokens: int | None = None,
+        version: int = 0,
+        tokenizer: Tokenizer | None = None,
+        deterministic: bool = False,
+        prefill_tokens_per_step: int = 8192,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``model`` is changed in place by ``update_weights``; ``now``: monotonic seconds, for the statistics."""
+        self.version = version
+        self.slots = slots
+        self.kv_capacity_tokens = slots * max_context_tokens if kv_capacity_tokens is None else kv_capacity_tokens
+        # One request must always fit alone, else preemption could never make room for it.
+        self.context_tokens = min(max_context_tokens, self.kv_capacity_tokens)
+        self._scarce = self.kv_capacity_tokens < slots * self.context_tokens
+        self._model = model
+        self._tokenizer = tokenizer
+        self._deterministic = deterministic
+        self._prefill_tokens_per_step = prefill_tokens_per_step
+        self._now = now
+        self._runner = ModelRunner(model, slots, self.context_tokens, fixed_shapes=deterministic)
+        self._table = SlotTable(slots, self.context_tokens)
+        self._rows = 0  # rows 0 .. _rows-1 are in use, but for the holes
+        self._holes: list[int] = []  # rows freed since the last step; refilled or closed by the next
+        self._waiting = WaitingQueue()
+        self._open: dict[str, EngineRequest] = {}
+        self._donors: dict[tuple[int, ...], list[EngineRequest]] = {}  # running requests by prompt
+        self._watched: set[EngineRequest] = set()  # running requests with stop strings
+        self._deltas: list[TokenDelta] = []
+        self._arrivals = 0
+        self._idle_since: float | None = now()
+        self._generated = self._prefilled = self._finished = self._preemptions = self._steps = 0
+        self._busy_s = self._idle_s = self._paused_s = 0.0
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests. One that can't be served ends with its own "error" delta; the others are not touched.
+
+        Raises ValueError, before taking any, for an id that is already open: its deltas could not be told apart.
+        """
+        ids = [request.request_id for request in requests]
+        taken = [request_id for request_id in ids if request_id in self._open]
+        if taken or len(set(ids)) < len(ids):
+            raise ValueError(f"request ids must be unique among open requests: {taken or ids}")
+        for request in requests:
+            self._accept(request)
+        self._note_idleness()
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests with reason "abort"; their last delta has the tokens not handed out yet. Unknown ids: no-op."""
+        for request_id in request_ids:
+            request = self._open.get(request_id)
+            if request is None:
+                continue
+            if request.slot >= 0:
+                self._end_running(request.slot, "abort")
+            else:
+                self._waiting.remove(request)
+                self._end(request, "abort")
+        self._note_idleness()
+
+    def take_deltas(self, running: bool = True) -> list[TokenDelta]:
+        """What was sampled since the last call, in order; without ``running``, only of requests that have ended
+        or crossed an update."""
+        if running:
+            self._flush_running()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    @property
+    def ready_deltas(self) -> int:
+        """How many deltas ``take_deltas(running=False)`` would give."""
+        return len(self._deltas)
+
+    def _accept(self, request: GenerationRequest) -> None:
+        error = refusal(request, self.context_tokens, self._runner.vocabulary)
+        if not error and request.sampling.stop and self._tokenizer is None:
+            error = "stop strings need a tokenizer"
+        entry = EngineRequest(request, self._arrivals)
+        self._arrivals += 1
+        self._open[entry.request_id] = entry
+        if error:
+            self._end(entry, "error", error)
+            return
+        ended = self._already_ended(entry)
+        if ended is None:
+            self._waiting.push(entry)
+        else:
+            self._end(entry, ended)
+
+    def _already_ended(self, entry: EngineRequest) -> FinishReason | None:
+        """Why a resumed request has nothing left to sample, if so."""
+        response, how = entry.response, entry.sampling
+        if how.stop and self._tokenizer is not None:
+            entry.stop_strings = IncrementalDecoder(self._tokenizer, how.stop)
+            for token in response:
+                if entry.stop_strings.push(token):
+                    return "stop"
+        if response and response[-1] in how.stop_token_ids:
+            return "stop"
+        if len(response) >= how.max_tokens or entry.tokens >= self.context_tokens:
+            return "length"
+        return None
+
+    # --- one step -------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Sample one token for every running request. False when there is nothing to do."""
+        if self._scarce:
+            self._make_room()
+        prefills = self._admit()
+        self._close_holes()
+        n, table = self._rows, self._table
+        if n == 0:
+            return False
+        started = self._now()
+        rows = self.slots if self._deterministic else n
+        logits = self._runner.step(prefills, table.pending[:rows], table.position[:rows])
+        sampled = sample_tokens(logits, self._row_sampling(rows)).cpu().numpy()
+        self._advance(sampled[0, :n].astype(np.int64), sampled[1, :n])
+        self._steps += 1
+        self._generated += n
+        self._busy_s += self._now() - started
+        self._note_idleness()
+        return True
+
+    def _admit(self) -> list[Prefill]:
+        """Give free slots to waiting requests while KV tokens and this step's prefill budget last.
+
+        Equal prompts are computed once: by one Prefill with several slots, or by copying the prompt's KV from a
+        running request that got it under the present version.
+        """
+        used, budget = self._kv_used(), self._prefill_tokens_per_step
+        plans: dict[tuple[int, ...], Prefill] = {}
+        copies: dict[int, list[tuple[int, int]]] = {}  # tokens -> (source slot, target slot)
+        admitted: list[EngineRequest] = []
+        while (self._holes or self._rows < self.slots) and (request := self._waiting.peek()) is not None:
+            running = self._rows - len(self._holes)
+            if self._scarce and running:
+                wanted = used + request.tokens + running * HEADROOM_TOKENS
+                if wanted > self.kv_capacity_tokens:
+                    break
+            ids = (request.prompt + request.response)[:-1]  # the last token is fed by the step itself
+            plan = plans.get(ids)
+            donor = None if plan is not None or request.response else self._donor(request)
+            if plan is None and donor is None and ids:
+                if plans and len(ids) > budget:
+                    break
+                budget -= len(ids)
+                plan = plans[ids] = Prefill(ids, [])
+            self._waiting.pop()
+            slot = self._place(request)
+            used += request.tokens
+            admitted.append(request)
+            if plan is not None:
+                plan.slots.append(slot)
+            elif donor is not None and ids:
+                copies.setdefault(len(ids), []).append((donor.slot, slot))
+        for request in admitted:  # only now: a donor must have its KV before this step
+            self._donors.setdefault(request.prompt, []).append(request)
+        for tokens, pairs in copies.items():
+            self._runner.cache.copy([pair[0] for pair in pairs], [pair[1] for pair in pairs], tokens)
+        self._prefilled += sum(len(ids) for ids in plans)
+        return list(plans.values())
+
+    def _place(self, request: EngineRequest) -> int:
+        if self._holes:
+            slot = self._holes.pop()
+        else:
+            slot = self._rows
+            self._rows += 1
+        request.reprefilled = request.reprefilled or bool(request.response)
+        request.prefix_version = self.version
+        self._table.occupy(slot, request, self.context_tokens)
+        if request.stop_strings is not None:
+            self._watched.add(request)
+        return slot
+
+    def _donor(self, request: EngineRequest) -> EngineRequest | None:
+        """A running request whose prompt KV may be copied: never one whose KV is of another version."""
+        for donor in self._donors.get(request.prompt, ()):
+            if donor.prefix_version == self.version:
+                return donor
+        return None
+
+    def _row_sampling(self, rows: int) -> RowSampling:
+        table, device = self._table, self._runner.device
+        uniform = counter_uniform(table.seed[:rows], table.position[:rows] + 1 - table.prompt[:rows])
+        uniform_n = torch.from_numpy(uniform).to(device)
+        temperature = table.temperature[:rows]
+        temperature_n = None if (temperature == 1).all() else torch.from_numpy(temperature).to(device)
+        greedy = np.flatnonzero(table.greedy[:rows])
+        truncated = np.flatnonzero(table.truncated[:rows])
+        greedy_rows = torch.from_numpy(greedy).to(device) if len(greedy) else None
+        if not len(truncated):
+            return RowSampling(uniform_n, temperature_n, greedy_rows)
+        return RowSampling(
+            uniform_n,
+            temperature_n,
+            greedy_rows,
+            torch.from_numpy(truncated).to(device),
+            torch.from_numpy(table.top_p[truncated]).to(device),
+            torch.from_numpy(table.top_k[truncated]).to(device),
+        )
+
+    def _advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Append one token to each row and end the requests that are done."""
+        table, n = self._table, self._rows
+        table.append(n, tokens, logprobs)
+        stopped = (table.stop_ids[:n] == tokens[:, None]).any(1)
+        finite = np.isfinite(logprobs)
+        for request in self._watched:
+            if request.stop_strings is not None and request.stop_strings.push(int(tokens[request.slot])):
+                stopped[request.slot] = True
+        ended = stopped | ~finite | (table.position[:n] + 1 >= table.limit[:n])
+        for slot in np.flatnonzero(ended).tolist():
+            if not finite[slot]:
+                table.position[slot] -= 1  # the token means nothing
+                self._end_running(slot, "error", "the model's output is not finite")
+                self._runner.cache.clear(slot)
+            else:
+                self._end_running(slot, "stop" if stopped[slot] else "length")
+
+    # --- endings, preemption --------------------------------------------------------------------------------
+
+    def _flush_running(self) -> None:
+        """A delta for every running request that has something to say."""
+        table = self._table
+        unsent = table.position[: self._rows] + 1 > table.sent[: self._rows]
+        for slot in range(self._rows):
+            request = table.requests[slot]
+            if request is not None and (unsent[slot] or request.reprefilled):
+                self._emit(request)
+
+    def _emit(self, request: EngineRequest, finish_reason: FinishReason | None = None, error: str = "") -> None:
+        ids, logprobs = self._table.take_unsent(request.slot) if request.slot >= 0 else ((), ())
+        self._deltas.append(
+            TokenDelta(
+                request_id=request.request_id,
+                ids=ids,
+                logprobs=logprobs,
+                version=self.version if ids else -1,
+                finish_reason=finish_reason,
+                error=error,
+                reprefilled=request.reprefilled,
+            )
+        )
+        request.reprefilled = False
+
+    def _end(self, request: EngineRequest, reason: FinishReason, error: str = "") -> None:
+        self._emit(request, reason, error)
+        del self._open[request.request_id]
+        self._finished += 1
+
+    def _end_running(self, slot: int, reason: FinishReason, error: str = "") -> None:
+        request = self._table.requests[slot]
+        assert request is not None
+        self._end(request, reason, error)
+        self._vacate(request)
+
+    def _vacate(self, request: EngineRequest) -> None:
+        slot = request.slot
+        self._table.release(slot)
+        self._holes.append(slot)
+        self._watched.discard(request)
+        siblings = self._donors[request.prompt]
+        siblings.remove(request)
+        if not siblings:
+            del self._donors[request.prompt]
+
+    def _close_holes(self) -> None:
+        """Move the last rows into the holes, so that the running requests are rows 0 .. n-1 again."""
+        origins: dict[int, int] = {}  # target -> the row its KV lies in
+        for hole in sorted(self._holes, reverse=True):
+            last = self._rows - 1
+            if hole != last:
+                self._table.move(last, hole)
+                origins[hole] = origins.pop(last, last)
+            self._rows -= 1
+        self._holes.clear()
+        if origins:
+            tokens = int(self._table.position[list(origins)].max())
+            self._runner.cache.copy(list(origins.values()), list(origins), tokens)
+
+    def _kv_used(self) -> int:
+        """KV tokens the running requests hold once the next step is done (free rows have position 0)."""
+        return int(self._table.position[: self._rows].sum()) + self._rows - len(self._holes)
+
+    def _make_room(self) -> None:
+        """Preempt the youngest requests until the next step's KV tokens fit."""
+        running = [request for request in self._table.requests[: self._rows] if request is not None]
+        used = self._kv_used()
+        for request in sorted(running, key=lambda request: request.order, reverse=True)[:-1]:
+            if used <= self.kv_capacity_tokens:
+                return
+            used -= int(self._table.position[request.slot]) + 1
+            self._emit(request)
+            request.response = self._table.response_ids(request.slot)
+            request.reprefilled = True
+            self._vacate(request)
+            self._waiting.push(request)
+            self._preemptions += 1
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    def update_weights(self, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode) -> AppliedWeights:
+        """Replace the weights in place and go on (DESIGN rule 4).
+
+        ``keep``: running requests go on from their KV; ``recompute``: their KV is computed anew first; ``abort``:
+        they end with reason "abort" (waiting ones stay, and so do those that are not interruptible).
+        Raises ConfigurationError, with nothing changed, when the tensors are not this model's.
+        """
+        started = self._now()
+        copy_weights(self._model, tensors)
+        self._close_holes()
+        self._flush_running()  # tokens so far are the old version's
+        running = [request for request in self._table.requests[: self._rows] if request is not None]
+        if mode == "abort":
+            for request in running:
+                if request.interruptible:
+                    self._end_running(request.slot, "abort")
+            self._close_holes()
+        self.version = version
+        reprefilled = self._recompute(running) if mode == "recompute" else 0
+        pause_s = self._now() - started
+        self._paused_s += pause_s
+        if self._idle_since is not None:
+            self._idle_since += pause_s  # counted once: an idle engine that updates is paused
+        self._note_idleness()
+        return AppliedWeights(version=version, pause_s=pause_s, in_flight=len(running), reprefilled_tokens=reprefilled)
+
+    def _recompute(self, running: Sequence[EngineRequest]) -> int:
+        """Compute the KV of all running requests with the present weights. Returns how many tokens that took."""
+        table, total = self._table, 0
+        chunk: list[Prefill] = []
+        room = self._prefill_tokens_per_step
+        for request in running:
+            ids = table.sequence[request.slot, : table.position[request.slot]]
+            request.prefix_version = self.version
+            if not len(ids):
+                continue
+            if chunk and len(ids) > room:
+                self._runner.prefill(chunk)
+                chunk, room = [], self._prefill_tokens_per_step
+            chunk.append(Prefill(ids, [request.slot]))
+            room -= len(ids)
+            total += len(ids)
+            request.reprefilled = True
+        self._runner.prefill(chunk)
+        self._prefilled += total
+        return total
+
+    # --- statistics -----------------------------------------------------------------------------------------
+
+    def statistics(self) -> EngineStatistics:
+        """Counters since the start, and the present state."""
+        idle_s = self._idle_s + (self._now() - self._idle_since if self._idle_since is not None else 0.0)
+        return EngineStatistics(
+            version=self.version,
+            running=self._rows - len(self._holes),
+            waiting=len(self._waiting),
+            slots=self.slots,
+            kv_used_tokens=int(self._table.position[: self._rows].sum()),
+            kv_capacity_tokens=self.kv_capacity_tokens,
+            generated_tokens=self._generated,
+            prefilled_tokens=self._prefilled,
+            finished=self._finished,
+            preemptions=self._preemptions,
+            busy_s=self._busy_s,
+            idle_s=idle_s,
+            paused_s=self._paused_s,
+            decode_steps=self._steps,
+            flops=self._runner.flops,
+        )
+
+    def _note_idleness(self) -> None:
+        """Start or stop the idle watch when the last request went or the first came."""
+        if not self._open and self._idle_since is None:
+            self._idle_since = self._now()
+        elif self._open and self._idle_since is not None:
+            self._idle_s += self._now() - self._idle_since
+            self._idle_since = None

@@ -1,0 +1,104 @@
+"""A request inside the engine, and the queue of those without a slot."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+
+from headway.records.generation import GenerationRequest
+from headway.tokens.tokenizer import IncrementalDecoder
+
+
+class EngineRequest:
+    """One request: *waiting* -> *running* (holds a slot) -> finished; preemption takes it back to waiting.
+
+    While it runs, its tokens live in the slot's row of the ``SlotTable``; ``response`` holds them only while
+    it waits. Invariant: slot >= 0 exactly while it runs.
+    """
+
+    __slots__ = (
+        "arrival",
+        "interruptible",
+        "prefix_version",
+        "priority",
+        "prompt",
+        "reprefilled",
+        "request_id",
+        "response",
+        "sampling",
+        "slot",
+        "stop_strings",
+    )
+
+    def __init__(self, request: GenerationRequest, arrival: int) -> None:
+        self.request_id = request.request_id
+        self.prompt = request.prompt_ids
+        self.sampling = request.sampling
+        self.priority = request.priority
+        self.interruptible = request.interruptible
+        self.arrival = arrival
+        self.response: tuple[int, ...] = request.partial.ids
+        self.slot = -1
+        self.prefix_version = -1  # version that computed the KV of the whole prompt
+        self.reprefilled = False  # KV behind tokens was recomputed since the last delta
+        self.stop_strings: IncrementalDecoder | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Served in ascending order, preempted in descending order."""
+        return (self.priority, self.arrival)
+
+    @property
+    def tokens(self) -> int:
+        """KV tokens it needs to start."""
+        return len(self.prompt) + len(self.response)
+
+
+class WaitingQueue:
+    """Requests without a slot, by (priority, arrival)."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, EngineRequest]] = []
+
+    def push(self, request: EngineRequest) -> None:
+        heapq.heappush(self._heap, (request.priority, request.arrival, request))
+
+    def peek(self) -> EngineRequest | None:
+        return self._heap[0][2] if self._heap else None
+
+    def pop(self) -> EngineRequest:
+        return heapq.heappop(self._heap)[2]
+
+    def remove(self, request: EngineRequest) -> None:
+        """Take out one that was cancelled: linear, and rare."""
+        self._heap = [item for item in self._heap if item[2] is not request]
+        heapq.heapify(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[EngineRequest]:
+        return (item[2] for item in self._heap)
+
+
+def refusal(request: GenerationRequest, context_tokens: int, vocabulary: int) -> str:
+    """Why this request can't be served ("" when it can): its own error, never its neighbours'."""
+    how = request.sampling
+    prompt, partial = request.prompt_ids, request.partial.ids
+    if not prompt:
+        return "the prompt is empty"
+    if len(prompt) >= context_tokens:
+        return f"prompt of {len(prompt)} tokens leaves no room in a context of {context_tokens}"
+    for name, ids in (("prompt", prompt), ("partial", partial)):
+        if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
+            return f"{name} has a token id outside 0..{vocabulary - 1}"
+    if not (math.isfinite(how.temperature) and how.temperature >= 0):
+        return f"temperature = {how.temperature}: must be finite and >= 0"
+    if not 0 < how.top_p <= 1:
+        return f"top_p = {how.top_p}: must be in (0, 1]"
+    if how.top_k < 0:
+        return f"top_k = {how.top_k}: must be >= 0"
+    if how.max_tokens < 1:
+        return f"max_tokens = {how.max_tokens}: must be >= 1"
+    return ""
