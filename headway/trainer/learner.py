@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays
 from headway.models.decoder import Decoder
 from headway.models.loading import copy_weights, load_model, weights_of
+from headway.models.peak import measure_peak_flops
 from headway.trainer.ranks import Ranks
 
 # Logits of one chunk: 2^25 float32 values are 128 MiB. More are computed chunk by chunk and again in the backward.
@@ -134,23 +134,9 @@ class Learner:
             # AdamW's fused kernel wants its step counter where the parameter is.
             self.optimiser.state[parameter][key] = value.to(self.device, torch.float32, copy=True)
 
-    def measure_peak(self, size: int = 1024, seconds: float = 0.3) -> float:
+    def measure_peak(self) -> float:
         """FLOP/s of square matrix products at the training dtype on this device: what MFU is a share of."""
-        left = torch.randn(size, size, device=self.device, dtype=self.dtype)
-        right = torch.randn(size, size, device=self.device, dtype=self.dtype)
-        best = 0.0
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline or not best:
-            self._synchronise()
-            started = time.perf_counter()
-            torch.mm(left, right)
-            self._synchronise()
-            best = max(best, 2.0 * size**3 / (time.perf_counter() - started))
-        return best
-
-    def _synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        return measure_peak_flops(self.device, self.dtype)
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
         if self.dtype == torch.float32:

@@ -35,6 +35,10 @@ def client(folder: Path, ranks: int, run_id: str, **sections) -> TrainerClient:
     return TrainerClient(LocalLauncher(RealClock()), experiment, run_id)
 
 
+def published_file(path: str) -> bool:
+    return Path(path).is_file()
+
+
 async def train(trainer: TrainerClient, folder: Path, name: str) -> tuple[list[dict[str, float]], Path]:
     await trainer.start()
     try:
@@ -45,10 +49,10 @@ async def train(trainer: TrainerClient, folder: Path, name: str) -> tuple[list[d
         await trainer.save_checkpoint(str(checkpoint_path(folder / f"run-{name}", 3)), {0: [0]})
         assert await trainer.load_checkpoint(str(checkpoint_path(folder / f"run-{name}", 3))) == 3
         published = await trainer.publish(3)
-        assert os.path.exists(published.path)
+        assert published_file(published.path)
     finally:
         await trainer.stop()
-    assert not os.path.exists(published.path)
+    assert not published_file(published.path)
     return [
         report.metrics | {"tokens": report.tokens, "loss_tokens": report.loss_tokens} for report in reports
     ], folder / name
