@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -178,14 +179,17 @@ def save_model(model: Decoder, path: str | Path, tokenizer_source: str | Path | 
     scratch = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    tensors = {e.name: e.view.cpu().reshape(e.shape).contiguous() for e in hugging_face_entries(model)}
-    save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
-    dtype = str(model.dtype).removeprefix("torch.")
-    config = json.dumps(model.config.to_mapping(dtype), indent=2, ensure_ascii=False)
-    (scratch / "config.json").write_text(config + "\n", encoding="utf-8")
-    if tokenizer_source is not None:
-        copy_tokenizer(tokenizer_source, scratch)
-    commit_folder(scratch, target)
+    try:
+        tensors = {e.name: e.view.cpu().reshape(e.shape).contiguous() for e in hugging_face_entries(model)}
+        save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+        dtype = str(model.dtype).removeprefix("torch.")
+        config = json.dumps(model.config.to_mapping(dtype), indent=2, ensure_ascii=False)
+        (scratch / "config.json").write_text(config + "\n", encoding="utf-8")
+        if tokenizer_source is not None:
+            copy_tokenizer(tokenizer_source, scratch)
+        commit_folder(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def copy_tokenizer(source: str | Path, target: str | Path) -> None:
@@ -196,15 +200,30 @@ def copy_tokenizer(source: str | Path, target: str | Path) -> None:
 
 
 def commit_folder(scratch: Path, target: Path) -> None:
-    """Flush every file of ``scratch`` to disk and rename it to ``target``, replacing what is there."""
-    for file in [*scratch.iterdir(), scratch]:
+    """Flush ``scratch`` to disk and make it ``target``. What was there is swapped out in one step where the file
+    system can do that, so that a reader, or a crash, finds the old folder or the new one; then it is removed."""
+    for file in [*scratch.rglob("*"), scratch]:
         _flush(file)
-    retired = target.with_name(f".{target.name}.{os.getpid()}.old")
     if target.exists():
-        target.rename(retired)
-    scratch.rename(target)
-    _flush(target.parent)
-    shutil.rmtree(retired, ignore_errors=True)
+        if not _exchange(scratch, target):
+            retired = target.with_name(f".{target.name}.{os.getpid()}.old")
+            target.rename(retired)
+            scratch.rename(target)
+            retired.rename(scratch)
+        _flush(target.parent)
+        shutil.rmtree(scratch)
+    else:
+        scratch.rename(target)
+        _flush(target.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders' names atomically (Linux renameat2); False where that is not possible."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 def _flush(path: Path) -> None:
