@@ -12,7 +12,6 @@ from headway.cli import models, reading, training
 from headway.records.errors import HeadwayError, Interrupted
 
 EXIT_INTERRUPTED = 130
-EXIT_CLOSED_PIPE = 141  # as a shell reports a command that SIGPIPE ended
 
 app = typer.Typer(
     name="headway",
@@ -65,10 +64,6 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output is gone (`| head`). Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_CLOSED_PIPE
     return 0
 
 
