@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from decimal import Context, Decimal
+from decimal import Context, Decimal, InvalidOperation
 from typing import Literal, get_args
 
 Extract = Literal["all", "last_line", "answer_tag"]
@@ -53,8 +53,11 @@ def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
 
 
-def _decimal(text: str) -> Decimal:
-    return Decimal(text.replace(",", ""))
+def _decimal(text: str) -> Decimal | None:
+    try:
+        return Decimal(text.replace(",", ""))
+    except InvalidOperation:  # an exponent of more digits than a number can have
+        return None
 
 
 def close(a: Decimal, b: Decimal, tolerance: float) -> bool:
