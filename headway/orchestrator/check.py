@@ -22,7 +22,7 @@ from headway.records.errors import ConfigurationError, HeadwayError, RemoteError
 from headway.records.task import Task
 from headway.runtime.devices import Device, parse_device
 from headway.runtime.run_directory import RunDirectory
-from headway.tasks.sources import overlap, read_tasks
+from headway.tasks.sources import overlap, read_tasks, without_prompts_of
 from headway.tokens.tokenizer import Tokenizer
 
 Level = Literal["error", "warning", "info"]
@@ -149,6 +149,14 @@ def _tasks(inputs: _Inputs) -> Iterator[Finding]:
         if read.duplicates:
             yield _info(f"tasks.{split}", f"{read.duplicates:,} tasks were repeats of earlier ones and are left out")
     inputs.tasks = tasks
+    if "train" in tasks and sections.train.source != "jsonl":  # as the run does: generated sets are made disjoint
+        kept = without_prompts_of(
+            tasks["train"], [task for split in tasks if split != "train" for task in tasks[split]]
+        )
+        if left_out := len(tasks["train"]) - len(kept):
+            message = f"{left_out:,} tasks are left out because their prompts are in a held-out set"
+            yield _info("tasks.train", message) if kept else _error("tasks.train", message + "; none remains")
+        tasks["train"] = kept
     for pair in overlap({f"tasks.{split}": found for split, found in tasks.items()}):
         shared = "1 prompt" if pair.prompts == 1 else f"{pair.prompts:,} prompts"
         yield _error(
@@ -177,6 +185,8 @@ def _prompts(inputs: _Inputs) -> Iterator[Finding]:
         return
     limit = inputs.experiment.rollout.max_prompt_tokens
     for split, tasks in inputs.tasks.items():
+        if not tasks:
+            continue
         lengths = [len(inputs.tokenizer.render(task.prompt, inputs.experiment.model.template)) for task in tasks]
         too_long = sum(length > limit for length in lengths)
         if too_long:

@@ -125,7 +125,7 @@ async def _wire(
     def worker_event(name: str, detail: str, **data: Any) -> None:
         context.event(name, detail, **data)
 
-    trainer = TrainerClient(launcher, experiment, clock, identity, log_directory=directory.logs)
+    trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs)
     generator = GeneratorPool(launcher, experiment, clock, on_event=worker_event, log_directory=directory.logs)
     verifier = VerifierPool(launcher, experiment.verifier, clock, log_folder=directory.logs)
     queue = experiment.queue

@@ -1,0 +1,185 @@
+"""A whole run under the virtual clock: the real loops, rules and buffer; fake generator, trainer and verifier."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headway.buffer.store import GroupBuffer
+from headway.config.load import validate_experiment
+from headway.config.schema import Experiment
+from headway.generator.fake import FakeGenerator
+from headway.orchestrator.context import RunContext
+from headway.orchestrator.meter import Meter
+from headway.orchestrator.run import Run
+from headway.orchestrator.state import RunState
+from headway.records.generation import GenerationRequest
+from headway.records.ledger import EventRecord, LedgerLine, StepRecord
+from headway.records.rollout import Group
+from headway.records.task import Task
+from headway.rollout.fake import FakeVerifier
+from headway.rollout.single_turn import SingleTurn
+from headway.runtime.clock import Clock, run_virtual
+from headway.tasks.cursor import TaskCursor
+from headway.trainer.fake import FakeTrainer
+
+
+class PlainTokenizer:
+    """Two-token prompts; a response decodes to its length, so that a fake verifier can judge it."""
+
+    eos_id = 1
+
+    def render(self, prompt: str, template: str) -> tuple[int, ...]:
+        return (2, 3)
+
+    def decode(self, ids: Any) -> str:
+        return str(len(tuple(ids)))
+
+
+@dataclass
+class Outcome:
+    """What a simulated run left behind."""
+
+    experiment: Experiment
+    lines: list[LedgerLine]
+    trainer: FakeTrainer
+    audit: list[str]
+    trained_groups: list[int]
+    admitted_groups: int
+    duration_s: float
+    bias_lengths: tuple[dict[int, int], dict[int, int]]
+    endings: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        return [line for line in self.lines if isinstance(line, StepRecord)]
+
+    def event(self, name: str) -> EventRecord:
+        return next(line for line in reversed(self.lines) if isinstance(line, EventRecord) and line.event == name)
+
+
+def experiment_of(folder: Path, **sections: dict[str, Any]) -> Experiment:
+    raw: dict[str, Any] = {
+        "run": {"directory": str(folder), "steps": 12},
+        "model": {"path": "none"},
+        "tasks": {"train": {"path": "none"}},
+        "evaluation": {"before": False, "after": False},
+        "checkpoint": {"every_steps": 5},
+    }
+    for name, section in sections.items():
+        raw[name] = raw.get(name, {}) | section
+    return validate_experiment(raw, "simulation")
+
+
+def long_tailed(seed: int, request: GenerationRequest, longest: int) -> int:
+    """A log-normal length that depends on the request's seed alone."""
+    draw = random.Random(f"{seed}-{request.sampling.seed}").lognormvariate(2.5, 1.0)
+    return max(1, min(longest, int(draw)))
+
+
+def simulate(
+    experiment: Experiment,
+    *,
+    seed: int = 0,
+    token_s: float = 0.01,
+    sample_s: float = 0.02,
+    publish_s: float = 0.01,
+    verify_s: float = 0.005,
+    reward: Any = None,
+    skip_steps: frozenset[int] = frozenset(),
+    generator_options: dict[str, Any] | None = None,
+) -> Outcome:
+    """Run ``experiment`` to its end in virtual time."""
+
+    async def main(clock: Clock) -> Outcome:
+        with tempfile.TemporaryDirectory() as folder:
+            return await _simulate(
+                experiment.model_copy(update={"run": experiment.run.model_copy(update={"directory": folder})}),
+                clock,
+                seed=seed,
+                token_s=token_s,
+                trainer=FakeTrainer(clock, sample_s, publish_s=publish_s, skip_steps=skip_steps),
+                verifier=FakeVerifier(reward or (lambda task, response: int(response) % 2), clock, latency_s=verify_s),
+                generator_options=generator_options or {},
+            )
+
+    return run_virtual(main)
+
+
+async def _simulate(
+    experiment: Experiment,
+    clock: Clock,
+    *,
+    seed: int,
+    token_s: float,
+    trainer: FakeTrainer,
+    verifier: FakeVerifier,
+    generator_options: dict[str, Any],
+) -> Outcome:
+    longest = experiment.rollout.max_response_tokens
+    generator = FakeGenerator(
+        clock,
+        slots=experiment.generator.slots,
+        token_s=token_s,
+        length_of=lambda request: long_tailed(seed, request, longest),
+        update_mode=experiment.generator.update_mode,
+        **generator_options,
+    )
+    queue = experiment.queue
+    lines: list[LedgerLine] = []
+    tokenizer = PlainTokenizer()
+    state = RunState(clock=clock, groups_per_step=queue.groups_per_step)
+
+    async def resume_gate(group: Group, member: int, partial: object) -> None:
+        state.note_parked(group.index, +1)
+        await state.resume_gate.wait()
+        state.note_parked(group.index, -1)
+
+    folder = experiment.run.directory
+    capacity = queue.groups_per_step * (queue.budget + 1)
+    with closing(GroupBuffer(Path(folder) / "buffer.db", capacity, clock)) as buffer:
+        rollouts = SingleTurn(
+            generator.generate, tokenizer, experiment.rollout, clock, run_seed=seed, resume_gate=resume_gate
+        )
+        context = RunContext(
+            experiment=experiment,
+            clock=clock,
+            state=state,
+            generator=generator,
+            trainer=trainer,
+            verifier=verifier,
+            buffer=buffer,
+            tasks=TaskCursor([Task(task_id=str(i), prompt=str(i)) for i in range(50)], seed),
+            tokenizer=tokenizer,  # type: ignore[arg-type]  (stands in for a tokenizer folder)
+            rollouts=rollouts,
+            meter=Meter(experiment, clock),
+            record=lines.append,
+            keep_sample=lambda line: None,
+            directory=folder,
+            started_s=clock.now(),
+        )
+        await asyncio_start(trainer, generator, verifier)
+        run = Run(context, rollouts)
+        await run.begin()
+        await run.train()
+        await run.conclude()
+        return Outcome(
+            experiment=experiment,
+            lines=lines,
+            trainer=trainer,
+            audit=buffer.audit(),
+            trained_groups=[index for groups in buffer.consumed().values() for index in groups],
+            admitted_groups=buffer.next_index,
+            duration_s=context.time_s(),
+            bias_lengths=context.meter.length_bias.lengths(),
+            endings=dict(state.books.endings),
+        )
+
+
+async def asyncio_start(*actors: Any) -> None:
+    for actor in actors:
+        await actor.start()
