@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from headway.config.load import validate_experiment
-from headway.config.schema import Experiment
+from headway.config.schema import Experiment, TaskSource
 from headway.orchestrator import check as checking
 from headway.orchestrator.check import Finding, check
+from headway.records.task import Task
 from headway.runtime.run_directory import RunDirectory
+from headway.tasks.sources import TaskSet
 from headway.tokens.training import train_byte_fallback_tokenizer
 
 Usage = namedtuple("Usage", "total used free")
@@ -150,6 +152,23 @@ def test_prompts_that_are_too_long_are_counted_over_all_splits(setup: Setup) -> 
 def test_splits_that_share_prompts(setup: Setup) -> None:
     setup.write_tasks("test", ["5+1=", "6+1=", "777+1="])
     assert "shares 2 prompts with tasks.train" in setup.messages()["tasks.test"]
+
+
+def test_generated_training_tasks_make_room_for_held_out_ones(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = checking.read_tasks
+
+    def generate(source: TaskSource, seed: int) -> TaskSet:
+        if source.source == "jsonl":
+            return read(source, seed)
+        return TaskSet(name="made", tasks=tuple(Task(task_id=p, prompt=p) for p in prompts))
+
+    monkeypatch.setattr(checking, "read_tasks", generate)
+    generated = {"tasks": {"train": {"source": "reasoning-gym", "name": "made"}}}
+    prompts = [f"{i}+1=" for i in range(1990, 2010)]
+    assert setup.messages(**generated) == {}
+    assert setup.messages("info", **generated)["tasks.train"].startswith("10 tasks are left out")
+    prompts = ["2000+1=", "1000+1="]
+    assert "none remains" in setup.messages(**generated)["tasks.train"]
 
 
 def test_missing_and_empty_task_files(setup: Setup) -> None:
