@@ -142,15 +142,16 @@ class VerifierPool:
                 job.verdicts.set_result(verdicts)
 
     async def _score_group(self, seat: int, job: _Job) -> list[Verdict]:
-        budget = self._retries
-        try:
-            return await self._call(seat, job.task, job.responses)
-        except _Died as died:
-            if not died.hung:
-                budget -= 1  # scoring one by one is the first of its retries
-        return [await self._score_single(seat, job.task, response, budget) for response in job.responses]
+        deaths = 0
+        if len(job.responses) > 1:  # alone, a response is its own suspect
+            try:
+                return await self._call(seat, job.task, job.responses)
+            except _Died as died:
+                deaths = 0 if died.hung else 1
+        return [await self._score_single(seat, job.task, response, deaths) for response in job.responses]
 
-    async def _score_single(self, seat: int, task: Task, response: str, budget: int) -> Verdict:
+    async def _score_single(self, seat: int, task: Task, response: str, deaths: int) -> Verdict:
+        """``deaths``: how often a worker has died under this response already, for other reasons than time."""
         while True:
             try:
                 return (await self._call(seat, task, (response,)))[0]
@@ -158,10 +159,10 @@ class VerifierPool:
                 if died.hung:
                     cause = f"timed out after {self._verifier.timeout_s:g} s; job killed"
                     return failed_verdict(cause, detail=died.cause, verify_s=died.elapsed_s)
-                if budget <= 0:
-                    cause = f"the verifier's process died {self._retries + 1} times under it"
+                deaths += 1
+                if deaths > self._retries:
+                    cause = f"the verifier's process died {deaths} times under it"
                     return failed_verdict(cause, infrastructure=True, detail=died.cause, verify_s=died.elapsed_s)
-            budget -= 1
 
     async def _call(self, seat: int, task: Task, responses: tuple[str, ...]) -> list[Verdict]:
         """Score on this seat's worker. Raises _Died; the next call then starts another."""
