@@ -39,7 +39,8 @@ def train_byte_fallback_tokenizer(
 
     The vocabulary, at most ``size``: special and reserved tokens, 256 bytes, the characters of ``texts`` (most
     frequent first where they don't all fit), then merges. ``character_level``: no merges at all, one token per
-    character. Deterministic: equal texts give equal files. Raises ConfigurationError when ``size`` is too small.
+    character. Deterministic: equal texts, in any order, give equal files.
+    Raises ConfigurationError when ``size`` is too small.
     """
     if size < MINIMUM_SIZE:
         raise ConfigurationError(
@@ -67,11 +68,10 @@ def _learn_merges(corpus: list[str], alphabet: list[str], room: int) -> tuple[li
     """Characters and merged tokens, at most ``room`` of them, and the merges that make them."""
     learner = Backend(models.BPE())
     learner.pre_tokenizer = _pre_tokenizer()
-    # Words in sorted order: the trainer breaks ties between equally frequent pairs by order of appearance.
     trainer = trainers.BpeTrainer(
         vocab_size=room, show_progress=False, initial_alphabet=alphabet, limit_alphabet=len(alphabet), min_frequency=2
     )
-    learner.train_from_iterator(sorted(corpus), trainer)
+    learner.train_from_iterator(corpus, trainer)
     learned: dict[str, Any] = json.loads(learner.to_str())["model"]
     reserved = {*SPECIAL_TOKENS, *RESERVED_TOKENS, *BYTES}
     merges = [(pair[0], pair[1]) for pair in learned["merges"] if pair[0] + pair[1] not in reserved]
