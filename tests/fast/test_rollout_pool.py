@@ -29,6 +29,7 @@ class ScriptedWorker:
         self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         self.calls: list[tuple[str, ...]] = []
         self.stopped = False
+        self.working = False
 
     @property
     def alive(self) -> bool:
@@ -40,17 +41,21 @@ class ScriptedWorker:
 
     async def stop(self, grace_s: float = 5.0) -> None:
         self.stopped = True
+        if self.working:  # a stop lets the call end, up to the grace
+            await asyncio.wait([self.died], timeout=grace_s)
         self.kill("stopped")
 
     async def call(self, method: str, task: Task, responses: tuple[str, ...]) -> list[Verdict]:
         assert method == "score"
         assert self.alive
         self.calls.append(responses)
+        self.working = True
         work = asyncio.ensure_future(self._score(task, responses))
         await asyncio.wait([work, self.died], return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             work.cancel()
             raise self.died.result()
+        self.working = False
         return work.result()
 
     async def _score(self, task: Task, responses: tuple[str, ...]) -> list[Verdict]:

@@ -207,6 +207,17 @@ def test_an_engine_error_is_retried_from_its_tokens():
     assert len({request.request_id for request in engine.requests}) == 3
 
 
+def test_a_failed_submission_that_comes_back_with_less_costs_no_token():
+    part = response("ab")
+    rollout, engine = play(
+        finish(part, "abort", reprefills=1),
+        finish(PartialResponse(), "error", error="lost", reprefills=1),
+        finish(response("abc"), reprefills=1),
+    )
+    assert [request.partial for request in engine.requests] == [PartialResponse(), part, part]
+    assert rollout.reprefills == 3
+
+
 def test_engine_errors_end_as_an_infrastructure_failure():
     replies = [finish(PartialResponse(), "error", error=f"broken {i}") for i in range(9)]
     rollout, engine = play(*replies, settings={"retries": 2})
@@ -265,6 +276,14 @@ def test_a_hung_engine_ends_at_the_timeout_and_keeps_its_tokens():
     assert rollout.failure.infrastructure
     assert rollout.response_ids == part.ids
     assert rollout.finished_s == 30.0
+
+
+def test_a_gate_that_fails_is_an_error_of_the_orchestrator():
+    async def gate(parked: Group, member: int, partial: PartialResponse) -> None:
+        raise TimeoutError("the gate")
+
+    with pytest.raises(TimeoutError, match="the gate"):
+        play(finish(response("a"), "abort"), resume_gate=gate)
 
 
 def test_a_timeout_inside_the_generator_is_an_engine_error_not_ours():

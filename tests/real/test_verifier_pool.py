@@ -31,11 +31,17 @@ TIMEOUT_S = 1.0
 
 
 @asynccontextmanager
-async def pool(folder: Path, workers: int = 1, timeout_s: float = TIMEOUT_S, **verifier: Any) -> AsyncIterator[Any]:
+async def pool(
+    folder: Path,
+    workers: int = 1,
+    timeout_s: float = TIMEOUT_S,
+    launcher: LocalLauncher | None = None,
+    **verifier: Any,
+) -> AsyncIterator[Any]:
     fields = {"name": "verifier_functions:score", "parameters": {"folder": str(folder)}, **verifier}
     configured = schema.Verifier(workers=workers, timeout_s=timeout_s, **fields)
     clock = RealClock()
-    made = VerifierPool(LocalLauncher(clock), configured, clock, log_folder=folder)
+    made = VerifierPool(launcher or LocalLauncher(clock), configured, clock, log_folder=folder)
     await made.start()
     pids = made.pids
     try:
@@ -130,6 +136,19 @@ def test_kill_9_in_mid_job_is_retried(tmp_path: Path):
             assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 0.0]
             assert len(announced(tmp_path)) == 2
             assert victim not in verifiers.pids
+
+    run(main)
+
+
+def test_a_stopped_process_is_noticed_and_its_group_scored(tmp_path: Path):
+    async def main() -> None:
+        launcher = LocalLauncher(RealClock(), heartbeat_interval_s=0.2, heartbeat_timeout_s=1.0)
+        async with pool(tmp_path, launcher=launcher, timeout_s=30.0) as verifiers:
+            group = asyncio.create_task(verifiers.verify(TASK, ["good", "announce:a"]))
+            await until(lambda: len(announced(tmp_path)) == 1)
+            os.kill(announced(tmp_path)[0], signal.SIGSTOP)
+            (tmp_path / "go").touch()
+            assert failed(await group) == [False, False]
 
     run(main)
 
