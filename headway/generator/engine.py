@@ -354,7 +354,6 @@ class TorchEngine:
             used -= int(self._table.position[request.slot]) + 1
             self._emit(request)
             request.response = self._table.response_ids(request.slot)
-            request.reprefilled = True
             self._vacate(request)
             self._waiting.push(request)
             self._preemptions += 1
