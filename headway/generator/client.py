@@ -104,12 +104,13 @@ class GeneratorPool:
     # --- the Generator protocol -----------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start all replicas. Raises what the first failing one raised; the others are stopped then."""
+        """Start all replicas. Raises what the first failing one raised (its own typed error); the others are
+        stopped then."""
         starts = await asyncio.gather(*(self._launch(replica) for replica in self._replicas), return_exceptions=True)
         failures = [error for error in starts if isinstance(error, BaseException)]
         if failures:
             await self.stop()
-            raise failures[0]
+            raise _own_cause(failures[0])
         for replica in self._replicas:
             replica.live = True
         self._keepers = [asyncio.create_task(self._keep(replica), name=replica.spec.name) for replica in self._replicas]
@@ -380,9 +381,7 @@ class GeneratorPool:
         try:
             applied: AppliedWeights = await worker.call("update_weights", weights, self._mode)
         except RemoteError as error:
-            if isinstance(error.__cause__, HeadwayError):
-                raise error.__cause__ from error
-            raise
+            raise _own_cause(error) from None
         replica.version, replica.applied = applied.version, weights
         return applied
 
@@ -394,6 +393,12 @@ class GeneratorPool:
             present = await worker.call("statistics")
             if replica.worker is worker:
                 replica.present = present
+
+
+def _own_cause(error: BaseException) -> BaseException:
+    """The typed error a replica raised, where it is one of ours."""
+    own = isinstance(error, RemoteError) and isinstance(error.__cause__, HeadwayError)
+    return error.__cause__ if own and error.__cause__ is not None else error
 
 
 def _worker_spec(index: int, device: str, experiment: Experiment, log_directory: str | Path | None) -> WorkerSpec:

@@ -1,0 +1,345 @@
+"""The pool's handling of replicas, with scripted workers under the virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from headway.config.load import validate_experiment
+from headway.generator.client import GeneratorPool
+from headway.records.errors import HeadwayError, RemoteError, WeightsCorrupt, WorkerDied
+from headway.records.generation import (
+    AppliedWeights,
+    EngineStatistics,
+    GenerationRequest,
+    PublishedWeights,
+    SamplingParameters,
+    TokenDelta,
+)
+from headway.runtime.channel import Channel
+from headway.runtime.clock import Clock, run_virtual
+from headway.runtime.local_worker import Death
+from headway.runtime.workers import WorkerSpec
+
+REQUESTS = msgspec.msgpack.Decoder(list[GenerationRequest])
+
+
+class ScriptedWorker:
+    """Notes what it is told; the test says what it answers."""
+
+    def __init__(self, spec: WorkerSpec, pid: int) -> None:
+        self.name, self.pid = spec.name, pid
+        self.events: Channel[Any] = Channel(64)
+        self.died = Death()
+        self.log: list[tuple[str, Any]] = []
+        self.open: dict[str, GenerationRequest] = {}
+        self.update_error: Exception | None = None
+        self.update_s = 0.0
+        self.version = 0
+
+    @property
+    def alive(self) -> bool:
+        return not self.died.done()
+
+    async def call(self, method: str, *args: Any, timeout_s: float | None = None, **named: Any) -> Any:
+        if not self.alive:
+            raise self.died.result()
+        if method == "submit":
+            batch = REQUESTS.decode(args[0])
+            self.log.append(("submit", [request.partial.ids for request in batch]))
+            self.open |= {request.request_id: request for request in batch}
+        elif method == "abort":
+            self.log.append(("abort", len(args[0])))
+            for request_id in args[0]:
+                self.say(request_id, reason="abort")
+        elif method == "update_weights":
+            self.log.append(("update", args[0].version))
+            await asyncio.sleep(self.update_s)
+            if self.update_error is not None:
+                raise RemoteError(self.name, method, "x", "") from self.update_error
+            if not self.alive:
+                raise self.died.result()
+            self.version = args[0].version
+            return AppliedWeights(version=self.version)
+        elif method == "statistics":
+            return EngineStatistics(generated_tokens=10, running=len(self.open))
+        return None
+
+    def say(self, request_id: str, *ids: int, reason: Any = None) -> None:
+        """Stream tokens of a request."""
+        delta = TokenDelta(
+            request_id=request_id, ids=ids, logprobs=(-1.0,) * len(ids), version=self.version, finish_reason=reason
+        )
+        self.events.put_nowait(msgspec.msgpack.encode([delta]))
+        if reason is not None:
+            self.open.pop(request_id, None)
+
+    def finish_all(self) -> None:
+        for request_id in list(self.open):
+            self.say(request_id, 9, reason="stop")
+
+    def kill(self) -> None:
+        self.died.set(WorkerDied(self.name, "killed"))
+        self.events.close()
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        self.kill()
+
+
+class ScriptedLauncher:
+    def __init__(self) -> None:
+        self.started: list[ScriptedWorker] = []
+        self.refuse = False
+        self.start_s = 1.0
+        self.prepare = lambda worker: None
+
+    async def start(self, spec: WorkerSpec) -> ScriptedWorker:
+        await asyncio.sleep(self.start_s)
+        if self.refuse:
+            raise RemoteError(spec.name, "start", "no such file", "")
+        self.started.append(ScriptedWorker(spec, len(self.started)))
+        self.prepare(self.started[-1])
+        return self.started[-1]
+
+
+def make_pool(clock: Clock, launcher: ScriptedLauncher, replicas: int = 2, **options: Any):
+    experiment = validate_experiment(
+        {
+            "run": {"directory": "r"},
+            "model": {"path": "m"},
+            "tasks": {"train": {"path": "t"}},
+            "generator": {"devices": [f"cpu:{index}" for index in range(replicas)]},
+        },
+        "test",
+    )
+    events: list[str] = []
+    pool = GeneratorPool(launcher, experiment, clock, on_event=lambda name, detail: events.append(name), **options)
+    return pool, events
+
+
+def request(name: str, prompt: int = 3, max_tokens: int = 10) -> GenerationRequest:
+    sampling = SamplingParameters(max_tokens=max_tokens)
+    return GenerationRequest(request_id=name, prompt_ids=tuple(range(prompt)), sampling=sampling)
+
+
+def published(version: int) -> PublishedWeights:
+    return PublishedWeights(version=version, path="", checksum="", size_bytes=0)
+
+
+def test_submissions_of_one_pass_are_one_call_and_spread_by_load():
+    async def main(clock: Clock):
+        pool, _ = make_pool(clock, launcher := ScriptedLauncher())
+        await pool.start()
+        jobs = [asyncio.create_task(pool.generate(request(f"r{i}", prompt=3 + i % 2))) for i in range(8)]
+        await clock.sleep(1)
+        assert [[name for name, _ in worker.log] for worker in launcher.started] == [["submit"], ["submit"]]
+        assert [len(worker.open) for worker in launcher.started] == [4, 4]
+        for worker in launcher.started:
+            worker.finish_all()
+        assert {result.finish_reason for result in await asyncio.gather(*jobs)} == {"stop"}
+        await pool.stop()
+
+    run_virtual(main)
+
+
+def test_a_dead_replicas_requests_go_on_elsewhere_from_their_tokens():
+    async def main(clock: Clock):
+        pool, events = make_pool(clock, launcher := ScriptedLauncher())
+        await pool.start()
+        await pool.update_weights(published(4))
+        first, second = launcher.started
+        jobs = [asyncio.create_task(pool.generate(request(f"r{i}"))) for i in range(4)]
+        await clock.sleep(1)
+        for request_id in first.open:
+            first.say(request_id, 7, 8)
+        first.kill()  # what it had sent still counts
+        await clock.sleep(0.1)
+        assert sorted(one.partial.ids for one in second.open.values()) == [(), (), (7, 8), (7, 8)]
+        await pool.update_weights(published(5))  # the dead one gets it when it is back
+        second.finish_all()
+        results = await asyncio.gather(*jobs)
+        assert sorted(result.resumes for result in results) == [0, 0, 1, 1]
+        moved = next(result for result in results if result.resumes)
+        assert moved.response.ids == (7, 8, 9)
+        assert [(span.version, span.tokens) for span in moved.response.versions] == [(4, 2), (5, 1)]
+        await clock.sleep(5)
+        assert launcher.started[2].log == [("update", 5)]
+        assert await pool.applied_version() == 5
+        assert events == ["generator_died", "generator_restarted"]
+        await pool.stop()
+
+    run_virtual(main)
+
+
+def test_with_no_replica_left_requests_wait_for_the_restart_and_its_weights():
+    async def main(clock: Clock):
+        pool, _ = make_pool(clock, launcher := ScriptedLauncher(), replicas=1)
+        await pool.start()
+        await pool.update_weights(published(2))
+        old = asyncio.create_task(pool.generate(request("old")))
+        await clock.sleep(0.1)
+        launcher.started[0].kill()
+        await clock.sleep(0.1)
+        new = asyncio.create_task(pool.generate(request("new")))
+        gone = asyncio.create_task(pool.generate(request("gone")))
+        await clock.sleep(0.1)
+        assert await pool.applied_version() == 2  # what the next one starts with
+        pool.cancel("gone")
+        assert (await gone).finish_reason == "abort"
+        await clock.sleep(3)
+        worker = launcher.started[1]
+        assert worker.log == [("update", 2), ("submit", [(), ()])]
+        worker.finish_all()
+        assert [(await job).resumes for job in (old, new)] == [1, 0]
+        await pool.stop()
+
+    run_virtual(main)
+
+
+def test_a_version_announced_during_a_restart_is_applied_before_the_first_request():
+    async def main(clock: Clock):
+        pool, _ = make_pool(clock, launcher := ScriptedLauncher(), replicas=1)
+        await pool.start()
+        await pool.update_weights(published(1))
+
+        def overwritten(worker: ScriptedWorker) -> None:
+            worker.update_s, worker.update_error = 1.0, WeightsCorrupt("overwritten")
+
+        launcher.prepare = overwritten
+        launcher.started[0].kill()
+        job = asyncio.create_task(pool.generate(request("a")))
+        await clock.sleep(1.5)
+        worker = launcher.started[1]
+        assert await pool.update_weights(published(2)) == []  # no live replica
+        await clock.sleep(0.75)
+        worker.update_error = None
+        await clock.sleep(3)
+        assert worker.log == [("update", 1), ("update", 2), ("submit", [()])]
+        assert await pool.applied_version() == 2
+        worker.finish_all()
+        await job
+        await pool.stop()
+
+    run_virtual(main)
+
+
+def test_a_replica_that_dies_too_often_is_lost_and_the_last_one_ends_the_run():
+    async def main(clock: Clock):
+        pool, events = make_pool(clock, launcher := ScriptedLauncher(), restart_limit=2)
+        await pool.start()
+        launcher.refuse = True
+        launcher.started[0].kill()
+        await clock.sleep(60)
+        assert events == ["generator_died", "generator_restart_failed", "generator_restart_failed", "generator_lost"]
+        job = asyncio.create_task(pool.generate(request("a")))
+        await clock.sleep(1)
+        assert len(launcher.started[1].open) == 1
+        launcher.started[1].kill()
+        with pytest.raises(WorkerDied, match="gave up after 2 restarts"):
+            await job
+        for attempt in (pool.generate(request("b")), pool.applied_version(), pool.update_weights(published(1))):
+            with pytest.raises(WorkerDied):
+                await attempt
+        await pool.stop()
+
+    run_virtual(main)
+
+
+def test_corrupt_weights_surface_and_a_death_during_an_update_does_not():
+    async def main(clock: Clock):
+        pool, _ = make_pool(clock, launcher := ScriptedLauncher())
+        await pool.start()
+        launcher.started[0].update_error = WeightsCorrupt("checksum")
+        with pytest.raises(WeightsCorrupt, match="checksum"):
+            await pool.update_weights(published(1))
+        assert await pool.applied_version() == 0
+        launcher.started[0].update_error = None
+        launcher.started[0].update_s = 2.0
+        update = asyncio.create_task(pool.update_weights(published(2)))
+        await clock.sleep(1)
+        launcher.started[0].kill()
+        assert [applied.version for applied in await update] == [2]
+        await clock.sleep(5)
+        assert await pool.applied_version() == 2
+        assert len(pool.pids) == 2
+        await pool.stop()
+
+    run_virtual(main)
+
+
+def test_cancelling():
+    """cancel() returns the tokens so far; a cancelled caller aborts in the engine; an id is free again at once."""
+
+    async def main(clock: Clock):
+        pool, _ = make_pool(clock, launcher := ScriptedLauncher(), replicas=1)
+        await pool.start()
+        (worker,) = launcher.started
+        job = asyncio.create_task(pool.generate(request("a")))
+        await clock.sleep(1)
+        worker.say(next(iter(worker.open)), 5)
+        pool.cancel("a")
+        result = await job
+        assert (result.finish_reason, result.response.ids, result.request_id) == ("abort", (5,), "a")
+        job = asyncio.create_task(pool.generate(request("a")))
+        await clock.sleep(1)
+        with pytest.raises(ValueError, match="already open"):
+            await pool.generate(request("a"))
+        job.cancel()
+        await asyncio.wait([job])
+        again = asyncio.create_task(pool.generate(request("a")))
+        await clock.sleep(1)
+        assert [name for name, _ in worker.log] == ["submit", "abort", "submit", "abort", "submit"]
+        worker.finish_all()  # the late "abort" of the former request does not meet this one
+        assert (await again).finish_reason == "stop"
+        early = asyncio.create_task(pool.generate(request("early")))
+        await asyncio.sleep(0)
+        pool.cancel("early")  # before it was ever submitted
+        assert (await early).finish_reason == "abort"
+        await pool.stop()
+
+    run_virtual(main)
+
+
+def test_counters_survive_a_restart_and_stop_fails_the_waiting():
+    async def main(clock: Clock):
+        pool, _ = make_pool(clock, launcher := ScriptedLauncher(), replicas=1)
+        await pool.start()
+        job = asyncio.create_task(pool.generate(request("a")))
+        await clock.sleep(1)
+        assert [one.running for one in await pool.statistics()] == [1]
+        launcher.started[0].kill()
+        await clock.sleep(0.1)
+        assert [(one.running, one.generated_tokens) for one in await pool.statistics()] == [(0, 10)]
+        await clock.sleep(5)
+        assert [one.generated_tokens for one in await pool.statistics()] == [20]
+        await pool.stop()
+        with pytest.raises(HeadwayError, match="stopped"):
+            await job
+        with pytest.raises(HeadwayError, match="stopped"):
+            await pool.generate(request("b"))
+
+    run_virtual(main)
+
+
+def test_a_failed_start_stops_the_others():
+    async def main(clock: Clock):
+        launcher = ScriptedLauncher()
+        pool, _ = make_pool(clock, launcher)
+        start = launcher.start
+
+        async def second_fails(spec: WorkerSpec) -> ScriptedWorker:
+            launcher.refuse = spec.name == "generator-1"
+            return await start(spec) if not launcher.refuse else await _refuse(spec)
+
+        launcher.start = second_fails  # type: ignore[method-assign]
+        with pytest.raises(RemoteError):
+            await pool.start()
+        assert [worker.alive for worker in launcher.started] == []
+
+    async def _refuse(spec: WorkerSpec) -> ScriptedWorker:
+        raise RemoteError(spec.name, "start", "no such file", "")
+
+    run_virtual(main)
