@@ -1,10 +1,14 @@
 """Writes the arithmetic tasks: sums whose solution is written out step by step.
 
-A task is a two-digit number followed by one-digit additions and subtractions; every intermediate result has two
-digits. The solution rewrites what remains, one operation a step:
+A task is a number from 10 to 29 followed by one-digit additions and subtractions that stay in that range. The
+solution rewrites what remains, one operation a step:
 
-    prompt    47+8-3+6=
-    solution  55-3+6=52+6=58        (only the number after the last "=" is verified)
+    prompt    19+8-3+4=
+    solution  27-3+4=24+4=28        (only the number after the last "=" is verified)
+
+The demonstrations of the cold start (``sft.jsonl``) are imperfect on purpose: each written result is a slip with
+probability SLIP (one or ten off), and the rest goes on from it. A model that imitates them well slips as often; that
+it should not is for reinforcement learning to find out, from right and wrong final answers alone.
 
 The number of operations varies, and the solution's length grows with its square: the longest are about ten times
 the median. No prompt is in two of the files.
@@ -19,46 +23,61 @@ from pathlib import Path
 
 # operations in a task -> share of tasks
 OPERATIONS = {2: 0.14, 3: 0.46, 4: 0.14, 5: 0.08, 6: 0.055, 7: 0.04, 8: 0.03, 9: 0.025, 10: 0.02, 11: 0.02}
+SLIP = 0.15
+LOWEST, HIGHEST = 10, 29  # of every intermediate result: two digits, so each step is two characters shorter
 SIZES = {"sft": 20000, "train": 30000, "validation": 256, "test": 512}
 
 
-def make_task(rng: random.Random) -> tuple[str, str, str]:
-    """One task: (prompt, solution, answer)."""
+def make_task(rng: random.Random) -> tuple[str, str]:
+    """One task: (prompt, answer)."""
     operations = rng.choices(list(OPERATIONS), weights=list(OPERATIONS.values()))[0]
-    total = start = rng.randint(10, 99)
-    steps: list[tuple[str, int]] = []
+    value = rng.randint(LOWEST, HIGHEST)
+    prompt = str(value)
     for _ in range(operations):
-        sign, digit = rng.choice([(s, d) for s in "+-" for d in range(1, 10) if 10 <= _apply(total, s, d) <= 99])
-        steps.append((sign, digit))
-        total = _apply(total, sign, digit)
-    terms = [f"{sign}{digit}" for sign, digit in steps]
-    prompt = f"{start}{''.join(terms)}="
-    value, written = start, []
-    for position, (sign, digit) in enumerate(steps):
+        sign, digit = rng.choice([(s, d) for s in "+-" for d in range(1, 10) if _in_range(_apply(value, s, d))])
+        prompt += f"{sign}{digit}"
         value = _apply(value, sign, digit)
-        written.append(f"{value}{''.join(terms[position + 1 :])}")
-    return prompt, "=".join(written), str(total)
+    return prompt + "=", str(value)
+
+
+def demonstrate(prompt: str, rng: random.Random) -> str:
+    """The solution of ``prompt``, written out with slips."""
+    value, rest = int(prompt[:2]), prompt[2:-1]
+    written: list[str] = []
+    while rest:
+        value, rest = _apply(value, rest[0], int(rest[1])), rest[2:]
+        slips = [slip for slip in (value - 10, value - 1, value + 1, value + 10) if _in_range(slip)]
+        if slips and rng.random() < SLIP:
+            value = rng.choice(slips)
+        written.append(f"{value}{rest}")
+    return "=".join(written)
 
 
 def _apply(value: int, sign: str, digit: int) -> int:
     return value + digit if sign == "+" else value - digit
 
 
+def _in_range(value: int) -> bool:
+    return LOWEST <= value <= HIGHEST
+
+
 def write_tasks(folder: Path, seed: int) -> None:
     """Write ``sft.jsonl``, ``train.jsonl``, ``validation.jsonl`` and ``test.jsonl`` into ``folder``."""
     rng = random.Random(seed)
     wanted = sum(SIZES.values())
-    tasks: dict[str, tuple[str, str]] = {}
+    tasks: dict[str, str] = {}
     while len(tasks) < wanted:
-        prompt, solution, answer = make_task(rng)
-        tasks.setdefault(prompt, (solution, answer))
-    rows = [{"prompt": p, "solution": s, "answer": a} for p, (s, a) in tasks.items()]
+        tasks.setdefault(*make_task(rng))
+    rows = list(tasks.items())
     rng.shuffle(rows)  # short prompts run out of new ones first: mix before cutting
     folder.mkdir(parents=True, exist_ok=True)
     for name, size in SIZES.items():
         part, rows = rows[:size], rows[size:]
-        keys = ("prompt", "solution") if name == "sft" else ("prompt", "answer")
-        lines = [json.dumps({key: row[key] for key in keys}) + "\n" for row in part]
+        if name == "sft":
+            objects = [{"prompt": prompt, "solution": demonstrate(prompt, rng)} for prompt, _ in part]
+        else:
+            objects = [{"prompt": prompt, "answer": answer} for prompt, answer in part]
+        lines = [json.dumps(item) + "\n" for item in objects]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 

@@ -11,13 +11,14 @@ def end_finished(run: RunContext, group: FinishedGroup, ending: Ending, reason: 
     index = group.group.index
     for rollout in group.rollouts:
         failure = rollout.failure
+        complete = rollout.finish_reason in ("stop", "length")
         length = len(rollout.response_ids)
         if failure is None:
             run.state.books.end(index, rollout.member, ending, reason)
-            run.meter.length_bias.end(index, ending, length, complete=True)
+            run.meter.length_bias.end(index, ending, length, complete=complete)
         else:
-            run.state.books.end(index, rollout.member, "failed", failure.cause, failure.boundary)
-            run.meter.length_bias.end(index, "failed", length, complete=False)
+            run.state.books.end(index, rollout.member, "failed", failure.boundary, failure.boundary)
+            run.meter.length_bias.end(index, "failed", length, complete=complete)
 
 
 def end_running(run: RunContext, group: Group, ending: Ending, reason: str) -> None:

@@ -137,8 +137,10 @@ async def _wire(
 
     async def resume_gate(group: Group, member: int, partial: object) -> None:
         state.note_parked(group.index, +1)
-        await state.resume_gate.wait()
-        state.note_parked(group.index, -1)
+        try:
+            await state.resume_gate.wait()
+        finally:
+            state.note_parked(group.index, -1)
 
     rollouts = SingleTurn(
         generator.generate, tokenizer, experiment.rollout, clock, run_seed=experiment.run.seed, resume_gate=resume_gate

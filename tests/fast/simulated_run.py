@@ -136,14 +136,22 @@ async def _simulate(
 
     async def resume_gate(group: Group, member: int, partial: object) -> None:
         state.note_parked(group.index, +1)
-        await state.resume_gate.wait()
-        state.note_parked(group.index, -1)
+        try:
+            await state.resume_gate.wait()
+        finally:
+            state.note_parked(group.index, -1)
 
     folder = experiment.run.directory
     capacity = queue.groups_per_step * (queue.budget + 1)
     with closing(GroupBuffer(Path(folder) / "buffer.db", capacity, clock)) as buffer:
         rollouts = SingleTurn(
-            generator.generate, tokenizer, experiment.rollout, clock, run_seed=seed, resume_gate=resume_gate
+            generator.generate,
+            tokenizer,
+            experiment.rollout,
+            clock,
+            run_seed=seed,
+            max_resumes=experiment.queue.max_resumes,
+            resume_gate=resume_gate,
         )
         context = RunContext(
             experiment=experiment,
