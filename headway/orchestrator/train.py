@@ -24,7 +24,7 @@ from headway.records.errors import Interrupted
 from headway.records.ledger import LedgerLine, RunSummary
 from headway.records.rollout import Group
 from headway.rollout.client import VerifierPool
-from headway.rollout.single_turn import SingleTurn
+from headway.rollout.single_turn import Generate, SingleTurn
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.ledger import Ledger, read_ledger
 from headway.runtime.run_directory import RunDirectory
@@ -36,6 +36,7 @@ from headway.trainer.checkpoints import remove_leftovers
 from headway.trainer.client import TrainerClient
 
 OnLine = Callable[[LedgerLine], None]
+WrapGenerate = Callable[[Generate], Generate]
 
 
 def train(experiment: Experiment, *, resume: bool = False, on_line: OnLine | None = None) -> RunSummary:
@@ -64,7 +65,7 @@ async def _train(experiment: Experiment, directory: RunDirectory, on_line: OnLin
         ledger = stack.enter_context(Ledger(directory.path, experiment.ledger.tensorboard, clock))
         if on_line is not None:
             ledger.subscribe(on_line)
-        run = await _wire(experiment, directory, ledger, clock, stack)
+        run = await wire(experiment, directory, ledger, clock, stack)
         async with _interruptible(run):
             await run.begin()
             await run.train()
@@ -108,10 +109,16 @@ async def _interruptible(run: Run) -> AsyncIterator[None]:
             loop.remove_signal_handler(number)
 
 
-async def _wire(
-    experiment: Experiment, directory: RunDirectory, ledger: Ledger, clock: Clock, stack: AsyncExitStack
+async def wire(
+    experiment: Experiment,
+    directory: RunDirectory,
+    ledger: Ledger,
+    clock: Clock,
+    stack: AsyncExitStack,
+    wrap_generate: WrapGenerate | None = None,
 ) -> Run:
-    """Start every actor of the run; ``stack`` stops them in reverse order."""
+    """Start every actor of the run; ``stack`` stops them in reverse order. ``wrap_generate`` is put between
+    rollouts and generator (a benchmark sets the lengths there)."""
     sets = load_task_sets(experiment)
     tokenizer = Tokenizer.load(experiment.model.path)
     launcher = LocalLauncher(clock)
@@ -142,8 +149,9 @@ async def _wire(
         finally:
             state.note_parked(group.index, -1)
 
+    generate = generator.generate if wrap_generate is None else wrap_generate(generator.generate)
     rollouts = SingleTurn(
-        generator.generate, tokenizer, experiment.rollout, clock, run_seed=experiment.run.seed, resume_gate=resume_gate
+        generate, tokenizer, experiment.rollout, clock, run_seed=experiment.run.seed, resume_gate=resume_gate
     )
     context = RunContext(
         experiment=experiment,
@@ -168,7 +176,7 @@ async def _wire(
     await asyncio.gather(trainer.start(), generator.start(), verifier.start())
     meter.peak_flops_per_s = await trainer.measure_peak()
     evaluation_rollouts = SingleTurn(
-        generator.generate,
+        generate,
         tokenizer,
         experiment.rollout,
         clock,
