@@ -188,6 +188,8 @@ class TorchEngine:
         Equal prompts are computed once: by one Prefill with several slots, or by copying the prompt's KV from a
         running request that got it under the present version.
         """
+        # Lowest holes first: then a row that `_close_holes` moves is never one whose prefill is still to come.
+        self._holes.sort(reverse=True)
         used, budget = self._kv_used(), self._prefill_tokens_per_step
         plans: dict[tuple[int, ...], Prefill] = {}
         copies: dict[int, list[tuple[int, int]]] = {}  # tokens -> (source slot, target slot)

@@ -385,3 +385,20 @@ def test_idle_busy_and_paused_time_add_up():
     assert statistics.paused_s == 1
     assert statistics.idle_s > 0
     assert statistics.busy_s + statistics.paused_s + statistics.idle_s <= next(clock)
+
+
+@given(st.lists(st.integers(1, 8), min_size=5, max_size=14), st.integers(2, 6), st.integers(0, 5))
+@settings(deadline=None, max_examples=40)
+def test_rows_moved_in_the_step_of_their_admission_keep_their_own_prompt(lengths, slots, late):
+    """More rows end at once than requests wait: the remaining holes are closed in the same step."""
+    session = Session(make_engine(slots=slots))
+    prompts = [tuple((7 * i + j) % (VOCABULARY - 2) + 1 for j in range(3 + i % 4)) for i in range(len(lengths))]
+    requests = [request(f"r{i}", prompts[i], max_tokens=length) for i, length in enumerate(lengths)]
+    session.submit(*requests[: slots + 1])
+    session.step(late)
+    session.submit(*requests[slots + 1 :])
+    session.run()
+    for i, prompt in enumerate(prompts):
+        response = session.results[f"r{i}"].response
+        expected = forced_logprobs(model_of(0), prompt, response.ids, 1.0)
+        assert torch.allclose(torch.tensor(response.logprobs), expected, atol=1e-4)
