@@ -20,7 +20,7 @@ class Section(BaseModel):
 
 class Run(Section):
     directory: str  # everything the run writes; one run at a time may hold it
-    seed: int = 0
+    seed: int = 0  # of task order and sampling; rollouts are keyed (seed, group, member, position)
     steps: Positive = 100  # completed training steps at which the run ends
     time_limit_s: Seconds | None = None  # training stops after this many seconds and the run ends in order
     deterministic: bool = False  # fixed batch shapes: with budget 0 a run is bit-reproducible
@@ -32,7 +32,7 @@ class Model(Section):
 
 
 class TaskSource(Section):
-    source: Literal["jsonl", "reasoning-gym"] = "jsonl"
+    source: Literal["jsonl", "reasoning-gym"] = "jsonl"  # a file, or a generator of the reasoning-gym package
     path: str = ""  # jsonl: the file; objects with "prompt", and "answer" or what the verifier needs
     name: str = ""  # reasoning-gym: the generator's name
     parameters: dict[str, Any] = {}  # reasoning-gym: the generator's parameters
@@ -57,56 +57,56 @@ class Tasks(Section):
 
 class Verifier(Section):
     name: str = "exact"  # exact | numeric | regex | reasoning-gym | module:function
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}  # keyword arguments of the verifier
     timeout_s: Seconds = 10.0  # hard limit per response; the job is killed
     workers: Positive = 1  # processes
 
 
 class Rollout(Section):
-    group_size: Positive = 8
+    group_size: Positive = 8  # attempts at one task; advantages compare them, so `check` wants at least 2
     max_prompt_tokens: Positive = 512  # longer prompts are refused by `check`, and fail their group
-    max_response_tokens: Positive = 256
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: NonNegative = 0
-    stop: tuple[str, ...] = ()
+    max_response_tokens: Positive = 256  # a longer response is cut, and counted as truncated
+    temperature: Annotated[float, Field(gt=0)] = 1.0  # of sampling; the trainer divides by the same
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # nucleus mass; below 1 see algorithm.allow_truncated_sampling
+    top_k: NonNegative = 0  # most likely tokens kept; 0 keeps all; else see algorithm.allow_truncated_sampling
+    stop: tuple[str, ...] = ()  # any of these strings ends a response
     timeout_s: Seconds = 600.0  # a rollout open for longer ends as failed
     retries: NonNegative = 2  # of infrastructure failures
 
 
 class Generator(Section):
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch"] = "torch"  # continuous batching over the model's own weights
     devices: tuple[str, ...] = ("cpu:0",)  # one replica each: cuda:N, cpu:N, cpu:N-M
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and KV cache
     slots: Positive = 64  # concurrent requests of one replica
     kv_capacity_tokens: Positive | None = None  # default: slots x (max prompt + max response tokens)
     queue_ahead_groups: NonNegative = 2  # groups waiting inside the engines so that no slot runs dry
-    update_mode: Literal["keep", "recompute", "abort"] = "keep"
+    update_mode: Literal["keep", "recompute", "abort"] = "keep"  # of requests in flight: docs/async.md
 
 
 class Queue(Section):
     """Admission, staleness and what enters a batch."""
 
-    groups_per_step: Positive = 8
+    groups_per_step: Positive = 8  # groups of one batch
     budget: NonNegative = 4  # eta: largest trajectory staleness trained on; 0 is synchronous
-    overdue: Literal["wait", "drop"] = "wait"
+    overdue: Literal["wait", "drop"] = "wait"  # what a batch does about groups at the budget's edge: docs/async.md
     max_concurrent_rollouts: Positive | None = None  # default: all slots, plus queue_ahead_groups x group_size
-    max_resumes: NonNegative = 2  # a group parked more often runs uninterrupted
-    filter_zero_variance: bool = True
-    min_valid_ratio: Annotated[float, Field(gt=0, le=1)] = 0.5  # of a group's members
+    max_resumes: NonNegative = 2  # a rollout parked so often runs uninterrupted from then on
+    filter_zero_variance: bool = True  # groups whose rewards are all equal end as filtered: they teach nothing
+    min_valid_ratio: Annotated[float, Field(gt=0, le=1)] = 0.5  # a group with fewer members without failure fails
 
 
 class Algorithm(Section):
     advantage: str = "group_mean_std"  # group_mean | group_mean_std | leave_one_out | module:function
     loss: str = "decoupled_ppo"  # ppo_clip | decoupled_ppo | module:function
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # the ratio is clipped to 1 - clip_low ...
+    clip_high: Annotated[float, Field(gt=0)] = 0.28  # ... 1 + clip_high
+    dual_clip: Annotated[float, Field(gt=1)] | None = None  # bound of the ratio where the advantage is negative
     behaviour_weight_cap: Annotated[float, Field(gt=0)] | None = 2.0  # truncated importance weight (TIS)
-    aggregation: Literal["token_mean", "fixed"] = "token_mean"
+    aggregation: Literal["token_mean", "fixed"] = "token_mean"  # over the loss tokens, or a constant (Dr. GRPO)
     fixed_denominator_tokens: Positive | None = None  # 'fixed': default samples x max_response_tokens
     proximal: Literal["auto", "recompute", "current"] = "auto"  # auto: current when one optimiser step per batch
-    allow_truncated_sampling: bool = False
+    allow_truncated_sampling: bool = False  # train on top_p / top_k samples, whose bias is not corrected
 
     @field_validator("advantage", "loss")
     @classmethod
@@ -120,28 +120,28 @@ class Algorithm(Section):
 class Trainer(Section):
     devices: tuple[str, ...] = ("cpu:1",)  # one rank each
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward and backward; the optimiser is float32
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-5
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegative = 0
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-5  # peak; 0 changes nothing (a control run)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; the others decay to 0
+    warmup_steps: NonNegative = 0  # steps over which the learning rate rises linearly
     schedule_steps: Positive | None = None  # length of the decay; default: run.steps
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    micro_batch_tokens: Positive = 16384
-    packing: Literal["balanced", "areal"] = "balanced"
-    optimizer_steps_per_batch: Positive = 1
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # AdamW
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95  # AdamW
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8  # AdamW
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # AdamW
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # gradients are scaled down to it
+    micro_batch_tokens: Positive = 16384  # most tokens in one forward pass (or a single longer sample)
+    packing: Literal["balanced", "areal"] = "balanced"  # how samples are spread over micro-batches and ranks
+    optimizer_steps_per_batch: Positive = 1  # a batch is split by group into so many updates
 
 
 class Weights(Section):
-    transport: Literal["shared_memory"] = "shared_memory"
-    steps_per_publish: Positive = 1
+    transport: Literal["shared_memory"] = "shared_memory"  # between processes of one machine
+    steps_per_publish: Positive = 1  # publish one version in so many; queue.budget must be >= this - 1
 
 
 class Checkpoint(Section):
-    every_steps: Positive = 50
-    keep_last: Positive = 2
+    every_steps: Positive = 50  # and one at the end
+    keep_last: Positive = 2  # older ones are removed
 
 
 class Evaluation(Section):
@@ -149,13 +149,13 @@ class Evaluation(Section):
     every_s: Seconds | None = None  # ... or by time
     before: bool = True  # test with held weights before training
     after: bool = True  # test with held weights after training (the best checkpoint's, when there is one)
-    samples_per_task: Positive = 1
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    samples_per_task: Positive = 1  # attempts at each task
+    temperature: Annotated[float, Field(ge=0)] = 1.0  # 0 takes the most likely token
     stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # end early once validation reaches it
 
 
 class Ledger(Section):
-    tensorboard: bool = True
+    tensorboard: bool = True  # event files in RUN/tensorboard
     samples_per_step: NonNegative = 2  # rollouts kept per step for `headway show`
 
 
@@ -164,19 +164,19 @@ class Sft(Section):
 
     data: str = ""  # JSONL with "prompt" and "solution"
     output: str = ""  # folder of the trained model
-    device: str = "cpu:0-1"
-    steps: Positive = 1000
-    batch_sequences: Positive = 32
-    learning_rate: Annotated[float, Field(ge=0)] = 2e-3
-    warmup_steps: NonNegative = 20
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    micro_batch_tokens: Positive = 16384
+    device: str = "cpu:0-1"  # cuda:N, cpu:N, cpu:N-M
+    steps: Positive = 1000  # optimiser steps at which it ends
+    batch_sequences: Positive = 32  # pairs of one step
+    learning_rate: Annotated[float, Field(ge=0)] = 2e-3  # peak
+    warmup_steps: NonNegative = 20  # steps over which the learning rate rises linearly
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up, over sft.steps
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # AdamW
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # gradients are scaled down to it
+    micro_batch_tokens: Positive = 16384  # most tokens in one forward pass
     max_tokens: Positive = 512  # longer (prompt + solution) pairs are dropped and counted
-    time_limit_s: Seconds | None = None
+    time_limit_s: Seconds | None = None  # ends it after this many seconds
     evaluate_every_steps: NonNegative = 0  # sampled solve rate on tasks.validation; 0: never
-    stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # RL needs room above it
+    stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # ends it: RL needs room above it
 
 
 class Experiment(Section):
