@@ -9,6 +9,7 @@ import json
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from headway.rollout.client import VerifierPool
 from headway.rollout.single_turn import Generate, SingleTurn
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.ledger import Ledger, read_ledger
+from headway.runtime.line_file import LineFile
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.summary import summarise
 from headway.runtime.workers import LocalLauncher
@@ -34,6 +36,7 @@ from headway.tasks.cursor import TaskCursor
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.checkpoints import remove_leftovers
 from headway.trainer.client import TrainerClient
+from headway.weights.leftovers import reap
 
 OnLine = Callable[[LedgerLine], None]
 WrapGenerate = Callable[[Generate], Generate]
@@ -47,10 +50,13 @@ def train(experiment: Experiment, *, resume: bool = False, on_line: OnLine | Non
     """
     directory = RunDirectory(experiment.run.directory)
     directory.begin(experiment, resume=resume)
+    identity = run_identity(directory.path)
     try:
         remove_leftovers(directory.path)
+        reap(identity)
         return asyncio.run(_train(experiment, directory, on_line))
     finally:
+        reap(identity)  # of a trainer that was killed
         directory.release()
 
 
@@ -61,15 +67,14 @@ def run_identity(directory: str | Path) -> str:
 
 async def _train(experiment: Experiment, directory: RunDirectory, on_line: OnLine | None) -> RunSummary:
     clock = RealClock()
-    async with AsyncExitStack() as stack:
+    async with _interruptible() as interrupts, AsyncExitStack() as stack:
         ledger = stack.enter_context(Ledger(directory.path, experiment.ledger.tensorboard, clock))
         if on_line is not None:
             ledger.subscribe(on_line)
-        run = await wire(experiment, directory, ledger, clock, stack)
-        async with _interruptible(run):
-            await run.begin()
-            await run.train()
-            await run.conclude()
+        interrupts.run = run = await wire(experiment, directory, ledger, clock, stack)
+        await run.begin()
+        await run.train()
+        await run.conclude()
         summary = summarise(read_ledger(directory.path))
         directory.write_json(directory.summary, summary)
         if run.context.state.interrupted:
@@ -79,29 +84,36 @@ async def _train(experiment: Experiment, directory: RunDirectory, on_line: OnLin
         return summary
 
 
+@dataclass
+class _Interrupts:
+    """What Ctrl-C (or SIGTERM) does: once drains, twice stops at once. While there is no run to drain yet, once."""
+
+    task: asyncio.Task[Any]
+    run: Run | None = None
+    stopping: bool = False
+
+    def strike(self) -> None:
+        if self.run is None or self.run.context.state.interrupted:
+            self.stopping = True
+            self.task.cancel()
+        else:
+            self.run.context.event("interrupt", "finishing what runs; once more stops at once")
+            self.run.interrupt()
+
+
 @asynccontextmanager
-async def _interruptible(run: Run) -> AsyncIterator[None]:
-    """Ctrl-C (or SIGTERM) once drains, twice stops at once."""
+async def _interruptible() -> AsyncIterator[_Interrupts]:
+    """Handle the signals of the block, the starting and stopping of workers included."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
-    cancelled = False
-
-    def stop() -> None:
-        nonlocal cancelled
-        if run.context.state.interrupted:
-            cancelled = True
-            task.cancel()
-        else:
-            run.context.event("interrupt", "finishing what runs; once more stops at once")
-            run.interrupt()
-
+    interrupts = _Interrupts(task)
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, interrupts.strike)
     try:
-        yield
+        yield interrupts
     except asyncio.CancelledError:
-        if not cancelled:
+        if not interrupts.stopping:
             raise
         raise Interrupted("stopped at once; continue with: headway train ... --resume") from None
     finally:
@@ -123,11 +135,10 @@ async def wire(
     tokenizer = Tokenizer.load(experiment.model.path)
     launcher = LocalLauncher(clock)
     identity = run_identity(directory.path)
-    samples = stack.enter_context(directory.samples.open("a", encoding="utf-8"))
+    samples = stack.enter_context(LineFile(directory.samples))
 
     def keep_sample(line: dict[str, object]) -> None:
-        samples.write(json.dumps(line, ensure_ascii=False) + "\n")
-        samples.flush()
+        samples.append(json.dumps(line, ensure_ascii=False).encode())
 
     def worker_event(name: str, detail: str, **data: Any) -> None:
         context.event(name, detail, **data)

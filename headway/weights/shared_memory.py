@@ -8,10 +8,8 @@ whatever raced with the copy shows up as a wrong version or checksum, never as w
 from __future__ import annotations
 
 import errno
-import hashlib
 import mmap
 import os
-import re
 import struct
 import tempfile
 import time
@@ -27,8 +25,8 @@ from torch import Tensor
 
 from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
+from headway.weights.leftovers import SHARED_MEMORY, stem
 
-SHARED_MEMORY = Path("/dev/shm")
 _MAGIC = b"HEADWAY1"
 _HEADER = struct.Struct("<8sqqQQ")  # magic, version, version again, manifest bytes, payload bytes
 _UNWRITTEN = -1
@@ -93,7 +91,7 @@ class Publisher:
     ) -> None:
         if slots < 2:
             raise ConfigurationError(f"weights: slots = {slots}: at least 2, or a reader always races the writer")
-        self._stem = _stem(run_id)
+        self._stem = stem(run_id)
         self._slots = slots
         self._dtype = dtype
         self._folders = [Path(directory)] if directory is not None else _default_folders()
@@ -247,26 +245,6 @@ class Subscriber:
             return known[1]
         finally:
             os.close(descriptor)
-
-
-def reap(run_id: str, *, directory: str | Path | None = None) -> list[str]:
-    """Remove the slots a dead run left behind; returns their paths. The caller holds the run's lock."""
-    folders = [Path(directory)] if directory is not None else [SHARED_MEMORY, Path(tempfile.gettempdir())]
-    pattern = re.compile(re.escape(_stem(run_id)) + r"-\d+\.weights")
-    removed: list[str] = []
-    for folder in folders:
-        for file in folder.iterdir() if folder.is_dir() else ():
-            if pattern.fullmatch(file.name):
-                file.unlink(missing_ok=True)
-                removed.append(str(file))
-    return sorted(removed)
-
-
-def _stem(run_id: str) -> str:
-    """File name stem of a run. A name that is no plain file name is replaced by its hash."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", run_id):
-        run_id = hashlib.sha256(run_id.encode()).hexdigest()[:16]
-    return f"headway-{run_id}"
 
 
 def _default_folders() -> list[Path]:

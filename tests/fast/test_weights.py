@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
 from headway.weights import shared_memory
-from headway.weights.shared_memory import Publisher, Subscriber, reap
+from headway.weights.leftovers import reap
+from headway.weights.shared_memory import Publisher, Subscriber
 
 torch.set_num_threads(1)
 

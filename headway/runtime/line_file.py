@@ -1,0 +1,46 @@
+"""An append-only file of lines that a kill or a full disk never leaves torn in the middle."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+
+from headway.records.errors import ConfigurationError, HeadwayError
+
+
+class LineFile:
+    """Writer of one file.
+
+    Each line is one ``write`` call, so a kill tears at most the last line; opening cuts a torn end off. After
+    ``append`` returned, the line is with the operating system; on a full disk it is cut off again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or create ``path``. Raises ConfigurationError when that fails."""
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigurationError(f"{path} can't be opened: {error.strerror}") from None
+        os.ftruncate(self._fd, path.read_bytes().rfind(b"\n") + 1)
+
+    def append(self, line: bytes) -> None:
+        """Append ``line``, which holds no line break. Raises HeadwayError on a full disk."""
+        data = line + b"\n"
+        before = os.fstat(self._fd).st_size
+        try:
+            reason = "no space left" if os.write(self._fd, data) < len(data) else ""
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if reason:
+            os.ftruncate(self._fd, before)
+            raise HeadwayError(f"{self.path} can't be written: {reason}")
+
+    def __enter__(self) -> LineFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
