@@ -17,8 +17,8 @@ app = typer.Typer(
     name="headway",
     help="Reinforcement-learning post-training for language models, built on queue health.",
     epilog=(
-        "Exit codes: 0 done · 1 failed · 2 bad input or configuration · 3 a worker failed · 4 the books don't "
-        "balance · 130 interrupted (resumable)"
+        "Exit codes: 0 done · 1 failed · 2 bad input or configuration · 3 a worker failed · 4 the books or the "
+        "staleness budget don't hold · 130 interrupted (resumable)"
     ),
     no_args_is_help=True,
     add_completion=False,

@@ -14,25 +14,27 @@ def add_commands(app: typer.Typer) -> None:
     app.command(
         "sft",
         context_settings=experiments.OVERRIDES,
-        epilog="Example: headway sft examples/arithmetic/experiment.toml --sft.steps=500",
+        epilog="Example: headway sft examples/arithmetic/experiment.toml --model.path=runs/arithmetic/init",
     )(sft)
 
 
 def init_model(
-    output: str = typer.Argument(..., help="Folder to write; must not exist yet.", show_default=False),
-    texts: list[str] = typer.Option(
-        ..., "--texts", metavar="FILE", help="JSONL whose text fields train the tokenizer; may be repeated."
+    output: str = typer.Argument(
+        ..., metavar="OUTPUT", help="Folder to write; must not exist yet.", show_default=False
     ),
-    vocabulary_size: int = typer.Option(512, metavar="N", help="Most tokens it may have."),
-    character_level: bool = typer.Option(False, "--character-level", help="No merges."),
-    layers: int = typer.Option(3, metavar="N"),
+    texts: list[str] = typer.Option(
+        ..., "--texts", metavar="FILE", help="JSONL; every text in its objects trains the tokenizer. May be repeated."
+    ),
+    vocabulary_size: int = typer.Option(512, metavar="N", help="Most tokens the tokenizer may have."),
+    character_level: bool = typer.Option(False, "--character-level", help="One token per character: no merges."),
+    layers: int = typer.Option(3, metavar="N", help="Decoder blocks."),
     width: int = typer.Option(96, metavar="N", help="Hidden size."),
-    heads: int = typer.Option(4, metavar="N", help="Query heads."),
-    kv_heads: int = typer.Option(2, metavar="N", help="Divides heads."),
+    heads: int = typer.Option(4, metavar="N", help="Query heads; divides the width."),
+    kv_heads: int = typer.Option(2, metavar="N", help="Key/value heads; divides the query heads."),
     intermediate: int = typer.Option(256, metavar="N", help="Feed-forward size."),
     max_positions: int = typer.Option(1024, metavar="N", help="Context, tokens."),
-    tied: bool = typer.Option(True, metavar="", help="One matrix for both ends."),
-    seed: int = typer.Option(0, metavar="N"),
+    tied: bool = typer.Option(True, metavar="", help="One matrix for embedding and output."),
+    seed: int = typer.Option(0, metavar="N", help="Of the random weights."),
 ) -> None:
     """Write a small, randomly initialised Qwen3-style model with its own tokenizer, so that no network is needed."""
     from headway.cli.texts import read_texts

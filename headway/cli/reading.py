@@ -8,8 +8,8 @@ RUN = typer.Argument(..., metavar="RUN", help="The run's folder.", show_default=
 
 
 def add_commands(app: typer.Typer) -> None:
-    app.command("report", epilog="Example: headway report runs/arithmetic")(report)
-    app.command("show", epilog="Example: headway show runs/arithmetic --step 40 --unsolved")(show)
+    app.command("report", epilog="Example: headway report runs/arithmetic/rl")(report)
+    app.command("show", epilog="Example: headway show runs/arithmetic/rl --step 40 --unsolved")(show)
 
 
 def report(
@@ -36,13 +36,13 @@ def report(
 
 def show(
     run: str = RUN,
-    step: int | None = typer.Option(None, "--step", help="Only the rollouts trained in this step."),
-    group: int | None = typer.Option(None, "--group", help="Only the rollouts of this group."),
+    step: int | None = typer.Option(None, "--step", help="Only rollouts trained in this step."),
+    group: int | None = typer.Option(None, "--group", help="Only rollouts of this group."),
     solved: bool | None = typer.Option(None, "--solved/--unsolved", help="Only those that did, or didn't, solve it."),
     limit: int | None = typer.Option(None, "--limit", "-n", min=1, help="At most this many, the newest."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object a line."),
 ) -> None:
-    """Page through prompts, responses, rewards and versions of the rollouts a run kept."""
+    """Page through prompts, responses, rewards and versions of rollouts: ledger.samples_per_step of each step."""
     from headway.report.show import Selection, show_samples
 
     show_samples(run, Selection(step=step, group=group, solved=solved, limit=limit), as_json=as_json)

@@ -27,7 +27,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command(
         "eval",
         context_settings=experiments.OVERRIDES,
-        epilog="Example: headway eval experiment.toml --model runs/arithmetic/best/model --split test",
+        epilog="Example: headway eval examples/arithmetic/experiment.toml --model runs/arithmetic/rl/best",
     )(evaluate)
 
 
@@ -65,7 +65,7 @@ def check(
     resume: bool = typer.Option(False, "--resume", help="Check for going on with the run in run.directory."),
     as_json: bool = typer.Option(False, "--json", help="Print the findings as a JSON list."),
 ) -> None:
-    """Find what would stop or spoil the run before it starts. Exit code 2 when there is an error.
+    """Find what would stop or spoil the run before it starts; writes nothing. Exit code 2 when there is an error.
 
     Any key of the experiment file can be given as --section.key=value.
     """
@@ -88,8 +88,10 @@ def check(
 def evaluate(
     context: typer.Context,
     config: str = experiments.CONFIG,
-    model: str = typer.Option("", "--model", metavar="PATH", help="Model folder; default: the file's model.path."),
-    split: str = typer.Option("test", "--split", help="train, validation or test."),
+    model: str = typer.Option(
+        "", "--model", metavar="PATH", help="Model folder with its tokenizer; default: model.path of CONFIG."
+    ),
+    split: str = typer.Option("test", "--split", metavar="NAME", help="train, validation or test."),
     as_json: bool = typer.Option(False, "--json", help="Print the score as one JSON object."),
 ) -> None:
     """Score a model on the tasks of one split.
