@@ -162,7 +162,13 @@ async def wire(
 
     generate = generator.generate if wrap_generate is None else wrap_generate(generator.generate)
     rollouts = SingleTurn(
-        generate, tokenizer, experiment.rollout, clock, run_seed=experiment.run.seed, resume_gate=resume_gate
+        generate,
+        tokenizer,
+        experiment.rollout,
+        clock,
+        run_seed=experiment.run.seed,
+        max_resumes=queue.max_resumes,
+        resume_gate=resume_gate,
     )
     context = RunContext(
         experiment=experiment,
