@@ -1,0 +1,372 @@
+"""How much of two matched machines' rate the asynchronous system keeps.
+
+    python benchmarks/pipeline.py [--quick]
+
+A generator pinned to one core and a trainer pinned to another, both able to handle about equally many samples per
+second alone (``balance``). Measured alternately, in one run, several times:
+
+    production    the generator alone, a closed loop at the system's concurrency
+    consumption   the trainer alone, on batches recorded from that generation
+    together      both of these at once, with no orchestrator: what two busy cores of this machine can give
+    asynchronous  the whole system: orchestrator, buffer on disk, verifier processes, ledger; wait, budget 8
+    synchronous   the same at budget 0, at the best of two concurrencies
+
+Response lengths are forced by the request's seed, so every variant generates the same ones; they are log-normal.
+The last line is one JSON object; ``efficiency`` = trained samples/s of *asynchronous* / min(production, consumption).
+Steady state: the first budget + 1 steps and the drain at the end are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from pipeline_load import (
+    BATCH,
+    GROUPS_PER_STEP,
+    Rate,
+    Shape,
+    alone_consumption,
+    alone_production,
+    experiment,
+    prepare,
+    together,
+)
+from pipeline_machine import Usage, load, wait_until_quiet
+from pipeline_system import Steady, measure, serialisation_ms
+
+from headway.config.schema import Experiment
+from headway.records.training import TrainBatch
+from headway.runtime.devices import machine_cores
+
+BUDGET = 8
+SLOTS = 32
+SYNCHRONOUS_SLOTS = (32, 64)
+BALANCED = (0.8, 1.25)
+QUIET_CORES = 0.05  # more CPU than this used by others spoils a measurement
+
+ROLES_SHOWN = ("generator", "trainer", "orchestrator", "verifier")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long everything is measured."""
+
+    rounds: int
+    steps: int  # of the asynchronous system, and batches of each side alone
+    synchronous_steps: int
+
+    @property
+    def groups(self) -> range:
+        """What each side alone works on: about what the system trains in its steady state."""
+        return range(GROUPS_PER_STEP * (BUDGET + 1), GROUPS_PER_STEP * (BUDGET + 1 + self.steps))
+
+
+@dataclass
+class Round:
+    """One pass over all variants."""
+
+    production: Rate | None = None
+    consumption: Rate | None = None
+    asynchronous: Steady | None = None
+    synchronous: dict[int, Steady] = field(default_factory=dict)  # by slots
+    together: tuple[float, float] | None = None  # production, consumption
+
+    def efficiency(self) -> float:
+        assert self.asynchronous
+        return self.asynchronous.per_s / self.slower()
+
+    def slower(self) -> float:
+        assert self.production
+        assert self.consumption
+        return min(self.production.per_s, self.consumption.per_s)
+
+    def balance(self) -> float:
+        assert self.production
+        assert self.consumption
+        return self.production.per_s / self.consumption.per_s
+
+    def together_ceiling(self) -> float:
+        assert self.together
+        return min(self.together) / self.slower()
+
+    def async_over_sync(self) -> float:
+        assert self.asynchronous
+        return self.asynchronous.per_s / max(steady.per_s for steady in self.synchronous.values())
+
+
+class Benchmark:
+    """Measures the variants, each into the round it belongs to."""
+
+    def __init__(self, folder: Path, shape: Shape, plan: Plan, patience_s: float = 0.0) -> None:
+        self.folder = folder
+        self.shape = shape
+        self.plan = plan
+        self.patience_s = patience_s  # left to wait for a quiet machine and to repeat what was disturbed
+        self.batches: list[TrainBatch] = []
+        self.peak_flops_per_s = 0.0
+        self.rounds: list[Round] = []
+        self.foreign_cores = 0.0  # most that others used during any measurement
+        self._runs = itertools.count()
+
+    def run(self) -> None:
+        """All rounds: every other one in the opposite order."""
+        for number in range(self.plan.rounds):
+            self.rounds.append(round_ := Round())
+            variants = [self._production, self._consumption, self._asynchronous, self._synchronous, self._together]
+            for variant in variants if number % 2 == 0 else reversed(variants):
+                variant(round_)
+
+    def _production(self, round_: Round) -> None:
+        async def job() -> Rate:
+            rate, batches = await alone_production(self._settings(SLOTS, 0), self.shape, self.plan.groups)
+            self.batches = self.batches or batches
+            return rate
+
+        round_.production = self._timed("production", job, lambda rate: (rate.per_s, rate.usage))
+
+    def _consumption(self, round_: Round) -> None:
+        async def job() -> Rate:
+            rate, self.peak_flops_per_s = await alone_consumption(self._settings(SLOTS, 0), self.batches)
+            return rate
+
+        round_.consumption = self._timed("consumption", job, lambda rate: (rate.per_s, rate.usage))
+
+    def _asynchronous(self, round_: Round) -> None:
+        round_.asynchronous = self._system("asynchronous", SLOTS, BUDGET, self.plan.steps)
+
+    def _synchronous(self, round_: Round) -> None:
+        """All concurrencies in the first round, then only the best of it."""
+        slots = SYNCHRONOUS_SLOTS
+        if round_ is not self.rounds[0]:
+            first = self.rounds[0].synchronous
+            slots = (max(first, key=lambda each: first[each].per_s),)
+        for each in slots:
+            round_.synchronous[each] = self._system(f"synchronous/{each}", each, 0, self.plan.synchronous_steps)
+
+    def _together(self, round_: Round) -> None:
+        rates = self._timed(
+            "together",
+            lambda: together(self._settings(SLOTS, 0), self.shape, self.batches),
+            lambda result: (min(result[:2]), result[2]),
+        )
+        round_.together = rates[:2]
+
+    def _system(self, name: str, slots: int, budget: int, steps: int) -> Steady:
+        return self._timed(
+            name,
+            lambda: measure(self._settings(slots, budget), self.shape, steps),
+            lambda steady: (steady.per_s, steady.usage),
+        )
+
+    def _settings(self, slots: int, budget: int) -> Experiment:
+        name = f"run-{next(self._runs)}"
+        return experiment(self.folder, name, self.shape, slots=slots, budget=budget, steps=100_000)
+
+    def _timed(self, name: str, job: Callable[[], Awaitable[T]], rate: Callable[[T], tuple[float, Usage]]) -> T:
+        """Measure; again when somebody else used the machine meanwhile, as long as patience lasts."""
+        while True:
+            if self.patience_s > 0:
+                self.patience_s -= wait_until_quiet(QUIET_CORES, self.patience_s)
+            started, before = time.monotonic(), load()
+            result = asyncio.run(awaited(job))
+            per_s, usage = rate(result)
+            disturbed = usage.foreign_cores > QUIET_CORES
+            again = disturbed and self.patience_s > 0
+            mark = "  <- disturbed" + (", again" if again else "") if disturbed else ""
+            print(
+                f"round {len(self.rounds)}  {name:15} {per_s:7.1f} samples/s in {usage.seconds:5.1f} s   "
+                f"CPU used by others {usage.foreign_cores:.3f} cores; load {before} before, {load()} after{mark}",
+                flush=True,
+            )
+            if not again:
+                self.foreign_cores = max(self.foreign_cores, usage.foreign_cores)
+                return result
+            self.patience_s -= time.monotonic() - started
+
+
+async def awaited(job: Callable[[], Awaitable[T]]) -> T:
+    return await job()
+
+
+def middle(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def spread(name: str, values: list[float]) -> dict[str, float]:
+    """The median and the extremes over the rounds, as keys of the result."""
+    return {
+        name: round(middle(values), 4),
+        f"{name}_min": round(min(values), 4),
+        f"{name}_max": round(max(values), 4),
+    }
+
+
+def report(bench: Benchmark, parameters: float) -> dict[str, float | int | bool]:
+    """Print the limits, the table and where the rest goes; return the result."""
+    rounds = bench.rounds
+    print_limits(bench, parameters)
+    print_table(rounds)
+    print_rest(rounds, bench.batches)
+    balance = [each.balance() for each in rounds]
+    balanced = BALANCED[0] <= middle(balance) <= BALANCED[1]
+    result: dict[str, float | int | bool] = {}
+    if balanced:
+        result |= spread("efficiency", [each.efficiency() for each in rounds])
+    else:
+        print(f"\nNo efficiency is claimed: balance {middle(balance):.2f} is outside {BALANCED}.")
+    result |= spread("async_over_sync", [each.async_over_sync() for each in rounds])
+    result |= spread("balance", balance)
+    result |= spread("together_ceiling", [each.together_ceiling() for each in rounds])
+    result |= spread("orchestrator_cpu_ms_per_sample", [systems(each).cpu_ms("orchestrator") for each in rounds])
+    result["length_p99_over_median"] = round(bench.shape.p99_over_median(), 2)
+    result["max_trajectory_staleness"] = max(systems(each).max_staleness() for each in rounds)
+    result["foreign_cores_max"] = round(bench.foreign_cores, 3)
+    result["rounds"] = len(rounds)
+    return result
+
+
+def systems(each: Round) -> Steady:
+    assert each.asynchronous
+    return each.asynchronous
+
+
+def print_limits(bench: Benchmark, parameters: float) -> None:
+    rounds, shape = bench.rounds, bench.shape
+    lengths = bench.shape.lengths(0, bench.plan.groups)
+    print(
+        f"\nLimits: {len(machine_cores())} cores; matrix products {bench.peak_flops_per_s / 1e9:.0f} GFLOP/s on one; "
+        f"model of {parameters:.2f} M parameters, {shape.prompt_tokens} prompt tokens, responses of mean "
+        f"{statistics.mean(lengths):.0f}, median {shape.median_tokens}, cap {shape.longest_tokens} tokens "
+        f"(p99 = {shape.p99_over_median():.1f} x median); {SLOTS} slots, {BATCH} samples a step"
+    )
+    production = [each.production.per_s for each in rounds if each.production]
+    consumption = [each.consumption.per_s for each in rounds if each.consumption]
+    print(f"        production alone {middle(production):.1f}, consumption alone {middle(consumption):.1f} samples/s")
+
+
+def print_table(rounds: list[Round]) -> None:
+    rows: dict[str, list[float]] = {
+        "production alone": [each.production.per_s for each in rounds if each.production],
+        "consumption alone": [each.consumption.per_s for each in rounds if each.consumption],
+        "together, production": [each.together[0] for each in rounds if each.together],
+        "together, consumption": [each.together[1] for each in rounds if each.together],
+        f"asynchronous (budget {BUDGET})": [systems(each).per_s for each in rounds],
+    }
+    for slots in SYNCHRONOUS_SLOTS:
+        rows[f"synchronous, {slots} slots"] = [
+            each.synchronous[slots].per_s for each in rounds if slots in each.synchronous
+        ]
+    slower = middle([each.slower() for each in rounds])
+    print(f"\n{'samples/s':28} {'median':>8} {'min':>8} {'max':>8}   of the slower side alone")
+    for name, values in rows.items():
+        print(f"{name:28} {middle(values):8.1f} {min(values):8.1f} {max(values):8.1f}   {middle(values) / slower:.3f}")
+
+
+def print_rest(rounds: list[Round], batches: list[TrainBatch]) -> None:
+    """Where the time of the asynchronous system goes: means over the rounds."""
+    steady = [systems(each) for each in rounds]
+
+    def mean(value: Callable[[Steady], float]) -> float:
+        return statistics.mean(value(each) for each in steady)
+
+    def of_step(name: str) -> float:
+        return mean(lambda each: each.total(name) / len(each.records))
+
+    def of_sample_ms(name: str) -> float:
+        return mean(lambda each: each.per_sample_ms(name))
+
+    def cpu_ms(role: str) -> float:
+        return mean(lambda each: each.cpu_ms(role))
+
+    alone = statistics.mean(1000 / each.consumption.per_s for each in rounds if each.consumption)
+    produced = statistics.mean(1000 / each.production.per_s for each in rounds if each.production)
+    every_ms = mean(lambda each: 1000 / each.per_s)
+    lines = {
+        "one sample every": f"{every_ms:8.3f} ms (production alone {produced:.3f}, consumption alone {alone:.3f})",
+        "trainer computes": f"{of_sample_ms('trainer_compute_s'):8.3f} ms",
+        "trainer waits for samples": f"{of_sample_ms('trainer_wait_s'):8.3f} ms",
+        "trainer publishes": f"{of_sample_ms('publish_s'):8.3f} ms",
+        "trainer writes checkpoints": f"{of_sample_ms('checkpoint_s'):8.3f} ms",
+        "trainer is handed a batch, logs": f"{mean(between_steps_ms):8.3f} ms",
+        "generator has nothing to do": f"{every_ms * of_step('generator_wait_ratio'):8.3f} ms",
+        "generator pauses for an update": f"{1000 * of_step('apply_pause_s') / BATCH:8.3f} ms",
+    }
+    lines |= {f"CPU of the {role}": f"{cpu_ms(role):8.3f} ms" for role in ROLES_SHOWN}
+    lines["inside the verifier's functions"] = f"{of_sample_ms('verify_s'):8.4f} ms"
+    lines |= {name: f"{value:8.4f} ms" for name, value in serialisation_ms(batches).items()}
+    print("\nWhere the rest goes (asynchronous, per sample)")
+    for name, text in lines.items():
+        print(f"  {name:34} {text}")
+    staleness = mean(lambda each: each.records[-1].trajectory_staleness.mean)
+    print(
+        f"  trained responses' mean length {mean(lambda each: each.mean_length):.1f} tokens; trajectory staleness mean "
+        f"{staleness:.1f}, max {max(each.max_staleness() for each in steady)}; "
+        f"{of_step('buffered_groups'):.1f} groups buffered, {of_step('running_rollouts'):.1f} of {SLOTS} slots in use"
+    )
+
+
+def between_steps_ms(steady: Steady) -> float:
+    known = ("trainer_compute_s", "trainer_wait_s", "publish_s", "checkpoint_s")
+    return 1000 * (steady.seconds - sum(steady.total(name) for name in known)) / steady.samples
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one short round of a small load: does it work at all?")
+    parser.add_argument("--rounds", type=int, help="default: 3")
+    parser.add_argument(
+        "--patience", type=float, default=0.0, metavar="S", help="may wait and repeat this long for a quiet machine"
+    )
+    parser.add_argument("--keep", type=Path, help="keep the runs in this (new) folder")
+    for name, value in (
+        ("layers", 5),
+        ("width", 160),
+        ("heads", 4),
+        ("intermediate", 448),
+        ("prompt", 24),
+        ("median", 40),
+        ("longest", 512),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"of the load; default: {value}")
+    arguments = parser.parse_args()
+    shape = Shape(
+        arguments.layers,
+        arguments.width,
+        arguments.heads,
+        arguments.intermediate,
+        arguments.prompt,
+        arguments.median,
+        0.95,
+        arguments.longest,
+    )
+    plan = Plan(rounds=arguments.rounds or 3, steps=24, synchronous_steps=12)
+    if arguments.quick:
+        shape = Shape(2, 64, 2, 128, 12, 8, 0.95, 128)
+        plan = Plan(rounds=arguments.rounds or 1, steps=6, synchronous_steps=3)
+    folder = arguments.keep or Path(tempfile.mkdtemp(prefix="headway-pipeline-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        parameters = prepare(folder, shape)
+        bench = Benchmark(folder, shape, plan, arguments.patience)
+        bench.run()
+        print(json.dumps(report(bench, parameters)))
+    finally:
+        if arguments.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
