@@ -155,6 +155,8 @@ class LengthBias:
         def taken_by(cause: Cause) -> float:
             endings: list[Ending] = [ending for ending, its_cause in CAUSE_OF.items() if its_cause == cause]
             taken = _total(side.get(ending, Counter[int]()) for side in (complete, cut) for ending in endings)
+            if not taken:
+                return 0.0  # a multiset against itself; at every step, mostly
             return ks_statistic(reached - taken, reached)
 
         return LengthBiasStatistics(
