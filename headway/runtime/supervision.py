@@ -32,8 +32,8 @@ async def supervise(loops: Mapping[str, Loop], until: str | None = None) -> Any:
 
     ``loops``: name -> function that makes the loop's coroutine. ``until``: name of the loop whose return
     is the regular end; its result is returned. Any other return raises :class:`LoopReturned`. The first
-    error in time is raised itself, so that callers can match its type, with a note naming the loop; errors
-    of other loops while they were being cancelled are added as notes. Being cancelled cancels all loops.
+    error in time is raised itself, so that callers can match its type, with a note naming the loop (also out of
+    a task group inside the loop); errors of other loops while they were being cancelled are added as notes. Being cancelled cancels all loops.
     """
     if until is not None and until not in loops:
         raise ValueError(f"until={until!r} is none of the loops {sorted(loops)}")
@@ -49,10 +49,11 @@ async def supervise(loops: Mapping[str, Loop], until: str | None = None) -> Any:
             raise LoopReturned(name)
         except _Finished:
             raise
-        except Exception as error:  # the one capture point of a loop; re-raised below
+        except Exception as raised:  # the one capture point of a loop; re-raised below
+            error = _first(raised)
             error.add_note(f"in loop {name!r}")
             errors.append(error)
-            raise
+            raise error from error.__cause__
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -67,3 +68,13 @@ async def supervise(loops: Mapping[str, Loop], until: str | None = None) -> Any:
             first.add_note(f"then: {type(other).__name__}: {other} ({'; '.join(getattr(other, '__notes__', []))})")
         raise first
     return results[0] if results else None
+
+
+def _first(error: Exception) -> Exception:
+    """The first error in time of a task group inside a loop; the others become its notes."""
+    while isinstance(error, ExceptionGroup):
+        first, *others = error.exceptions
+        for other in others:
+            first.add_note(f"then: {type(other).__name__}: {other}")
+        error = first
+    return error

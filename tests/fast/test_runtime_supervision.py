@@ -97,3 +97,18 @@ def test_being_cancelled_cancels_all_loops():
 def test_until_must_be_one_of_the_loops():
     with pytest.raises(ValueError, match="'trian' is none of the loops"):
         run_virtual(supervise({"train": forever}, until="trian"))
+
+
+def test_an_error_out_of_a_task_group_inside_a_loop_is_raised_itself():
+    async def fail(after_s: float, words: str) -> None:
+        await asyncio.sleep(after_s)
+        raise OSError(words)
+
+    async def grouped() -> None:
+        async with asyncio.TaskGroup() as inner:
+            inner.create_task(forever())
+            inner.create_task(fail(1, "first"))
+
+    with pytest.raises(OSError, match="first") as caught:
+        run_virtual(supervise({"grouped": grouped, "other": forever}))
+    assert caught.value.__notes__ == ["in loop 'grouped'"]
