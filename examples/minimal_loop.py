@@ -21,7 +21,7 @@ from headway.orchestrator.batches import build_batch
 from headway.records.rollout import FinishedGroup, Group
 from headway.records.training import StepReport
 from headway.rollout.single_turn import SingleTurn, apply_verdict
-from headway.rollout.verifiers import resolve_verifier
+from headway.rollout.verifiers import resolve_verifier, to_verdict
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 from headway.tasks.cursor import TaskCursor
@@ -54,7 +54,8 @@ async def minimal_loop(experiment: Experiment) -> list[StepReport]:
     async def attempt(group: Group) -> None:
         """All members of one group, from prompt to reward."""
         members = await asyncio.gather(*(rollouts.generate_member(group, member) for member in range(size)))
-        judged = [apply_verdict(r, verify(group.task, rollouts.text(r)), clock.now()) for r in members]
+        verdicts = [to_verdict(verify(group.task, rollouts.text(r))) for r in members]
+        judged = [apply_verdict(r, verdict, clock.now()) for r, verdict in zip(members, verdicts, strict=True)]
         outcome = group_outcome(
             judged,
             size=size,
