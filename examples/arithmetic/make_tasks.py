@@ -25,7 +25,7 @@ from pathlib import Path
 OPERATIONS = {2: 0.14, 3: 0.46, 4: 0.14, 5: 0.08, 6: 0.055, 7: 0.04, 8: 0.03, 9: 0.025, 10: 0.02, 11: 0.02}
 SLIP = 0.15
 LOWEST, HIGHEST = 10, 29  # of every intermediate result: two digits, so each step is two characters shorter
-SIZES = {"sft": 20000, "train": 30000, "validation": 256, "test": 512}
+SIZES = {"sft": 14000, "train": 14000, "validation": 256, "test": 512}
 
 
 def make_task(rng: random.Random) -> tuple[str, str]:
