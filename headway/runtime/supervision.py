@@ -32,8 +32,9 @@ async def supervise(loops: Mapping[str, Loop], until: str | None = None) -> Any:
 
     ``loops``: name -> function that makes the loop's coroutine. ``until``: name of the loop whose return
     is the regular end; its result is returned. Any other return raises :class:`LoopReturned`. The first
-    error in time is raised itself, so that callers can match its type, with a note naming the loop (also out of
-    a task group inside the loop); errors of other loops while they were being cancelled are added as notes. Being cancelled cancels all loops.
+    error in time is raised itself, also out of a task group inside a loop, so that callers can match its
+    type, with a note naming the loop; errors of other loops while they were being cancelled are added as
+    notes. Being cancelled cancels all loops.
     """
     if until is not None and until not in loops:
         raise ValueError(f"until={until!r} is none of the loops {sorted(loops)}")
