@@ -6,14 +6,17 @@ from headway.orchestrator.batches import build_batch
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.state import RunningGroup
 from headway.records.errors import CheckpointCorrupt
-from headway.trainer.checkpoints import latest_valid
+from headway.trainer.checkpoints import latest_valid, set_aside
 
 
 async def restore_trainer(run: RunContext, until: int) -> int:
     """Bring a fresh trainer to version ``until``: newest valid checkpoint, then replay; returns the number
     of replayed steps. Raises CheckpointCorrupt or BufferCorrupt when they don't lead there."""
     checkpoint = latest_valid(run.directory, on_corrupt=lambda error: run.event("checkpoint_corrupt", str(error)))
-    version = await run.trainer.load_checkpoint(str(checkpoint)) if checkpoint is not None else 0
+    version = 0
+    if checkpoint is not None:
+        version = await run.trainer.load_checkpoint(str(checkpoint))
+        set_aside(run.directory, newer_than=checkpoint)
     replayed = 0
     for logged in run.buffer.batches_since(version):
         if version >= until:

@@ -16,7 +16,7 @@ from headway.records.generation import PublishedWeights
 from headway.records.rollout import Batch, FinishedGroup, Sample
 from headway.records.training import StepReport, TrainBatch
 from headway.runtime.channel import Channel
-from headway.trainer.checkpoints import checkpoint_path, find_checkpoints, read_state
+from headway.trainer.checkpoints import checkpoint_path, find_checkpoints, version_of
 
 _RESTARTS = 3  # of a trainer, at one step
 
@@ -227,7 +227,7 @@ class Train:
             await run.trainer.save_checkpoint(path, run.buffer.consumed())
         kept = find_checkpoints(run.directory)
         if kept:
-            run.buffer.release_covered(read_state(kept[0]).version)
+            run.buffer.release_covered(version_of(kept[0]))
         elapsed_s = run.clock.now() - started
         run.meter.checkpointed(elapsed_s)
         run.event("checkpoint", f"version {version}", seconds=round(elapsed_s, 3))

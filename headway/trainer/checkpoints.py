@@ -124,6 +124,23 @@ def latest_valid(run: str | Path, on_corrupt: Callable[[CheckpointCorrupt], None
     return None
 
 
+def version_of(path: Path) -> int:
+    """The version a checkpoint's folder is named after; needs nothing in it to be readable."""
+    return int(path.name.removeprefix("step_"))
+
+
+def set_aside(run: str | Path, newer_than: Path) -> list[Path]:
+    """Rename the checkpoints newer than the valid one ``newer_than``, all corrupt, to ``NAME.corrupt``, so that none
+    is counted among those that are kept; returns their new places."""
+    moved: list[Path] = []
+    for path in find_checkpoints(run):
+        if version_of(path) > version_of(newer_than):
+            place = path.with_name(path.name + ".corrupt")
+            shutil.rmtree(place, ignore_errors=True)
+            moved.append(path.rename(place))
+    return moved
+
+
 def keep_last(run: str | Path, count: int) -> list[Path]:
     """Delete all but the newest ``count`` checkpoints of a run; returns the deleted. Call it only after the
     newest one is durable, and never with ``count`` < 1."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from headway.algorithms.samples import build_arrays
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.models.loading import DTYPES, save_model, weights_of
-from headway.records.errors import CheckpointCorrupt
+from headway.records.errors import CheckpointCorrupt, StorageFailed
 from headway.records.generation import PublishedWeights
 from headway.records.training import CheckpointInfo, StepReport, TrainBatch
 from headway.trainer.checkpoints import CheckpointState, keep_last, read_state, verify, write_folder
@@ -94,14 +95,16 @@ class TrainerService:
         return self._publisher.publish(version, weights_of(self.learner.model))
 
     def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
-        """Write everything a resume needs; atomic; older checkpoints beyond ``keep_last`` go afterwards."""
+        """Write everything a resume needs; atomic; older checkpoints beyond ``keep_last`` go afterwards.
+
+        Raises StorageFailed on a full disk; the older checkpoints then stay."""
         started = time.perf_counter()
 
         def fill(folder: Path) -> None:
             save_model(self.learner.model, folder / MODEL_FOLDER, self.experiment.model.path)
             save_file(self.learner.optimiser_tensors(), folder / OPTIMISER_FILE)
 
-        write_folder(path, fill, self._state(consumed, {}))
+        _write(path, fill, self._state(consumed, {}))
         keep_last(Path(path).parent.parent, self.experiment.checkpoint.keep_last)
         return CheckpointInfo(path=path, version=self.version, save_s=time.perf_counter() - started)
 
@@ -116,7 +119,7 @@ class TrainerService:
                 file.rename(folder / file.name)
             inner.rmdir()
 
-        write_folder(path, fill, self._state({}, metrics or {}))
+        _write(path, fill, self._state({}, metrics or {}))
         return CheckpointInfo(path=path, version=self.version, save_s=time.perf_counter() - started)
 
     def load_checkpoint(self, path: str) -> int:
@@ -197,6 +200,14 @@ class TrainerService:
             flops=progress.flops,
             metrics=metrics,
         )
+
+
+def _write(path: str, fill: Callable[[Path], None], state: CheckpointState) -> None:
+    """`write_folder`, with the storage's errors as one that says what to do."""
+    try:
+        write_folder(path, fill, state)
+    except (OSError, SafetensorError) as error:
+        raise StorageFailed(f"{path} can't be written: {error}; free some space and resume") from error
 
 
 def use_device(device: Any) -> torch.device:

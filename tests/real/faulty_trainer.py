@@ -1,0 +1,61 @@
+"""A trainer that dies by SIGKILL where faulty_headway.py told it to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import headway.trainer.checkpoints as checkpoints
+import headway.trainer.service as service
+from headway.trainer.service import TrainerService
+
+
+class FaultyTrainer(TrainerService):
+    """Reads JOURNAL.trainer (written beside the run folder): where to die, and at which passage. Dies once only."""
+
+    def __init__(self, context: Any, **arguments: Any) -> None:
+        super().__init__(context, **arguments)
+        run = Path(self.experiment.run.directory)
+        self._plan = run.with_name(run.name + ".trainer")
+        self._passages = 0
+        point = self._point()
+        if point == "checkpoint-files":  # half of the files are written
+            self._before(service, "save_file")
+        elif point == "checkpoint-rename":  # the new folder is complete, the old one is still in its place
+            self._before(checkpoints.Path, "rename")
+        elif point == "checkpoint-pruning":  # an old checkpoint is half removed
+            self._before(shutil, "rmtree", 3)
+        elif point == "training":
+            self._before(self.learner, "update")
+        elif point == "publishing":
+            self._before(service, "weights_of")
+
+    def _point(self) -> str:
+        return self._plan.read_text().split()[1].removeprefix("all-") if self._plan.exists() else "none"
+
+    def _before(self, owner: Any, name: str, extra: int = 0) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def wrapped(*args: Any, **named: Any) -> Any:
+            self._passed(extra)
+            return original(*args, **named)
+
+        setattr(owner, name, wrapped)
+
+    def _passed(self, extra: int) -> None:
+        if not self._plan.exists():
+            return
+        journal, point, count = self._plan.read_text().split()
+        self._passages += 1
+        if self._passages < int(count) + extra:
+            return
+        self._plan.unlink()
+        with open(journal, "a") as file:
+            file.write(f"fault {point}\n")
+        if point.startswith("all-"):
+            os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
