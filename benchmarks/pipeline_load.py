@@ -6,6 +6,8 @@ import asyncio
 import json
 import math
 import random
+import subprocess
+import sys
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,20 +86,20 @@ def prepare(folder: Path, shape: Shape) -> float:
     prompts = ["".join(rng.choices("0123456789+-= abcdef", k=shape.prompt_tokens)) for _ in range(512)]
     tasks = folder / "tasks.jsonl"
     tasks.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    from headway.models.initialise import initialise_model  # the only torch in this process
-
-    config = initialise_model(
-        folder / "model",
-        prompts,
-        layers=shape.layers,
-        width=shape.width,
-        heads=shape.heads,
-        kv_heads=shape.heads // 2,
-        intermediate=shape.intermediate,
-        max_positions=shape.prompt_tokens + shape.longest_tokens + 8,
-        character_level=True,
-    )
-    return (config.vocabulary_size * config.width + config.layers * config.matmul_parameters_per_layer) / 1e6
+    sizes = {
+        "layers": shape.layers,
+        "width": shape.width,
+        "heads": shape.heads,
+        "kv-heads": shape.heads // 2,
+        "intermediate": shape.intermediate,
+        "max-positions": shape.prompt_tokens + shape.longest_tokens + 8,
+    }
+    model = folder / "model"
+    options = [f"--{name}={value}" for name, value in sizes.items()]
+    command = ["init-model", str(model), "--texts", str(tasks), "--character-level", *options]
+    # In a process of its own: the orchestrator, which is this process, never loads torch.
+    subprocess.run([sys.executable, "-m", "headway.cli.main", *command], check=True, stdout=subprocess.DEVNULL)
+    return sum(file.stat().st_size for file in model.glob("*.safetensors")) / 4e6  # float32
 
 
 def experiment(folder: Path, name: str, shape: Shape, *, slots: int, budget: int, steps: int) -> Experiment:
