@@ -22,8 +22,8 @@ import random
 from pathlib import Path
 
 # operations in a task -> share of tasks
-OPERATIONS = {2: 0.14, 3: 0.46, 4: 0.14, 5: 0.08, 6: 0.055, 7: 0.04, 8: 0.03, 9: 0.025, 10: 0.02, 11: 0.02}
-SLIP = 0.15
+OPERATIONS = {2: 0.16, 3: 0.46, 4: 0.16, 5: 0.09, 6: 0.05, 7: 0.03, 8: 0.02, 9: 0.01, 10: 0.01, 11: 0.01}
+SLIP = 0.12
 LOWEST, HIGHEST = 10, 29  # of every intermediate result: two digits, so each step is two characters shorter
 SIZES = {"sft": 14000, "train": 14000, "validation": 256, "test": 512}
 
