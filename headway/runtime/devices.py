@@ -25,6 +25,9 @@ _MACHINE_CORES: tuple[int, ...] = tuple(sorted(os.sched_getaffinity(0)))
 # First touch of fresh memory is slow under virtualisation; these keep freed blocks inside the process.
 ALLOCATOR_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+# A thread that spins at a barrier while another process holds its partner's core costs a factor of 5 to 10;
+# sleeping ones cost little on an idle machine.
+WAIT_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def machine_cores() -> tuple[int, ...]:
@@ -71,10 +74,10 @@ class Device:
         return cores[self.first : self.last + 1]
 
     def environment(self) -> dict[str, str]:
-        """Variables a process on this device must be started with (allocator, thread counts)."""
+        """Variables a process on this device must be started with (allocator, thread counts, how threads wait)."""
         variables = dict(ALLOCATOR_ENVIRONMENT)
         if self.threads is not None:
-            variables |= {name: str(self.threads) for name in THREAD_VARIABLES}
+            variables |= WAIT_ENVIRONMENT | {name: str(self.threads) for name in THREAD_VARIABLES}
         return variables
 
     def apply(self, available: Sequence[int] | None = None) -> None:
