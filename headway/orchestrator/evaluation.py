@@ -152,9 +152,10 @@ class Evaluations:
         await self._run.trainer.save_weights(str(self._folder / "candidate"))
         return True
 
-    def start(self, version: int) -> None:
-        """Evaluate ``version`` (just applied) beside the running rollouts."""
-        self._running = asyncio.create_task(self._validate(version), name=f"validate-{version}")
+    def start(self, version: int, tasks: asyncio.TaskGroup) -> None:
+        """Evaluate ``version`` (just applied) beside the running rollouts, as one of ``tasks``: should it fail, so
+        does the run, at once."""
+        self._running = tasks.create_task(self._validate(version), name=f"validate-{version}")
 
     async def finish(self) -> None:
         """Wait for a validation under way."""

@@ -157,13 +157,23 @@ class Train:
         return await run.trainer.train_step(batch)
 
     async def _revive(self, version: int) -> None:
-        """A new trainer at ``version``, and the generator pointed at what it publishes."""
+        """A new trainer at ``version``, and the generator pointed at what it publishes. Raises WorkerDied when it
+        dies again and again on the way there."""
         run = self._run
         await self._finish_update()
-        await run.trainer.restart()
-        replayed = await restore_trainer(run, until=version)
-        await run.generator.update_weights(await run.trainer.publish(version))
-        run.event("trainer_restored", f"version {version}", replayed=replayed)
+        for left in reversed(range(_RESTARTS)):
+            try:
+                await run.trainer.restart()
+                replayed = await restore_trainer(run, until=version)
+                weights = await run.trainer.publish(version)
+            except WorkerDied as death:
+                run.event("worker_died", death.cause, worker=death.worker)
+                if not left:
+                    raise
+            else:
+                await run.generator.update_weights(weights)
+                run.event("trainer_restored", f"version {version}", replayed=replayed)
+                return
 
     async def _finish_update(self) -> None:
         """Wait for the update under way: its slot in shared memory must not be overwritten while it is read."""
@@ -207,7 +217,7 @@ class Train:
         run.meter.applied(run.clock.now() - started, reports)
         run.state.changed.notify()
         if candidate:
-            self._evaluations.start(weights.version)
+            self._evaluations.start(weights.version, self._updates)
 
     async def _checkpoint_if_due(self) -> None:
         if self._run.state.version % self._run.experiment.checkpoint.every_steps == 0:

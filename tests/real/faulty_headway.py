@@ -1,8 +1,8 @@
 """The `headway` command with a fault built in: ``python faulty_headway.py JOURNAL FAULT train CONFIG ...``.
 
-FAULT is ``none`` or ``POINT`` or ``POINT:N``: at the N-th passage (default 1) of the point the process is ended by
-SIGKILL, as a crash would, in the very middle of things. Every worker's name and process id go to JOURNAL, and the
-fault when it strikes.
+FAULT is ``none`` or ``POINT:N`` (in the trainer also several, one per life, with commas): at the N-th passage of the
+point the process is ended by SIGKILL, as a crash would, in the very middle of things. Every worker's name and process
+id go to JOURNAL, and the fault when it strikes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ POINTS: dict[str, tuple[str, str, str, str]] = {
     "applied": ("headway.generator.client", "GeneratorPool", "update_weights", "after"),
     "log-durable": ("headway.buffer.store", "GroupBuffer", "make_durable", "after"),
     "checkpoint-written": ("headway.buffer.store", "GroupBuffer", "release_covered", "before"),
+    "candidate-saved": ("headway.orchestrator.evaluation", "Evaluations", "_keep_best", "before"),
+    "renamed": ("pathlib", "Path", "rename", "after"),  # while best/ is replaced: best -> best.old, candidate -> best
 }
 # faults in the trainer's process: see faulty_trainer.py; "all-..." also ends the orchestrator
 TRAINER_POINTS = ("checkpoint-files", "checkpoint-rename", "checkpoint-pruning", "training", "publishing")
@@ -48,7 +50,7 @@ def install(journal: str, fault: str) -> None:
         import headway.trainer.client as client
 
         client.SERVICE = "faulty_trainer:FaultyTrainer"
-        Path(journal).with_suffix(".trainer").write_text(f"{journal}\n{name}\n{count or 1}\n")
+        Path(journal).with_suffix(".trainer").write_text("\n".join([journal, *fault.split(",")]))
     elif name != "none":
         raise SystemExit(f"no such fault: {fault}")
 

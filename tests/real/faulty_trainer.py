@@ -15,14 +15,15 @@ from headway.trainer.service import TrainerService
 
 
 class FaultyTrainer(TrainerService):
-    """Reads JOURNAL.trainer (written beside the run folder): where to die, and at which passage. Dies once only."""
+    """Reads JOURNAL.trainer (beside the run folder), the journal and a "POINT:N" for each life: dies at the first
+    of them, at its N-th passage, and takes it off the list."""
 
     def __init__(self, context: Any, **arguments: Any) -> None:
         super().__init__(context, **arguments)
         run = Path(self.experiment.run.directory)
         self._plan = run.with_name(run.name + ".trainer")
         self._passages = 0
-        point = self._point()
+        point = self._next()[0].removeprefix("all-")
         if point == "checkpoint-files":  # half of the files are written
             self._before(service, "save_file")
         elif point == "checkpoint-rename":  # the new folder is complete, the old one is still in its place
@@ -34,8 +35,11 @@ class FaultyTrainer(TrainerService):
         elif point == "publishing":
             self._before(service, "weights_of")
 
-    def _point(self) -> str:
-        return self._plan.read_text().split()[1].removeprefix("all-") if self._plan.exists() else "none"
+    def _next(self) -> tuple[str, int]:
+        """The next point and passage; ("none", 0) when all have struck."""
+        plan = self._plan.read_text().split() if self._plan.exists() else []
+        point, _, count = plan[1].partition(":") if len(plan) > 1 else ("none", "", "0")
+        return point, int(count)
 
     def _before(self, owner: Any, name: str, extra: int = 0) -> None:
         original: Callable[..., Any] = getattr(owner, name)
@@ -47,15 +51,14 @@ class FaultyTrainer(TrainerService):
         setattr(owner, name, wrapped)
 
     def _passed(self, extra: int) -> None:
-        if not self._plan.exists():
-            return
-        journal, point, count = self._plan.read_text().split()
+        point, count = self._next()
         self._passages += 1
-        if self._passages < int(count) + extra:
+        if self._passages != count + extra:
             return
-        self._plan.unlink()
+        journal, done, *rest = self._plan.read_text().split()
+        self._plan.write_text("\n".join([journal, *rest]))
         with open(journal, "a") as file:
-            file.write(f"fault {point}\n")
+            file.write(f"fault {done}\n")
         if point.startswith("all-"):
             os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tiny_run
 
-from headway.trainer.checkpoints import find_checkpoints
+from headway.trainer.checkpoints import find_checkpoints, verify
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(420)]
 
@@ -50,20 +50,24 @@ def completed_steps(run: Path) -> int:
             return 0
 
 
-def require_whole(run: Path, steps: int) -> None:
-    """The run is complete: books, log, checkpoints and ledger tell the same history of ``steps`` steps."""
+def require_whole(run: Path, steps: int, *, kills: int = 0, drained: bool = True) -> None:
+    """The run is complete: books, log, checkpoints and ledger tell the same history of ``steps`` steps.
+
+    ``kills`` of the orchestrator may each have cost a step's ledger record, which is written after the step.
+    ``drained``: no step more would have been possible, so no finished group is left.
+    """
     report = tiny_run.audited(run)
     assert report.completed_steps == steps
     assert report.pending_step is None
     assert report.max_staleness <= 2
     assert report.checkpoints[-1] == steps
-    assert set(report.groups) <= {"trained", "failed"}
-    assert report.rollouts["open"] == 0
+    assert set(report.groups) <= {"trained", "failed"} | (set() if drained else {"buffered", "open"})
     (books,) = tiny_run.events_of(run, "books")[-1:]
     assert books.data["balanced"] == 1, books.detail
     recorded = [step.step for step in tiny_run.steps_of(run)]
     assert recorded == sorted(set(recorded))
     assert recorded[-1] == steps - 1
+    assert steps - kills <= len(recorded) <= steps
 
 
 @pytest.fixture(scope="module")
@@ -87,20 +91,19 @@ def test_orchestrator_killed_at_every_point(folder: Path) -> None:
         resume = ["--resume"]
     command = tiny_run.train(config, *resume)
     assert command.process.returncode == 0, command.output
-    require_whole(run, STEPS)
+    require_whole(run, STEPS, kills=len(ORCHESTRATOR_KILLS))
     tiny_run.require_nothing_left(command)
     assert len(find_checkpoints(run)) == 2
 
 
-@pytest.mark.parametrize("fault", TRAINER_KILLS)
-def test_trainer_killed_alone(folder: Path, tmp_path: Path, fault: str) -> None:
-    config = tiny_run.write_experiment(tmp_path, run={"steps": 8}, **tiny_run.inputs_in(folder))
-    command = tiny_run.train(config, fault=fault)
+def test_trainer_killed_alone(folder: Path, tmp_path: Path) -> None:
+    config = tiny_run.write_experiment(tmp_path, run={"steps": 14}, **tiny_run.inputs_in(folder))
+    command = tiny_run.train(config, fault=",".join(TRAINER_KILLS))
     assert command.process.returncode == 0, command.output
-    assert struck(command)
-    require_whole(tmp_path / "run", 8)
-    assert len(tiny_run.events_of(tmp_path / "run", "worker_died")) == 1
-    assert [name for name, _ in command.workers()].count("trainer-0") == 2
+    assert command.journal.read_text().count("fault ") == len(TRAINER_KILLS)
+    require_whole(tmp_path / "run", 14)
+    assert len(tiny_run.events_of(tmp_path / "run", "worker_died")) == len(TRAINER_KILLS)
+    assert [name for name, _ in command.workers()].count("trainer-0") == 1 + len(TRAINER_KILLS)
     tiny_run.require_nothing_left(command)
 
 
@@ -133,8 +136,29 @@ def test_random_kills_of_every_process(folder: Path, tmp_path: Path) -> None:
             tiny_run.wait_for_exits(command)
         tiny_run.audited(run)
         resume = ["--resume"]
-    steps = completed_steps(run) + 5
+    steps = completed_steps(run) + 1  # so few publishes that what killed trainers left is not overwritten
     command = tiny_run.train(config, "--resume", f"--run.steps={steps}")
     assert command.process.returncode == 0, command.output
-    require_whole(run, steps)
+    require_whole(run, steps, kills=3, drained=False)
     tiny_run.require_nothing_left(command)
+
+
+def test_killed_while_the_best_weights_are_replaced(folder: Path, tmp_path: Path) -> None:
+    tasks = folder / "held-out.jsonl"
+    tasks.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    config = tiny_run.write_experiment(
+        tmp_path,
+        run={"steps": 2},
+        evaluation={"before": False, "after": True},
+        **tiny_run.inputs_in(folder),
+        **{"tasks.test": {"path": str(tasks)}},
+    )
+    best = tmp_path / "run" / "best"
+    assert tiny_run.train(config).process.returncode == 0
+    for steps, fault in enumerate(("renamed:1", "candidate-saved:1", "renamed:2"), start=3):
+        command = tiny_run.train(config, "--resume", f"--run.steps={steps}", fault=fault)
+        assert command.process.returncode == -signal.SIGKILL, command.output
+        command = tiny_run.train(config, "--resume", f"--run.steps={steps}")
+        assert command.process.returncode == 0, command.output
+        assert verify(best).version == steps
+        tiny_run.require_nothing_left(command)

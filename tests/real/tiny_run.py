@@ -248,7 +248,7 @@ def tail_of(run: Path) -> str:
 def audited(run: Path) -> AuditReport:
     """The audit's report; fails on violations."""
     report = audit_run(run)
-    assert report.violations == []
+    assert not report.violations, report.violations
     return report
 
 
@@ -280,7 +280,8 @@ def wait_for_exits(command: Command) -> None:
 def require_nothing_left(command: Command) -> None:
     """After a run's end: its workers are gone, and so are its shared memory and half-written folders."""
     wait_for_exits(command)
-    assert leftovers(command.run) == []
+    left = leftovers(command.run)
+    assert not left, f"left over: {left}"
 
 
 def inputs_in(folder: Path) -> dict[str, dict[str, Any]]:
