@@ -102,7 +102,7 @@ class Algorithm(Section):
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # the ratio is clipped to 1 - clip_low ...
     clip_high: Annotated[float, Field(gt=0)] = 0.28  # ... 1 + clip_high
     dual_clip: Annotated[float, Field(gt=1)] | None = None  # bound of the ratio where the advantage is negative
-    behaviour_weight_cap: Annotated[float, Field(gt=0)] | None = 2.0  # truncated importance weight (TIS)
+    behaviour_weight_cap: Annotated[float, Field(gt=0)] = 2.0  # truncated importance weight (TIS); 1e9: never truncated
     aggregation: Literal["token_mean", "fixed"] = "token_mean"  # over the loss tokens, or a constant (Dr. GRPO)
     fixed_denominator_tokens: Positive | None = None  # 'fixed': default samples x max_response_tokens
     proximal: Literal["auto", "recompute", "current"] = "auto"  # auto: current when one optimiser step per batch
