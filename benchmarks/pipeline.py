@@ -165,11 +165,13 @@ class Benchmark:
         round_.together = rates[:2]
 
     def _system(self, name: str, slots: int, budget: int, steps: int) -> Steady:
-        return self._timed(
+        steady = self._timed(
             name,
             lambda: measure(self._settings(slots, budget), self.shape, steps),
             lambda steady: (steady.per_s, steady.usage),
         )
+        print(f"         {steady.outline()}", flush=True)
+        return steady
 
     def _settings(self, slots: int, budget: int) -> Experiment:
         name = f"run-{next(self._runs)}"
@@ -327,6 +329,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one short round of a small load: does it work at all?")
     parser.add_argument("--rounds", type=int, help="default: 3")
+    parser.add_argument("--steps", type=int, help="measured of the asynchronous system; default: 24")
     parser.add_argument(
         "--patience", type=float, default=0.0, metavar="S", help="may wait and repeat this long for a quiet machine"
     )
@@ -352,7 +355,8 @@ def main() -> None:
         0.95,
         arguments.longest,
     )
-    plan = Plan(rounds=arguments.rounds or 3, steps=24, synchronous_steps=12)
+    steps = arguments.steps or 24
+    plan = Plan(rounds=arguments.rounds or 3, steps=steps, synchronous_steps=max(1, steps // 2))
     if arguments.quick:
         shape = Shape(2, 64, 2, 128, 12, 8, 0.95, 128)
         plan = Plan(rounds=arguments.rounds or 1, steps=6, synchronous_steps=3)

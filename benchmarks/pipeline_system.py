@@ -54,6 +54,12 @@ class Steady:
         """CPU milliseconds of ``role`` per sample."""
         return 1000 * self.usage.roles_s.get(role, 0.0) / self.samples
 
+    def outline(self) -> str:
+        """Where a sample's milliseconds go, in one line."""
+        parts = {name: self.per_sample_ms(f"{name}_s") for name in ("trainer_compute", "trainer_wait", "publish")}
+        parts |= {f"{role} CPU": self.cpu_ms(role) for role in ("orchestrator", "verifier")}
+        return "ms per sample: " + ", ".join(f"{name} {value:.3f}" for name, value in parts.items())
+
     def max_staleness(self) -> int:
         return int(max(record.trajectory_staleness.max for record in self.records))
 
