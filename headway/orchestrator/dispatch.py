@@ -35,9 +35,11 @@ class Dispatch:
                 self._start(entry)
             while True:
                 mark = state.changed.count
-                groups = 0 if state.draining else await self._credit()
+                # The version that admission counts with is the one the group's deadline counts from.
+                applied = await self._run.generator.applied_version()
+                groups = 0 if state.draining else self._credit(applied)
                 for _ in range(groups):
-                    self._open()
+                    self._open(applied)
                 if not groups:
                     await state.changed.wait(mark)
 
@@ -47,7 +49,7 @@ class Dispatch:
         while state.running:
             await state.changed.wait(state.changed.count)
 
-    async def _credit(self) -> int:
+    def _credit(self, applied_version: int) -> int:
         """Groups that may open now: Eq. 3, the steps left to train, and the generator's concurrency."""
         run = self._run
         experiment, state = run.experiment, run.state
@@ -55,7 +57,7 @@ class Dispatch:
         by_budget = credit(
             open_groups=state.open_groups,
             completed_steps=state.version,
-            applied_version=await run.generator.applied_version(),
+            applied_version=applied_version,
             groups_per_step=experiment.queue.groups_per_step,
             budget=experiment.queue.budget,
         )
@@ -64,7 +66,7 @@ class Dispatch:
         by_concurrency = (experiment.concurrent_rollouts - state.running_rollouts) // size
         return max(0, min(by_budget, by_steps, by_concurrency))
 
-    def _open(self) -> None:
+    def _open(self, applied_version: int) -> None:
         run = self._run
         state = run.state
         task = run.tasks.next()
@@ -73,7 +75,7 @@ class Dispatch:
             task=task,
             prompt_ids=run.tokenizer.render(task.prompt, run.experiment.model.template),
             size=run.experiment.rollout.group_size,
-            admitted_version=run.meter.applied_version,
+            admitted_version=applied_version,
             admitted_s=run.clock.now(),
         )
         run.buffer.admit(group)

@@ -72,11 +72,16 @@ class RunState:
     def parked_groups(self) -> int:
         return sum(1 for entry in self.running.values() if entry.parked)
 
-    def note_parked(self, index: int, change: int) -> None:
-        """A member of group ``index`` was parked (+1) or goes on (-1); evaluations' groups aren't counted."""
-        entry = self.running.get(index)
+    async def wait_parked(self, group: Group, member: int, partial: object) -> None:
+        """A member parked by an update waits here until the weights are in place (an evaluation's isn't counted)."""
+        entry = self.running.get(group.index)
         if entry is not None:
-            entry.parked += change
+            entry.parked += 1
+        try:
+            await self.resume_gate.wait()
+        finally:
+            if entry is not None:
+                entry.parked -= 1
 
     def candidates(self) -> list[OpenGroup]:
         """Every open group, as batch selection sees it."""

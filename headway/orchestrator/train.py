@@ -23,7 +23,6 @@ from headway.orchestrator.state import RunState
 from headway.orchestrator.task_sets import load_task_sets
 from headway.records.errors import Interrupted
 from headway.records.ledger import LedgerLine, RunSummary
-from headway.records.rollout import Group
 from headway.rollout.client import VerifierPool
 from headway.rollout.single_turn import Generate, SingleTurn
 from headway.runtime.clock import Clock, RealClock
@@ -153,13 +152,6 @@ async def wire(
     state = RunState(clock=clock, groups_per_step=queue.groups_per_step)
     meter = Meter(experiment, clock)
 
-    async def resume_gate(group: Group, member: int, partial: object) -> None:
-        state.note_parked(group.index, +1)
-        try:
-            await state.resume_gate.wait()
-        finally:
-            state.note_parked(group.index, -1)
-
     generate = generator.generate if wrap_generate is None else wrap_generate(generator.generate)
     rollouts = SingleTurn(
         generate,
@@ -168,7 +160,7 @@ async def wire(
         clock,
         run_seed=experiment.run.seed,
         max_resumes=queue.max_resumes,
-        resume_gate=resume_gate,
+        resume_gate=state.wait_parked,
     )
     context = RunContext(
         experiment=experiment,
@@ -200,6 +192,6 @@ async def wire(
         run_seed=experiment.run.seed,
         temperature=experiment.evaluation.temperature,
         request_prefix="evaluation-",
-        resume_gate=resume_gate,
+        resume_gate=state.wait_parked,
     )
     return Run(context, evaluation_rollouts)

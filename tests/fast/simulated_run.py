@@ -19,7 +19,6 @@ from headway.orchestrator.run import Run
 from headway.orchestrator.state import RunState
 from headway.records.generation import GenerationRequest
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
-from headway.records.rollout import Group
 from headway.records.task import Task
 from headway.rollout.fake import FakeVerifier
 from headway.rollout.single_turn import SingleTurn
@@ -134,13 +133,6 @@ async def _simulate(
     tokenizer = PlainTokenizer()
     state = RunState(clock=clock, groups_per_step=queue.groups_per_step)
 
-    async def resume_gate(group: Group, member: int, partial: object) -> None:
-        state.note_parked(group.index, +1)
-        try:
-            await state.resume_gate.wait()
-        finally:
-            state.note_parked(group.index, -1)
-
     folder = experiment.run.directory
     capacity = queue.groups_per_step * (queue.budget + 1)
     with closing(GroupBuffer(Path(folder) / "buffer.db", capacity, clock)) as buffer:
@@ -151,7 +143,7 @@ async def _simulate(
             clock,
             run_seed=seed,
             max_resumes=experiment.queue.max_resumes,
-            resume_gate=resume_gate,
+            resume_gate=state.wait_parked,
         )
         context = RunContext(
             experiment=experiment,
