@@ -63,8 +63,10 @@ class Dispatch:
         )
         # A group that no step is left for would be generated in vain.
         by_steps = experiment.queue.groups_per_step * (experiment.run.steps - state.version) - state.open_groups
-        by_concurrency = (experiment.concurrent_rollouts - state.running_rollouts) // size
-        return max(0, min(by_budget, by_steps, by_concurrency))
+        return max(0, min(by_budget, by_steps, self._free_rollouts() // size))
+
+    def _free_rollouts(self) -> int:
+        return self._run.experiment.concurrent_rollouts - self._run.state.running_rollouts
 
     def _open(self, applied_version: int) -> None:
         run = self._run
@@ -95,7 +97,8 @@ class Dispatch:
         async def member(position: int) -> Rollout:
             rollout = await self._run.rollouts.generate_member(entry.group, position)
             entry.unfinished -= 1
-            self._run.state.changed.notify()
+            if self._free_rollouts() >= entry.group.size:  # fewer let nothing begin
+                self._run.state.changed.notify()
             return rollout
 
         members = (member(position) for position in range(entry.group.size))

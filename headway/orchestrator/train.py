@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import signal
@@ -13,32 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
-from headway.orchestrator.context import RunContext
-from headway.orchestrator.meter import Meter
+from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
 from headway.orchestrator.run import Run
-from headway.orchestrator.state import RunState
 from headway.orchestrator.task_sets import load_task_sets
 from headway.records.errors import Interrupted
 from headway.records.ledger import LedgerLine, RunSummary
 from headway.rollout.client import VerifierPool
-from headway.rollout.single_turn import Generate, SingleTurn
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.ledger import Ledger, read_ledger
 from headway.runtime.line_file import LineFile
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.summary import summarise
 from headway.runtime.workers import LocalLauncher
-from headway.tasks.cursor import TaskCursor
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.checkpoints import remove_leftovers
 from headway.trainer.client import TrainerClient
 from headway.weights.leftovers import reap
 
 OnLine = Callable[[LedgerLine], None]
-WrapGenerate = Callable[[Generate], Generate]
 
 
 def train(experiment: Experiment, *, resume: bool = False, on_line: OnLine | None = None) -> RunSummary:
@@ -131,7 +124,6 @@ async def wire(
     """Start every actor of the run; ``stack`` stops them in reverse order. ``wrap_generate`` is put between
     rollouts and generator (a benchmark sets the lengths there)."""
     sets = load_task_sets(experiment)
-    tokenizer = Tokenizer.load(experiment.model.path)
     launcher = LocalLauncher(clock)
     identity = run_identity(directory.path)
     samples = stack.enter_context(LineFile(directory.samples))
@@ -140,58 +132,25 @@ async def wire(
         samples.append(json.dumps(line, ensure_ascii=False).encode())
 
     def worker_event(name: str, detail: str, **data: Any) -> None:
-        context.event(name, detail, **data)
+        run.context.event(name, detail, **data)
 
     trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs)
     generator = GeneratorPool(launcher, experiment, clock, on_event=worker_event, log_directory=directory.logs)
     verifier = VerifierPool(launcher, experiment.verifier, clock, log_folder=directory.logs)
-    queue = experiment.queue
-    buffer = stack.enter_context(
-        contextlib.closing(GroupBuffer(directory.buffer, queue.groups_per_step * (queue.budget + 1), clock))
-    )
-    state = RunState(clock=clock, groups_per_step=queue.groups_per_step)
-    meter = Meter(experiment, clock)
-
-    generate = generator.generate if wrap_generate is None else wrap_generate(generator.generate)
-    rollouts = SingleTurn(
-        generate,
-        tokenizer,
-        experiment.rollout,
-        clock,
-        run_seed=experiment.run.seed,
-        max_resumes=queue.max_resumes,
-        resume_gate=state.wait_parked,
-    )
-    context = RunContext(
-        experiment=experiment,
-        clock=clock,
-        state=state,
+    actors = Actors(
         generator=generator,
         trainer=trainer,
         verifier=verifier,
-        buffer=buffer,
-        tasks=TaskCursor(sets["train"], experiment.run.seed),
-        tokenizer=tokenizer,
-        rollouts=rollouts,
-        meter=meter,
+        tokenizer=Tokenizer.load(experiment.model.path),
+        train_tasks=sets.pop("train"),
+        evaluation_tasks=sets,
         record=ledger.record,
         keep_sample=keep_sample,
-        directory=str(directory.path),
-        evaluation_tasks={name: tasks for name, tasks in sets.items() if name != "train"},
-        started_s=clock.now(),
+        wrap_generate=wrap_generate,
     )
+    run = assemble(experiment, actors, clock, directory.buffer, stack)
     for actor in (trainer, generator, verifier):
         stack.push_async_callback(actor.stop)
     await asyncio.gather(trainer.start(), generator.start(), verifier.start())
-    meter.peak_flops_per_s = await trainer.measure_peak()
-    evaluation_rollouts = SingleTurn(
-        generate,
-        tokenizer,
-        experiment.rollout,
-        clock,
-        run_seed=experiment.run.seed,
-        temperature=experiment.evaluation.temperature,
-        request_prefix="evaluation-",
-        resume_gate=state.wait_parked,
-    )
-    return Run(context, evaluation_rollouts)
+    run.context.meter.peak_flops_per_s = await trainer.measure_peak()
+    return run

@@ -168,7 +168,7 @@ class VerifierPool:
         """Score on this seat's worker. Raises _Died; the next call then starts another."""
         worker = await self._worker(seat)
         started = self._clock.now()
-        backstop_s = self._verifier.timeout_s * len(responses) + _BACKSTOP_GRACE_S
+        backstop_s = 1.1 * self._verifier.timeout_s * len(responses) + _BACKSTOP_GRACE_S
         try:
             async with asyncio.timeout(backstop_s):
                 return await worker.call("score", task, responses)

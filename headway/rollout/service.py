@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import sys
 import time
 import traceback
@@ -20,7 +21,8 @@ _LONGEST_DETAIL = 4000  # characters of a traceback that are kept: its end says 
 
 
 class VerifierService:
-    """Worker class. One call scores a task's whole group; each response has ``timeout_s`` of its own.
+    """Worker class. One call scores a task's whole group; each response has ``timeout_s`` of its own (up to a
+    tenth more: see Watchdog).
 
     The limit is enforced here by a watchdog thread in C that needs no interpreter lock: a response that hangs, even
     inside a regular expression that holds the lock, ends this *process*. ``client.py`` sees a dead worker,
@@ -34,21 +36,35 @@ class VerifierService:
 
     def score(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
         """One Verdict per response, in order. A raise or an unusable return value costs only its response."""
-        return [self._score_one(task, response) for response in responses]
-
-    def _score_one(self, task: Task, response: str) -> Verdict:
-        with Watchdog(self._settings.timeout_s):
-            return score_guarded(self._score, task, response)
+        verdicts: list[Verdict] = []
+        with Watchdog(self._settings.timeout_s) as watchdog:
+            for response in responses:
+                watchdog.restart()
+                verdicts.append(score_guarded(self._score, task, response))
+        return verdicts
 
 
 class Watchdog:
-    """Ends the process (exit code 1, traceback on stderr) when its block takes longer than ``timeout_s``."""
+    """Ends the process (exit code 1, traceback on stderr) when one piece of work in its block takes too long.
 
-    def __init__(self, timeout_s: float) -> None:
+    ``restart`` begins a piece. Arming costs a thread, much more than scoring a short answer, so it is armed for
+    1.1 x ``timeout_s`` and armed anew only by a piece that begins more than 0.1 x ``timeout_s`` later: every piece
+    has between 1.0 and 1.1 x ``timeout_s``.
+    """
+
+    def __init__(self, timeout_s: float, now: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = timeout_s
+        self._now = now
+        self._armed_s = -math.inf
 
-    def __enter__(self) -> None:
-        faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=sys.__stderr__ or 2)
+    def __enter__(self) -> Watchdog:
+        return self
+
+    def restart(self) -> None:
+        now = self._now()
+        if now - self._armed_s > 0.1 * self._timeout_s:
+            faulthandler.dump_traceback_later(1.1 * self._timeout_s, exit=True, file=sys.__stderr__ or 2)
+            self._armed_s = now
 
     def __exit__(self, *_: object) -> None:
         faulthandler.cancel_dump_traceback_later()

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import random
 import tempfile
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway.buffer.store import GroupBuffer
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.generator.fake import FakeGenerator
-from headway.orchestrator.context import RunContext
-from headway.orchestrator.meter import Meter
-from headway.orchestrator.run import Run
-from headway.orchestrator.state import RunState
+from headway.orchestrator.assembly import Actors, assemble
 from headway.records.generation import GenerationRequest
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.records.task import Task
 from headway.rollout.fake import FakeVerifier
-from headway.rollout.single_turn import SingleTurn
 from headway.runtime.clock import Clock, run_virtual
-from headway.tasks.cursor import TaskCursor
 from headway.trainer.fake import FakeTrainer
 
 
@@ -95,9 +89,10 @@ def simulate(
     """Run ``experiment`` to its end in virtual time."""
 
     async def main(clock: Clock) -> Outcome:
+        settings = experiment.run
         with tempfile.TemporaryDirectory() as folder:
             return await _simulate(
-                experiment.model_copy(update={"run": experiment.run.model_copy(update={"directory": folder})}),
+                experiment.model_copy(update={"run": settings.model_copy(update={"directory": folder, "seed": seed})}),
                 clock,
                 seed=seed,
                 token_s=token_s,
@@ -128,58 +123,31 @@ async def _simulate(
         update_mode=experiment.generator.update_mode,
         **generator_options,
     )
-    queue = experiment.queue
     lines: list[LedgerLine] = []
-    tokenizer = PlainTokenizer()
-    state = RunState(clock=clock, groups_per_step=queue.groups_per_step)
-
-    folder = experiment.run.directory
-    capacity = queue.groups_per_step * (queue.budget + 1)
-    with closing(GroupBuffer(Path(folder) / "buffer.db", capacity, clock)) as buffer:
-        rollouts = SingleTurn(
-            generator.generate,
-            tokenizer,
-            experiment.rollout,
-            clock,
-            run_seed=seed,
-            max_resumes=experiment.queue.max_resumes,
-            resume_gate=state.wait_parked,
-        )
-        context = RunContext(
-            experiment=experiment,
-            clock=clock,
-            state=state,
-            generator=generator,
-            trainer=trainer,
-            verifier=verifier,
-            buffer=buffer,
-            tasks=TaskCursor([Task(task_id=str(i), prompt=str(i)) for i in range(50)], seed),
-            tokenizer=tokenizer,  # type: ignore[arg-type]  (stands in for a tokenizer folder)
-            rollouts=rollouts,
-            meter=Meter(experiment, clock),
-            record=lines.append,
-            keep_sample=lambda line: None,
-            directory=folder,
-            started_s=clock.now(),
-        )
-        await asyncio_start(trainer, generator, verifier)
-        run = Run(context, rollouts)
+    actors = Actors(
+        generator=generator,
+        trainer=trainer,
+        verifier=verifier,
+        tokenizer=PlainTokenizer(),  # type: ignore[arg-type]  (stands in for a tokenizer folder)
+        train_tasks=[Task(task_id=str(i), prompt=str(i)) for i in range(50)],
+        record=lines.append,
+    )
+    with ExitStack() as stack:
+        run = assemble(experiment, actors, clock, Path(experiment.run.directory) / "buffer.db", stack)
+        for actor in (trainer, generator, verifier):
+            await actor.start()
         await run.begin()
         await run.train()
         await run.conclude()
+        context = run.context
         return Outcome(
             experiment=experiment,
             lines=lines,
             trainer=trainer,
-            audit=buffer.audit(),
-            trained_groups=[index for groups in buffer.consumed().values() for index in groups],
-            admitted_groups=buffer.next_index,
+            audit=context.buffer.audit(),
+            trained_groups=[index for groups in context.buffer.consumed().values() for index in groups],
+            admitted_groups=context.buffer.next_index,
             duration_s=context.time_s(),
             bias_lengths=context.meter.length_bias.lengths(),
-            endings=dict(state.books.endings),
+            endings=dict(context.state.books.endings),
         )
-
-
-async def asyncio_start(*actors: Any) -> None:
-    for actor in actors:
-        await actor.start()

@@ -1,0 +1,84 @@
+"""Puts a run together from its actors, real ones or fakes: the one place that knows how the parts hang together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headway.buffer.store import GroupBuffer
+from headway.config.schema import Experiment
+from headway.orchestrator.context import RunContext
+from headway.orchestrator.meter import Meter
+from headway.orchestrator.run import Run
+from headway.orchestrator.state import RunState
+from headway.records.clients import Generator, Trainer, Verifier
+from headway.records.ledger import LedgerLine
+from headway.records.task import Task
+from headway.rollout.single_turn import Generate, SingleTurn
+from headway.runtime.clock import Clock
+from headway.tasks.cursor import TaskCursor
+from headway.tokens.tokenizer import Tokenizer
+
+WrapGenerate = Callable[[Generate], Generate]
+
+
+@dataclass(kw_only=True)
+class Actors:
+    """What a run needs from outside. They may be started before or after ``assemble``, but before ``Run.begin``."""
+
+    generator: Generator
+    trainer: Trainer
+    verifier: Verifier
+    tokenizer: Tokenizer
+    train_tasks: Sequence[Task]
+    evaluation_tasks: Mapping[str, list[Task]] = field(default_factory=dict)  # split -> tasks
+    record: Callable[[LedgerLine], None]  # the ledger
+    keep_sample: Callable[[dict[str, object]], None] = lambda line: None
+    wrap_generate: WrapGenerate | None = None  # put between rollouts and generator (a benchmark sets lengths there)
+
+
+def assemble(
+    experiment: Experiment, actors: Actors, clock: Clock, buffer_path: Path, stack: ExitStack | AsyncExitStack
+) -> Run:
+    """A run over ``actors`` whose buffer is at ``buffer_path``; ``stack`` closes it."""
+    queue = experiment.queue
+    state = RunState(clock=clock, groups_per_step=queue.groups_per_step)
+    wrap = actors.wrap_generate
+    generate = actors.generator.generate if wrap is None else wrap(actors.generator.generate)
+    buffer = GroupBuffer(buffer_path, queue.groups_per_step * (queue.budget + 1), clock)
+    stack.enter_context(closing(buffer))
+
+    def rollouts(temperature: float | None = None, prefix: str = "") -> SingleTurn:
+        return SingleTurn(
+            generate,
+            actors.tokenizer,
+            experiment.rollout,
+            clock,
+            run_seed=experiment.run.seed,
+            temperature=temperature,
+            request_prefix=prefix,
+            max_resumes=queue.max_resumes,
+            resume_gate=state.wait_parked,
+        )
+
+    context = RunContext(
+        experiment=experiment,
+        clock=clock,
+        state=state,
+        generator=actors.generator,
+        trainer=actors.trainer,
+        verifier=actors.verifier,
+        buffer=buffer,
+        tasks=TaskCursor(actors.train_tasks, experiment.run.seed),
+        tokenizer=actors.tokenizer,
+        rollouts=rollouts(),
+        meter=Meter(experiment, clock),
+        record=actors.record,
+        keep_sample=actors.keep_sample,
+        directory=experiment.run.directory,
+        evaluation_tasks=dict(actors.evaluation_tasks),
+        started_s=clock.now(),
+    )
+    return Run(context, rollouts(experiment.evaluation.temperature, "evaluation-"))
