@@ -11,6 +11,7 @@ help:
 	@echo "make test         set up, then linters, fast tests, real-component tests (about 8 min)"
 	@echo "make test-fast    set up, then the fast tests alone (< 5 min)"
 	@echo "make lint         set up, then ruff, pyright, import-linter"
+	@echo "make clean        remove the environment and the caches; runs/ stays"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,4 +38,5 @@ test-real: install
 test: lint test-fast test-real
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

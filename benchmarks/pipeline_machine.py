@@ -29,10 +29,6 @@ class Usage:
     roles_s: dict[str, float]
     foreign_cores: float  # cores kept busy by processes that aren't ours, or stolen
 
-    def share(self, role: str) -> float:
-        """Cores used by ``role``."""
-        return self.roles_s.get(role, 0.0) / self.seconds
-
 
 def snapshot() -> Snapshot:
     """Read the counters of the machine, of this process and of its workers (about 0.3 ms)."""

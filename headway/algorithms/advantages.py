@@ -5,14 +5,12 @@ Legend of shape suffixes: ``_g`` one value per member of the group.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.records.errors import ConfigurationError
+from headway.runtime.imports import import_function
 
 FloatArray = NDArray[np.float64]
 Advantage = Callable[[FloatArray], FloatArray]
@@ -63,23 +61,7 @@ def resolve(name: str) -> Advantage:
     Raises ConfigurationError when there is no such name, module or function.
     """
     known = ADVANTAGES.get(name)
-    return known if known is not None else load_function(name, "algorithm.advantage", sorted(ADVANTAGES))
-
-
-def load_function(name: str, key: str, known: list[str]) -> Callable[..., Any]:
-    """Import ``module:function``. ``key`` and ``known`` only word the error."""
-    valid = f"valid: {', '.join(known)}, or an importable 'module:function'"
-    module_name, colon, function_name = name.partition(":")
-    if not (colon and module_name and function_name):
-        raise ConfigurationError(f"{key} = {name!r}: unknown name; {valid}")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigurationError(f"{key} = {name!r}: cannot import {module_name!r} ({error}); {valid}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ConfigurationError(f"{key} = {name!r}: module {module_name!r} has no function {function_name!r}; {valid}")
-    return cast("Callable[..., Any]", function)
+    return known if known is not None else import_function(name, "algorithm.advantage", ADVANTAGES)
 
 
 def advantages_of(function: Advantage, rewards: list[float]) -> list[float]:

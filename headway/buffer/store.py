@@ -169,7 +169,7 @@ class GroupBuffer:
         entry = self._entry(rollout.group, "open")
         self._require_unfinished(entry, rollout)
         with self._transaction() as connection:
-            self._insert_rollouts(connection, [rollout], None, "")
+            self._insert_rollouts(connection, [rollout], None)
         entry.finished.add(rollout.member)
 
     def finish_group(self, finished: FinishedGroup, ending: Ending | None = None, reason: str = "") -> None:
@@ -186,7 +186,7 @@ class GroupBuffer:
                 raise BooksUnbalanced(f"rollout {rollout.rollout_id} finishes in group {index}")
         self._require_ending(index, ending)
         with self._transaction() as connection:
-            self._insert_rollouts(connection, new, ending, reason)
+            self._insert_rollouts(connection, new, ending)
             connection.execute(
                 "UPDATE groups SET state = 'buffered', first_version = ? WHERE idx = ?", (finished.first_version, index)
             )
@@ -443,7 +443,7 @@ class GroupBuffer:
             raise BooksUnbalanced(f"group {index} can't end as {ending!r} here")
 
     def _insert_rollouts(
-        self, connection: sqlite3.Connection, rollouts: Sequence[Rollout], ending: Ending | None, reason: str
+        self, connection: sqlite3.Connection, rollouts: Sequence[Rollout], ending: Ending | None
     ) -> None:
         """Rows of newly finished members; payloads only where they may still be trained."""
         connection.executemany(INSERT_ROLLOUT, [rollout_row(rollout) for rollout in rollouts])

@@ -29,6 +29,8 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
         raise ConfigurationError(f"no such configuration file: {file}") from None
     except IsADirectoryError:
         raise ConfigurationError(f"{file} is a folder; a TOML file is needed") from None
+    except OSError as error:
+        raise ConfigurationError(f"{file} can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{file} is not valid TOML: {error}") from None
     for override in overrides:
@@ -110,14 +112,29 @@ def _walk(prefix: str, node: Any) -> Iterator[tuple[str, Any]]:
         yield prefix, node
 
 
+def _effective(experiment: Experiment) -> dict[str, Any]:
+    """Flattened; ``trainer.schedule_steps`` is the length the decay really has, so that a resume that trains for
+    longer can't silently change the learning rates of steps it replays."""
+    flat = flatten(experiment)
+    if experiment.trainer.schedule == "constant":
+        flat["trainer.schedule_steps"] = None
+    elif experiment.trainer.schedule_steps is None:
+        flat["trainer.schedule_steps"] = experiment.run.steps
+    return flat
+
+
 def require_resumable(stored: Experiment, given: Experiment) -> None:
     """Raise ConfigurationError naming every key that differs but may not change on resume."""
-    old, new = flatten(stored), flatten(given)
+    old, new = _effective(stored), _effective(given)
     changed = sorted(
         key
         for key in old.keys() | new.keys()
         if old.get(key) != new.get(key) and key not in RESUMABLE_KEYS and not key.startswith("sft.")
     )
     if changed:
+        hint = ""
+        if "trainer.schedule_steps" in changed:
+            length = old["trainer.schedule_steps"]
+            hint = f" (the learning rate's decay follows run.steps: keep it with trainer.schedule_steps = {length})"
         details = ", ".join(f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in changed)
-        raise ConfigurationError(f"these keys may not change when a run is resumed: {details}")
+        raise ConfigurationError(f"these keys may not change when a run is resumed: {details}{hint}")

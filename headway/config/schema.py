@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+
+# Names that need no import; a user's own is module:function.
+ADVANTAGES = ("group_mean", "group_mean_std", "leave_one_out")
+LOSSES = ("decoupled_ppo", "ppo_clip")
 
 
 class Section(BaseModel):
@@ -23,7 +27,8 @@ class Run(Section):
     seed: int = 0  # of task order and sampling; rollouts are keyed (seed, group, member, position)
     steps: Positive = 100  # completed training steps at which the run ends
     time_limit_s: Seconds | None = None  # training stops after this many seconds and the run ends in order
-    deterministic: bool = False  # fixed batch shapes: with budget 0 a run is bit-reproducible
+    deterministic: bool = False  # fixed batch shapes: on CPU and with budget 0, a run is bit-reproducible
+    worker_start_timeout_s: Seconds = 600.0  # a process that is not up by then (its model loaded) is killed
 
 
 class Model(Section):
@@ -54,6 +59,15 @@ class Tasks(Section):
     validation: TaskSource | None = None  # evaluated during the run; the best checkpoint is chosen by it
     test: TaskSource | None = None  # evaluated with held weights before and after
 
+    @model_validator(mode="after")
+    def _own_keys(self) -> Tasks:
+        for name, source in (("train", self.train), ("validation", self.validation), ("test", self.test)):
+            for key in ("seed", "size"):
+                if source is not None and key in source.parameters:
+                    given = f"tasks.{name}.parameters.{key} = {source.parameters[key]!r}"
+                    raise ValueError(f"{given} has no effect: set tasks.{name}.{key}")
+        return self
+
 
 class Verifier(Section):
     name: str = "exact"  # exact | numeric | regex | reasoning-gym | module:function
@@ -71,7 +85,7 @@ class Rollout(Section):
     top_k: NonNegative = 0  # most likely tokens kept; 0 keeps all; else see algorithm.allow_truncated_sampling
     stop: tuple[str, ...] = ()  # any of these strings ends a response
     timeout_s: Seconds = 600.0  # a rollout open for longer ends as failed
-    retries: NonNegative = 2  # of infrastructure failures
+    retries: NonNegative = 2  # of infrastructure failures, of the engine's and of the verifier's
 
 
 class Generator(Section):
@@ -94,6 +108,7 @@ class Queue(Section):
     max_resumes: NonNegative = 2  # a rollout parked so often runs uninterrupted from then on
     filter_zero_variance: bool = True  # groups whose rewards are all equal end as filtered: they teach nothing
     min_valid_ratio: Annotated[float, Field(gt=0, le=1)] = 0.5  # a group with fewer members without failure fails
+    give_up_after_batches: Positive = 100  # the run ends when groups of so many batches in a row end untrained
 
 
 class Algorithm(Section):
@@ -110,10 +125,10 @@ class Algorithm(Section):
 
     @field_validator("advantage", "loss")
     @classmethod
-    def _named(cls, value: str) -> str:
-        known = {"group_mean", "group_mean_std", "leave_one_out", "ppo_clip", "decoupled_ppo"}
+    def _named(cls, value: str, info: ValidationInfo) -> str:
+        known = ADVANTAGES if info.field_name == "advantage" else LOSSES
         if value not in known and ":" not in value:
-            raise ValueError(f"{value!r} is neither one of {sorted(known)} nor 'module:function'")
+            raise ValueError(f"valid: {', '.join(known)} or module:function")
         return value
 
 
@@ -163,7 +178,7 @@ class Sft(Section):
     """Supervised cold start (`headway sft`)."""
 
     data: str = ""  # JSONL with "prompt" and "solution"
-    output: str = ""  # folder of the trained model
+    output: str = ""  # folder of the trained model: a new or empty one, or one of an earlier `headway sft`
     device: str = "cpu:0-1"  # cuda:N, cpu:N, cpu:N-M
     steps: Positive = 1000  # optimiser steps at which it ends
     batch_sequences: Positive = 32  # pairs of one step
@@ -204,14 +219,25 @@ class Experiment(Section):
                 f"queue.budget = {self.queue.budget} deadlocks with weights.steps_per_publish = "
                 f"{self.weights.steps_per_publish}: the budget must be at least steps_per_publish - 1"
             )
+        kv, wanted = self.generator.kv_capacity_tokens, self.generator.slots * self.max_sequence_tokens
+        if self.run.deterministic and kv is not None and kv < wanted:
+            raise ValueError(
+                f"generator.kv_capacity_tokens = {kv} makes requests wait for each other, so results would depend on "
+                "when they arrive, which run.deterministic = true excludes: at least generator.slots x "
+                f"(rollout.max_prompt_tokens + rollout.max_response_tokens) = {wanted}, or leave it out"
+            )
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
         if truncated and not self.algorithm.allow_truncated_sampling:
             raise ValueError(
-                "rollout.top_p < 1 or rollout.top_k > 0 gives log-probabilities the trainer can't reproduce: "
-                "set top_p = 1 and top_k = 0, or algorithm.allow_truncated_sampling = true"
+                f"rollout.top_p = {self.rollout.top_p:g} with rollout.top_k = {self.rollout.top_k} gives "
+                "log-probabilities the trainer can't reproduce: set top_p = 1 and top_k = 0, or "
+                "algorithm.allow_truncated_sampling = true"
             )
         if self.queue.groups_per_step * self.rollout.group_size < 2:
-            raise ValueError("queue.groups_per_step x rollout.group_size must be at least 2")
+            raise ValueError(
+                f"queue.groups_per_step = {self.queue.groups_per_step} times rollout.group_size = "
+                f"{self.rollout.group_size} must be at least 2"
+            )
         return self
 
     @property
@@ -233,11 +259,13 @@ RESUMABLE_KEYS: frozenset[str] = frozenset(
         "run.steps",
         "run.time_limit_s",
         "run.directory",
+        "run.worker_start_timeout_s",
         "generator.devices",
         "generator.slots",
         "generator.kv_capacity_tokens",
         "generator.queue_ahead_groups",
         "generator.update_mode",
+        "queue.give_up_after_batches",
         "queue.max_concurrent_rollouts",
         "trainer.devices",
         "trainer.micro_batch_tokens",

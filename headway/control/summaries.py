@@ -36,11 +36,3 @@ def distribution(weighted: Iterable[tuple[int, int]]) -> Distribution:
         return Distribution()
     mean = sum(value * count for value, count in counts.items()) / total
     return Distribution(mean=mean, max=max(counts), histogram={str(v): counts[v] for v in sorted(counts)})
-
-
-def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and population standard deviation; (0.0, 0.0) of nothing."""
-    if not values:
-        return (0.0, 0.0)
-    mean = math.fsum(values) / len(values)
-    return (mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values)))

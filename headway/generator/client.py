@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from collections import deque
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -15,7 +15,7 @@ from headway.config.schema import Experiment
 from headway.control.routing import ReplicaLoad, choose_replica
 from headway.generator.calls import Call
 from headway.generator.counters import accumulated
-from headway.records.errors import ConfigurationError, HeadwayError, RemoteError, WeightsCorrupt, WorkerDied
+from headway.records.errors import HeadwayError, RemoteError, WeightsCorrupt, WorkerDied
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
@@ -30,7 +30,10 @@ from headway.runtime.workers import Launcher, Worker, WorkerSpec
 _FACTORY = "headway.generator.service:GeneratorService"
 _BACKOFF_S = 0.5  # before the first restart is repeated; doubled each time
 _LONGEST_BACKOFF_S = 30.0
-_FORGIVEN_AFTER_S = 300.0  # deaths longer ago than this don't count towards the limit
+_FORGIVEN_AFTER_S = 300.0  # a replica that was live for so long since a death is forgiven it
+# A replica serves calls between two decode steps. One that takes ten minutes over it is stuck, though its health checks
+# (another thread answers them) see nothing: better killed than waited for.
+_CALL_TIMEOUT_S = 600.0
 
 
 class EventCallback(Protocol):
@@ -55,7 +58,9 @@ class _Replica:
         self.outbox: list[Call] = []  # to be submitted in one call
         self.aborts: list[str] = []
         self.flushing = False
-        self.deaths: deque[float] = deque()
+        self.live_since_s = 0.0
+        self.served_s = 0.0  # how long its dead incarnations were live, together
+        self.deaths: deque[float] = deque()  # and failed restarts: served_s at each that is not forgiven
         self.past = EngineStatistics()  # counters of its dead incarnations
         self.present = EngineStatistics()  # last seen of the present one
 
@@ -65,8 +70,8 @@ class GeneratorPool:
 
     A request goes to the live replica with the fewest outstanding tokens. When a replica dies its requests go on
     elsewhere, from the tokens streamed so far; the replica restarts with the newest published weights before
-    its first request. After ``restart_limit`` deaths within five minutes it is lost; with the last one, every
-    call raises WorkerDied.
+    its first request. One that needs more than ``restart_limit`` restarts within five minutes of service (failed ones
+    count, the time they take doesn't) is lost; with the last one, every call raises WorkerDied.
     """
 
     def __init__(
@@ -112,7 +117,7 @@ class GeneratorPool:
             await self.stop()
             raise _own_cause(failures[0])
         for replica in self._replicas:
-            replica.live = True
+            self._go_live(replica)
         self._keepers = [asyncio.create_task(self._keep(replica), name=replica.spec.name) for replica in self._replicas]
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -240,9 +245,9 @@ class GeneratorPool:
             return  # it died meanwhile: its calls have been moved
         try:
             if calls:
-                await worker.call("submit", self._encoder.encode([call.resubmission() for call in calls]))
+                await _call(worker, "submit", self._encoder.encode([call.resubmission() for call in calls]))
             if aborts:
-                await worker.call("abort", aborts)
+                await _call(worker, "abort", aborts)
         except WorkerDied:
             return  # its keeper moves the calls
         except RemoteError as error:
@@ -281,6 +286,17 @@ class GeneratorPool:
     # --- life of a replica ----------------------------------------------------------------------------------
 
     async def _keep(self, replica: _Replica) -> None:
+        """Keeps a replica up until it is lost. What goes wrong in keeping it loses it too, so callers hear of it."""
+        try:
+            await self._serve_and_revive(replica)
+        except Exception as error:  # the keeper's one capture point: without it, calls would be held for ever
+            worker = replica.worker
+            self._bury(replica)
+            if worker is not None:
+                worker.kill()
+            self._lose(replica, f"its keeper failed: {type(error).__name__}: {error}")
+
+    async def _serve_and_revive(self, replica: _Replica) -> None:
         """Consumes a replica's events, waits for its death, restarts it; ends when it is lost."""
         while replica.worker is not None:
             worker = replica.worker
@@ -289,12 +305,17 @@ class GeneratorPool:
             death = await worker.died
             if self._stopping:
                 return
-            self._on_event("generator_died", f"{replica.spec.name}: {death.cause}")
             self._bury(replica)
+            self._on_event("generator_died", f"{replica.spec.name}: {death.cause}")
             await self._revive(replica, death)
+
+    def _go_live(self, replica: _Replica) -> None:
+        replica.live, replica.live_since_s = True, self._clock.now()
 
     def _bury(self, replica: _Replica) -> None:
         """Move a dead replica's calls to the live ones, from the tokens they have."""
+        if replica.live:
+            replica.served_s += self._clock.now() - replica.live_since_s
         replica.live, replica.worker = False, None
         replica.past = accumulated(replica.past, replica.present, dead=True)
         replica.present = EngineStatistics(version=replica.version)
@@ -314,28 +335,27 @@ class GeneratorPool:
         """Restart until it lives with the newest weights, or give it up."""
         cause = death
         while True:
-            now = self._clock.now()
-            replica.deaths.append(now)
-            while replica.deaths[0] < now - _FORGIVEN_AFTER_S:
+            replica.deaths.append(replica.served_s)
+            while replica.deaths[0] < replica.served_s - _FORGIVEN_AFTER_S:
                 replica.deaths.popleft()
             if len(replica.deaths) > self._restart_limit:
-                self._lose(replica, cause)
+                self._lose(replica, f"gave up after {self._restart_limit} restarts; last: {cause}")
                 return
             if len(replica.deaths) > 1:
                 await self._clock.sleep(min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2 ** (len(replica.deaths) - 2)))
             try:
                 await self._launch(replica)
                 await self._catch_up(replica)
-            except (WorkerDied, RemoteError, WeightsCorrupt, ConfigurationError, TimeoutError) as error:
-                cause = error if isinstance(error, HeadwayError) else WorkerDied(replica.spec.name, str(error))
+            except HeadwayError as error:
+                cause = error
                 self._on_event("generator_restart_failed", f"{replica.spec.name}: {error}")
                 await self._discard(replica)
                 continue
-            replica.live = True
-            self._on_event("generator_restarted", f"{replica.spec.name}: version {replica.version}")
+            self._go_live(replica)
             held, self._held = self._held, []
             for call in held:
                 self._route(call)
+            self._on_event("generator_restarted", f"{replica.spec.name}: version {replica.version}")
             return
 
     async def _launch(self, replica: _Replica) -> None:
@@ -359,12 +379,15 @@ class GeneratorPool:
             with contextlib.suppress(WorkerDied):
                 await worker.died
 
-    def _lose(self, replica: _Replica, cause: HeadwayError) -> None:
-        replica.lost = WorkerDied(replica.spec.name, f"gave up after {self._restart_limit} restarts; last: {cause}")
-        self._on_event("generator_lost", str(replica.lost))
+    def _lose(self, replica: _Replica, cause: str) -> None:
+        """Give a replica up, and with the last one every call; only then tell, which may fail."""
+        if replica.lost is not None:
+            return
+        replica.lost = WorkerDied(replica.spec.name, cause)
         if all(other.lost is not None for other in self._replicas):
             for call in list(self._calls.values()):
                 call.fail(replica.lost)
+        self._on_event("generator_lost", str(replica.lost))
 
     def _require_running(self) -> None:
         if self._stopping:
@@ -379,7 +402,7 @@ class GeneratorPool:
         if worker is None:
             raise WorkerDied(replica.spec.name, "not running")
         try:
-            applied: AppliedWeights = await worker.call("update_weights", weights, self._mode)
+            applied: AppliedWeights = await _call(worker, "update_weights", weights, self._mode)
         except RemoteError as error:
             raise _own_cause(error) from None
         replica.version, replica.applied = applied.version, weights
@@ -390,9 +413,19 @@ class GeneratorPool:
         if worker is None:
             return
         with contextlib.suppress(WorkerDied):
-            present = await worker.call("statistics")
+            present = await _call(worker, "statistics")
             if replica.worker is worker:
                 replica.present = present
+
+
+async def _call(worker: Worker, method: str, *args: Any) -> Any:
+    """Call a replica, which is killed when it doesn't answer. Raises WorkerDied or RemoteError."""
+    try:
+        return await worker.call(method, *args, timeout_s=_CALL_TIMEOUT_S)
+    except TimeoutError:
+        cause = f"{method} gave no result in {_CALL_TIMEOUT_S:g} s"
+        worker.kill(cause)
+        raise WorkerDied(worker.name, cause) from None
 
 
 def _own_cause(error: BaseException) -> BaseException:

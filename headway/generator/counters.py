@@ -15,7 +15,6 @@ _COUNTERS = (
     "idle_s",
     "paused_s",
     "decode_steps",
-    "flops",
 )
 
 

@@ -7,7 +7,8 @@ change (DESIGN rule 4).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -84,6 +85,7 @@ class TorchEngine:
         self._watched: set[EngineRequest] = set()  # running requests with stop strings
         self._deltas: list[TokenDelta] = []
         self._arrivals = 0
+        self._updates = 0  # applied so far; unlike versions they never repeat
         self._idle_since: float | None = now()
         self._generated = self._prefilled = self._finished = self._preemptions = self._steps = 0
         self._busy_s = self._idle_s = self._paused_s = 0.0
@@ -186,7 +188,7 @@ class TorchEngine:
         """Give free slots to waiting requests while KV tokens and this step's prefill budget last.
 
         Equal prompts are computed once: by one Prefill with several slots, or by copying the prompt's KV from a
-        running request that got it under the present version.
+        running request that got it since the last update.
         """
         # Lowest holes first: then a row that `_close_holes` moves is never one whose prefill is still to come.
         self._holes.sort(reverse=True)
@@ -230,16 +232,16 @@ class TorchEngine:
             slot = self._rows
             self._rows += 1
         request.reprefilled = request.reprefilled or bool(request.response)
-        request.prefix_version = self.version
+        request.prefix_update = self._updates
         self._table.occupy(slot, request, self.context_tokens)
         if request.stop_strings is not None:
             self._watched.add(request)
         return slot
 
     def _donor(self, request: EngineRequest) -> EngineRequest | None:
-        """A running request whose prompt KV may be copied: never one whose KV is of another version."""
+        """A running request whose prompt KV may be copied: never one whose KV is older than the last update."""
         for donor in self._donors.get(request.prompt, ()):
-            if donor.prefix_version == self.version:
+            if donor.prefix_update == self._updates:
                 return donor
         return None
 
@@ -369,24 +371,39 @@ class TorchEngine:
         they end with reason "abort" (waiting ones stay, and so do those that are not interruptible).
         Raises ConfigurationError, with nothing changed, when the tensors are not this model's.
         """
-        started = self._now()
-        copy_weights(self._model, tensors)
-        self._close_holes()
-        self._flush_running()  # tokens so far are the old version's
-        running = [request for request in self._table.requests[: self._rows] if request is not None]
-        if mode == "abort":
-            for request in running:
-                if request.interruptible:
-                    self._end_running(request.slot, "abort")
+        before_s = self._paused_s
+        with self.paused():
+            copy_weights(self._model, tensors)
             self._close_holes()
-        self.version = version
-        reprefilled = self._recompute(running) if mode == "recompute" else 0
-        pause_s = self._now() - started
-        self._paused_s += pause_s
-        if self._idle_since is not None:
-            self._idle_since += pause_s  # counted once: an idle engine that updates is paused
+            self._flush_running()  # tokens so far are the old version's
+            running = [request for request in self._table.requests[: self._rows] if request is not None]
+            if mode == "abort":
+                for request in running:
+                    if request.interruptible:
+                        self._end_running(request.slot, "abort")
+                self._close_holes()
+            self.version = version
+            self._updates += 1
+            reprefilled = self._recompute(running) if mode == "recompute" else 0
         self._note_idleness()
-        return AppliedWeights(version=version, pause_s=pause_s, in_flight=len(running), reprefilled_tokens=reprefilled)
+        return AppliedWeights(
+            version=version,
+            pause_s=self._paused_s - before_s,
+            in_flight=len(running),
+            reprefilled_tokens=reprefilled,
+        )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside counts as paused, and not as idle: nothing could be decoded had there been requests."""
+        started = self._now()
+        try:
+            yield
+        finally:
+            pause_s = self._now() - started
+            self._paused_s += pause_s
+            if self._idle_since is not None:
+                self._idle_since += pause_s
 
     def _recompute(self, running: Sequence[EngineRequest]) -> int:
         """Compute the KV of all running requests with the present weights. Returns how many tokens that took."""
@@ -395,7 +412,7 @@ class TorchEngine:
         room = self._prefill_tokens_per_step
         for request in running:
             ids = table.sequence[request.slot, : table.position[request.slot]]
-            request.prefix_version = self.version
+            request.prefix_update = self._updates
             if not len(ids):
                 continue
             if chunk and len(ids) > room:
@@ -429,7 +446,6 @@ class TorchEngine:
             idle_s=idle_s,
             paused_s=self._paused_s,
             decode_steps=self._steps,
-            flops=self._runner.flops,
         )
 
     def _note_idleness(self) -> None:

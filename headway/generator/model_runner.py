@@ -58,12 +58,6 @@ class ModelRunner:
                 len(self._layers), slots, self.kv_heads, context_tokens, self.head_dimension, self.dtype, self.device
             )
         self._scale = self.head_dimension**-0.5
-        one, two = model.flops([1]), model.flops([2])
-        # Forward cost of L tokens is a L + b L^2; prefill skips the head, whose share is linear.
-        self._flops_square = (two - 2 * one) / 2
-        self._flops_linear = one - self._flops_square
-        self._flops_head = 2.0 * probe_1d.shape[-1] * self.vocabulary
-        self.flops = 0.0
 
     @torch.inference_mode()
     def prefill(self, prefills: Sequence[Prefill]) -> None:
@@ -92,8 +86,6 @@ class ModelRunner:
         position_n = torch.from_numpy(position).to(self.device)
         x_nd = self._forward(prefills, pending_n, position_n, reach)
         assert x_nd is not None
-        n = len(pending)
-        self.flops += n * self._flops_linear + self._flops_square * float((2 * position + 1).sum())
         return self.model.head(x_nd)
 
     def _forward(
@@ -155,7 +147,6 @@ class ModelRunner:
                 )
             )
             start += len(same) * length
-            self.flops += len(same) * length * (self._flops_linear - self._flops_head + self._flops_square * length)
             first = end
         ids = np.concatenate([np.asarray(prefill.ids, dtype=np.int64) for prefill in ordered])
         position = np.concatenate([np.arange(length) for length in lengths])

@@ -20,7 +20,7 @@ class EngineRequest:
     __slots__ = (
         "arrival",
         "interruptible",
-        "prefix_version",
+        "prefix_update",
         "priority",
         "prompt",
         "reprefilled",
@@ -40,7 +40,7 @@ class EngineRequest:
         self.arrival = arrival
         self.response: tuple[int, ...] = request.partial.ids
         self.slot = -1
-        self.prefix_version = -1  # version that computed the KV of the whole prompt
+        self.prefix_update = -1  # the engine's update whose weights computed the KV of the whole prompt
         self.reprefilled = False  # KV behind tokens was recomputed since the last delta
         self.stop_strings: IncrementalDecoder | None = None
 

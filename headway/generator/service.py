@@ -23,7 +23,7 @@ from headway.tokens.tokenizer import Tokenizer
 from headway.weights.shared_memory import Subscriber
 
 STREAM_INTERVAL_S = 0.08  # running requests' tokens: an engine that dies costs no more than this
-FINISH_DELAY_S = 0.004  # a finished request waits this long for others to share its event
+FINISH_DELAY_S = 0.02  # a finished request waits this long for others to share its event; not once the engine is idle
 
 
 class GeneratorService:
@@ -74,10 +74,10 @@ class GeneratorService:
     def update_weights(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         """Fetch, verify and apply a version between two decode steps. Raises WeightsCorrupt, with nothing changed."""
         started = time.monotonic()
-        tensors = self._subscriber.fetch(published)
+        with self._engine.paused():  # ticks and calls share one thread: fetching pauses decoding as well
+            tensors = self._subscriber.fetch(published)
         fetch_s = time.monotonic() - started
         applied = self._engine.update_weights(tensors, published.version, mode)
-        # Ticks and calls share one thread, so fetching pauses decoding as well.
         return msgspec.structs.replace(applied, fetch_s=fetch_s, pause_s=applied.pause_s + fetch_s)
 
     def statistics(self) -> EngineStatistics:

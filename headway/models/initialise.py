@@ -14,7 +14,7 @@ from torch import nn
 
 from headway.models.configuration import DecoderConfig
 from headway.models.decoder import Decoder
-from headway.models.loading import build, save_model
+from headway.models.loading import build, remove_scratch, save_model
 from headway.records.errors import ConfigurationError
 from headway.tokens.training import BOS, EOS, PAD, train_byte_fallback_tokenizer
 
@@ -43,8 +43,11 @@ def initialise_model(
     Raises ConfigurationError for sizes that don't fit together or an output that exists.
     """
     target = Path(output)
+    remove_scratch(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(f"{target} exists already; choose another output")
+    if heads < 1:
+        raise ConfigurationError(f"heads = {heads}: must be at least 1")
     if head_dim is None:
         if width % heads:
             raise ConfigurationError(f"width = {width} is not a multiple of heads = {heads}; give head_dim")

@@ -55,7 +55,7 @@ def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     if torch.is_grad_enabled():
         return _RmsNorm.apply(x_nd, weight, epsilon)  # pyright: ignore[reportReturnType]
     unit = _normalise(x_nd, epsilon)[0].to(product_dtype(x_nd))
-    return unit.mul_(weight)
+    return unit.mul_(weight.to(unit.dtype))  # rounded as with gradient: log-probabilities agree to the bit
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

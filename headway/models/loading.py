@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -215,6 +216,29 @@ def commit_folder(scratch: Path, target: Path) -> None:
     else:
         scratch.rename(target)
         _flush(target.parent)
+
+
+def remove_scratch(target: Path) -> None:
+    """Remove the folders that killed writers of ``target`` left beside it; one they had set aside is put back."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.(\d+)\.(partial|tokenizer|old)")
+    for path in sorted(target.parent.iterdir()) if target.parent.is_dir() else ():
+        match = pattern.fullmatch(path.name)
+        if match is None or _runs(int(match[1])):
+            continue
+        if match[2] == "old" and not target.exists():
+            path.rename(target)
+        else:
+            shutil.rmtree(path)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from headway.orchestrator.context import RunContext
-from headway.records.rollout import Ending, FinishedGroup, Group
+from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
+
+
+def end_failed_members(run: RunContext, group: FinishedGroup) -> None:
+    """End the failed members of a group that has just finished; the buffer ended them as it committed the group."""
+    for rollout in group.rollouts:
+        if rollout.failure is not None:
+            boundary = rollout.failure.boundary
+            run.state.books.end(group.group.index, rollout.member, "failed", boundary, boundary)
+            _enter_length(run, rollout, "failed")
 
 
 def end_finished(run: RunContext, group: FinishedGroup, ending: Ending, reason: str) -> None:
-    """End the members of a finished group: the valid ones as ``ending``, the failed ones as failed."""
-    index = group.group.index
-    for rollout in group.rollouts:
-        failure = rollout.failure
-        complete = rollout.finish_reason in ("stop", "length")
-        length = len(rollout.response_ids)
-        if failure is None:
-            run.state.books.end(index, rollout.member, ending, reason)
-            run.meter.length_bias.end(index, ending, length, complete=complete)
-        else:
-            run.state.books.end(index, rollout.member, "failed", failure.boundary, failure.boundary)
-            run.meter.length_bias.end(index, "failed", length, complete=complete)
+    """End the valid members of a finished group as ``ending``; the failed ones ended when it finished."""
+    for rollout in group.valid:
+        run.state.books.end(group.group.index, rollout.member, ending, reason)
+        _enter_length(run, rollout, ending)
+
+
+def _enter_length(run: RunContext, rollout: Rollout, ending: Ending) -> None:
+    complete = rollout.finish_reason in ("stop", "length")
+    run.meter.length_bias.end(rollout.group, ending, len(rollout.response_ids), complete=complete)
 
 
 def end_running(run: RunContext, group: Group, ending: Ending, reason: str) -> None:

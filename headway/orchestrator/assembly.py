@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headway.algorithms.advantages import resolve as resolve_advantage
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
 from headway.orchestrator.context import RunContext
@@ -42,7 +43,9 @@ class Actors:
 def assemble(
     experiment: Experiment, actors: Actors, clock: Clock, buffer_path: Path, stack: ExitStack | AsyncExitStack
 ) -> Run:
-    """A run over ``actors`` whose buffer is at ``buffer_path``; ``stack`` closes it."""
+    """A run over ``actors`` whose buffer is at ``buffer_path``; ``stack`` closes it. Raises ConfigurationError for an
+    advantage that doesn't exist: the first batch would be too late."""
+    resolve_advantage(experiment.algorithm.advantage)
     queue = experiment.queue
     state = RunState(clock=clock, groups_per_step=queue.groups_per_step)
     wrap = actors.wrap_generate
@@ -50,7 +53,7 @@ def assemble(
     buffer = GroupBuffer(buffer_path, queue.groups_per_step * (queue.budget + 1), clock)
     stack.enter_context(closing(buffer))
 
-    def rollouts(temperature: float | None = None, prefix: str = "") -> SingleTurn:
+    def rollouts(temperature: float | None = None) -> SingleTurn:
         return SingleTurn(
             generate,
             actors.tokenizer,
@@ -58,7 +61,6 @@ def assemble(
             clock,
             run_seed=experiment.run.seed,
             temperature=temperature,
-            request_prefix=prefix,
             max_resumes=queue.max_resumes,
             resume_gate=state.wait_parked,
         )
@@ -81,4 +83,4 @@ def assemble(
         evaluation_tasks=dict(actors.evaluation_tasks),
         started_s=clock.now(),
     )
-    return Run(context, rollouts(experiment.evaluation.temperature, "evaluation-"))
+    return Run(context, rollouts(experiment.evaluation.temperature))

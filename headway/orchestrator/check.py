@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -15,12 +13,14 @@ from typing import Literal
 
 import msgspec
 
+from headway.algorithms.advantages import resolve as resolve_advantage
 from headway.config.load import require_resumable
-from headway.config.schema import Experiment
+from headway.config.schema import LOSSES, Experiment
 from headway.models.configuration import DecoderConfig
 from headway.records.errors import ConfigurationError, HeadwayError, RemoteError
 from headway.records.task import Task
 from headway.runtime.devices import Device, parse_device
+from headway.runtime.imports import require_module
 from headway.runtime.run_directory import RunDirectory
 from headway.tasks.sources import overlap, read_tasks, without_prompts_of
 from headway.tokens.tokenizer import Tokenizer
@@ -128,6 +128,15 @@ def _tokenizer(inputs: _Inputs) -> Iterator[Finding]:
         )
     if inputs.experiment.model.template == "chat" and not tokenizer.has_chat_template:
         yield _error("model.template", f"'chat' needs a chat template, and {folder} has none; use 'raw'")
+    special = [token for i in sorted(tokenizer.special_ids) if (token := tokenizer.token(i))]
+    for stop in inputs.experiment.rollout.stop:
+        named = next((token for token in special if token in stop), None)
+        if named is not None:
+            yield _error(
+                "rollout.stop",
+                f"{stop!r} holds the special token {named}, which is no part of the text that is searched: it would "
+                "never be found. Special tokens end a response by their ids (eos_token_id in generation_config.json)",
+            )
 
 
 # --- tasks -----------------------------------------------------------------------------------------------
@@ -257,8 +266,7 @@ def _deadlocks(experiment: Experiment) -> Iterator[Finding]:
     if experiment.rollout.group_size < 2:
         yield _error(
             "rollout.group_size",
-            "1: advantages compare the members of a group, so a group of one teaches nothing, and groups with fewer "
-            "than two valid members fail: no batch would ever fill",
+            "1: advantages compare the members of a group, so all would be 0 and nothing be learnt; valid: 2 or more",
         )
     if queue.budget < experiment.weights.steps_per_publish - 1:
         yield _error(
@@ -269,27 +277,18 @@ def _deadlocks(experiment: Experiment) -> Iterator[Finding]:
 
 
 def _functions(inputs: _Inputs) -> Iterator[Finding]:
-    """User functions named as module:function: the module must be there. (The verifier's is really called, below.)"""
+    """The user's own functions. The advantage is imported as the run will; a loss lives in the trainer's process and
+    needs torch, so only its module is looked for. (The verifier's is really called, below.)"""
     algorithm = inputs.experiment.algorithm
-    for key, name in (("algorithm.advantage", algorithm.advantage), ("algorithm.loss", algorithm.loss)):
-        module, colon, function = name.partition(":")
-        if not colon:
-            continue
-        if not module or not function:
-            yield _error(key, f"{name!r}: expected module:function")
-        elif not _importable(module):
-            yield _error(key, f"{name!r}: there is no module {module!r} on the path or in the working directory")
-
-
-def _importable(module: str) -> bool:
-    here = os.getcwd()
-    sys.path.insert(0, here)
     try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-    finally:
-        sys.path.remove(here)
+        resolve_advantage(algorithm.advantage)
+    except ConfigurationError as error:
+        yield _error("algorithm.advantage", str(error))
+    try:
+        if algorithm.loss not in LOSSES:
+            require_module(algorithm.loss, "algorithm.loss", LOSSES)
+    except ConfigurationError as error:
+        yield _error("algorithm.loss", str(error))
 
 
 # --- devices and space -----------------------------------------------------------------------------------
@@ -312,8 +311,15 @@ def _devices(inputs: _Inputs) -> Iterator[Finding]:
                 yield _error(key, str(error))
             else:
                 devices.append((key, device))
+    ranks = [device for key, device in devices if key == "trainer.devices"]
+    if len({device.kind for device in ranks}) > 1:
+        names = ", ".join(map(str, ranks))
+        yield _error("trainer.devices", f"{names}: ranks sum their gradients, so all must be GPUs, or all CPU cores")
     for (first_key, first), (second_key, second) in combinations(devices, 2):
         if first.kind == second.kind and first.first <= second.last and second.first <= first.last:
+            if first_key == second_key == "trainer.devices" and first.kind == "cuda":
+                yield _error(second_key, f"{second} twice: each rank needs a GPU of its own")
+                continue
             what = "GPU" if first.kind == "cuda" else "cores"
             cost = "both must fit its memory" if first.kind == "cuda" else "two busy processes on one core collapse"
             yield _warning(second_key, f"{second} shares {what} with {first} of {first_key}: {cost}")

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from headway.control.learning_signal import group_outcome
-from headway.orchestrator.accounts import end_finished
+from headway.orchestrator.accounts import end_failed_members, end_finished
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.dispatch import Generated
-from headway.records.rollout import FinishedGroup, Group, Rollout
+from headway.records.clients import Verifier
+from headway.records.errors import NoProgress
+from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
+from headway.records.task import Task
 from headway.rollout.single_turn import apply_verdict
 from headway.runtime.channel import Channel
+from headway.runtime.clock import Clock
+from headway.tokens.tokenizer import Tokenizer
 
 
 class Collect:
@@ -35,7 +41,7 @@ class Collect:
 
     async def _verify_and_commit(self, group: Group, rollouts: tuple[Rollout, ...]) -> None:
         run = self._run
-        verified = await self.verify(group, rollouts)
+        verified = await verify_rollouts(group.task, rollouts, run.verifier, run.tokenizer, run.clock)
         if group.index not in run.state.running:
             return  # it ended as overdue while it was being verified
         finished = FinishedGroup(group=group, rollouts=verified)
@@ -48,26 +54,42 @@ class Collect:
         )
         # From this commit on the group is finished: nothing loses it.
         run.buffer.finish_group(finished, outcome.ending, outcome.reason)
+        end_failed_members(run, finished)
         del run.state.running[group.index]
         run.meter.finished(finished, accepted=outcome.ending is None)
         if outcome.ending is None:
             run.state.finished[group.index] = finished
             run.state.finished_at_s[group.index] = run.clock.now()
+            run.state.fruitless_groups = 0
         else:
             end_finished(run, finished, outcome.ending, outcome.reason)
+            self._require_progress(finished, outcome.ending, outcome.reason)
         run.state.changed.notify()
 
-    async def verify(self, group: Group, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-        """The members with their rewards; those that failed before stay as they are."""
-        run = self._run
-        valid = [rollout for rollout in rollouts if rollout.failure is None]
-        if not valid:
-            return rollouts
-        responses = [run.tokenizer.decode(rollout.response_ids) for rollout in valid]
-        verdicts = await run.verifier.verify(group.task, responses)
-        now = run.clock.now()
-        by_member = {
-            rollout.member: apply_verdict(rollout, verdict, now)
-            for rollout, verdict in zip(valid, verdicts, strict=True)
-        }
-        return tuple(by_member.get(rollout.member, rollout) for rollout in rollouts)
+    def _require_progress(self, last: FinishedGroup, ending: Ending, reason: str) -> None:
+        """Say so when group after group ends untrained; raises NoProgress when that doesn't change."""
+        run, state, queue = self._run, self._run.state, self._run.experiment.queue
+        state.fruitless_groups += 1
+        batches, rest = divmod(state.fruitless_groups, queue.groups_per_step)
+        hopeless = batches >= queue.give_up_after_batches
+        if rest or not (hopeless or batches.bit_count() == 1):  # said at 1, 2, 4, 8 ... batches
+            return
+        causes = {rollout.failure.cause for rollout in last.rollouts if rollout.failure is not None}
+        what = f"{state.fruitless_groups} groups in a row ended untrained, the last one as {ending} ({reason})"
+        what += "".join(f"; {cause}" for cause in sorted(causes)[:3])
+        run.event("no_progress", what, groups=state.fruitless_groups)
+        if hopeless:
+            raise NoProgress(f"{what}; queue.give_up_after_batches = {queue.give_up_after_batches}")
+
+
+async def verify_rollouts(
+    task: Task, rollouts: Sequence[Rollout], verifier: Verifier, tokenizer: Tokenizer, clock: Clock
+) -> tuple[Rollout, ...]:
+    """Attempts at one task with their rewards; those that failed before stay as they are."""
+    valid = [rollout for rollout in rollouts if rollout.failure is None]
+    if not valid:
+        return tuple(rollouts)
+    verdicts = await verifier.verify(task, [tokenizer.decode(rollout.response_ids) for rollout in valid])
+    now = clock.now()
+    judged = {r.member: apply_verdict(r, verdict, now) for r, verdict in zip(valid, verdicts, strict=True)}
+    return tuple(judged.get(rollout.member, rollout) for rollout in rollouts)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.state import Signal
-from headway.orchestrator.train_loop import CompletedStep
+from headway.records.ledger import StepRecord
 from headway.runtime.channel import Channel
 
 
 class Control:
     """Writes each step's record.
 
-    Consumes: completed steps (train loop's channel).
+    Consumes: the records of completed steps (train loop's channel); adds what the engines say.
     Waits for: the engines' statistics.
     Unblocked by: the train loop.
     """
 
-    def __init__(self, run: RunContext, completed: Channel[CompletedStep]) -> None:
+    def __init__(self, run: RunContext, completed: Channel[StepRecord]) -> None:
         self._run = run
         self._completed = completed
         self._written = 0
@@ -34,14 +34,6 @@ class Control:
         while self._written < steps:
             await self._flushed.wait(self._flushed.count)
 
-    async def _write(self, step: CompletedStep) -> None:
+    async def _write(self, record: StepRecord) -> None:
         run = self._run
-        record = run.meter.step_record(
-            report=step.report,
-            trained=step.groups,
-            state=run.state,
-            engines=await run.generator.statistics(),
-            buffer_capacity_groups=run.buffer.statistics().capacity,
-            time_s=run.time_s(),
-        )
-        run.record(record)
+        run.record(run.meter.with_engines(record, await run.generator.statistics()))

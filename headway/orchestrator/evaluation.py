@@ -9,17 +9,26 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from headway.orchestrator.collect import verify_rollouts
 from headway.orchestrator.context import RunContext
+from headway.orchestrator.recovery import surviving
 from headway.records.clients import Verifier
+from headway.records.generation import PublishedWeights
 from headway.records.ledger import EvaluationRecord
 from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
-from headway.rollout.single_turn import SingleTurn, apply_verdict
+from headway.rollout.single_turn import SingleTurn
 from headway.runtime.clock import Clock
 from headway.runtime.ledger import EVENT_BEST
 from headway.tokens.tokenizer import Template, Tokenizer
+from headway.trainer.checkpoints import CANDIDATE
 
 _JUDGEMENT = "evaluation.json"  # beside the weights it judges: their version and validation solve rate
+
+
+def evaluation_prefix(split: str) -> str:
+    """Keeps a split's requests and random numbers apart from training's and from the other splits'."""
+    return f"evaluation-{split}-"
 
 
 async def attempt_tasks(
@@ -32,11 +41,18 @@ async def attempt_tasks(
     template: Template,
     samples_per_task: int,
     version: int,
+    concurrent: int,
 ) -> list[Rollout]:
-    """Attempt every task ``samples_per_task`` times and verify. Served before training rollouts
-    (negative group indices are the lowest priorities), so that few versions pass meanwhile."""
+    """Attempt every task ``samples_per_task`` times and verify, ``concurrent`` rollouts at a time (the time limit of
+    a rollout must not run while it waits for its turn). Served before training rollouts (negative group indices
+    are the lowest priorities), so that few versions pass meanwhile."""
+    places = asyncio.Semaphore(concurrent)
 
-    async def attempt(position: int, task: Task) -> list[Rollout]:
+    async def generate(group: Group, member: int) -> Rollout:
+        async with places:
+            return await rollouts.generate_member(group, member)
+
+    async def attempt(position: int, task: Task) -> tuple[Rollout, ...]:
         group = Group(
             index=position - len(tasks),
             task=task,
@@ -45,11 +61,8 @@ async def attempt_tasks(
             admitted_version=version,
             admitted_s=clock.now(),
         )
-        members = await asyncio.gather(*(rollouts.generate_member(group, m) for m in range(samples_per_task)))
-        valid = [rollout for rollout in members if rollout.failure is None]
-        verdicts = await verifier.verify(task, [tokenizer.decode(r.response_ids) for r in valid]) if valid else []
-        judged = {r.member: apply_verdict(r, v, clock.now()) for r, v in zip(valid, verdicts, strict=True)}
-        return [judged.get(rollout.member, rollout) for rollout in members]
+        members = await asyncio.gather(*(generate(group, m) for m in range(samples_per_task)))
+        return await verify_rollouts(task, members, verifier, tokenizer, clock)
 
     per_task = await asyncio.gather(*(attempt(i, task) for i, task in enumerate(tasks)))
     return [rollout for members in per_task for rollout in members]
@@ -58,7 +71,8 @@ async def attempt_tasks(
 def evaluation_record(
     rollouts: Sequence[Rollout], *, split: str, phase: str, step: int, tasks: int, duration_s: float, time_s: float
 ) -> EvaluationRecord:
-    """Solve rate with its standard error over the valid rollouts, and the versions they were sampled under."""
+    """Solve rate with its standard error over the valid rollouts, and the versions they were sampled under. With no
+    valid rollout nothing was measured: ``samples`` is 0 and the rates mean nothing."""
     valid = [rollout for rollout in rollouts if rollout.failure is None]
     versions = [span.version for rollout in valid for span in rollout.versions]
     count = max(len(valid), 1)
@@ -73,13 +87,28 @@ def evaluation_record(
         tasks=tasks,
         samples=len(valid),
         solve_rate=solve_rate,
-        standard_error=math.sqrt(solve_rate * (1 - solve_rate) / count),
+        standard_error=clustered_standard_error([(rollout.group, float(rollout.solved)) for rollout in valid]),
         reward_mean=sum(rollout.reward for rollout in valid) / count,
         length_mean=sum(len(rollout.response_ids) for rollout in valid) / count,
         failed=len(rollouts) - len(valid),
         duration_s=duration_s,
         time_s=time_s,
     )
+
+
+def clustered_standard_error(observations: Sequence[tuple[int, float]]) -> float:
+    """Standard error of the mean of (task, value) pairs: attempts at one task are alike, so tasks count, not attempts
+    (the cluster-robust estimate, Liang & Zeger, 1986). 0 for fewer than two tasks."""
+    if not observations:
+        return 0.0
+    mean = sum(value for _, value in observations) / len(observations)
+    sums: dict[int, float] = {}
+    for task, value in observations:
+        sums[task] = sums.get(task, 0.0) + value - mean
+    tasks = len(sums)
+    if tasks < 2:
+        return 0.0
+    return math.sqrt(tasks / (tasks - 1) * sum(deviation**2 for deviation in sums.values())) / len(observations)
 
 
 class Evaluations:
@@ -113,19 +142,33 @@ class Evaluations:
     async def after(self) -> None:
         """Judge the last version by validation, then test the better of it and the best one kept."""
         run = self._run
+        version = run.state.version
+        if run.meter.applied_version != version:  # it was not due for publishing
+            weights = await surviving(run, lambda: run.trainer.publish(version), version)
+            await run.generator.update_weights(weights)
+            run.meter.applied_version = version
         last = await self.held("validation", "after")
-        if last is not None and self.best_version is not None and self.best_solve_rate > last.solve_rate:
-            await run.trainer.load_weights(str(self._folder / "best"))
-            await run.generator.update_weights(await run.trainer.publish(self.best_version))
+        rate = last.solve_rate if last is not None and last.samples else -1.0
+        if self.best_version is not None and self.best_solve_rate > rate:
+            await run.generator.update_weights(await surviving(run, self._publish_best, version))
         else:
-            await run.trainer.save_weights(str(self._folder / "candidate"))
-            self._keep_best(run.state.version, last.solve_rate if last is not None else 0.0)
+            await self._save_candidate(version)
+            self._keep_best(version, max(rate, 0.0))
         await self.held("test", "after")
+
+    async def _publish_best(self) -> PublishedWeights:
+        assert self.best_version is not None
+        await self._run.trainer.load_weights(str(self._folder / "best"))
+        return await self._run.trainer.publish(self.best_version)
+
+    async def _save_candidate(self, version: int) -> None:
+        path = str(self._folder / CANDIDATE)
+        await surviving(self._run, lambda: self._run.trainer.save_weights(path), version)
 
     def _keep_best(self, version: int, solve_rate: float) -> None:
         """The candidate becomes ``best/``; a kill in between leaves one of the two whole."""
         self.best_version, self.best_solve_rate = version, solve_rate
-        candidate, best = self._folder / "candidate", self._folder / "best"
+        candidate, best = self._folder / CANDIDATE, self._folder / "best"
         (candidate / _JUDGEMENT).write_text(json.dumps({"version": version, "solve_rate": solve_rate}))
         retired = self._folder / "best.old"
         shutil.rmtree(retired, ignore_errors=True)
@@ -149,7 +192,7 @@ class Evaluations:
         if not self._due():
             return False
         self._last_step, self._last_s = self._run.state.version, self._run.clock.now()
-        await self._run.trainer.save_weights(str(self._folder / "candidate"))
+        await self._save_candidate(self._last_step)
         return True
 
     def start(self, version: int, tasks: asyncio.TaskGroup) -> None:
@@ -165,7 +208,7 @@ class Evaluations:
 
     async def _validate(self, version: int) -> None:
         record = await self._evaluate("validation", "during", self._run.evaluation_tasks["validation"])
-        if record.solve_rate > self.best_solve_rate:
+        if record.samples and record.solve_rate > self.best_solve_rate:
             self._keep_best(version, record.solve_rate)
         target = self._run.experiment.evaluation.stop_at_solve_rate
         if target is not None and record.solve_rate >= target:
@@ -177,13 +220,14 @@ class Evaluations:
         step, started = run.state.version, run.clock.now()
         rollouts = await attempt_tasks(
             tasks,
-            rollouts=self._rollouts,
+            rollouts=self._rollouts.prefixed(evaluation_prefix(split)),
             verifier=run.verifier,
             tokenizer=run.tokenizer,
             clock=run.clock,
             template=run.experiment.model.template,
             samples_per_task=run.experiment.evaluation.samples_per_task,
             version=run.meter.applied_version,
+            concurrent=run.experiment.concurrent_rollouts,
         )
         record = evaluation_record(
             rollouts,

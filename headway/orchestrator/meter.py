@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from headway.config.schema import Experiment
@@ -30,7 +31,6 @@ class Interval:
     finished: list[FinishedGroup] = field(default_factory=list)
     accepted: int = 0  # rollouts of groups that entered the buffer
     wait_s: float = 0.0
-    compute_s: float = 0.0
     publish_s: float = 0.0
     apply_s: float = 0.0
     apply_pause_s: float = 0.0
@@ -48,6 +48,7 @@ class Meter:
         self.applied_version = 0
         self._interval = self._fresh()
         self._engines: list[EngineStatistics] = []
+        self._engines_s = clock.now()  # when they were asked
 
     def _fresh(self) -> Interval:
         return Interval(started_s=self._clock.now(), cpu_s=time.process_time())
@@ -55,7 +56,7 @@ class Meter:
     def restart_interval(self, engines: Sequence[EngineStatistics]) -> None:
         """Begin counting now: what came before (start-up, a held evaluation) belongs to no step."""
         self._interval = self._fresh()
-        self._engines = list(engines)
+        self._engines, self._engines_s = list(engines), self._clock.now()
 
     # -- told by the loops ---------------------------------------------------------------------------
 
@@ -67,9 +68,6 @@ class Meter:
 
     def waited(self, seconds: float) -> None:
         self._interval.wait_s += seconds
-
-    def computed(self, seconds: float) -> None:
-        self._interval.compute_s += seconds
 
     def published(self, seconds: float) -> None:
         self._interval.publish_s += seconds
@@ -83,18 +81,19 @@ class Meter:
 
     # -- the step's record ---------------------------------------------------------------------------
 
-    def step_record(
+    def close_step(
         self,
         report: StepReport,
         trained: Sequence[FinishedGroup],
         state: RunState,
-        engines: Sequence[EngineStatistics],
         buffer_capacity_groups: int,
         time_s: float,
     ) -> StepRecord:
-        """Close the interval: everything since the last record, as one line of the ledger."""
+        """Close the interval, the moment a step is completed: everything since the last one was, as one line of
+        the ledger. A step's own publish and checkpoint therefore stand in the next step's record.
+
+        ``trained``: none when the step was skipped. What the engines say is missing: ``with_engines``."""
         interval, self._interval = self._interval, self._fresh()
-        before, self._engines = self._engines, list(engines)
         step_s = max(self._interval.started_s - interval.started_s, 1e-9)
         samples = sum(len(group.valid) for group in trained)
         produced = sum(len(group.rollouts) for group in interval.finished)
@@ -118,7 +117,6 @@ class Meter:
             apply_pause_s=interval.apply_pause_s,
             checkpoint_s=interval.checkpoint_s,
             trainer_wait_ratio=min(1.0, interval.wait_s / step_s),
-            generator_wait_ratio=_idle_ratio(before, engines, step_s),
             orchestrator_cpu_s=self._interval.cpu_s - interval.cpu_s,
             verify_s=sum(r.verify_s for group in interval.finished for r in group.rollouts),
             open_groups=state.open_groups,
@@ -134,7 +132,6 @@ class Meter:
             length_bias_filter_ks=bias.filter_ks,
             length_bias_pruning_ks=bias.pruning_ks,
             censored_share=bias.censored_share,
-            generated_tokens_per_s=_growth(before, engines, "generated_tokens") / step_s,
             trained_tokens_per_s=report.loss_tokens / step_s,
             flops_per_s=report.flops / step_s,
             mfu_step=report.flops / step_s / self.peak_flops_per_s if self.peak_flops_per_s else 0.0,
@@ -143,9 +140,20 @@ class Meter:
             metrics=report.metrics,
             trajectory_staleness=trajectory_staleness(trained, report.step),
             token_staleness=token_staleness(trained, report.step),
-            **_engine_fields(engines),
             **_learning_fields(interval.finished),
             **_length_fields([r for group in interval.finished for r in group.valid]),
+        )
+
+    def with_engines(self, record: StepRecord, engines: Sequence[EngineStatistics]) -> StepRecord:
+        """Add what the generators counted. Asking them takes a while, so their interval has an end of its own."""
+        before, self._engines = self._engines, list(engines)
+        asked_s, self._engines_s = self._engines_s, self._clock.now()
+        elapsed_s = max(self._engines_s - asked_s, 1e-9)
+        return msgspec.structs.replace(
+            record,
+            generated_tokens_per_s=_growth(before, engines, "generated_tokens") / elapsed_s,
+            generator_wait_ratio=_idle_ratio(before, engines, elapsed_s),
+            **_engine_fields(engines),
         )
 
 

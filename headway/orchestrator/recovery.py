@@ -2,11 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
 from headway.orchestrator.batches import build_batch
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.state import RunningGroup
-from headway.records.errors import CheckpointCorrupt
+from headway.records.errors import CheckpointCorrupt, WorkerDied
 from headway.trainer.checkpoints import latest_valid, set_aside
+
+RESTARTS = 3  # of a trainer, at one call
+
+Result = TypeVar("Result")
+
+
+async def surviving(run: RunContext, call: Callable[[], Awaitable[Result]], version: int) -> Result:
+    """What ``call`` of the trainer returns. When the trainer dies under it, a new one is brought to ``version``, and
+    the call is made again. Raises WorkerDied when it dies again and again."""
+    for _ in range(RESTARTS):
+        try:
+            return await call()
+        except WorkerDied as death:
+            run.event("worker_died", death.cause, worker=death.worker)
+            await revive(run, version)
+    return await call()
+
+
+async def revive(run: RunContext, version: int) -> int:
+    """A new trainer at ``version``, and the generator pointed at what it publishes; returns the replayed steps.
+    Raises WorkerDied when it dies again and again on the way there."""
+    await run.state.finish_update()
+    for left in reversed(range(RESTARTS)):
+        try:
+            await run.trainer.restart()
+            replayed = await restore_trainer(run, until=version)
+            weights = await run.trainer.publish(version)
+        except WorkerDied as death:
+            run.event("worker_died", death.cause, worker=death.worker)
+            if not left:
+                raise
+        else:
+            await run.generator.update_weights(weights)
+            run.event("trainer_restored", f"version {version}", replayed=replayed)
+            return replayed
+    raise AssertionError("unreachable")
 
 
 async def restore_trainer(run: RunContext, until: int) -> int:
@@ -40,7 +79,11 @@ def reopen_groups(run: RunContext) -> None:
     for record in run.buffer.open_groups():
         finished = record.finished
         if finished is None:
-            state.running[record.group.index] = RunningGroup(group=record.group, unfinished=record.group.size)
+            state.running[record.group.index] = RunningGroup(
+                group=record.group,
+                unfinished=record.group.size,
+                oldest_version=run.buffer.completed_steps,  # generated anew, under what is published next
+            )
         else:
             state.finished[record.group.index] = finished
             state.finished_at_s[record.group.index] = run.clock.now()

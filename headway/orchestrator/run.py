@@ -7,9 +7,10 @@ from headway.orchestrator.context import RunContext
 from headway.orchestrator.control_loop import Control
 from headway.orchestrator.dispatch import Dispatch, Generated
 from headway.orchestrator.evaluation import Evaluations
-from headway.orchestrator.recovery import reopen_groups, restore_trainer
-from headway.orchestrator.train_loop import CompletedStep, Train
-from headway.records.errors import BooksUnbalanced
+from headway.orchestrator.recovery import reopen_groups, restore_trainer, revive
+from headway.orchestrator.train_loop import Train
+from headway.records.errors import BooksUnbalanced, WorkerDied
+from headway.records.ledger import StepRecord
 from headway.records.rollout import ENDINGS
 from headway.rollout.single_turn import SingleTurn
 from headway.runtime.channel import Channel
@@ -31,7 +32,7 @@ class Run:
     def __init__(self, context: RunContext, evaluation_rollouts: SingleTurn) -> None:
         self.context = context
         self._generated: Channel[Generated] = Channel(capacity=1024, name="generated", clock=context.clock)
-        self._completed: Channel[CompletedStep] = Channel(capacity=64, name="completed", clock=context.clock)
+        self._completed: Channel[StepRecord] = Channel(capacity=64, name="completed", clock=context.clock)
         self._evaluations = Evaluations(context, evaluation_rollouts)
         self._dispatch = Dispatch(context, self._generated)
         self._collect = Collect(context, self._generated)
@@ -52,11 +53,15 @@ class Run:
         resumed = run.buffer.next_index > 0
         run.event(EVENT_RESUME if resumed else EVENT_START, run.directory)
         reopen_groups(run)
-        replayed = await restore_trainer(run, until=run.state.version)
+        version = run.state.version
+        try:
+            replayed = await restore_trainer(run, until=version)
+            await run.generator.update_weights(await run.trainer.publish(version))
+        except WorkerDied as death:
+            run.event("worker_died", death.cause, worker=death.worker)
+            replayed = await revive(run, version)
         if resumed:
-            run.event("restored", f"version {run.state.version}", replayed=replayed, open=run.state.open_groups)
-        weights = await run.trainer.publish(run.state.version)
-        await run.generator.update_weights(weights)
+            run.event("restored", f"version {version}", replayed=replayed, open=run.state.open_groups)
         run.meter.applied_version = await run.generator.applied_version()
         run.state.resume_gate.set()
         if run.state.version == 0 and run.experiment.evaluation.before:

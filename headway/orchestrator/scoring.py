@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
-from headway.orchestrator.evaluation import attempt_tasks, evaluation_record
+from headway.orchestrator.evaluation import attempt_tasks, evaluation_prefix, evaluation_record
 from headway.orchestrator.task_sets import load_task_sets
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EvaluationRecord
@@ -30,9 +30,9 @@ class Scorer:
         self._tasks = sets[split]
         self._clock = RealClock()
         self._tokenizer = Tokenizer.load(experiment.model.path)
-        launcher = LocalLauncher(self._clock)
+        launcher = LocalLauncher(self._clock, start_timeout_s=experiment.run.worker_start_timeout_s)
         self.generator = GeneratorPool(launcher, experiment, self._clock)
-        self._verifier = VerifierPool(launcher, experiment.verifier, self._clock)
+        self._verifier = VerifierPool(launcher, experiment.verifier, self._clock, retries=experiment.rollout.retries)
         self._rollouts = SingleTurn(
             self.generator.generate,
             self._tokenizer,
@@ -40,7 +40,7 @@ class Scorer:
             self._clock,
             run_seed=experiment.run.seed,
             temperature=experiment.evaluation.temperature,
-            request_prefix="evaluation-",
+            request_prefix=evaluation_prefix(split),
         )
 
     async def start(self, stack: AsyncExitStack) -> None:
@@ -61,6 +61,7 @@ class Scorer:
             template=self._experiment.model.template,
             samples_per_task=self._experiment.evaluation.samples_per_task,
             version=step,
+            concurrent=self._experiment.concurrent_rollouts,
         )
         duration_s = self._clock.now() - started
         return evaluation_record(

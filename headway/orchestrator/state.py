@@ -38,6 +38,7 @@ class RunningGroup:
 
     group: Group
     unfinished: int  # members still generating: what concurrency counts
+    oldest_version: int = 0  # no token of it can be older: admission, or the version it was reopened under
     parked: int = 0  # members waiting to be resumed
     runner: asyncio.Task[None] | None = None
 
@@ -56,8 +57,17 @@ class RunState:
     version: int = 0  # completed training steps
     admitted: int = 0  # admission index of the next group
     draining: bool = False  # admission is closed: the run is ending
+    update: asyncio.Task[None] | None = None  # the weight update under way
+    fruitless_groups: int = 0  # that ended untrained since a group was last accepted
+    skipped_steps: int = 0  # in a row
     interrupted: bool = False  # the user asked to stop: finish what runs, checkpoint, leave
     resume_gate: asyncio.Event = field(default_factory=asyncio.Event)  # open: parked rollouts may go on
+
+    async def finish_update(self) -> None:
+        """Wait for the update under way: its slot in shared memory must not be overwritten while it is read."""
+        if self.update is not None:
+            await self.update
+            self.update = None
 
     @property
     def open_groups(self) -> int:
@@ -88,7 +98,7 @@ class RunState:
         running = [
             OpenGroup(
                 index=index,
-                first_version=entry.group.admitted_version,
+                first_version=max(entry.group.admitted_version, entry.oldest_version),
                 state="parked" if entry.parked else "running",
             )
             for index, entry in self.running.items()

@@ -46,7 +46,7 @@ def train(experiment: Experiment, *, resume: bool = False, on_line: OnLine | Non
     try:
         remove_leftovers(directory.path)
         reap(identity)
-        return asyncio.run(_train(experiment, directory, on_line))
+        return asyncio.run(_train(experiment, directory, resume, on_line))
     finally:
         reap(identity)  # of a trainer that was killed
         directory.release()
@@ -57,13 +57,18 @@ def run_identity(directory: str | Path) -> str:
     return hashlib.blake2b(str(Path(directory).resolve()).encode(), digest_size=6).hexdigest()
 
 
-async def _train(experiment: Experiment, directory: RunDirectory, on_line: OnLine | None) -> RunSummary:
+async def _train(experiment: Experiment, directory: RunDirectory, resume: bool, on_line: OnLine | None) -> RunSummary:
     clock = RealClock()
     async with _interruptible() as interrupts, AsyncExitStack() as stack:
         ledger = stack.enter_context(Ledger(directory.path, experiment.ledger.tensorboard, clock))
         if on_line is not None:
             ledger.subscribe(on_line)
-        interrupts.run = run = await wire(experiment, directory, ledger, clock, stack)
+        try:
+            interrupts.run = run = await wire(experiment, directory, ledger, clock, stack)
+        except Exception:
+            if not resume:
+                directory.withdraw()  # a verifier that can't be imported, a missing device: mend it and start again
+            raise
         await run.begin()
         await run.train()
         await run.conclude()
@@ -124,7 +129,7 @@ async def wire(
     """Start every actor of the run; ``stack`` stops them in reverse order. ``wrap_generate`` is put between
     rollouts and generator (a benchmark sets the lengths there)."""
     sets = load_task_sets(experiment)
-    launcher = LocalLauncher(clock)
+    launcher = LocalLauncher(clock, start_timeout_s=experiment.run.worker_start_timeout_s)
     identity = run_identity(directory.path)
     samples = stack.enter_context(LineFile(directory.samples))
 
@@ -136,7 +141,8 @@ async def wire(
 
     trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs)
     generator = GeneratorPool(launcher, experiment, clock, on_event=worker_event, log_directory=directory.logs)
-    verifier = VerifierPool(launcher, experiment.verifier, clock, log_folder=directory.logs)
+    retries = experiment.rollout.retries
+    verifier = VerifierPool(launcher, experiment.verifier, clock, log_folder=directory.logs, retries=retries)
     actors = Actors(
         generator=generator,
         trainer=trainer,

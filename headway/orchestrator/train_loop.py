@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 from headway.control.staleness import select_batch
 from headway.orchestrator.accounts import end_finished, end_running
 from headway.orchestrator.batches import build_batch
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.evaluation import Evaluations
-from headway.orchestrator.recovery import restore_trainer
-from headway.records.errors import WorkerDied
+from headway.orchestrator.recovery import surviving
+from headway.records.errors import NoProgress
 from headway.records.generation import PublishedWeights
-from headway.records.rollout import Batch, FinishedGroup, Sample
+from headway.records.ledger import StepRecord
+from headway.records.rollout import Batch, Ending, FinishedGroup, Sample
 from headway.records.training import StepReport, TrainBatch
 from headway.runtime.channel import Channel
 from headway.trainer.checkpoints import checkpoint_path, find_checkpoints, version_of
 
-_RESTARTS = 3  # of a trainer, at one step
-
-
-@dataclass
-class CompletedStep:
-    """What the control loop needs to write the step's record."""
-
-    report: StepReport
-    groups: list[FinishedGroup]
+_SKIPS = 20  # in a row, then the run ends
 
 
 class Train:
@@ -37,12 +29,11 @@ class Train:
     Unblocked by: collect (a group is finished), dispatch never.
     """
 
-    def __init__(self, run: RunContext, completed: Channel[CompletedStep], evaluations: Evaluations) -> None:
+    def __init__(self, run: RunContext, completed: Channel[StepRecord], evaluations: Evaluations) -> None:
         self._run = run
         self._completed = completed
         self._evaluations = evaluations
         self._updates = asyncio.TaskGroup()
-        self._update: asyncio.Task[None] | None = None
         self.completed_steps = 0  # by this process, skipped ones included
 
     async def loop(self) -> None:
@@ -125,84 +116,59 @@ class Train:
         if not committed:  # membership and order are durable before the step runs (rule 8)
             run.buffer.commit_batch(Batch(step=step, groups=indices))
         batch = build_batch(step, groups, run.experiment.algorithm.advantage)
-        started = run.clock.now()
-        report = await self._train(batch)
-        run.meter.computed(run.clock.now() - started)
-        ending = "discarded" if report.skipped else "trained"
+        report = await surviving(run, lambda: run.trainer.train_step(batch), step)
         run.buffer.complete_step(step, "skipped" if report.skipped else "trained", report.reason)
+        ending = "discarded" if report.skipped else "trained"
         for group in groups:
             index = group.group.index
             del state.finished[index], state.finished_at_s[index]
             end_finished(run, group, ending, report.reason if report.skipped else "step")
-        if report.skipped:
-            run.event("step_skipped", report.reason)
-        self._keep_samples(step, batch)
+        self._keep_samples(step, batch, ending)
         state.version = report.version
+        # The record's interval ends here, with the step; no await stands between its commit and this line.
+        record = run.meter.close_step(
+            report=report,
+            trained=[] if report.skipped else groups,
+            state=state,
+            buffer_capacity_groups=run.buffer.statistics().capacity,
+            time_s=run.time_s(),
+        )
+        self.completed_steps += 1
+        await self._completed.put(record)
+        self._require_steps(report)
         if not report.skipped:
             await self._publish_if_due()
             await self._checkpoint_if_due()
         state.changed.notify()
-        self.completed_steps += 1
-        await self._completed.put(CompletedStep(report=report, groups=groups))
 
-    async def _train(self, batch: TrainBatch) -> StepReport:
-        """One step; a trainer that dies is restarted, restored and replayed up to this step first."""
-        run = self._run
-        for _ in range(_RESTARTS):
-            try:
-                return await run.trainer.train_step(batch)
-            except WorkerDied as death:
-                run.event("worker_died", death.cause, worker=death.worker)
-                await self._revive(batch.step)
-        return await run.trainer.train_step(batch)
+    def _require_steps(self, report: StepReport) -> None:
+        """Raises NoProgress when step after step is skipped."""
+        run, state = self._run, self._run.state
+        if not report.skipped:
+            state.skipped_steps = 0
+            return
+        run.event("step_skipped", report.reason)
+        state.skipped_steps += 1
+        if state.skipped_steps >= _SKIPS:
+            raise NoProgress(f"{_SKIPS} steps in a row were skipped, the last one because: {report.reason}")
 
-    async def _revive(self, version: int) -> None:
-        """A new trainer at ``version``, and the generator pointed at what it publishes. Raises WorkerDied when it
-        dies again and again on the way there."""
-        run = self._run
-        await self._finish_update()
-        for left in reversed(range(_RESTARTS)):
-            try:
-                await run.trainer.restart()
-                replayed = await restore_trainer(run, until=version)
-                weights = await run.trainer.publish(version)
-            except WorkerDied as death:
-                run.event("worker_died", death.cause, worker=death.worker)
-                if not left:
-                    raise
-            else:
-                await run.generator.update_weights(weights)
-                run.event("trainer_restored", f"version {version}", replayed=replayed)
-                return
-
-    async def _finish_update(self) -> None:
-        """Wait for the update under way: its slot in shared memory must not be overwritten while it is read."""
-        if self._update is not None:
-            await self._update
-            self._update = None
-
-    def _keep_samples(self, step: int, batch: TrainBatch) -> None:
+    def _keep_samples(self, step: int, batch: TrainBatch, ending: Ending) -> None:
         for sample in batch.samples[: self._run.experiment.ledger.samples_per_step]:
-            self._run.keep_sample(sample_line(self._run, step, sample))
+            self._run.keep_sample(sample_line(self._run, step, sample, ending))
 
     async def _publish_if_due(self) -> None:
         run = self._run
         version = run.state.version
         if version % run.experiment.weights.steps_per_publish:
             return
-        await self._finish_update()
+        await run.state.finish_update()
         started = run.clock.now()
-        try:
-            weights = await run.trainer.publish(version)
-        except WorkerDied as death:
-            run.event("worker_died", death.cause, worker=death.worker)
-            await self._revive(version)
-            return
+        weights = await surviving(run, lambda: run.trainer.publish(version), version)
         run.meter.published(run.clock.now() - started)
         candidate = await self._evaluations.save_candidate_if_due()
-        self._update = self._updates.create_task(self._apply(weights, candidate), name=f"update-{version}")
+        run.state.update = self._updates.create_task(self._apply(weights, candidate), name=f"update-{version}")
         if run.experiment.queue.budget == 0:
-            await self._finish_update()
+            await run.state.finish_update()
 
     async def _apply(self, weights: PublishedWeights, candidate: bool) -> None:
         """Apply a version on every replica, in flight; parked rollouts go on once it is in place."""
@@ -229,12 +195,7 @@ class Train:
         version, started = run.state.version, run.clock.now()
         path = str(checkpoint_path(run.directory, version))
         run.buffer.make_durable()  # no checkpoint is ever ahead of the log
-        try:
-            await run.trainer.save_checkpoint(path, run.buffer.consumed())
-        except WorkerDied as death:
-            run.event("worker_died", death.cause, worker=death.worker)
-            await self._revive(version)
-            await run.trainer.save_checkpoint(path, run.buffer.consumed())
+        await surviving(run, lambda: run.trainer.save_checkpoint(path, run.buffer.consumed()), version)
         kept = find_checkpoints(run.directory)
         if kept:
             run.buffer.release_covered(version_of(kept[0]))
@@ -243,7 +204,7 @@ class Train:
         run.event("checkpoint", f"version {version}", seconds=round(elapsed_s, 3))
 
 
-def sample_line(run: RunContext, step: int, sample: Sample) -> dict[str, object]:
+def sample_line(run: RunContext, step: int, sample: Sample, ending: Ending) -> dict[str, object]:
     """One line of ``samples.jsonl`` (what `headway show` pages through)."""
     rollout = sample.rollout
     return {
@@ -257,5 +218,5 @@ def sample_line(run: RunContext, step: int, sample: Sample) -> dict[str, object]
         "advantage": sample.advantage,
         "versions": [[span.version, span.tokens] for span in rollout.versions],
         "finish_reason": rollout.finish_reason,
-        "ending": "trained",
+        "ending": ending,
     }

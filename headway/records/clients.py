@@ -85,7 +85,8 @@ class Verifier(Protocol):
 
     async def verify(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
         """Score the responses to one task. A raise, a hang (hard timeout kills the job) or a non-finite
-        reward becomes a Verdict with ``failure``; siblings are not touched."""
+        reward becomes a Verdict with ``failure``; siblings are not touched. What failed as infrastructure was
+        tried again before."""
         ...
 
     async def stop(self) -> None: ...

@@ -71,6 +71,10 @@ class BudgetExceeded(HeadwayError):
     exit_code = 4
 
 
+class NoProgress(HeadwayError):
+    """The run goes round without training: every step is skipped, or every group ends untrained."""
+
+
 class StorageFailed(HeadwayError):
     """The disk is full or unreadable: the last transition was undone, nothing is half-written."""
 

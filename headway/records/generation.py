@@ -87,7 +87,7 @@ class AppliedWeights(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     fetch_s: float = 0.0  # copy out of shared memory and verify, decoding goes on or not
-    pause_s: float = 0.0  # time no token could be generated
+    pause_s: float = 0.0  # time no token could be generated; fetching included where decoding waits for it
     in_flight: int = 0  # requests that crossed the update
     reprefilled_tokens: int = 0  # KV tokens recomputed because of it
 
@@ -109,4 +109,3 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float = 0.0  # time with nothing to do: the generator waits
     paused_s: float = 0.0  # time inside weight updates
     decode_steps: int = 0
-    flops: float = 0.0  # model FLOP done

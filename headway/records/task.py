@@ -10,7 +10,7 @@ import msgspec
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """One problem: a prompt and what is needed to verify an answer."""
 
-    task_id: str  # content hash of prompt and answer, 16 hex digits: equal content, equal id
+    task_id: str  # content hash, 16 hex digits: equal content, equal id
     prompt: str  # the text shown to the policy, before any chat template
     answer: str = ""  # the reference the verifier compares with ("" where it needs none)
     metadata: dict[str, Any] = {}  # whatever else the verifier needs (JSON types only)

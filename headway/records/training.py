@@ -27,7 +27,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: int = 0
     compute_s: float = 0.0
     flops: float = 0.0  # model FLOP of forward and backward
-    metrics: dict[str, float] = {}  # loss, entropy, grad_norm, clip_fraction, ratio_*, lr, mismatch_k3, mismatch_max
+    # loss, entropy, grad_norm, clip_fraction, ratio_*, learning_rate, mismatch_k3, mismatch_max, ...
+    metrics: dict[str, float] = {}
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -61,7 +61,7 @@ class LiveState:
                 self.endings[ending] = self.endings.get(ending, 0) + count
         elif isinstance(line, EvaluationRecord):
             self.evaluations.append(line)
-            if line.phase == "before":
+            if line.phase == "before" and line.samples:
                 self.before = line
         else:
             self.events.append(line)
@@ -111,10 +111,8 @@ def evaluation_line(record: EvaluationRecord) -> str:
         f"version {record.first_version}" if record.held else f"versions {record.first_version}–{record.last_version}"
     )
     failed = f", {record.failed} failed" if record.failed else ""
-    return (
-        f"{record.split} {record.phase}: solve rate {record.solve_rate:.3f} ± {record.standard_error:.3f} "
-        f"({record.tasks} tasks, {versions}{failed})"
-    )
+    rate = f"{record.solve_rate:.3f} ± {record.standard_error:.3f}" if record.samples else "not measured"
+    return f"{record.split} {record.phase}: solve rate {rate} ({record.tasks} tasks, {versions}{failed})"
 
 
 def event_line(event: EventRecord) -> str:

@@ -163,14 +163,17 @@ def _evaluations(records: Sequence[EvaluationRecord]) -> str:
             versions + (" (held)" if record.held else ""),
             f"{record.tasks:,}",
             f"{record.samples:,}",
-            f"{record.solve_rate:.3f} ± {record.standard_error:.3f}",
-            f"{record.reward_mean:.3f}",
-            f"{record.length_mean:.1f}",
+            *(_scores(record) if record.samples else ("not measured", "–", "–")),
             f"{record.failed:,}",
             duration(record.duration_s),
         ]
         rows.append(_row(cells, text_columns=2))
     return "<h2>Evaluations</h2>" + _table(heads, rows, text_columns=2)
+
+
+def _scores(record: EvaluationRecord) -> tuple[str, str, str]:
+    solve_rate = f"{record.solve_rate:.3f} ± {record.standard_error:.3f}"
+    return solve_rate, f"{record.reward_mean:.3f}", f"{record.length_mean:.1f}"
 
 
 def _plots(view: RunView) -> list[str]:
@@ -195,7 +198,7 @@ def _plots(view: RunView) -> list[str]:
 
 def _further_metrics(series: Series) -> list[Plot]:
     """A plot for each metric of the trainer that no other plot shows."""
-    shown = {"loss", "entropy", "grad_norm", "clip_fraction", "mismatch_k3", "mismatch_max", "lr"}
+    shown = {"loss", "entropy", "grad_norm", "clip_fraction", "mismatch_k3", "mismatch_max", "learning_rate"}
     names = [name for name in series.metric_names() if name not in shown and not name.startswith("ratio_")]
     return [Plot("Optimiser", name, "As the trainer reports it.", metric_plot((name, TRAINER, name))) for name in names]
 

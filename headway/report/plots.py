@@ -154,7 +154,7 @@ def _solve_rate(axes: Axes, evidence: Evidence) -> bool:
     series = evidence.series
     drawn = _line(axes, series, series.mean(lambda step: step.solve_rate), GREY, "training tasks (as sampled)")
     for split, colour, marker in (("validation", TRAINER, "o"), ("test", ALARM, "s")):
-        records = [record for record in evidence.evaluations if record.split == split]
+        records = [record for record in evidence.evaluations if record.split == split and record.samples]
         if records:
             drawn = True
             axes.errorbar(
@@ -255,13 +255,12 @@ def _staleness_histogram(axes: Axes, evidence: Evidence) -> bool:
 def _endings(axes: Axes, evidence: Evidence) -> bool:
     series = evidence.series
     known = [*ENDINGS, *sorted({e for step in series.steps for e in step.endings} - set(ENDINGS))]
-    totals = {ending: series.sum(lambda step, e=ending: step.endings.get(e, 0)) for ending in known}
-    shown = [ending for ending in known if totals[ending].any()]
+    means = {ending: series.mean(lambda step, e=ending: step.endings.get(e, 0)) for ending in known}
+    shown = [ending for ending in known if means[ending].any()]
     if not shown:
         return False
     colours = [_ENDING_COLOURS.get(ending, "black") for ending in shown]
-    stack = [totals[ending] / series.per_bin for ending in shown]
-    axes.stackplot(series.x, *stack, labels=shown, colors=colours, linewidth=0)
+    axes.stackplot(series.x, *(means[ending] for ending in shown), labels=shown, colors=colours, linewidth=0)
     _finish(axes, ylabel="rollouts per step")
     return True
 
@@ -389,7 +388,7 @@ PLOTS: tuple[Plot, ...] = (
         metric_plot(("entropy", THIRD, "entropy")),
     ),
     Plot("Optimiser", "Gradient norm", "Before clipping.", metric_plot(("norm", GENERATOR, "grad_norm"), log=True)),
-    Plot("Optimiser", "Importance ratio quantiles", "Current over proximal policy, per token.", _ratio_quantiles),
+    Plot("Optimiser", "Importance ratio quantiles", "Current over behaviour policy, per token.", _ratio_quantiles),
     Plot(
         "Optimiser",
         "Clip fraction",
@@ -402,7 +401,7 @@ PLOTS: tuple[Plot, ...] = (
         "Difference of the two log-probabilities of the same tokens: staleness and numerics together.",
         metric_plot(("k3", TRAINER, "mismatch_k3"), ("max", ALARM, "mismatch_max"), log=True),
     ),
-    Plot("Optimiser", "Learning rate", "As applied.", metric_plot(("learning rate", TRAINER, "lr"))),
+    Plot("Optimiser", "Learning rate", "As applied.", metric_plot(("learning rate", TRAINER, "learning_rate"))),
     Plot(
         "Machine",
         "Tokens per second",

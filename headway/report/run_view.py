@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, RunSummary, StepRecord
-from headway.report.verdict import Verdict, judge
+from headway.report.verdict import Judgement, judge
 from headway.runtime.ledger import EVENT_RESUME, read_ledger
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.summary import evaluations, held_evaluation, summarise
@@ -24,7 +24,7 @@ class RunView:
     path: Path
     lines: list[LedgerLine]
     summary: RunSummary
-    verdict: Verdict
+    verdict: Judgement
     budget: int | None  # η; None when the run's configuration can't be read
     configuration: dict[str, Any]  # as stored, {} when it can't be read
     holder: int | None  # process that is running it now
@@ -91,7 +91,7 @@ def as_json(view: RunView) -> dict[str, Any]:
         "solve_rate_before_error": before,
         "solve_rate_after_error": after,
         "mean_trajectory_staleness": _weighted(trained, lambda s: s.trajectory_staleness.mean, lambda s: s.samples),
-        "mean_token_staleness": _weighted(trained, lambda s: s.token_staleness.mean, lambda s: s.samples),
+        "mean_token_staleness": _weighted(trained, lambda s: s.token_staleness.mean, _trained_tokens),
         "length_bias_scheduling_ks": last.length_bias_scheduling_ks,
         "length_bias_filter_ks": last.length_bias_filter_ks,
         "length_bias_pruning_ks": last.length_bias_pruning_ks,
@@ -111,6 +111,10 @@ def as_json(view: RunView) -> dict[str, Any]:
 def _errors(view: RunView) -> tuple[float | None, float | None]:
     before, after = held_evaluation(view.lines, "before"), held_evaluation(view.lines, "after")
     return (before.standard_error if before else None, after.standard_error if after else None)
+
+
+def _trained_tokens(step: StepRecord) -> int:
+    return sum(step.token_staleness.histogram.values())
 
 
 def _weighted(steps: list[StepRecord], column: Any, weight: Any) -> float:

@@ -38,9 +38,6 @@ class Series:
     def max(self, column: Column) -> Floats:
         return self._reduce(column, lambda values: float(np.max(values)))
 
-    def sum(self, column: Column) -> Floats:
-        return self._reduce(column, lambda values: float(np.sum(values)))
-
     def metric(self, name: str) -> Floats:
         """Mean of a trainer metric; NaN where it wasn't measured."""
         return self.mean(lambda step: step.metrics.get(name, math.nan))

@@ -19,7 +19,7 @@ CLEAR_DIFFERENCE = 0.10  # of the two wait ratios, beyond which one side is the 
 SIGNIFICANT_Z = 2.0  # difference over its standard error, beyond which learning counts as measured
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     """The answers at the top of a report."""
 
     balance: Balance  # who waits for whom
@@ -47,7 +47,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) -> Verdict:
+def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) -> Judgement:
     """Judge a run. ``budget`` is η, the largest trajectory staleness allowed, where it is known."""
     steps = [line for line in lines if isinstance(line, StepRecord)]
     if steps:
@@ -57,7 +57,7 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
     within, staleness_text = judge_staleness(steps, summary.max_trajectory_staleness, budget)
     learning, change, error, learning_text = judge_learning(lines)
     failures = _failures(steps)
-    return Verdict(
+    return Judgement(
         balance=balance,
         balance_text=balance_text,
         staleness_budget=budget,
@@ -108,7 +108,7 @@ def judge_balance(trainer_wait: float, generator_wait: float, budget: int | None
 
 def judge_staleness(steps: Sequence[StepRecord], worst: int, budget: int | None) -> tuple[bool | None, str]:
     """Whether the oldest trajectory trained on kept to the budget."""
-    trained = [step for step in steps if step.samples]
+    trained = [step for step in steps if step.samples and not step.skipped]
     if not trained:
         return None, "Nothing has been trained yet."
     samples = sum(step.samples for step in trained)
@@ -147,7 +147,7 @@ def _evaluation_pair(lines: Sequence[LedgerLine]) -> tuple[EvaluationRecord, Eva
     before, after = held_evaluation(lines, "before"), held_evaluation(lines, "after")
     if before is not None and after is not None and before.split == after.split:
         return before, after
-    validation = [record for record in evaluations(lines) if record.split == "validation"]
+    validation = [record for record in evaluations(lines) if record.split == "validation" and record.samples]
     return (validation[0], validation[-1]) if len(validation) > 1 else None
 
 

@@ -22,6 +22,7 @@ _FACTORY = "headway.rollout.service:VerifierService"
 _BACKSTOP_GRACE_S = 5.0  # the worker's own watchdog comes first; the parent's limit is for a worker that is stuck
 _STOP_GRACE_S = 1.0
 _START_RETRY_S = 0.5  # before a worker that couldn't start is tried again
+_RETRY_S = 0.5  # before what infrastructure failed is scored again; doubles each time
 
 
 class _Job(msgspec.Struct, kw_only=True, eq=False):
@@ -45,8 +46,9 @@ class VerifierPool:
 
     A group is scored in one call. When its worker hangs or dies, the worker is replaced and the group's responses are
     scored one by one, so that only the guilty one fails: "timed out after 10 s; job killed" (not
-    infrastructure) for a hang; a death for another reason is retried ``retries`` times and then fails as
-    infrastructure. Workers are replaced when the next job needs one; the pool stays usable throughout.
+    infrastructure) for a hang. A death for another reason, or a verdict that failed as infrastructure, is retried
+    ``retries`` times and then fails as infrastructure. Workers are replaced when the next job needs one; the pool
+    stays usable throughout.
 
     ``device`` pins every worker (``cpu:N-M``); None leaves them on all cores this process may use.
     """
@@ -142,27 +144,38 @@ class VerifierPool:
                 job.verdicts.set_result(verdicts)
 
     async def _score_group(self, seat: int, job: _Job) -> list[Verdict]:
-        deaths = 0
-        if len(job.responses) > 1:  # alone, a response is its own suspect
-            try:
-                return await self._call(seat, job.task, job.responses)
-            except _Died as died:
-                deaths = 0 if died.hung else 1
-        return [await self._score_single(seat, job.task, response, deaths) for response in job.responses]
-
-    async def _score_single(self, seat: int, task: Task, response: str, deaths: int) -> Verdict:
-        """``deaths``: how often a worker has died under this response already, for other reasons than time."""
+        """Everything in one call, or one by one once that killed the worker. What infrastructure failed is scored
+        again after a pause, which holds the queue back: with a service that is down, others would fail as well."""
+        verdicts: dict[int, Verdict] = {}
+        left = list(range(len(job.responses)))
+        together, attempts = True, 0
         while True:
-            try:
-                return (await self._call(seat, task, (response,)))[0]
-            except _Died as died:
-                if died.hung:
-                    cause = f"timed out after {self._verifier.timeout_s:g} s; job killed"
-                    return failed_verdict(cause, detail=died.cause, verify_s=died.elapsed_s)
-                deaths += 1
-                if deaths > self._retries:
-                    cause = f"the verifier's process died {deaths} times under it"
-                    return failed_verdict(cause, infrastructure=True, detail=died.cause, verify_s=died.elapsed_s)
+            responses = tuple(job.responses[i] for i in left)
+            if together and len(left) > 1:  # alone, a response is its own suspect
+                try:
+                    scored = await self._call(seat, job.task, responses)
+                except _Died as died:
+                    together, attempts = False, attempts + (0 if died.hung else 1)
+                    continue
+            else:
+                scored = [await self._score_single(seat, job.task, response) for response in responses]
+            verdicts.update(zip(left, scored, strict=True))
+            left = [i for i in left if _lost(verdicts[i])]
+            attempts += 1
+            if not left or attempts > self._retries:
+                break
+            await self._clock.sleep(_RETRY_S * 2 ** (attempts - 1))
+        return [_given_up(v, attempts) if _lost(v) else v for _, v in sorted(verdicts.items())]
+
+    async def _score_single(self, seat: int, task: Task, response: str) -> Verdict:
+        try:
+            return (await self._call(seat, task, (response,)))[0]
+        except _Died as died:
+            if died.hung:
+                cause = f"timed out after {self._verifier.timeout_s:g} s; job killed"
+            else:
+                cause = "the verifier's process died under it"
+            return failed_verdict(cause, infrastructure=not died.hung, detail=died.cause, verify_s=died.elapsed_s)
 
     async def _call(self, seat: int, task: Task, responses: tuple[str, ...]) -> list[Verdict]:
         """Score on this seat's worker. Raises _Died; the next call then starts another."""
@@ -217,6 +230,17 @@ class VerifierPool:
         worker = await self._launcher.start(spec)
         self._workers[seat] = worker
         return worker
+
+
+def _lost(verdict: Verdict) -> bool:
+    """It failed for a reason that has nothing to do with the response."""
+    return verdict.failure is not None and verdict.failure.infrastructure
+
+
+def _given_up(verdict: Verdict, attempts: int) -> Verdict:
+    assert verdict.failure is not None
+    cause = f"{verdict.failure.cause}; attempts: {attempts}"
+    return msgspec.structs.replace(verdict, failure=msgspec.structs.replace(verdict.failure, cause=cause))
 
 
 def _every_core() -> str:

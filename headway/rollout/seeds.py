@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 
 
-def rollout_seed(run_seed: int, group: int, member: int) -> int:
-    """The sampling seed of one rollout, 0 <= seed < 2**63: a hash of (run seed, group index, member).
+def rollout_seed(run_seed: int, group: int, member: int, purpose: str = "") -> int:
+    """The sampling seed of one rollout, 0 <= seed < 2**63: a hash of (run seed, group index, member, purpose).
 
     Counter-based: no generator has a state, so the order in which rollouts start doesn't matter and a resumed
-    rollout samples on from (seed, position) as if it had never stopped (DESIGN rule 12).
+    rollout samples on from (seed, position) as if it had never stopped (DESIGN rule 12). ``purpose`` tells evaluations
+    apart, whose splits number their groups alike; that of training is "".
     """
-    digest = hashlib.blake2b(f"{run_seed}:{group}:{member}".encode(), digest_size=8).digest()
+    key = f"{run_seed}:{group}:{member}" + (f":{purpose}" if purpose else "")
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

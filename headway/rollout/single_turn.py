@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import traceback
 from collections.abc import Awaitable, Callable
@@ -34,7 +35,9 @@ class TextCodec(Protocol):
     """What a rollout needs of a tokenizer."""
 
     @property
-    def eos_id(self) -> int: ...
+    def stop_ids(self) -> tuple[int, ...]:
+        """Every id that ends a response."""
+        ...
 
     def decode(self, ids: list[int]) -> str: ...
 
@@ -65,7 +68,8 @@ class SingleTurn:
         resume_gate: ResumeGate | None = None,
         on_progress: Progress | None = None,
     ) -> None:
-        """``temperature`` overrides the settings' (an evaluation's); ``request_prefix`` keeps its requests apart.
+        """``temperature`` overrides the settings' (an evaluation's); ``request_prefix`` keeps its requests and its
+        random numbers apart.
 
         A member parked ``max_resumes`` times asks to run uninterrupted by further "abort" updates (None: never).
         ``on_progress`` is called each time a member is parked, before it waits at ``resume_gate``.
@@ -84,9 +88,15 @@ class SingleTurn:
             top_p=settings.top_p,
             top_k=settings.top_k,
             max_tokens=settings.max_response_tokens,
-            stop_token_ids=(tokenizer.eos_id,),
+            stop_token_ids=tokenizer.stop_ids,
             stop=settings.stop,
         )
+
+    def prefixed(self, request_prefix: str) -> SingleTurn:
+        """The same with another ``request_prefix``."""
+        twin = copy.copy(self)
+        twin._prefix = request_prefix
+        return twin
 
     def text(self, rollout: Rollout) -> str:
         """The response as the verifier sees it: decoded, special tokens left out."""
@@ -118,7 +128,7 @@ class SingleTurn:
 
     async def _generate_response(self, group: Group, member: int, life: _Life) -> Failure | None:
         """Submit until the response is complete; returns why it never will be."""
-        seed = rollout_seed(self._run_seed, group.index, member)
+        seed = rollout_seed(self._run_seed, group.index, member, self._prefix)
         sampling = msgspec.structs.replace(self._sampling, seed=seed)
         errors = 0
         while not life.complete(sampling):

@@ -2,20 +2,20 @@
 
 A user's function is called as ``function(task, response, **parameters)`` and returns a number, a ``Verdict`` or
 ``{"reward": number, "solved": bool, ...}`` (further keys become the verdict's detail).
+
+What it raises never becomes a reward. An OSError (ConnectionError, TimeoutError, ...) is infrastructure, as is a
+Verdict whose failure says so: the response is scored again, ``rollout.retries`` times, and then fails. Anything else
+is the verifier's own defect and fails the response at once.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
-import importlib
 import importlib.util
 import inspect
 import json
 import math
-import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any, SupportsFloat, cast
@@ -27,6 +27,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.rollout import Failure, Verdict
 from headway.records.task import Task
 from headway.rollout.extraction import EXTRACTS, Extract, close, extract_answer, last_match, last_number
+from headway.runtime.imports import import_function
 from headway.tasks.entries import unpack_entry
 from headway.tasks.sources import build_generator
 
@@ -54,41 +55,13 @@ def resolve_verifier(verifier: schema.Verifier) -> Scorer:
     (with the reason), an unknown or invalid parameter.
     """
     name, parameters = verifier.name, verifier.parameters
-    if ":" in name:
-        function = _import_function(name)
-        _require_parameters(name, function, (None, ""), parameters)
-        return functools.partial(function, **parameters)
     builder = VERIFIERS.get(name)
     if builder is None:
-        near = difflib.get_close_matches(name, list(VERIFIERS), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(sorted(VERIFIERS))} or module:function"
-        raise ConfigurationError(f"verifier.name = {name!r} is unknown; {hint}")
+        function = import_function(name, "verifier.name", VERIFIERS)
+        _require_parameters(name, function, (None, ""), parameters)
+        return functools.partial(function, **parameters)
     _require_parameters(name, builder, (), parameters)
     return builder(**parameters)
-
-
-def _import_function(name: str) -> Callable[..., object]:
-    module_name, _, path = name.partition(":")
-    if not module_name or not path:
-        raise ConfigurationError(f"verifier.name = {name!r}: expected module:function")
-    # an installed command doesn't have the working directory on its path, where a user's module usually is
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:  # the boundary to a user's module: it may raise anything while it is imported
-        cause = f"{type(error).__name__}: {error}"
-        raise ConfigurationError(f"verifier.name = {name!r}: {module_name} can't be imported: {cause}") from error
-    for part in path.split("."):
-        if not hasattr(found, part):
-            public = [n for n in vars(found) if not n.startswith("_")]
-            near = difflib.get_close_matches(part, public, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigurationError(f"verifier.name = {name!r}: {module_name} has no {part!r}{hint}")
-        found = getattr(found, part)
-    if not callable(found) or inspect.iscoroutinefunction(found):
-        raise ConfigurationError(f"verifier.name = {name!r}: must be a plain function (not a class, not async)")
-    return cast("Callable[..., object]", found)
 
 
 def _require_parameters(

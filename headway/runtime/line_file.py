@@ -8,6 +8,8 @@ from types import TracebackType
 
 from headway.records.errors import ConfigurationError, HeadwayError
 
+_BLOCK_BYTES = 1 << 16
+
 
 class LineFile:
     """Writer of one file.
@@ -23,7 +25,18 @@ class LineFile:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigurationError(f"{path} can't be opened: {error.strerror}") from None
-        os.ftruncate(self._fd, path.read_bytes().rfind(b"\n") + 1)
+        os.ftruncate(self._fd, self._end_of_lines())
+
+    def _end_of_lines(self) -> int:
+        """Size of the file without a torn end, found from its tail: a long run's file is not read whole."""
+        end = os.fstat(self._fd).st_size
+        while end:
+            start = max(0, end - _BLOCK_BYTES)
+            at = os.pread(self._fd, end - start, start).rfind(b"\n")
+            if at >= 0:
+                return start + at + 1
+            end = start
+        return 0
 
     def append(self, line: bytes) -> None:
         """Append ``line``, which holds no line break. Raises HeadwayError on a full disk."""

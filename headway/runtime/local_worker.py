@@ -63,9 +63,9 @@ class LocalWorker:
     def __init__(
         self,
         name: str,
+        events: Channel[Any],
         process: subprocess.Popen[bytes],
         sock: socket.socket,
-        events: Channel[Any],
         log: IO[bytes],
         log_start: int,
     ) -> None:
@@ -153,9 +153,9 @@ class LocalWorker:
                 raise
         await self._died
 
-    def kill(self) -> None:
+    def kill(self, reason: str = "") -> None:
         """See :meth:`Worker.kill`."""
-        self._kill("")
+        self._kill(reason)
 
     async def build(self, factory: str, arguments: dict[str, Any], timeout_s: float) -> None:
         """Send what to construct and wait for it: the launcher's part of starting."""
@@ -164,10 +164,11 @@ class LocalWorker:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._built
-        except TimeoutError as error:
-            if self._built.cancelled():
-                raise TimeoutError(f"worker {self._name} was not built within {timeout_s} s") from error
-            raise
+        except TimeoutError:
+            if not self._built.cancelled():
+                raise
+            self._kill(f"not built within {timeout_s:g} s")
+            raise await self._died from None
 
     def watch(self, clock: Clock, interval_s: float, timeout_s: float) -> None:
         """Begin health checks."""

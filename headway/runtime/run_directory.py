@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
-import re
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,20 +13,19 @@ import msgspec
 
 from headway.config.load import require_resumable, validate_experiment
 from headway.config.schema import Experiment
-from headway.records.errors import ConfigurationError, HeadwayError, RunLocked
-
-_CHECKPOINT_NAME = re.compile(r"step_(\d{8})")
+from headway.records.errors import ConfigurationError, HeadwayError
+from headway.runtime.file_lock import FileLock
 
 
 class RunDirectory:
     """One run's folder.
 
-    Lifecycle: *closed* -> ``begin`` (locked, layout made, experiment stored) -> ``release`` (closed). Reading
-    paths and the stored experiment needs no lock, so that `report` and `show` work while a run goes on.
+    Lifecycle: *closed* -> ``begin`` (locked, layout made, experiment stored) [-> ``withdraw``] -> ``release``
+    (closed). Reading paths and the stored experiment needs no lock, so that `report` and `show` work while a run
+    goes on.
 
     Invariant: between ``begin`` and ``release`` this process is the only one that writes to the folder. The lock
-    is a ``flock`` on ``RUN/lock``: the kernel drops it when the process ends, however it ends, so a killed run
-    leaves nothing to clean up.
+    on ``RUN/lock`` ends with the process, however it ends, so a killed run leaves nothing to clean up.
 
     Example::
 
@@ -40,7 +36,7 @@ class RunDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._lock_fd: int | None = None
+        self._lock = FileLock(self.lock, "run.directory", self.path)
 
     @property
     def config(self) -> Path:
@@ -81,21 +77,6 @@ class RunDirectory:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
-
-    def checkpoint(self, version: int) -> Path:
-        """Folder of the checkpoint at ``version``."""
-        return self.checkpoints / f"step_{version:08d}"
-
-    def list_checkpoints(self) -> list[tuple[int, Path]]:
-        """(version, folder) of every checkpoint, oldest first. Unfinished temporary folders are not listed."""
-        if not self.checkpoints.is_dir():
-            return []
-        found = [(_CHECKPOINT_NAME.fullmatch(entry.name), entry) for entry in self.checkpoints.iterdir()]
-        return sorted((int(match[1]), entry) for match, entry in found if match is not None and entry.is_dir())
-
-    def worker_log(self, worker: str) -> Path:
-        """Log file of the worker called ``worker``."""
-        return self.logs / f"{worker}.log"
 
     def holds_run(self) -> bool:
         """Whether a run was begun here."""
@@ -142,55 +123,21 @@ class RunDirectory:
         require_resumable(stored, experiment)
         return stored
 
+    def withdraw(self) -> None:
+        """Take back ``begin`` of a new run that failed before it did anything: the folder holds no run then."""
+        self.config.unlink(missing_ok=True)
+
     def acquire(self) -> None:
         """Take the lock, making the folder if needed. Raises RunLocked naming the process that holds it."""
-        if self._lock_fd is not None:
-            raise ValueError(f"{self.path} is already locked by this object")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise ConfigurationError(f"run.directory = {str(self.path)!r}: {error.strerror}") from None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(fd)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise ConfigurationError(f"{self.lock} can't be locked: {error.strerror}") from None
-            holder = self._recorded_pid()
-            by = f"process {holder}" if holder is not None else "another process"
-            raise RunLocked(f"{self.path} is in use by {by}: wait for it, or choose another run.directory") from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        self._lock_fd = fd
+        self._lock.acquire()
 
     def release(self) -> None:
-        """Give the lock back; does nothing when it isn't held. The lock file stays: removing it would let a
-        process that has just opened the old one and a process that makes a new one both hold "the" lock."""
-        if self._lock_fd is not None:
-            os.ftruncate(self._lock_fd, 0)
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        """Give the lock back; does nothing when it isn't held."""
+        self._lock.release()
 
     def holder(self) -> int | None:
         """Process id of whoever holds the lock now; None when nobody does (or it didn't say who it is)."""
-        try:
-            fd = os.open(self.lock, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return self._recorded_pid()
-        finally:
-            os.close(fd)
-        return None
-
-    def _recorded_pid(self) -> int | None:
-        try:
-            return int(self.lock.read_text())
-        except (OSError, ValueError):
-            return None
+        return self._lock.holder()
 
     def write_json(self, path: Path, value: Any) -> None:
         """Write ``value`` (JSON types or a record) to ``path`` so that a reader, or a kill, sees the old or the new

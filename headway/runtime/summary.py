@@ -76,12 +76,14 @@ def evaluations(lines: Sequence[LedgerLine]) -> list[EvaluationRecord]:
 
 
 def held_evaluation(lines: Sequence[LedgerLine], phase: str) -> EvaluationRecord | None:
-    """The evaluation ``before`` (the first) or ``after`` (the last) training; the test split's where there is one."""
+    """The evaluation ``before`` (the first) or ``after`` (the last) training; the test split's where there is one.
+    None as well when it measured nothing: every attempt failed."""
     of_phase = [record for record in evaluations(lines) if record.phase == phase]
     chosen = [record for record in of_phase if record.split == "test"] or of_phase
-    if not chosen:
+    measured = [record for record in chosen if record.samples]
+    if not measured:
         return None
-    return chosen[0] if phase == "before" else chosen[-1]
+    return measured[0] if phase == "before" else measured[-1]
 
 
 def _solve_rate(lines: Sequence[LedgerLine], phase: str) -> float | None:

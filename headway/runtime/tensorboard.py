@@ -125,9 +125,10 @@ def _writer_class() -> Any:
 def scalars(line: LedgerLine) -> Iterator[tuple[str, float]]:
     """(tag, value) of every scalar of ``line``; tags are ``group/name``."""
     if isinstance(line, EvaluationRecord):
-        yield f"evaluation/{line.split}_solve_rate", line.solve_rate
-        yield f"evaluation/{line.split}_reward_mean", line.reward_mean
-        yield f"evaluation/{line.split}_length_mean", line.length_mean
+        if line.samples:  # else it measured nothing
+            yield f"evaluation/{line.split}_solve_rate", line.solve_rate
+            yield f"evaluation/{line.split}_reward_mean", line.reward_mean
+            yield f"evaluation/{line.split}_length_mean", line.length_mean
     elif isinstance(line, StepRecord):
         for group, names in SCALARS.items():
             for name in names:
@@ -148,4 +149,4 @@ def _metric_group(name: str) -> str:
         return "ratio"
     if name.startswith("mismatch"):
         return "mismatch"
-    return "optimiser" if name in ("lr", "grad_norm", "learning_rate") else "loss"
+    return "optimiser" if name in ("grad_norm", "learning_rate") else "loss"

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from headway.records.errors import WorkerDied
 from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock
 from headway.runtime.devices import machine_cores, parse_device
@@ -77,8 +78,8 @@ class Worker(Protocol):
         """
         ...
 
-    def kill(self) -> None:
-        """Kill it, and what it started, at once. ``died`` follows."""
+    def kill(self, reason: str = "") -> None:
+        """Kill it, and what it started, at once. ``died`` follows, with ``reason`` in its cause."""
         ...
 
 
@@ -86,8 +87,8 @@ class Launcher(Protocol):
     """Starts workers."""
 
     async def start(self, spec: WorkerSpec) -> Worker:
-        """Start a worker and wait until it is built. Raises ConfigurationError (device), RemoteError with
-        the traceback when building it raises, WorkerDied when it dies first, TimeoutError."""
+        """Start a worker and wait until it is built. Raises ConfigurationError (device), RemoteError with the
+        traceback when building it raises, WorkerDied when it can't be started, dies first or isn't built in time."""
         ...
 
 
@@ -128,9 +129,10 @@ class LocalLauncher:
         clock: Clock,
         heartbeat_interval_s: float = 2.0,
         heartbeat_timeout_s: float = 15.0,
-        start_timeout_s: float = 120.0,
+        start_timeout_s: float = 600.0,
         events_capacity: int = 256,
     ) -> None:
+        """``start_timeout_s``: a worker that isn't built after so long is killed."""
         self._clock = clock
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -142,27 +144,12 @@ class LocalLauncher:
         device = parse_device(spec.device)
         device.check()
         environment = os.environ | {"PYTHONUNBUFFERED": "1"} | device.environment() | spec.environment
-        log, log_start = _open_log(spec.log_path)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            cores = ",".join(str(core) for core in machine_cores())
-            arguments = [str(theirs.fileno()), str(os.getpid()), spec.device, cores]
-            try:
-                process = subprocess.Popen(  # noqa: ASYNC220  (returns once the program is loaded: milliseconds)
-                    [sys.executable, "-m", "headway.runtime.child", *arguments],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    process_group=0,  # kill() reaches what it started; Ctrl-C does not reach it
-                )
-            except BaseException:
-                ours.close()
-                log.close()
-                raise
+        try:
+            spawned = _spawn(spec, environment)
+        except OSError as error:  # no process, descriptor, memory or place for the log to be had
+            raise WorkerDied(spec.name, f"could not be started: {error}") from error
         events: Channel[Any] = Channel(self._events_capacity, f"{spec.name}.events", self._clock)
-        worker = LocalWorker(spec.name, process, ours, events, log, log_start)
+        worker = LocalWorker(spec.name, events, *spawned)
         try:
             await worker.build(spec.factory, spec.arguments, self._start_timeout_s)
         except BaseException:
@@ -172,6 +159,32 @@ class LocalLauncher:
             raise
         worker.watch(self._clock, self._heartbeat_interval_s, self._heartbeat_timeout_s)
         return worker
+
+
+def _spawn(
+    spec: WorkerSpec, environment: dict[str, str]
+) -> tuple[subprocess.Popen[bytes], socket.socket, IO[bytes], int]:
+    """The child's process, our end of its socket, its log and the log's size so far. Raises OSError, with nothing
+    left open."""
+    with contextlib.ExitStack() as undo:
+        log, log_start = _open_log(spec.log_path)
+        undo.callback(log.close)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        undo.callback(ours.close)
+        with theirs:
+            cores = ",".join(str(core) for core in machine_cores())
+            arguments = [str(theirs.fileno()), str(os.getpid()), spec.device, cores]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "headway.runtime.child", *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                process_group=0,  # kill() reaches what it started; Ctrl-C does not reach it
+            )
+        undo.pop_all()
+        return process, ours, log, log_start
 
 
 def _open_log(path: str | Path | None) -> tuple[IO[bytes], int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +24,7 @@ class TaskSet(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str  # what errors call it: a file's path, or "reasoning-gym:<generator>"
     tasks: tuple[Task, ...]  # at least one; no two with equal task_id
-    duplicates: int = 0  # tasks dropped because an earlier one had the same prompt and answer
+    duplicates: int = 0  # tasks dropped because an earlier one had the same content
     limited: int = 0  # tasks left out by the source's ``limit``
 
 
@@ -56,10 +57,13 @@ def read_tasks(source: TaskSource, seed: int = 0) -> TaskSet:
     return TaskSet(name=name, tasks=kept, duplicates=count - len(tasks), limited=len(tasks) - len(kept))
 
 
-def task_id(prompt: str, answer: str) -> str:
-    """Content hash of prompt and answer, 16 hex digits."""
-    # the length keeps ("ab", "c") and ("a", "bc") apart
-    return _digest(f"{len(prompt)}:{prompt}{answer}").hex()
+def task_id(prompt: str, answer: str, metadata: Mapping[str, Any] | None = None) -> str:
+    """Content hash of prompt, answer and whatever else the verifier is given, 16 hex digits."""
+    # the lengths keep ("ab", "c") and ("a", "bc") apart
+    text = f"{len(prompt)}:{prompt}{answer}"
+    if metadata:
+        text = f"{len(text)}:{text}{json.dumps(metadata, sort_keys=True)}"
+    return _digest(text).hex()
 
 
 def prompt_hash(prompt: str) -> bytes:
@@ -116,9 +120,9 @@ def _task_of(raw: dict[str, Any], where: str, source: str) -> Task:
     if not isinstance(metadata, dict):
         raise ConfigurationError(f'{where}: "metadata" must be an object, got {type(metadata).__name__}')
     rest = {key: value for key, value in raw.items() if key not in ("prompt", "answer", "metadata")}
-    return Task(
-        task_id=task_id(prompt, answer), prompt=prompt, answer=answer, metadata={**rest, **metadata}, source=source
-    )
+    everything = {**rest, **metadata}
+    name = task_id(prompt, answer, everything)
+    return Task(task_id=name, prompt=prompt, answer=answer, metadata=everything, source=source)
 
 
 def require_text(raw: Mapping[str, Any], key: str, where: str) -> str:
@@ -150,7 +154,7 @@ def _generate(source: TaskSource) -> Iterator[Task]:
         prompt = str(entry["question"])
         answer = "" if entry["answer"] is None else str(entry["answer"])
         yield Task(
-            task_id=task_id(prompt, answer),
+            task_id=task_id(prompt, answer),  # an entry's metadata may count the entries, so that none is a repeat
             prompt=prompt,
             answer=answer,
             metadata={"generator": source.name, "parameters": source.parameters, "entry": packed},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -144,7 +143,10 @@ class Tokenizer:
                 **{**self._special_tokens, **variables},
             )
         except (jinja2.TemplateError, TypeError) as error:
-            raise ConfigurationError(f"{self._origin}: the chat template fails: {error}") from None
+            message = f"{self._origin}: the chat template fails: {error}"
+            if "strftime_now" in str(error):
+                message += "; templates get no date, or a resumed run's prompts would differ: write a fixed one into it"
+            raise ConfigurationError(message) from None
 
     def is_open(self, token_id: int) -> bool:
         """Whether text that ends in this token may change when more tokens follow: it is part of a character."""
@@ -193,12 +195,6 @@ class IncrementalDecoder:
         window = self._settled[max(0, len(self._settled) - self._reach) :] + self._open_text
         found = [(at, text) for text in self._stop if (at := window.find(text)) >= 0]
         self.stopped = min(found)[1] if found else None
-
-
-def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """``text`` up to the earliest stop string in it."""
-    ends = [at for item in stop if item and (at := text.find(item)) >= 0]
-    return text[: min(ends)] if ends else text
 
 
 def _json_object(file: Path) -> dict[str, Any]:
@@ -260,7 +256,11 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The sandbox that chat templates are written for: block trimming, loop controls, plain-JSON ``tojson``."""
+    """The sandbox that chat templates are written for: block trimming, loop controls, plain-JSON ``tojson``.
+
+    Without ``strftime_now``: a prompt must be the same when its run resumes on another day. Templates that have a date
+    of their own to fall back on (Llama 3's) use it.
+    """
 
     def refuse(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
@@ -273,5 +273,4 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment

@@ -18,11 +18,12 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from headway.records.errors import CheckpointCorrupt
+from headway.records.errors import CheckpointCorrupt, ConfigurationError
 
 STATE_FILE = "state.json"
 CHECKPOINTS = "checkpoints"
 BEST = "best"
+CANDIDATE = "candidate"  # weights that an evaluation under way may make the best
 _NAME = re.compile(r"step_(\d{8})")
 
 
@@ -30,7 +31,6 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """``state.json``."""
 
     version: int  # completed training steps
-    config_hash: str = ""  # of the experiment that wrote it
     consumed: dict[int, list[int]] = {}  # step -> admission indices of the groups it trained
     random_state: str = ""  # torch's generator, base64
     schedule: dict[str, float | int | str] = {}  # of the learning rate; a function of the version
@@ -69,6 +69,32 @@ def write_folder(path: str | Path, fill: Callable[[Path], None], state: Checkpoi
         shutil.rmtree(scratch, ignore_errors=True)
     _flush(target.parent)
     shutil.rmtree(retired, ignore_errors=True)
+
+
+def require_replaceable(path: str | Path, key: str) -> None:
+    """Raise ConfigurationError, naming ``key``, unless `write_folder` would remove nothing but what it wrote itself:
+    ``path`` is free, or empty, or holds exactly the files that its ``state.json`` lists."""
+    target = Path(path)
+    if target.name in ("", ".."):
+        raise ConfigurationError(f"{key} = {str(path)!r}: a folder's own name is needed, such as 'models/tiny'")
+    for beside in (target.with_name(target.name + ".tmp"), target.with_name(target.name + ".old")):
+        if os.path.lexists(beside):
+            raise ConfigurationError(f"{key} = {str(path)!r} would remove {beside}: move it, or choose another {key}")
+    if os.path.lexists(target) and not _replaceable(target):
+        raise ConfigurationError(
+            f"{key} = {str(path)!r} exists, and what is in it would be removed; valid: a new folder, an empty one, or "
+            "one that holds what this command wrote and nothing else"
+        )
+
+
+def _replaceable(target: Path) -> bool:
+    if target.is_symlink() or not target.is_dir():
+        return False
+    found = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_symlink() or not file.is_dir()}
+    try:
+        return found == {*read_state(target).files, STATE_FILE}
+    except CheckpointCorrupt:
+        return not any(target.iterdir())
 
 
 def read_state(path: str | Path) -> CheckpointState:
@@ -164,7 +190,8 @@ def remove_leftovers(run: str | Path) -> list[Path]:
     for folder in (run, run / CHECKPOINTS):
         for retired in sorted(folder.glob("*.old")) if folder.is_dir() else []:
             recover_folder(retired.with_suffix(""))
-    leftovers = [
+    leftovers = [run / CANDIDATE] if (run / CANDIDATE).is_dir() else []  # never judged
+    leftovers += [
         path
         for pattern in ("*.tmp", "*.old")
         for folder in (run, run / CHECKPOINTS)

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headway.algorithms.advantages import load_function
+from headway.runtime.imports import import_function
 
 # exp(20) = 4.9e8: a log-ratio beyond it is noise, and float32 must neither overflow nor give 0 x inf.
 MAX_LOG_RATIO = 20.0
@@ -79,13 +79,15 @@ def ppo_clip(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
     """PPO-clip against the behaviour policy, u = pi_theta / pi_behav (AReaL, 2025, calls it naive PPO).
 
     With ``behaviour_weight_cap`` the importance weight of the *gradient* is min(u, cap): tokens beyond the cap
-    keep a gradient of the size of the cap instead of one that grows with u.
+    keep a gradient of the size of the cap instead of one that grows with u. Which tokens are clipped is decided by
+    u itself: the cap only scales what clipping leaves.
     """
     ratio_m = ratio(terms.logprobs_m, terms.behaviour_m)
-    if settings.behaviour_weight_cap is not None:
-        truncation_m = (settings.behaviour_weight_cap / ratio_m).clamp(max=1.0).detach()
-        ratio_m = ratio_m * truncation_m
-    return clipped_surrogate(ratio_m, terms.advantages_m, settings)
+    surrogate = clipped_surrogate(ratio_m, terms.advantages_m, settings)
+    if settings.behaviour_weight_cap is None:
+        return surrogate
+    truncation_m = (settings.behaviour_weight_cap / ratio_m).clamp(max=1.0).detach()
+    return TokenLoss(loss_m=truncation_m * surrogate.loss_m, clipped_m=surrogate.clipped_m)
 
 
 def decoupled_ppo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
@@ -106,7 +108,20 @@ LOSSES: dict[str, Loss] = {"ppo_clip": ppo_clip, "decoupled_ppo": decoupled_ppo}
 def resolve(name: str) -> Loss:
     """The loss named ``name``, or the user's own ``module:function``. Raises ConfigurationError."""
     known = LOSSES.get(name)
-    return known if known is not None else load_function(name, "algorithm.loss", sorted(LOSSES))
+    return known if known is not None else import_function(name, "algorithm.loss", LOSSES)
+
+
+def require_elementwise(name: str, result: object, tokens: torch.Size) -> None:
+    """Hold what the loss ``name`` returned to its contract: one value per token, shape ``tokens`` = [M].
+
+    Raises ValueError: of a mean, say, the gradient would depend on how the tokens were packed."""
+    if not isinstance(result, TokenLoss):
+        raise ValueError(f"algorithm.loss = {name!r} returned a {type(result).__name__}: a TokenLoss is needed")
+    if not result.loss_m.shape == result.clipped_m.shape == tokens:
+        raise ValueError(
+            f"algorithm.loss = {name!r} returned loss_m of shape {list(result.loss_m.shape)} and clipped_m of shape "
+            f"{list(result.clipped_m.shape)} for {list(tokens)} tokens: one value per token is needed"
+        )
 
 
 def denominator(

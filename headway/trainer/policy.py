@@ -23,7 +23,7 @@ from headway.algorithms.samples import (
 )
 from headway.config.schema import Algorithm, Experiment, Trainer
 from headway.trainer.learner import Learner, Update
-from headway.trainer.losses import LossSettings, TokenTerms, denominator, resolve
+from headway.trainer.losses import LossSettings, TokenTerms, denominator, require_elementwise, resolve
 
 
 @dataclass(kw_only=True)
@@ -104,6 +104,7 @@ class PolicyGradient:
                 advantages_m=self._tensor(arrays.advantages_n[at]),
             )
             result = self.loss(terms, self.settings)
+            require_elementwise(self.algorithm.loss, result, logprobs_m.shape)
             loss = result.loss_m.sum() / divisor
             loss.backward()
             total += float(loss.detach())

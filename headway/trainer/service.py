@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from headway.algorithms.samples import build_arrays
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
+from headway.models.decoder import Decoder
 from headway.models.loading import DTYPES, save_model, weights_of
 from headway.records.errors import CheckpointCorrupt, StorageFailed
 from headway.records.generation import PublishedWeights
@@ -71,7 +71,6 @@ class TrainerService:
         self.version = 0
         self._run_id = run_id
         self._publisher: Publisher | None = None
-        self._config_hash = hashlib.sha256(self.experiment.model_dump_json().encode()).hexdigest()[:16]
 
     def train_step(self, batch: TrainBatch) -> StepReport:
         """One training step. Raises ValueError when the batch isn't meant for the present version."""
@@ -111,15 +110,7 @@ class TrainerService:
     def save_weights(self, path: str, metrics: dict[str, float] | None = None) -> CheckpointInfo:
         """Write the present weights as a model folder with ``state.json`` (``RUN/best``), atomically."""
         started = time.perf_counter()
-
-        def fill(folder: Path) -> None:
-            inner = folder / MODEL_FOLDER
-            save_model(self.learner.model, inner, self.experiment.model.path)
-            for file in inner.iterdir():
-                file.rename(folder / file.name)
-            inner.rmdir()
-
-        _write(path, fill, self._state({}, metrics or {}))
+        write_model_folder(path, self.learner.model, self.experiment.model.path, self._state({}, metrics or {}))
         return CheckpointInfo(path=path, version=self.version, save_s=time.perf_counter() - started)
 
     def load_checkpoint(self, path: str) -> int:
@@ -171,7 +162,6 @@ class TrainerService:
         settings = self.experiment.trainer
         return CheckpointState(
             version=self.version,
-            config_hash=self._config_hash,
             consumed=consumed,
             random_state=base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
             schedule={"schedule": settings.schedule, "step": self.version, "learning_rate": self._learning_rate()},
@@ -202,12 +192,27 @@ class TrainerService:
         )
 
 
+def write_model_folder(path: str, model: Decoder, tokenizer_source: str, state: CheckpointState) -> None:
+    """Write weights, configuration, tokenizer and ``state.json`` into one folder, atomically. Raises StorageFailed."""
+
+    def fill(folder: Path) -> None:
+        inner = folder / MODEL_FOLDER  # `save_model` wants a place of its own
+        save_model(model, inner, tokenizer_source)
+        for file in inner.iterdir():
+            file.rename(folder / file.name)
+        inner.rmdir()
+
+    _write(path, fill, state)
+
+
 def _write(path: str, fill: Callable[[Path], None], state: CheckpointState) -> None:
     """`write_folder`, with the storage's errors as one that says what to do."""
     try:
         write_folder(path, fill, state)
     except (OSError, SafetensorError) as error:
-        raise StorageFailed(f"{path} can't be written: {error}; free some space and resume") from error
+        raise StorageFailed(
+            f"{path} can't be written: {error}; free some space and start again (a run with --resume)"
+        ) from error
 
 
 def use_device(device: Any) -> torch.device:

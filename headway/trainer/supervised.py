@@ -19,16 +19,18 @@ from torch import Tensor
 from headway.algorithms.packing import pack
 from headway.algorithms.samples import SampleArrays, slice_micro_batch
 from headway.config.load import validate_experiment
-from headway.models.loading import DTYPES, save_model, weights_of
-from headway.records.errors import ConfigurationError
+from headway.models.loading import DTYPES, weights_of
+from headway.records.errors import ConfigurationError, NoProgress
 from headway.records.generation import PublishedWeights
 from headway.tokens.tokenizer import Tokenizer
-from headway.trainer.checkpoints import CheckpointState, write_folder
-from headway.trainer.learner import Learner, OptimiserSettings
+from headway.trainer.checkpoints import CheckpointState
+from headway.trainer.learner import Learner, OptimiserSettings, Update
 from headway.trainer.ranks import Ranks
 from headway.trainer.schedules import learning_rate
-from headway.trainer.service import MODEL_FOLDER, use_device
+from headway.trainer.service import use_device, write_model_folder
 from headway.weights.shared_memory import Publisher
+
+MOST_SKIPPED_IN_A_ROW = 20  # steps; after so many, weights that don't change won't recover by themselves
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +96,9 @@ class SupervisedService:
                 max_grad_norm=self.settings.max_grad_norm,
             ),
         )
-        self.version = 0
+        self.version = 0  # steps applied
+        self.skipped = 0  # steps whose loss or gradient wasn't finite
+        self._skipped_in_a_row = 0
         self._run_id = run_id
         self._publisher: Publisher | None = None
         self._sequences: list[PairTokens] = []
@@ -140,13 +144,14 @@ class SupervisedService:
         """Take ``count`` optimiser steps.
 
         Returns version, the last step's loss, learning_rate and grad_norm, loss_mean over the steps, tokens,
-        tokens_per_s, effective_token_share (tokens with loss ÷ tokens computed), flops, seconds, skipped, epochs.
+        tokens_per_s, effective_token_share (tokens with loss ÷ tokens computed), flops, seconds, and, since the
+        start, skipped steps and epochs. Raises NoProgress after MOST_SKIPPED_IN_A_ROW skipped steps.
         """
         if not self._sequences:
             raise ConfigurationError("prepare() must come before steps()")
         started = time.perf_counter()
         losses: list[float] = []
-        tokens = loss_tokens = skipped = 0
+        tokens = loss_tokens = 0
         flops = norm = rate = 0.0
         for _ in range(count):
             rate = self._learning_rate()
@@ -154,13 +159,12 @@ class SupervisedService:
             arrays = _pair_arrays(chosen)
             loss, step_flops = self._accumulate(arrays)
             update = self.learner.update(rate, loss)
+            self._count(update)
             norm = update.grad_norm
-            skipped += 0 if update.applied else 1
             losses.append(loss)
             tokens += arrays.tokens - arrays.samples
             loss_tokens += arrays.loss_tokens
             flops += step_flops
-            self.version += 1
         seconds = time.perf_counter() - started
         return {
             "version": self.version,
@@ -173,9 +177,22 @@ class SupervisedService:
             "effective_token_share": loss_tokens / max(1, tokens),
             "flops": flops,
             "seconds": seconds,
-            "skipped": skipped,
-            "epochs": self.version * self.settings.batch_sequences / len(self._sequences),
+            "skipped": self.skipped,
+            "epochs": (self.version + self.skipped) * self.settings.batch_sequences / len(self._sequences),
         }
+
+    def _count(self, update: Update) -> None:
+        if update.applied:
+            self.version += 1
+            self._skipped_in_a_row = 0
+            return
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row == MOST_SKIPPED_IN_A_ROW:
+            raise NoProgress(
+                f"{MOST_SKIPPED_IN_A_ROW} steps in a row were skipped, the last because of {update.reason}; a lower "
+                f"sft.learning_rate than {self.settings.learning_rate:g} may help; nothing was saved"
+            )
 
     def publish(self, version: int) -> PublishedWeights:
         """Publish the present weights under ``version``, in the generator's dtype."""
@@ -184,16 +201,9 @@ class SupervisedService:
         return self._publisher.publish(version, weights_of(self.learner.model))
 
     def save(self, path: str) -> None:
-        """Write the model folder (weights, configuration, tokenizer, state.json) atomically."""
-
-        def fill(folder: Path) -> None:
-            inner = folder / MODEL_FOLDER
-            save_model(self.learner.model, inner, self.experiment.model.path)
-            for file in inner.iterdir():
-                file.rename(folder / file.name)
-            inner.rmdir()
-
-        write_folder(path, fill, CheckpointState(version=self.version))
+        """Write the model folder (weights, configuration, tokenizer, state.json) atomically. Raises StorageFailed."""
+        state = CheckpointState(version=self.version)
+        write_model_folder(path, self.learner.model, self.experiment.model.path, state)
 
     def load_weights(self, path: str) -> None:
         """Replace the weights by those of a model folder."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -18,14 +20,37 @@ def stem(run_id: str) -> str:
 
 
 def reap(run_id: str, *, directory: str | Path | None = None) -> list[str]:
-    """Remove the slots that a killed trainer left behind; returns their paths. The caller holds the run's lock and
-    no process of the run is alive."""
+    """Remove the slots that killed runs left behind: those of ``run_id``, and of other runs what no process holds.
+    Returns their paths. The caller has the lock of ``run_id`` and no process of it is alive."""
     folders = [Path(directory)] if directory is not None else [SHARED_MEMORY, Path(tempfile.gettempdir())]
-    pattern = re.compile(re.escape(stem(run_id)) + r"-\d+\.weights")
+    own = re.compile(re.escape(stem(run_id)) + r"-\d+\.weights")
     removed: list[str] = []
     for folder in folders:
-        for file in folder.iterdir() if folder.is_dir() else ():
-            if pattern.fullmatch(file.name):
+        for file in folder.glob("headway-*-*.weights"):
+            if own.fullmatch(file.name):
                 file.unlink(missing_ok=True)
-                removed.append(str(file))
+            elif not _removed_if_unheld(file):
+                continue
+            removed.append(str(file))
     return sorted(removed)
+
+
+def hold(descriptor: int) -> None:
+    """Say that this process uses an open slot: until it is closed, and unmapped (a mapping has its own descriptor)."""
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def _removed_if_unheld(file: Path) -> bool:
+    """Remove a slot unless somebody holds it; another user's can't be opened, and stays."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.unlink(missing_ok=True)  # under the lock: whoever has just made it waits in `hold`, then sees it is gone
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True

@@ -2,7 +2,8 @@
 
 A slot is one mapped file: a header, a manifest and a flat payload. The publisher rotates over its slots and never
 waits for a reader, so version v stays readable until v + slots is published. Readers copy first and verify after:
-whatever raced with the copy shows up as a wrong version or checksum, never as wrong weights.
+whatever raced with the copy shows up as a wrong version or checksum, never as wrong weights. Whoever has a slot mapped
+holds it (`leftovers.hold`): what nobody holds was left behind.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
-from headway.weights.leftovers import SHARED_MEMORY, stem
+from headway.weights.leftovers import SHARED_MEMORY, hold, stem
 
 _MAGIC = b"HEADWAY1"
 _HEADER = struct.Struct("<8sqqQQ")  # magic, version, version again, manifest bytes, payload bytes
@@ -162,8 +163,7 @@ class _Slot:
     def __init__(self, path: Path, layout: _Layout) -> None:
         self.path = path
         self.layout = layout
-        path.unlink(missing_ok=True)  # a new file: readers of an old one keep their mapping
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = _new_file(path)
         try:
             # Reserve now: a write to a mapped page that finds the file system full would be a SIGBUS.
             os.posix_fallocate(descriptor, 0, layout.file_size)
@@ -184,6 +184,17 @@ class _Slot:
 
     def unlink(self) -> None:
         self.path.unlink(missing_ok=True)
+
+
+def _new_file(path: Path) -> int:
+    """Descriptor of a new file, held by this process; readers of an old one at ``path`` keep their mapping."""
+    while True:
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        hold(descriptor)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # another run's start took it for a leftover before it was held
 
 
 class Subscriber:
@@ -234,6 +245,7 @@ class Subscriber:
         except OSError as error:
             raise WeightsCorrupt(f"{published.path}: version {published.version} is gone: {error.strerror}") from None
         try:
+            hold(descriptor)  # a reader too: should the publisher die, its last version must stay for a restart
             status = os.fstat(descriptor)
             identity = (status.st_dev, status.st_ino, status.st_size)
             known = self._maps.get(published.path)

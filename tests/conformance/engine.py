@@ -292,6 +292,19 @@ def check_prefix_is_not_shared_across_versions(make: MakeEngine) -> None:
     assert_logprobs(result, forced_logprobs(model_of(1), prompt, result.response.ids, 1.0))
 
 
+def check_prefix_is_not_shared_across_updates_of_one_version(make: MakeEngine) -> None:
+    """A revived trainer publishes its version again: what was computed before that update is still not reused."""
+    session = Session(make(slots=4))
+    prompt = tuple(range(2, 22))
+    session.submit(request("old", prompt, max_tokens=30))
+    session.step(3)
+    session.engine.update_weights(weights_of(model_of(1)), session.engine.version, "keep")
+    session.submit(request("new", prompt, max_tokens=8))
+    session.run()
+    result = session.results["new"]
+    assert_logprobs(result, forced_logprobs(model_of(1), prompt, result.response.ids, 1.0))
+
+
 def check_abort_update_parks_and_resumes(make: MakeEngine) -> None:
     """In-flight requests come back with their tokens, waiting ones stay, uninterruptible ones go on."""
     session = Session(make(slots=3))
@@ -438,6 +451,5 @@ def check_statistics(make: MakeEngine) -> None:
     end = session.engine.statistics()
     assert (end.running, end.waiting, end.finished, end.generated_tokens) == (0, 0, 3, 21)
     assert (end.version, end.kv_used_tokens, end.decode_steps) == (5, 0, 14)
-    assert end.flops > now.flops > 0
     assert end.busy_s > 0
     assert end.paused_s > 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +26,7 @@ from headway.trainer.fake import FakeTrainer
 class PlainTokenizer:
     """Two-token prompts; a response decodes to its length, so that a fake verifier can judge it."""
 
-    eos_id = 1
+    stop_ids = (1,)
 
     def render(self, prompt: str, template: str) -> tuple[int, ...]:
         return (2, 3)
@@ -85,60 +87,86 @@ def simulate(
     reward: Any = None,
     skip_steps: frozenset[int] = frozenset(),
     generator_options: dict[str, Any] | None = None,
+    interrupt_s: float | None = None,
+    kills_s: tuple[float, ...] = (),
+    spoil: Callable[[FakeTrainer], None] = lambda trainer: None,
 ) -> Outcome:
-    """Run ``experiment`` to its end in virtual time."""
+    """Run ``experiment`` to its end in virtual time.
+
+    ``interrupt_s``: Ctrl-C so long after the start. ``kills_s``: the orchestrator is killed so long after each of its
+    starts, and resumed. ``spoil``: changes the first trainer, say into one that dies.
+    """
+    longest = experiment.rollout.max_response_tokens
 
     async def main(clock: Clock) -> Outcome:
-        settings = experiment.run
         with tempfile.TemporaryDirectory() as folder:
-            return await _simulate(
-                experiment.model_copy(update={"run": settings.model_copy(update={"directory": folder, "seed": seed})}),
-                clock,
-                seed=seed,
-                token_s=token_s,
-                trainer=FakeTrainer(clock, sample_s, publish_s=publish_s, skip_steps=skip_steps),
-                verifier=FakeVerifier(reward or (lambda task, response: int(response) % 2), clock, latency_s=verify_s),
-                generator_options=generator_options or {},
-            )
+            settings = experiment.run.model_copy(update={"directory": folder, "seed": seed})
+            resolved = experiment.model_copy(update={"run": settings})
+            lines: list[LedgerLine] = []
+            for session, kill_s in enumerate([*kills_s, None]):
+                generator = FakeGenerator(
+                    clock,
+                    slots=experiment.generator.slots,
+                    token_s=token_s,
+                    length_of=lambda request: long_tailed(seed, request, longest),
+                    update_mode=experiment.generator.update_mode,
+                    **(generator_options or {}),
+                )
+                trainer = FakeTrainer(clock, sample_s, publish_s=publish_s, skip_steps=skip_steps)
+                if session == 0:
+                    spoil(trainer)
+                actors = Actors(
+                    generator=generator,
+                    trainer=trainer,
+                    verifier=FakeVerifier(reward or (lambda task, r: int(r) % 2), clock, latency_s=verify_s),
+                    tokenizer=PlainTokenizer(),  # type: ignore[arg-type]  (stands in for a tokenizer folder)
+                    train_tasks=[Task(task_id=str(i), prompt=str(i)) for i in range(50)],
+                    record=lines.append,
+                )
+                outcome = await _session(resolved, actors, clock, lines, trainer, kill_s, interrupt_s)
+                if outcome is not None:
+                    return outcome
+            raise AssertionError("every session was killed")
 
     return run_virtual(main)
 
 
-async def _simulate(
+async def _session(
     experiment: Experiment,
+    actors: Actors,
     clock: Clock,
-    *,
-    seed: int,
-    token_s: float,
+    lines: list[LedgerLine],
     trainer: FakeTrainer,
-    verifier: FakeVerifier,
-    generator_options: dict[str, Any],
-) -> Outcome:
-    longest = experiment.rollout.max_response_tokens
-    generator = FakeGenerator(
-        clock,
-        slots=experiment.generator.slots,
-        token_s=token_s,
-        length_of=lambda request: long_tailed(seed, request, longest),
-        update_mode=experiment.generator.update_mode,
-        **generator_options,
-    )
-    lines: list[LedgerLine] = []
-    actors = Actors(
-        generator=generator,
-        trainer=trainer,
-        verifier=verifier,
-        tokenizer=PlainTokenizer(),  # type: ignore[arg-type]  (stands in for a tokenizer folder)
-        train_tasks=[Task(task_id=str(i), prompt=str(i)) for i in range(50)],
-        record=lines.append,
-    )
+    kill_s: float | None,
+    interrupt_s: float | None,
+) -> Outcome | None:
+    """One process of the run: to its end, or killed (None)."""
     with ExitStack() as stack:
         run = assemble(experiment, actors, clock, Path(experiment.run.directory) / "buffer.db", stack)
-        for actor in (trainer, generator, verifier):
-            await actor.start()
-        await run.begin()
-        await run.train()
-        await run.conclude()
+        for actor in (actors.generator, actors.trainer, actors.verifier):
+            await actor.start()  # type: ignore[attr-defined]
+
+        async def whole() -> None:
+            await run.begin()
+            await run.train()
+            await run.conclude()
+
+        async def interrupt() -> None:
+            assert interrupt_s is not None
+            await clock.sleep(interrupt_s)
+            run.interrupt()
+
+        interruption = asyncio.create_task(interrupt()) if interrupt_s is not None else None
+        try:
+            async with asyncio.timeout(kill_s):
+                await whole()
+        except TimeoutError:
+            if kill_s is None:
+                raise
+            return None
+        finally:
+            if interruption is not None:
+                interruption.cancel()
         context = run.context
         return Outcome(
             experiment=experiment,

@@ -79,7 +79,7 @@ def step_record(step: int, **changes: object) -> StepRecord:
             "ratio_p01": 0.8,
             "ratio_p50": 1.0,
             "ratio_p99": 1.3,
-            "lr": 5e-4,
+            "learning_rate": 5e-4,
             "mismatch_k3": 1e-4,
             "mismatch_max": 0.5,
         },

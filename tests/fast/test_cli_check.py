@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,12 @@ def test_chat_without_a_template(setup: Setup) -> None:
     assert "no" in setup.messages(model={"template": "chat"})["model.template"]
 
 
+def test_a_stop_string_that_is_a_special_token(setup: Setup) -> None:
+    assert setup.messages(rollout={"stop": ["\n", "</think>"]}) == {}
+    found = setup.messages(rollout={"stop": ["\n", "<|im_end|>\n"]})["rollout.stop"]
+    assert "'<|im_end|>\\n' holds the special token <|im_end|>" in found
+
+
 # --- tasks -----------------------------------------------------------------------------------------------
 
 
@@ -195,7 +202,7 @@ def test_settings_that_would_wait_for_ever(setup: Setup) -> None:
         "can't hold one rollout"
         in setup.messages(generator={"kv_capacity_tokens": 100})["generator.kv_capacity_tokens"]
     )
-    assert "no batch would ever fill" in setup.messages(rollout={"group_size": 1})["rollout.group_size"]
+    assert "nothing be learnt" in setup.messages(rollout={"group_size": 1})["rollout.group_size"]
 
 
 def test_a_budget_that_deadlocks_is_found_even_when_the_schema_let_it_through(setup: Setup) -> None:
@@ -222,9 +229,25 @@ def test_odd_batches(setup: Setup) -> None:
 
 def test_functions_that_are_not_there(setup: Setup) -> None:
     found = setup.messages(algorithm={"advantage": "nosuch.module:f", "loss": "json:"})
-    assert "no module 'nosuch.module'" in found["algorithm.advantage"]
+    assert "nosuch.module can't be imported: ModuleNotFoundError" in found["algorithm.advantage"]
     assert "expected module:function" in found["algorithm.loss"]
+    found = setup.messages(algorithm={"advantage": "json:laods", "loss": "nosuch.module:f"})
+    assert "json has no 'laods'; did you mean 'loads'?" in found["algorithm.advantage"]
+    assert "there is no module 'nosuch.module'" in found["algorithm.loss"]
     assert setup.messages(algorithm={"advantage": "json:loads"}) == {}
+
+
+def test_a_users_functions_are_found_in_the_working_directory_and_a_loss_is_not_imported(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (setup.folder / "my_advantage.py").write_text("def ranked(rewards_g):\n    return rewards_g\n")
+    (setup.folder / "my_loss.py").write_text("raise RuntimeError('imported where torch must not be')\n")
+    (setup.folder / "my_broken.py").write_text("1 / 0\n")
+    monkeypatch.chdir(setup.folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert setup.messages(algorithm={"advantage": "my_advantage:ranked", "loss": "my_loss:f"}) == {}
+    broken = setup.messages(algorithm={"advantage": "my_broken:f"})["algorithm.advantage"]
+    assert "my_broken can't be imported: ZeroDivisionError" in broken
 
 
 # --- devices, space, directory ---------------------------------------------------------------------------
@@ -237,6 +260,17 @@ def test_devices_that_do_not_exist_or_overlap(setup: Setup) -> None:
     assert "at least one" in setup.messages(generator={"devices": []})["generator.devices"]
     shared = setup.messages("warning", trainer={"devices": ["cpu:0"]})
     assert "cpu:0 shares cores with cpu:0" in shared["trainer.devices"]
+
+
+def test_ranks_that_cannot_work_together(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.runtime.devices.cuda_device_count", lambda: 2)
+    mixed = setup.messages(trainer={"devices": ["cuda:0", "cpu:0"]})
+    assert "cuda:0, cpu:0: ranks sum their gradients" in mixed["trainer.devices"]
+    twice = setup.messages(trainer={"devices": ["cuda:1", "cuda:1"]})
+    assert "cuda:1 twice" in twice["trainer.devices"]
+    assert setup.messages(trainer={"devices": ["cuda:0", "cuda:1"]}) == {}
+    shared = setup.find(generator={"devices": ["cuda:0"]})  # a generator and a rank may share one, with a warning
+    assert [f.level for f in shared] == ["warning"]
 
 
 @pytest.mark.parametrize(("free", "level"), [(10_000, "error"), (1_400_000, "warning")])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.control.learning_signal import group_outcome, is_zero_variance, solve_rate_bin, solve_rate_histogram
-from headway.control.summaries import distribution, mean_and_deviation, quantile
+from headway.control.summaries import distribution, quantile
 from headway.records.rollout import Failure, Rollout
 
 FAILURE = Failure(boundary="reward", cause="NaN", infrastructure=True)
@@ -89,10 +89,8 @@ def test_quantile_equals_numpy(values, q):
 def test_summaries_of_nothing_are_zero():
     assert quantile([], 0.5) == 0.0
     assert distribution([]).max == 0.0
-    assert mean_and_deviation([]) == (0.0, 0.0)
 
 
-def test_distribution_and_deviation():
+def test_distribution():
     summary = distribution([(0, 2), (3, 1), (0, 1)])
     assert (summary.mean, summary.max, summary.histogram) == (0.75, 3, {"0": 3, "3": 1})
-    assert mean_and_deviation([1.0, 3.0]) == (2.0, 1.0)

@@ -54,6 +54,10 @@ def test_prefix_is_not_shared_across_versions():
     conformance.check_prefix_is_not_shared_across_versions(make_engine)
 
 
+def test_prefix_is_not_shared_across_updates_of_one_version():
+    conformance.check_prefix_is_not_shared_across_updates_of_one_version(make_engine)
+
+
 def test_abort_update_parks_and_resumes():
     conformance.check_abort_update_parks_and_resumes(make_engine)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,15 @@ from hypothesis import strategies as st
 
 from headway.generator.engine import TorchEngine
 from headway.generator.sampling import RowSampling, counter_uniform, sample_tokens
-from headway.models.loading import weights_of
-from headway.records.errors import ConfigurationError
+from headway.generator.service import GeneratorService
+from headway.models.initialise import initialise_model
+from headway.models.loading import load_model, weights_of
+from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import GenerationRequest, SamplingParameters
+from headway.runtime.devices import parse_device
 from headway.tokens.tokenizer import Tokenizer
 from headway.tokens.training import train_byte_fallback_tokenizer
+from headway.weights.shared_memory import Publisher
 from tests.conformance.engine import VOCABULARY, Session, model_of, request
 from tests.conformance.reference import forced_logprobs, random_model
 
@@ -385,6 +391,29 @@ def test_idle_busy_and_paused_time_add_up():
     assert statistics.paused_s == 1
     assert statistics.idle_s > 0
     assert statistics.busy_s + statistics.paused_s + statistics.idle_s <= next(clock)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_fetching_weights_counts_as_paused_and_not_as_idle(fails):
+    time_s = 0.0
+    engine = make_engine(now=lambda: time_s)
+    with contextlib.suppress(WeightsCorrupt), engine.paused():
+        time_s = 3.0
+        if fails:
+            raise WeightsCorrupt("checksum")
+    time_s = 5.0
+    assert (engine.statistics().paused_s, engine.statistics().idle_s) == (3.0, 2.0)
+
+
+def test_a_replica_reports_all_of_its_pause(tmp_path):
+    initialise_model(tmp_path / "m", ["8+3=11"], vocabulary_size=280, width=16, layers=1, heads=2, kv_heads=1)
+    context: Any = SimpleNamespace(device=parse_device("cpu:0"))
+    service = GeneratorService(context, model_path=str(tmp_path / "m"), dtype="float32", slots=2, max_context_tokens=32)
+    with Publisher("run", directory=tmp_path) as publisher:
+        published = publisher.publish(1, weights_of(load_model(tmp_path / "m")))
+        applied = service.update_weights(published, "keep")
+        assert 0 < applied.fetch_s < applied.pause_s
+        assert service.statistics().paused_s > applied.pause_s - applied.fetch_s / 2  # two clocks, a moment apart
 
 
 @given(st.lists(st.integers(1, 8), min_size=5, max_size=14), st.integers(2, 6), st.integers(0, 5))

@@ -10,7 +10,7 @@ import pytest
 
 from headway.config.load import validate_experiment
 from headway.generator.client import GeneratorPool
-from headway.records.errors import HeadwayError, RemoteError, WeightsCorrupt, WorkerDied
+from headway.records.errors import HeadwayError, RemoteError, StorageFailed, WeightsCorrupt, WorkerDied
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
@@ -47,6 +47,10 @@ class ScriptedWorker:
     async def call(self, method: str, *args: Any, timeout_s: float | None = None, **named: Any) -> Any:
         if not self.alive:
             raise self.died.result()
+        async with asyncio.timeout(timeout_s):
+            return await self.answer(method, *args)
+
+    async def answer(self, method: str, *args: Any) -> Any:
         if method == "submit":
             batch = REQUESTS.decode(args[0])
             self.log.append(("submit", [request.partial.ids for request in batch]))
@@ -81,8 +85,8 @@ class ScriptedWorker:
         for request_id in list(self.open):
             self.say(request_id, 9, reason="stop")
 
-    def kill(self) -> None:
-        self.died.set(WorkerDied(self.name, "killed"))
+    def kill(self, reason: str = "killed") -> None:
+        self.died.set(WorkerDied(self.name, reason))
         self.events.close()
 
     async def stop(self, grace_s: float = 5.0) -> None:
@@ -93,13 +97,14 @@ class ScriptedLauncher:
     def __init__(self) -> None:
         self.started: list[ScriptedWorker] = []
         self.refuse = False
+        self.error: Exception | None = None
         self.start_s = 1.0
         self.prepare = lambda worker: None
 
     async def start(self, spec: WorkerSpec) -> ScriptedWorker:
         await asyncio.sleep(self.start_s)
         if self.refuse:
-            raise RemoteError(spec.name, "start", "no such file", "")
+            raise self.error or RemoteError(spec.name, "start", "no such file", "")
         self.started.append(ScriptedWorker(spec, len(self.started)))
         self.prepare(self.started[-1])
         return self.started[-1]
@@ -246,6 +251,78 @@ def test_a_replica_that_dies_too_often_is_lost_and_the_last_one_ends_the_run():
         await pool.stop()
 
     run_virtual(main)
+
+
+def test_restarts_that_fail_slowly_count_and_time_in_service_forgives():
+    async def main(clock: Clock):
+        pool, events = make_pool(clock, launcher := ScriptedLauncher(), replicas=1, restart_limit=2)
+        await pool.start()
+        for _ in range(6):  # rarely enough: never more than two within five minutes of service
+            await clock.sleep(200)
+            launcher.started[-1].kill()
+            await clock.sleep(50)
+        assert "generator_lost" not in events
+        await clock.sleep(400)
+        launcher.refuse, launcher.start_s = True, 400.0
+        launcher.started[-1].kill()
+        with pytest.raises(WorkerDied, match="gave up after 2 restarts"):
+            await pool.generate(request("a"))
+        assert events.count("generator_restart_failed") == 2
+        await pool.stop()
+
+    run_virtual(main, limit_s=10_000)
+
+
+@pytest.mark.parametrize("failing", ["launcher", "event", "stream"])
+def test_a_replica_whose_keeper_fails_is_lost_and_holds_nothing(failing):
+    """Whatever goes wrong in keeping one, its requests end: here or elsewhere."""
+
+    async def main(clock: Clock):
+        def on_event(name: str, detail: str) -> None:
+            if failing == "event":
+                raise StorageFailed("the disk is full")
+
+        pool, _ = make_pool(clock, launcher := ScriptedLauncher())
+        pool._on_event = on_event
+        await pool.start()
+        first, second = launcher.started
+        jobs = [asyncio.create_task(pool.generate(request(f"r{i}"))) for i in range(4)]
+        await clock.sleep(1)
+        launcher.refuse, launcher.error = True, ValueError("not a worker")
+        if failing == "stream":
+            first.events.put_nowait(b"not msgpack")
+        else:
+            first.kill()
+        await clock.sleep(1)
+        assert not first.alive
+        assert len(second.open) == 4
+        second.kill()
+        with pytest.raises(WorkerDied, match={"event": "the disk is full"}.get(failing, "not a worker")):
+            await asyncio.gather(*jobs)
+        with pytest.raises(WorkerDied, match="keeper failed"):
+            await pool.generate(request("later"))
+        await pool.stop()
+
+    run_virtual(main, limit_s=100)
+
+
+def test_a_replica_that_answers_nothing_is_killed_and_replaced():
+    """Its health checks are answered by another thread: only the calls tell that it is stuck."""
+
+    async def main(clock: Clock):
+        details: list[str] = []
+        pool, _ = make_pool(clock, launcher := ScriptedLauncher(), replicas=1)
+        pool._on_event = lambda name, detail: details.append(detail)
+        await pool.start()
+        launcher.started[0].update_s = 1e6
+        assert await pool.update_weights(published(3)) == []
+        await clock.sleep(5)
+        assert [worker.alive for worker in launcher.started] == [False, True]
+        assert launcher.started[1].log == [("update", 3)]
+        assert "update_weights gave no result in 600 s" in details[0]
+        await pool.stop()
+
+    run_virtual(main, limit_s=2_000)
 
 
 def test_corrupt_weights_surface_and_a_death_during_an_update_does_not():

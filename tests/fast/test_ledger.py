@@ -15,7 +15,9 @@ from synthetic_run import evaluation, step_record, synthetic_lines
 
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
+from headway.runtime import line_file
 from headway.runtime.ledger import Ledger, read_ledger, resolve_replays
+from headway.runtime.line_file import LineFile
 from headway.runtime.summary import summarise
 
 
@@ -94,6 +96,24 @@ def test_a_torn_end_is_ignored_by_readers_and_cut_off_on_resume(
         ledger.record(step_record(2))
         ledger.record(step_record(3))
     assert steps_of(read_ledger(folder)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("torn", [0, 3, line_file._BLOCK_BYTES - 1, line_file._BLOCK_BYTES, 3 * line_file._BLOCK_BYTES])
+def test_a_torn_end_of_any_length_is_found_from_the_tail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: int
+) -> None:
+    path = tmp_path / "lines"
+    whole = b"x" * (1 << 20) + b"\nlast\n"
+    path.write_bytes(whole + b"y" * torn)
+    read: list[int] = []
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, offset: read.append(size) or real(fd, size, offset))
+    with LineFile(path):
+        assert path.read_bytes() == whole
+    assert 0 < sum(read) <= torn + line_file._BLOCK_BYTES
+    path.write_bytes(b"y" * torn)
+    with LineFile(path):
+        assert path.read_bytes() == b""
 
 
 def test_an_end_of_zero_bytes_is_cut_off(tmp_path: Path) -> None:

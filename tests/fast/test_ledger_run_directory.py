@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError, HeadwayError, RunLocked
+from headway.runtime import file_lock
 from headway.runtime.run_directory import RunDirectory
 
 
@@ -33,7 +35,6 @@ def test_begin_makes_the_layout_and_stores_the_experiment(tmp_path: Path) -> Non
         assert run.holds_run()
         assert run.tensorboard.is_dir()
         assert run.checkpoints.is_dir()
-        assert run.worker_log("trainer-0") == run.path / "logs" / "trainer-0.log"
         assert run.logs.is_dir()
     assert run.read_experiment() == given
 
@@ -71,6 +72,18 @@ def test_a_killed_holder_leaves_no_lock(tmp_path: Path) -> None:
         run.acquire()
 
 
+def test_asking_who_holds_the_lock_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`holder` takes the lock for an instant; a start that meets it there tries again."""
+    lock = tmp_path / "lock"
+    lock.write_text("4711\n")  # of a run that was killed
+    asking = os.open(lock, os.O_RDONLY)
+    fcntl.flock(asking, fcntl.LOCK_SH)
+    monkeypatch.setattr(file_lock.time, "sleep", lambda seconds: os.close(asking))
+    with RunDirectory(tmp_path) as run:
+        run.acquire()
+        assert run.holder() == os.getpid()
+
+
 def test_an_old_run_is_not_overwritten(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         run.begin(experiment(tmp_path), resume=False)
@@ -106,15 +119,6 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
             run.write_json(run.summary, {"steps": 2})
     assert json.loads(run.summary.read_text()) == {"steps": 1}
     assert os.listdir(tmp_path) == ["summary.json"]
-
-
-def test_checkpoints_are_listed_by_version(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    assert run.list_checkpoints() == []
-    for version in (100, 50, 1000):
-        run.checkpoint(version).mkdir(parents=True)
-    (run.checkpoints / "step_00000060.tmp").mkdir()
-    assert [version for version, _ in run.list_checkpoints()] == [50, 100, 1000]
 
 
 def test_a_path_that_is_a_file_or_damaged_is_a_clear_error(tmp_path: Path) -> None:

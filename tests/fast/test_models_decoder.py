@@ -110,14 +110,16 @@ def test_project_and_finish_are_the_halves_of_a_layer():
         torch.testing.assert_close(model.head(x), model(ids, [9]), rtol=0, atol=1e-5)
 
 
-def test_gradient_on_and_off_compute_the_same():
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradient_on_and_off_compute_the_same(autocast):
     model = random_model()
     ids, lengths = torch.arange(30), [7, 20, 3]
-    with torch.no_grad():
-        without = model(ids, lengths)
-    assert torch.equal(without, model(ids, lengths))
-    with torch.inference_mode():
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        with torch.no_grad():
+            without = model(ids, lengths)
         assert torch.equal(without, model(ids, lengths))
+        with torch.inference_mode():
+            assert torch.equal(without, model(ids, lengths))
 
 
 def plain_rms(x, weight, epsilon=1e-6):

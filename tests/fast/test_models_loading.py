@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -236,11 +237,30 @@ def test_init_model_refuses_what_does_not_fit(tmp_path):
         make(tmp_path / "taken")
     with pytest.raises(ConfigurationError, match="not a multiple of heads"):
         make(tmp_path / "x", width=33)
+    for wrong in ("heads", "kv_heads", "layers"):
+        with pytest.raises(ConfigurationError, match=f"{wrong} = 0: must be at least 1"):
+            make(tmp_path / "x", **{wrong: 0})
     with pytest.raises(ConfigurationError, match="at least 267"):
         make(tmp_path / "x", vocabulary_size=200)
     with pytest.raises(ConfigurationError, match="no text"):
         initialise_model(tmp_path / "x", [])
     assert os.listdir(tmp_path) == ["taken"]
+
+
+def test_init_model_clears_away_what_a_killed_one_left(tmp_path):
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    left = [f".m.{gone.pid}.partial", f".m.{gone.pid}.tokenizer", f".m.{gone.pid}.old"]
+    others = [f".m.{os.getppid()}.partial", f".mm.{gone.pid}.partial", ".m.x.partial"]  # running, or another's
+    for name in (*left, *others):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    with pytest.raises(ConfigurationError, match="exists already"):
+        make(tmp_path / "m")  # what stood there before the kill is back
+    assert os.listdir(tmp_path / "m") == ["file"]
+    shutil.rmtree(tmp_path / "m")
+    make(tmp_path / "m")
+    assert sorted(os.listdir(tmp_path)) == sorted(["m", *others])
 
 
 def test_the_peak_is_a_plausible_rate():

@@ -11,10 +11,13 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from synthetic_run import evaluation, step_record, synthetic_lines, write_run
 
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.ledger import Distribution, EventRecord, LedgerLine, StepRecord
+from headway.report import live
+from headway.report import page as page_module
 from headway.report.formats import duration, quantity
 from headway.report.page import report
 from headway.report.plots import PLOTS, Evidence, render
@@ -23,6 +26,7 @@ from headway.report.series import Series, pooled_histogram, smoothed
 from headway.report.verdict import judge, judge_balance, judge_learning
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.summary import evaluations, summarise
+from headway.runtime.tensorboard import scalars
 
 # --- verdict ---------------------------------------------------------------------------------------------
 
@@ -95,6 +99,29 @@ def test_learning_without_held_evaluations_uses_validation_then_training() -> No
     assert "Too early" in judge_learning(steps[:3])[3]
 
 
+def test_an_evaluation_whose_every_attempt_failed_measured_nothing() -> None:
+    nothing = {"samples": 0, "failed": 500, "standard_error": 0.0}
+    lines = [
+        evaluation("before", 0, 0.0, "validation", **nothing),
+        evaluation("during", 20, 0.4, "validation"),
+        evaluation("during", 40, 0.0, "validation", **nothing),
+        evaluation("during", 60, 0.7, "validation"),
+        evaluation("after", 60, 0.0, **nothing),
+    ]
+    learning, change, _, _ = judge_learning(lines)
+    assert learning == "improved"
+    assert change == pytest.approx(0.3)
+    assert judge_learning([lines[0], lines[1], lines[4]])[0] == "unknown"
+    summary = summarise(lines)
+    assert (summary.solve_rate_before, summary.solve_rate_after) == (None, None)
+    assert "not measured" in page_module._evaluations([lines[0]])
+    assert "not measured" not in page_module._evaluations([lines[1]])
+    assert live.evaluation_line(lines[0]).startswith("validation before: solve rate not measured (500 tasks")
+    assert list(scalars(lines[0])) == []
+    plot = next(plot for plot in PLOTS if plot.title == "Solve rate")
+    assert render(plot, Evidence(Series([]), [lines[0], lines[4]], 4)) is None
+
+
 def judged(lines: list[LedgerLine], budget: int | None):
     return judge(lines, summarise(lines), budget)
 
@@ -106,6 +133,17 @@ def test_a_broken_budget_is_said_loudly() -> None:
     assert verdict.staleness_text.startswith("BUDGET BROKEN: trajectories were at most 5 versions old")
     assert judged([stale], 5).staleness_within_budget is True
     assert judged([stale], None).staleness_within_budget is None
+
+
+def test_a_skipped_step_trained_nothing() -> None:
+    fresh = Distribution(mean=0.0, max=0.0, histogram={"0": 64})
+    stale = Distribution(mean=4.0, max=4.0, histogram={"4": 64})
+    lines: list[LedgerLine] = [
+        step_record(0, trajectory_staleness=fresh),
+        step_record(1, trajectory_staleness=stale, skipped=True),
+    ]
+    assert "0.0 on average" in judged(lines, 4).staleness_text
+    assert judged(lines[1:], 4).staleness_text == "Nothing has been trained yet."
 
 
 def test_books_and_failures() -> None:
@@ -246,6 +284,20 @@ def test_every_plot_is_well_formed(page: Path) -> None:
         ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>")
 
 
+def test_the_last_bin_of_the_endings_counts_only_its_own_steps() -> None:
+    steps = [step_record(step, endings={"trained": 64}) for step in range(5)]
+    axes = Figure().subplots()
+    evidence = Evidence(Series(steps, max_points=2), [], 4)  # three steps, then two
+    assert next(plot for plot in PLOTS if plot.title == "Endings").draw(axes, evidence)
+    heights = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert set(heights.tolist()) == {0.0, 64.0}
+
+
+def test_the_learning_rate_has_its_plot() -> None:
+    evidence = Evidence(Series([step_record(step) for step in range(3)]), [], 4)
+    assert render(next(plot for plot in PLOTS if plot.title == "Learning rate"), evidence) is not None
+
+
 def test_plots_are_the_same_when_drawn_again() -> None:
     lines = synthetic_lines(30)
     evidence = Evidence(Series([line for line in lines if isinstance(line, StepRecord)]), evaluations(lines), 4)
@@ -322,6 +374,14 @@ def test_json_has_what_machines_ask_for(tmp_path: Path) -> None:
     assert found["verdict"]["balance"] == "generation-bound"
     assert found["mean_trajectory_staleness"] == pytest.approx(1.3)
     assert len(found["evaluations"]) == 4
+
+
+def test_mean_token_staleness_weighs_tokens(tmp_path: Path) -> None:
+    long = Distribution(mean=3.0, max=3, histogram={"3": 900})
+    short = Distribution(mean=1.0, max=1, histogram={"1": 100})
+    lines: list[LedgerLine] = [step_record(0, token_staleness=long), step_record(1, token_staleness=short)]
+    found = as_json(view_run(write_run(tmp_path, lines)))
+    assert found["mean_token_staleness"] == pytest.approx(0.9 * 3 + 0.1 * 1)
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.rollout.client import VerifierPool
 from headway.rollout.fake import FakeVerifier
+from headway.rollout.verifiers import failed_verdict
 from headway.runtime.clock import Clock, run_virtual
 from headway.runtime.workers import WorkerSpec
 
@@ -22,7 +23,8 @@ TASK = Task(task_id="t", prompt="p", answer="good")
 
 
 class ScriptedWorker:
-    """Scores a response in a tenth of a second; "hang" trips the watchdog, "stuck" never ends, "crash" dies at once."""
+    """Scores a response in a tenth of a second; "hang" trips the watchdog, "stuck" never ends, "crash" dies at once,
+    "refused" and "refused twice" meet a service that is down."""
 
     def __init__(self, launcher: ScriptedLauncher, name: str, pid: int) -> None:
         self.launcher, self.name, self.pid = launcher, name, pid
@@ -78,6 +80,8 @@ class ScriptedWorker:
         if response == "crash" or (response == "crash once" and self.launcher.seen[response] == 1):
             self.kill("killed by SIGSEGV (-11)")
             await asyncio.Event().wait()
+        if response == "refused" or (response == "refused twice" and self.launcher.seen[response] <= 2):
+            return failed_verdict("the verifier raised ConnectionError: refused", infrastructure=True)
         return Verdict(reward=float(response == task.answer), solved=response == task.answer)
 
 
@@ -155,7 +159,7 @@ def test_only_the_response_that_hangs_fails(guilty: str):
     assert launcher.calls == [("good", guilty, "bad"), ("good",), (guilty,), ("bad",), ("good",)]
     assert pool.restarts == 2
     # the watchdog in the worker needs no more than the limit each time; the parent's own limit is the backstop
-    assert took_s < (2 * 10 + 2 if guilty == "hang" else 35 + 15 + 2)
+    assert took_s < (2 * 10 + 2 if guilty == "hang" else 38 + 16 + 2)
     assert verdicts[1].verify_s >= 10.0
 
 
@@ -164,7 +168,7 @@ def test_a_single_response_that_hangs_is_not_tried_twice(guilty: str):
     verdicts, launcher, _, took_s = score(guilty)
     assert verdicts[0].failure is not None
     assert launcher.calls == [(guilty,), ("good",)]
-    assert took_s <= 15.0
+    assert took_s <= 16.0
 
 
 def test_two_that_hang_in_one_group():
@@ -189,7 +193,32 @@ def test_a_response_that_kills_its_worker_is_retried_and_then_fails_as_infrastru
     assert failure.boundary == "reward"
     assert "SIGSEGV" in failure.detail
     assert launcher.seen["crash"] == max(retries, 1) + 1  # the group's call, then alone: who did it must be found out
-    assert f"died {launcher.seen['crash']} times" in failure.cause
+    assert failure.cause == f"the verifier's process died under it; attempts: {launcher.seen['crash']}"
+
+
+def test_what_infrastructure_failed_is_scored_again_after_a_pause():
+    verdicts, launcher, pool, took_s = score("good", "refused twice", "bad")
+    assert [verdict.failure for verdict in verdicts] == [None, None, None]
+    assert launcher.calls == [("good", "refused twice", "bad"), ("refused twice",), ("refused twice",), ("good",)]
+    assert took_s == pytest.approx(5 * 0.1 + 0.5 + 1.0)
+    assert pool.restarts == 0
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_what_infrastructure_never_scores_fails_as_infrastructure(retries: int):
+    verdicts, launcher, _, _ = score("refused", "good", retries=retries)
+    failure = verdicts[0].failure
+    assert failure is not None
+    assert failure.infrastructure
+    assert failure.cause == f"the verifier raised ConnectionError: refused; attempts: {retries + 1}"
+    assert launcher.seen["refused"] == retries + 1
+    assert verdicts[1].reward == 1.0
+
+
+def test_a_death_in_between_counts_as_an_attempt():
+    verdicts, launcher, _, _ = score("refused twice", "crash once", "good")
+    assert [verdict.failure for verdict in verdicts] == [None, None, None]
+    assert launcher.seen["refused twice"] == 3
 
 
 def test_workers_share_the_queue():

@@ -20,14 +20,14 @@ from headway.rollout.seeds import rollout_seed
 from headway.rollout.single_turn import SingleTurn, apply_verdict
 from headway.runtime.clock import Clock, run_virtual
 
-EOS = 2
+EOS, END_OF_TURN = 2, 3
 GOLDEN_SEED = 9044811311333822937
 
 
 class Letters:
     """A tokenizer of one letter a token; ids under 10 are special."""
 
-    eos_id = EOS
+    stop_ids = (EOS, END_OF_TURN)
 
     def decode(self, ids: Any) -> str:
         return "".join(chr(i) for i in ids if i >= 10)
@@ -122,7 +122,7 @@ def test_a_finished_response_becomes_a_rollout():
     assert (sampling.temperature, sampling.max_tokens, sampling.stop_token_ids, sampling.stop) == (
         0.7,
         6,
-        (EOS,),
+        (EOS, END_OF_TURN),
         ("#",),
     )
     assert sampling.seed == rollout_seed(11, 5, 1)
@@ -358,6 +358,15 @@ class TestSeeds:
         assert all(0 <= seed < 2**63 for seed in seeds)
         assert len(set(seeds)) == len(seeds)
         assert seeds == [rollout_seed(*key) for key in keys]
+
+    def test_splits_of_an_evaluation_draw_different_numbers(self):
+        """Validation and test number their groups alike."""
+        seeds = []
+        for prefix in ("", "evaluation-validation-", "evaluation-test-"):
+            _, engine = play(finish(response("hi")), request_prefix=prefix)
+            seeds.append(engine.requests[0].sampling.seed)
+        assert seeds[0] == rollout_seed(11, 5, 1)
+        assert len(set(seeds)) == 3
 
     def test_pinned(self):
         # golden: a change would make a resumed rollout sample on from another stream

@@ -51,7 +51,8 @@ class TestJsonl:
         assert (first.prompt, first.answer, first.metadata) == ("1+1=", "2", {"n": 2, "level": 1})
         assert first.source == str(tmp_path / "t.jsonl")
         assert (second.prompt, second.answer, second.metadata) == ("é", "", {})
-        assert first.task_id == task_id("1+1=", "2")
+        assert first.task_id == task_id("1+1=", "2", {"level": 1, "n": 2})
+        assert second.task_id == task_id("é", "")
         assert len(first.task_id) == 16
         assert set(first.task_id) <= set("0123456789abcdef")
 
@@ -60,6 +61,14 @@ class TestJsonl:
         read = read_tasks(jsonl(tmp_path / "t.jsonl", a, b, a, a))
         assert [t.answer for t in read.tasks] == ["1", "2"]
         assert read.duplicates == 2
+
+    def test_equal_prompts_with_different_metadata_are_different_tasks(self, tmp_path: Path):
+        easy, hard = ({"prompt": "write", "metadata": {"tests": [n], "level": n}} for n in (1, 2))
+        again = {"metadata": {"level": 1, "tests": [1]}, "prompt": "write"}
+        read = read_tasks(jsonl(tmp_path / "t.jsonl", easy, hard, again))
+        assert [t.metadata["level"] for t in read.tasks] == [1, 2]
+        assert read.duplicates == 1
+        assert len(overlap({"train": read.tasks[:1], "test": read.tasks[1:]})) == 1  # held out by prompt alone
 
     def test_limit_keeps_a_subset_chosen_by_the_run_seed(self, tmp_path: Path):
         source = jsonl(tmp_path / "t.jsonl", *({"prompt": str(i)} for i in range(100)))

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from headway.records.errors import ConfigurationError
-from headway.tokens.tokenizer import IncrementalDecoder, Tokenizer, cut_at_stop
+from headway.tokens.tokenizer import IncrementalDecoder, Tokenizer
 from headway.tokens.training import MINIMUM_SIZE, RESERVED_TOKENS, SPECIAL_TOKENS, train_byte_fallback_tokenizer
 
 CORPUS = ["the answer to 12+34 is 46.\nthe other answer is 7*8=56", "so the answer is that, é and 你好"] * 5
@@ -189,6 +189,15 @@ def test_bad_folders_and_templates_are_named(folder, tmp_path):
         Tokenizer.load(tmp_path).render("x", "cooked")  # type: ignore[arg-type]
 
 
+def test_prompts_do_not_depend_on_the_day(folder, tmp_path):
+    fallback = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}26 Jul 2024{% endif %}"
+    rewrite(tmp_path, folder, chat_template=fallback)
+    assert Tokenizer.load(tmp_path).render_messages([]) == "26 Jul 2024"
+    rewrite(tmp_path, folder, chat_template="{{ strftime_now('%Y') }}")
+    with pytest.raises(ConfigurationError, match=r"strftime_now.*write a fixed one"):
+        Tokenizer.load(tmp_path).render_messages([])
+
+
 STOPS = st.lists(st.sampled_from(["4", "\n", "ans", "is 4", "é", "你好", "<|", "er i", "��"]), max_size=3)
 
 
@@ -257,11 +266,6 @@ def test_decoding_cost_does_not_grow_with_the_response(trained):
         decoder.push(token_id)
         longest = max(longest, len(decoder._tail))
     assert longest <= 3
-
-
-def test_cut_at_stop():
-    assert cut_at_stop("a;b\nc", ["\n", ";"]) == "a"
-    assert cut_at_stop("abc", ["x", ""]) == "abc"
 
 
 def test_tokens_imports_neither_torch_nor_transformers():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_trainer import Context, make_batch, make_experiment, make_model
 
-from headway.records.errors import CheckpointCorrupt
+from headway.records.errors import CheckpointCorrupt, ConfigurationError
 from headway.trainer import checkpoints
 from headway.trainer.checkpoints import (
     CheckpointState,
@@ -19,7 +19,9 @@ from headway.trainer.checkpoints import (
     find_checkpoints,
     keep_last,
     latest_valid,
+    read_state,
     remove_leftovers,
+    require_replaceable,
     verify,
     write_folder,
 )
@@ -102,6 +104,42 @@ def test_leftovers_are_removed_at_the_next_start(tmp_path: Path) -> None:
     (tmp_path / "best.tmp").mkdir()
     assert {p.name for p in remove_leftovers(tmp_path)} == {"step_00000002.tmp", "best.tmp"}
     assert find_checkpoints(tmp_path) == [path]
+
+
+def test_a_folder_is_replaced_only_when_all_of_it_was_written_so(tmp_path: Path) -> None:
+    free, empty, ours = tmp_path / "free", tmp_path / "empty", write(tmp_path, 1)
+    empty.mkdir()
+    for path in (free, empty, ours):
+        require_replaceable(path, "sft.output")
+    (ours / "notes.txt").write_text("mine")
+    others = tmp_path / "models"
+    (others / "another").mkdir(parents=True)
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("")
+    link.symlink_to(empty)
+    for path in (ours, others, file, link):
+        with pytest.raises(ConfigurationError, match=f"sft.output = '{path}' exists.*valid: a new folder"):
+            require_replaceable(path, "sft.output")
+
+
+@pytest.mark.parametrize("suffix", [".old", ".tmp"])
+def test_what_stands_beside_a_folder_is_not_taken_for_a_leftover(tmp_path: Path, suffix: str) -> None:
+    beside = tmp_path / f"tiny{suffix}"
+    beside.mkdir()
+    with pytest.raises(ConfigurationError, match=f"sft.output = '{tmp_path}/tiny' would remove {beside}"):
+        require_replaceable(tmp_path / "tiny", "sft.output")
+
+
+@pytest.mark.parametrize("path", ["", ".", "..", "models/..", "/"])
+def test_a_path_without_a_name_is_refused(path: str) -> None:
+    with pytest.raises(ConfigurationError, match="own name"):
+        require_replaceable(path, "sft.output")
+
+
+def test_a_state_with_fields_of_another_release_is_read(tmp_path: Path) -> None:
+    file = write(tmp_path, 3) / "state.json"
+    file.write_text(file.read_text().replace('"version"', '"config_hash": "abc",\n "version"'))
+    assert read_state(file.parent).version == 3
 
 
 def killed_at(call: int, action: Callable[[], None]) -> bool:

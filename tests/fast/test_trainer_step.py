@@ -230,6 +230,27 @@ def test_own_loss_by_module_and_function(model: str) -> None:
     )
 
 
+def mean_of_tokens(terms: losses.TokenTerms, settings: losses.LossSettings) -> losses.TokenLoss:
+    per_token = losses.ppo_clip(terms, settings)
+    return losses.TokenLoss(loss_m=per_token.loss_m.mean(), clipped_m=per_token.clipped_m)
+
+
+def one_number(terms: losses.TokenTerms, settings: losses.LossSettings) -> torch.Tensor:
+    return losses.ppo_clip(terms, settings).loss_m.mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [(mean_of_tokens, r"loss_m of shape \[\] and clipped_m of shape \[\d+\]"), (one_number, "returned a Tensor")],
+)
+def test_own_loss_is_held_to_its_contract(model: str, loss, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    name = f"test_trainer_step:{loss.__name__}"
+    trainer = service(model, algorithm={"loss": name})
+    with pytest.raises(ValueError, match=f"algorithm.loss = '{name}' .*{message}"):
+        trainer.train_step(make_batch(1))
+
+
 def test_schedules() -> None:
     def rates(schedule: str) -> list[float]:
         return [learning_rate(s, peak=1.0, schedule=schedule, warmup_steps=2, total_steps=6) for s in range(8)]  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,16 @@ import pytest
 import torch
 from tiny_trainer import Context, make_experiment, make_model
 
-from headway.records.errors import ConfigurationError
+from headway.records.errors import ConfigurationError, NoProgress, StorageFailed
 from headway.tokens.training import train_byte_fallback_tokenizer
 from headway.trainer.checkpoints import verify
-from headway.trainer.supervised import PairTokens, SupervisedService, _pair_arrays, _shuffled_for_ever
+from headway.trainer.supervised import (
+    MOST_SKIPPED_IN_A_ROW,
+    PairTokens,
+    SupervisedService,
+    _pair_arrays,
+    _shuffled_for_ever,
+)
 
 torch.set_num_threads(1)
 PAIRS = [(f"{a}+{b}=", str(a + b)) for a in range(6) for b in range(6)]
@@ -108,3 +115,31 @@ def test_bad_data_is_named(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "pairs.jsonl").unlink()
     with pytest.raises(ConfigurationError, match="No such file"):
         service.prepare()
+
+
+def test_skipped_steps_make_no_version_and_too_many_end_it(tmp_path: Path) -> None:
+    service = make(tmp_path, PAIRS)
+    service.prepare()
+    service.steps(2)
+    update, poison = service.learner.update, [math.nan] * 3
+    service.learner.update = lambda rate, loss: update(rate, poison.pop() if poison else loss)  # type: ignore[method-assign]
+    report = service.steps(5)
+    assert (report["version"], report["skipped"]) == (4, 3)
+    assert report["epochs"] == pytest.approx(7 / 3)
+    assert report["learning_rate"] == pytest.approx(1e-2 * 4 / 5)  # the warm-up counts versions
+    poison += [math.nan] * (MOST_SKIPPED_IN_A_ROW - 1)
+    assert service.steps(MOST_SKIPPED_IN_A_ROW)["version"] == 5
+    poison += [math.nan] * MOST_SKIPPED_IN_A_ROW
+    with pytest.raises(NoProgress, match=f"{MOST_SKIPPED_IN_A_ROW} steps in a row were skipped.*loss nan"):
+        service.steps(MOST_SKIPPED_IN_A_ROW)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = make(tmp_path, PAIRS)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("headway.trainer.service.save_model", full)
+    with pytest.raises(StorageFailed, match=f"{tmp_path}/out can't be written: .*No space"):
+        service.save(str(tmp_path / "out"))

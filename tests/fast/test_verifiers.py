@@ -259,6 +259,10 @@ def raises(task: Task, response: str) -> float:
         raise RuntimeError("the checker broke")
     if response == "exit":
         sys.exit(3)
+    if response == "refused":
+        raise ConnectionRefusedError("nobody listens")
+    if response == "late":
+        raise TimeoutError
     return float(response == task.answer)
 
 
@@ -277,6 +281,13 @@ class TestService:
         assert exited.failure.cause == "the verifier raised SystemExit: 3"
         assert not raised.failure.infrastructure
         assert all(verdict.verify_s > 0 for verdict in (good, raised, exited, wrong))
+
+    def test_an_operating_systems_error_is_infrastructure(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.syspath_prepend(str(Path(__file__).parent))
+        service = VerifierService(None, verifier={"name": "test_verifiers:raises"})
+        verdicts = service.score(task(), ["refused", "late", "raise"])
+        failures = [verdict.failure for verdict in verdicts]
+        assert [failure is not None and failure.infrastructure for failure in failures] == [True, True, False]
 
     def test_a_configuration_that_cannot_be_resolved_is_an_error_at_the_start(self):
         with pytest.raises(ConfigurationError, match="nowhere can't be imported"):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
-from headway.weights import shared_memory
+from headway.weights import leftovers, shared_memory
 from headway.weights.leftovers import reap
 from headway.weights.shared_memory import Publisher, Subscriber
 
@@ -221,25 +221,62 @@ def test_closing_and_reaping_remove_the_files_of_one_run_only(tmp_path):
     assert os.listdir(tmp_path) == []
     with pytest.raises(WeightsCorrupt, match="is gone"):
         Subscriber().fetch(published)
-    for run in ("run", "run-a", "run-0", "a/b c"):
-        Publisher(run, directory=tmp_path).publish(0, weights())
+    alive = [Publisher(run, directory=tmp_path) for run in ("run", "run-a", "run-0", "a/b c")]
+    for publisher in alive:
+        publisher.publish(0, weights())
     assert len(reap("run", directory=tmp_path)) == 1
     assert reap("run", directory=tmp_path) == []
     assert len(reap("a/b c", directory=tmp_path)) == 1
     assert sorted(os.listdir(tmp_path)) == ["headway-run-0-0.weights", "headway-run-a-0.weights"]
 
 
-def test_a_killed_publishers_leftovers_are_reaped_from_shared_memory():
-    run = f"test-{os.getpid()}"
+def publish_and_be_killed(run: str, folder: Path) -> PublishedWeights:
+    """Version 0, published by a process that ends in a SIGKILL."""
     code = (
-        "import os, signal, torch; from headway.weights.shared_memory import Publisher;"
-        f"print(Publisher({run!r}).publish(0, {{'a': torch.ones(9)}}).path, flush=True);"
-        "os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys, msgspec, torch; from headway.weights.shared_memory import Publisher;"
+        f"published = Publisher({run!r}, directory={str(folder)!r}).publish(0, {{'a': torch.ones(9)}});"
+        "os.write(1, msgspec.json.encode(published)); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    path = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True).stdout
+    return msgspec.json.decode(output, type=PublishedWeights)
+
+
+@pytest.mark.parametrize("place", ["SHARED_MEMORY", "tempfile"])
+def test_a_killed_publishers_leftovers_are_reaped_wherever_they_may_lie(tmp_path, monkeypatch, place):
+    (tmp_path / "other").mkdir()
+    shared, temporary = (tmp_path, tmp_path / "other")[:: 1 if place == "SHARED_MEMORY" else -1]
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(temporary))
+    path = publish_and_be_killed("run", tmp_path).path
     assert os.path.exists(path)
-    assert reap(run) == [path]
+    assert reap("run") == [path]
     assert not os.path.exists(path)
+
+
+def test_any_start_reaps_what_a_killed_run_left_and_nobody_holds(tmp_path, publisher):
+    publisher.publish(0, weights())
+    killed = publish_and_be_killed("killed", tmp_path)
+    reader = Subscriber()
+    reader.fetch(killed)
+    assert reap("another", directory=tmp_path) == []  # a generator of the killed trainer may still need it
+    del reader
+    assert reap("another", directory=tmp_path) == [killed.path]
+    assert os.listdir(tmp_path) == ["headway-run-0.weights"]
+
+
+def test_a_slot_reaped_in_the_instant_of_its_making_is_made_again(tmp_path, monkeypatch):
+    hold, reaped = shared_memory.hold, []
+
+    def late(descriptor: int) -> None:
+        if not reaped:
+            reaped.extend(reap("another", directory=tmp_path))
+        hold(descriptor)
+
+    monkeypatch.setattr(shared_memory, "hold", late)
+    with Publisher("run", directory=tmp_path) as publisher:
+        published = publisher.publish(0, weights())
+        assert reaped == [published.path]
+        assert same(Subscriber().fetch(published), weights())
 
 
 def test_no_room_is_a_clear_error_or_another_folder(tmp_path, monkeypatch):

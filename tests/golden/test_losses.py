@@ -62,6 +62,16 @@ CASES = [
     (ppo_clip, settings(), NAIVE, NAIVE_GRADIENT, {1, 5}),
     # Token 3: min(4.5, 2) * 1, and the gradient has that size too. Token 1's 1.75 is under the cap.
     (ppo_clip, settings(cap=2.0), changed(NAIVE, {3: 2.0}), changed(NAIVE_GRADIENT, {3: 2.0}), {1, 5}),
+    # The cap leaves both clips alone. Token 3: 4.5 is cut to 3 by the dual clip, times 2 / 4.5.
+    (ppo_clip, settings(cap=2.0, dual=3.0), changed(NAIVE, {3: 4 / 3}), changed(NAIVE_GRADIENT, {3: 0.0}), {1, 3, 5}),
+    # Token 1 stays clipped: 2.56 / 1.75. Token 3: 4.5 / 4.5.
+    (
+        ppo_clip,
+        settings(cap=1.0),
+        changed(NAIVE, {1: -2.56 / 1.75, 3: 1.0}),
+        changed(NAIVE_GRADIENT, {3: 1.0}),
+        {1, 5},
+    ),
     (ppo_clip, settings(dual=1.5), changed(NAIVE, {3: 1.5}), changed(NAIVE_GRADIENT, {3: 0.0}), {1, 3, 5}),
 ]
 

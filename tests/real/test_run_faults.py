@@ -334,3 +334,11 @@ def test_bad_input_is_refused_with_the_key(inputs: Any, tmp_path: Path) -> None:
     assert "model.path" in said
     assert "eos" in said
     assert not (tmp_path / "run").exists()
+
+
+def test_a_mistake_found_at_the_start_leaves_the_folder_free(inputs: Any, tmp_path: Path) -> None:
+    """The verifier is imported by its process, after the run has taken its folder."""
+    config = tiny_run.write_experiment(tmp_path, **inputs)
+    assert "did you mean 'exact'?" in tiny_run.refused("train", config, "--quiet", "--verifier.name=exakt")
+    assert "nosuch" in tiny_run.refused("train", config, "--quiet", "--algorithm.loss=nosuch:loss")
+    tiny_run.output_of("train", config, "--quiet", "--run.steps=1")

@@ -116,9 +116,21 @@ def test_a_response_that_ends_its_process_fails_as_infrastructure(tmp_path: Path
             assert failed(verdicts) == [False, True]
             failure = verdicts[1].failure
             assert failure.infrastructure
-            assert failure.cause == "the verifier's process died 3 times under it"
+            assert failure.cause == "the verifier's process died under it; attempts: 3"
             assert ("SIGSEGV" if guilty == "segfault" else "exited with code 0") in failure.detail
             assert [v.reward for v in await verifiers.verify(TASK, ["good"])] == [1.0]
+
+    run(main)
+
+
+def test_a_service_that_is_down_for_a_moment_costs_nothing(tmp_path: Path):
+    async def main() -> None:
+        async with pool(tmp_path) as verifiers:
+            before = verifiers.pids
+            verdicts = await verifiers.verify(TASK, ["good", "refused", "bad"])
+            assert failed(verdicts) == [False, False, False]
+            assert len((tmp_path / "refusals").read_text()) == 2
+            assert verifiers.pids == before
 
     run(main)
 

@@ -52,10 +52,10 @@ def test_death_can_be_awaited_by_many_and_by_asyncio_wait():
                 await given_up
             assert not worker.died.done()
             waiting = asyncio.create_task(asyncio.wait([worker.died]))  # type: ignore[type-var]
-            worker.kill()
+            worker.kill("it is stuck")
             done, _ = await waiting
             assert done == {worker.died}
-            assert "SIGKILL" in worker.died.result().cause
+            assert worker.died.result().cause == "it is stuck (killed by SIGKILL (9))"
 
     run(main)
 
@@ -153,13 +153,32 @@ def test_building_errors_are_raised_by_start():
             await launcher.start(spec("DiesWhileBuilt"))
         with pytest.raises(ConfigurationError, match="cpu:4096: this machine has"):
             await launcher.start(spec(device="cpu:4096"))
-        with pytest.raises(TimeoutError, match=r"not built within 0\.3 s"):
+        with pytest.raises(WorkerDied, match=r"not built within 0\.3 s \(killed by SIGKILL"):
             await LocalLauncher(RealClock(), start_timeout_s=0.3).start(spec("SlowToBuild"))
         with pytest.raises(TypeError):
             await launcher.start(spec(arguments={"greeting": (part for part in "x")}))
 
     run(main)
     assert not any(exists(pid) for pid in _children())
+
+
+def test_a_process_that_cannot_be_had_is_a_typed_error_and_leaves_nothing_open(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+
+    def refused(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    async def main() -> None:
+        launcher = LocalLauncher(RealClock())
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(WorkerDied, match=r"could not be started: .*file"):
+            await launcher.start(spec(log_path=tmp_path / "file" / "w.log"))
+        monkeypatch.setattr(subprocess, "Popen", refused)
+        with pytest.raises(WorkerDied, match=r"could not be started: .*Resource temporarily unavailable"):
+            await launcher.start(spec(log_path=tmp_path / "w.log"))
+        assert os.listdir("/proc/self/fd") == before
+
+    run(main)
 
 
 def _children() -> list[int]:

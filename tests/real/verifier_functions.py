@@ -28,6 +28,12 @@ def score(task: Task, response: str, folder: str = "") -> float:
                 continue
     elif act == "raise":
         raise RuntimeError("the checker broke")
+    elif act == "refused":  # the first two times
+        flag = Path(folder) / "refusals"
+        times = len(flag.read_text()) if flag.exists() else 0
+        if times < 2:
+            flag.write_text("x" * (times + 1))
+            raise ConnectionError("refused")
     elif act == "exit":
         os._exit(0)
     elif act == "nan":

@@ -1,0 +1,99 @@
+"""One holder at a time for a place in the file system, however the holder ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+
+from headway.records.errors import ConfigurationError, RunLocked
+
+_ATTEMPTS = 5  # `holder` holds the lock for an instant to see whether it is free: that is nobody's use of it
+_PAUSE_S = 0.01
+
+
+class FileLock:
+    """A ``flock`` on a file that says who holds it.
+
+    Lifecycle: *free* -> ``acquire`` -> *held* -> ``release`` -> *free*. The kernel drops the lock when the process
+    ends, so a killed one leaves nothing to clean up. The file stays: removing it would let a process that has just
+    opened the old one and a process that makes a new one both hold "the" lock.
+    """
+
+    def __init__(self, path: Path, key: str, value: str | Path) -> None:
+        """``key`` = ``value`` is the setting whose place the file ``path`` guards: what errors name."""
+        self.path = path
+        self._key = key
+        self._value = str(value)
+        self._fd: int | None = None
+
+    def acquire(self) -> None:
+        """Take it, making file and folder if needed. Raises RunLocked naming the process that holds it."""
+        if self._fd is not None:
+            raise ValueError(f"{self.path} is already locked by this object")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigurationError(f"{self._key} = {self._value!r}: {error.strerror}") from None
+        try:
+            self._lock(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self._fd = fd
+
+    def _lock(self, fd: int) -> None:
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(_PAUSE_S)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except (BlockingIOError, PermissionError):
+                continue
+            except OSError as error:
+                raise ConfigurationError(f"{self.path} can't be locked: {error.strerror}") from None
+        holder = self._recorded_pid()
+        by = f"process {holder}" if holder is not None else "another process"
+        raise RunLocked(f"{self._value} is in use by {by}: wait for it, or choose another {self._key}")
+
+    def release(self) -> None:
+        """Give it back; does nothing when it isn't held."""
+        if self._fd is not None:
+            os.ftruncate(self._fd, 0)
+            os.close(self._fd)
+            self._fd = None
+
+    def holder(self) -> int | None:
+        """Process id of whoever holds it now; None when nobody does (or it didn't say who it is)."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return self._recorded_pid()
+        finally:
+            os.close(fd)
+        return None
+
+    def _recorded_pid(self) -> int | None:
+        try:
+            return int(self.path.read_text())
+        except (OSError, ValueError):
+            return None
+
+    def __enter__(self) -> FileLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()

@@ -1,0 +1,88 @@
+"""A user's own function by its name, ``module:function``: the boundary to code that isn't ours."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Collection
+from importlib.machinery import PathFinder
+from typing import Any, cast
+
+from headway.records.errors import ConfigurationError
+
+
+def import_function(name: str, key: str, known: Collection[str]) -> Callable[..., Any]:
+    """The plain function that ``module:function`` names (``function`` may be a dotted path into the module).
+
+    The working directory is searched last. ``key`` (of the experiment file) and ``known`` (its names that need no
+    import) only word the error. Raises ConfigurationError: an unknown name, a module that can't be imported, with
+    the reason, or that holds no such function, with the nearest.
+    """
+    module_name, path = _split(name, key, known)
+    _search_working_directory()
+    try:
+        found: Any = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+        cause = f"{type(error).__name__}: {error}"
+        raise ConfigurationError(
+            f"{key} = {name!r}: {module_name} can't be imported: {cause}; {_valid(known)}"
+        ) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            near = _nearest(part, [public for public in vars(found) if not public.startswith("_")])
+            raise ConfigurationError(f"{key} = {name!r}: {module_name} has no {part!r}; {near}{_valid(known)}")
+        found = getattr(found, part)
+    if not callable(found) or inspect.iscoroutinefunction(found):
+        raise ConfigurationError(f"{key} = {name!r}: must be a plain function (not a class, not async)")
+    return cast("Callable[..., Any]", found)
+
+
+def require_module(name: str, key: str, known: Collection[str]) -> None:
+    """Raise ConfigurationError unless the module of ``module:function`` can be found. Nothing is imported, not even
+    the packages above it: what can be asked of a function that needs torch in a process that must not load it."""
+    module_name, _ = _split(name, key, known)
+    _search_working_directory()
+    if not _exists(module_name):
+        where = "on the path or in the working directory"
+        raise ConfigurationError(f"{key} = {name!r}: there is no module {module_name!r} {where}; {_valid(known)}")
+
+
+def _split(name: str, key: str, known: Collection[str]) -> tuple[str, str]:
+    module_name, colon, path = name.partition(":")
+    if not colon:
+        raise ConfigurationError(f"{key} = {name!r} is unknown; {_nearest(name, known)}{_valid(known)}")
+    if not module_name or not path:
+        raise ConfigurationError(f"{key} = {name!r}: expected module:function; {_valid(known)}")
+    return module_name, path
+
+
+def _search_working_directory() -> None:
+    # an installed command doesn't have it on its path, and it is where a user's module usually is
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def _exists(module_name: str) -> bool:
+    top, *rest = module_name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):  # loaded already, by something that gave it no specification
+        return top in sys.modules
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        spec = PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations)
+    return spec is not None
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def _valid(known: Collection[str]) -> str:
+    return f"valid: {', '.join(sorted(known))} or module:function"
