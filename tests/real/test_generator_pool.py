@@ -24,7 +24,7 @@ from headway.weights.shared_memory import Publisher
 from tests.conformance.reference import forced_logprobs, replayed_logprobs
 
 pytestmark = pytest.mark.real
-TOKENS = 150
+TOKENS = 400  # long enough to be in flight still when the parent of a busy machine gets its turn
 
 
 @pytest.fixture(scope="module")

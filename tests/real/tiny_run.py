@@ -191,7 +191,7 @@ def train(config: Path, *arguments: str, fault: str = "none", limit_s: float = L
 def output_of(*arguments: str | Path) -> str:
     """Standard output of a `headway` command that must succeed."""
     command = [sys.executable, "-m", "headway.cli.main", *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT_S).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT_S, cwd=HERE).stdout
 
 
 def refused(*arguments: str | Path) -> str:
