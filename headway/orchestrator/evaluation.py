@@ -140,7 +140,8 @@ class Evaluations:
         return await self._evaluate(split, phase, tasks) if tasks else None
 
     async def after(self) -> None:
-        """Judge the last version by validation, then test the better of it and the best one kept."""
+        """Judge the last version by validation, then test the better of it and the best one kept. Without validation
+        tasks the last is the best."""
         run = self._run
         version = run.state.version
         if run.meter.applied_version != version:  # it was not due for publishing
@@ -149,7 +150,7 @@ class Evaluations:
             run.meter.applied_version = version
         last = await self.held("validation", "after")
         rate = last.solve_rate if last is not None and last.samples else -1.0
-        if self.best_version is not None and self.best_solve_rate > rate:
+        if last is not None and self.best_version is not None and self.best_solve_rate > rate:
             await run.generator.update_weights(await surviving(run, self._publish_best, version))
         else:
             await self._save_candidate(version)
