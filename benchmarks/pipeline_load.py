@@ -236,13 +236,13 @@ async def alone_production(settings: Experiment, shape: Shape, groups: range) ->
         await _cancelled(loop)
         await side.pool.stop()
     usage = between(start, end)
-    return Rate(tokens / usage.seconds / mean_length(finished), usage), batches_of(finished)
+    return Rate(tokens / usage.seconds / mean_length(finished), usage), batches_of(finished, settings)
 
 
-def batches_of(finished: Sequence[FinishedGroup]) -> list[TrainBatch]:
+def batches_of(finished: Sequence[FinishedGroup], settings: Experiment) -> list[TrainBatch]:
     """Batches in admission order."""
     chunks = [finished[at : at + GROUPS_PER_STEP] for at in range(0, len(finished), GROUPS_PER_STEP)]
-    return [build_batch(step, chunk, "group_mean_std") for step, chunk in enumerate(chunks)]
+    return [build_batch(step, chunk, settings) for step, chunk in enumerate(chunks)]
 
 
 def mean_length(finished: Sequence[FinishedGroup]) -> float:

@@ -100,7 +100,7 @@ async def minimal_loop(experiment: Experiment) -> list[StepReport]:
                 await changed.wait()
                 continue
             groups = [finished.pop(index) for index in batch]
-            report = await trainer.train_step(build_batch(version, groups, experiment.algorithm.advantage))
+            report = await trainer.train_step(build_batch(version, groups, experiment))
             version = report.version
             reports.append(report)
             await generator.update_weights(await trainer.publish(version))  # in flight: nothing is discarded

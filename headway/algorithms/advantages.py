@@ -1,6 +1,6 @@
-"""Advantages inside one group: G rewards in, G advantages out.
+"""Advantages: rewards in, advantages out, inside each group or over the whole batch.
 
-Legend of shape suffixes: ``_g`` one value per member of the group.
+Legend of shape suffixes: ``_g`` one value per member of the group, ``_s`` per sample of the batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from headway.runtime.imports import import_function
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 Advantage = Callable[[FloatArray], FloatArray]
+BatchAdvantage = Callable[[FloatArray, IntArray], FloatArray]  # rewards [S], groups [S] -> advantages [S]
 
 STD_FLOOR = 1e-6  # added to the standard deviation, in units of reward
 
@@ -43,6 +45,25 @@ def leave_one_out(rewards_g: FloatArray) -> FloatArray:
     return (rewards_g - rewards_g.mean()) * (members / (members - 1))
 
 
+def batch_mean_std(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
+    """``(r - mean) / (std + 1e-6)`` over all samples of the batch, whatever their group: groups of one member teach as
+    well (REINFORCE++, 2025, Eq. 6). Shapes [S], [S] -> [S]."""
+    rewards_s = np.asarray(rewards_s, dtype=np.float64)
+    if _uniform(rewards_s):
+        return np.zeros_like(rewards_s)
+    return (rewards_s - rewards_s.mean()) / (rewards_s.std() + STD_FLOOR)
+
+
+def group_mean_batch_std(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
+    """``r - mean of its group``, divided by the deviation of that over the batch + 1e-6 (REINFORCE++-baseline, 2025,
+    Eq. 9): groups of one member get 0. Shapes [S], [S] -> [S]."""
+    centred_s = np.asarray(rewards_s, dtype=np.float64).copy()
+    for group in np.unique(groups_s):
+        members = groups_s == group
+        centred_s[members] = group_mean(centred_s[members])
+    return centred_s / (centred_s.std() + STD_FLOOR) if centred_s.any() else centred_s
+
+
 def _uniform(rewards_g: FloatArray) -> bool:
     """No member differs: no signal. Exactly zero then, not the rounding error of the mean."""
     return rewards_g.size < 2 or bool(np.all(rewards_g == rewards_g[0]))
@@ -53,15 +74,30 @@ ADVANTAGES: dict[str, Advantage] = {
     "group_mean_std": group_mean_std,
     "leave_one_out": leave_one_out,
 }
+BATCH_ADVANTAGES: dict[str, BatchAdvantage] = {
+    "batch_mean_std": batch_mean_std,
+    "group_mean_batch_std": group_mean_batch_std,
+}
 
 
-def resolve(name: str) -> Advantage:
-    """The advantage named ``name``, or the user's own ``module:function`` (``rewards [G] -> advantages [G]``).
-
-    Raises ConfigurationError when there is no such name, module or function.
+def resolve(name: str) -> BatchAdvantage:
+    """The advantage named ``name``, or the user's own ``module:function`` (``rewards [G] -> advantages [G]``), as a
+    function of a whole batch. Raises ConfigurationError when there is no such name, module or function.
     """
+    over_batch = BATCH_ADVANTAGES.get(name)
+    if over_batch is not None:
+        return over_batch
     known = ADVANTAGES.get(name)
-    return known if known is not None else import_function(name, "algorithm.advantage", ADVANTAGES)
+    rule: Advantage = known or import_function(name, "algorithm.advantage", [*ADVANTAGES, *BATCH_ADVANTAGES])
+
+    def by_group(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
+        advantages_s = np.zeros(len(rewards_s))
+        for group in np.unique(groups_s):
+            members = groups_s == group
+            advantages_s[members] = advantages_of(rule, rewards_s[members].tolist())
+        return advantages_s
+
+    return by_group
 
 
 def advantages_of(function: Advantage, rewards: list[float]) -> list[float]:

@@ -13,11 +13,15 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 Method = Literal["balanced", "areal"]
 MicroBatch = list[int]
 Plan = list[list[MicroBatch]]
+Lengths = NDArray[np.int64]
 
-EVEN_ENOUGH = 1.01  # heaviest over mean load below which differencing can gain nothing worth its time
+REFINEMENTS = 1000  # most exchanges between two parts; each makes the heaviest lighter
 
 
 def pack(lengths: Sequence[int], budget: int, ranks: int = 1, method: Method = "balanced") -> Plan:
@@ -34,11 +38,11 @@ def pack(lengths: Sequence[int], budget: int, ranks: int = 1, method: Method = "
     everything = list(range(len(lengths)))
     if ranks == 1:
         return [_fewest_micro_batches(lengths, everything, budget)]
-    dealt = _deal(_areal_micro_batches(lengths, budget, ranks), ranks)
-    shares = min(
-        (_partition(lengths, everything, ranks), [[i for batch in rank for i in batch] for rank in dealt]),
-        key=lambda parts: _heaviest(lengths, parts),
-    )
+    shares = _partition(lengths, everything, ranks)
+    if _heaviest(lengths, shares) > _bound(lengths, everything, ranks):
+        dealt = _deal(_areal_micro_batches(lengths, budget, ranks), ranks)
+        joined = [[i for batch in rank for i in batch] for rank in dealt]
+        shares = min((shares, joined), key=lambda parts: _heaviest(lengths, parts))
     plan = [_fewest_micro_batches(lengths, share, budget) for share in shares]
     most = max(len(batches) for batches in plan)
     return [_widen(lengths, share, batches, most, budget) for share, batches in zip(shares, plan, strict=True)]
@@ -71,9 +75,12 @@ def _fewest_micro_batches(lengths: Sequence[int], sequences: list[int], budget: 
     """As few micro-batches as the heuristics find, evenly loaded; sequences over the budget stand alone."""
     alone = [[i] for i in sequences if lengths[i] > budget]
     shared = [i for i in sequences if lengths[i] <= budget]
+    fewest = -(-sum(lengths[i] for i in shared) // budget)
+    candidate = _partition_within(lengths, shared, fewest, budget)
+    if candidate is not None and _heaviest(lengths, candidate) <= _bound(lengths, shared, fewest):
+        return (alone + candidate) or [[]]  # nothing can be better
     areal = _areal_micro_batches([lengths[i] for i in shared], budget, 0)
     areal = [[shared[i] for i in batch] for batch in areal]
-    fewest = -(-sum(lengths[i] for i in shared) // budget)
     for parts in range(fewest, len(areal) + 1):
         candidate = _partition_within(lengths, shared, parts, budget)
         if candidate is not None:
@@ -112,13 +119,80 @@ def _partition_within(lengths: Sequence[int], sequences: list[int], parts: int, 
 
 
 def _partition(lengths: Sequence[int], sequences: list[int], parts: int) -> list[MicroBatch]:
-    """Split into ``parts`` of nearly equal load: longest first, or differencing where that is not even enough."""
-    greedy = _longest_first(lengths, sequences, parts)
-    mean = sum(lengths[i] for i in sequences) / parts
-    if parts < 2 or _heaviest(lengths, greedy) <= EVEN_ENOUGH * mean:
+    """Split into ``parts`` of nearly equal load: longest first, then exchanges; where that leaves more than the lower
+    bound, also differencing with exchanges, and the better of both."""
+    if parts < 2 or not sequences:
+        return _longest_first(lengths, sequences, parts)
+    bound = _bound(lengths, sequences, parts)
+    greedy = _exchanged(lengths, _longest_first(lengths, sequences, parts), bound)
+    if _heaviest(lengths, greedy) <= bound:
         return greedy
-    differenced = _largest_differencing(lengths, sequences, parts)
+    differenced = _exchanged(lengths, _largest_differencing(lengths, sequences, parts), bound)
     return min((differenced, greedy), key=lambda partition: _heaviest(lengths, partition))
+
+
+def _bound(lengths: Sequence[int], sequences: Sequence[int], parts: int) -> int:
+    """No split has a heaviest part lighter than this: the mean, rounded up, or the longest sequence."""
+    total = sum(lengths[i] for i in sequences)
+    return max(-(-total // max(1, parts)), max((lengths[i] for i in sequences), default=0))
+
+
+def _exchanged(lengths: Sequence[int], partition: list[MicroBatch], bound: int) -> list[MicroBatch]:
+    """Local search: while it helps, move a sequence from the heaviest part to another, or swap two, so that the heavier
+    of the two becomes as light as possible. Ends at ``bound``, which nothing can beat."""
+    members = [np.array(part, dtype=np.int64) for part in partition]
+    sizes = [np.array([lengths[i] for i in part], dtype=np.int64) for part in partition]
+    loads = np.array([size.sum() for size in sizes], dtype=np.int64)
+    for _ in range(REFINEMENTS):
+        heavy = int(loads.argmax())
+        exchange = _first_exchange(sizes, loads, heavy) if loads[heavy] > bound else None
+        if exchange is None:
+            break
+        light, give, take = exchange
+        moved = int(sizes[heavy][give]) - (int(sizes[light][take]) if take >= 0 else 0)
+        _exchange(members, heavy, light, give, take)
+        _exchange(sizes, heavy, light, give, take)
+        loads[heavy] -= moved
+        loads[light] += moved
+    return [sorted(part.tolist()) for part in members]
+
+
+def _first_exchange(sizes: list[Lengths], loads: Lengths, heavy: int) -> tuple[int, int, int] | None:
+    """(other part, position given, position taken or -1): with the lightest part that any exchange helps with."""
+    order: list[int] = np.argsort(loads, kind="stable").tolist()
+    for light in order:
+        gap = int(loads[heavy] - loads[light])
+        found = _best_exchange(sizes[heavy], sizes[light], gap) if light != heavy and gap > 1 else None
+        if found is not None:
+            return light, *found
+    return None
+
+
+def _best_exchange(heavy: Lengths, light: Lengths, gap: int) -> tuple[int, int] | None:
+    """(position in ``heavy``, position in ``light`` or -1 for a plain move) whose difference in tokens lies strictly
+    between 0 and ``gap``, as near to the half as there is: the heavier of the two loads after it is least."""
+    order = np.argsort(light, kind="stable")
+    partners = np.concatenate([[0], light[order]])  # 0: nothing comes back
+    wanted = heavy - gap / 2
+    right = np.searchsorted(partners, wanted).clip(1, len(partners) - 1) if len(partners) > 1 else np.zeros_like(heavy)
+    best, choice = float(gap), None
+    for column in (right, np.maximum(right - 1, 0)):
+        difference = heavy - partners[column]
+        heavier = np.where((difference > 0) & (difference < gap), np.maximum(gap - difference, difference), gap)
+        at = int(heavier.argmin()) if len(heavier) else 0
+        if len(heavier) and heavier[at] < best:
+            best = float(heavier[at])
+            choice = (at, int(order[column[at] - 1]) if column[at] else -1)
+    return choice
+
+
+def _exchange(parts: list[Lengths], heavy: int, light: int, give: int, take: int) -> None:
+    given = parts[heavy][give]
+    if take >= 0:
+        parts[heavy][give], parts[light][take] = parts[light][take], given
+    else:
+        parts[heavy] = np.delete(parts[heavy], give)
+        parts[light] = np.append(parts[light], given)
 
 
 def _longest_first(lengths: Sequence[int], sequences: list[int], parts: int) -> list[MicroBatch]:

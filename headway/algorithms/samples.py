@@ -104,6 +104,11 @@ def build_arrays(batch: TrainBatch) -> SampleArrays:
     )
 
 
+def sample_of_token(arrays: SampleArrays) -> IntArray:
+    """[N] index of each token's sample."""
+    return np.repeat(np.arange(arrays.samples), arrays.lengths_s)
+
+
 def gather_tokens(arrays: SampleArrays, samples: Sequence[int] | IntArray) -> IntArray:
     """[M] indices into the flat batch of all tokens of ``samples``, sample after sample."""
     chosen = np.asarray(samples, dtype=np.int64)

@@ -109,6 +109,8 @@ def _valid(annotation: Any, metadata: list[Any]) -> str:
         return " | ".join(f"`{value}`" for value in arguments)
     if origin in (Union, types.UnionType):
         return _valid(next(a for a in arguments if a is not type(None)), metadata)
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return f"[{', '.join(_valid(argument, []) for argument in arguments)}]"
     if origin is tuple:
         return f"list of {_valid(arguments[0], [])}"
     if origin is dict:

@@ -9,13 +9,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from headway.config.presets import apply_preset
+
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]  # lowest and highest that pass
 
 # Names that need no import; a user's own is module:function.
-ADVANTAGES = ("group_mean", "group_mean_std", "leave_one_out")
-LOSSES = ("decoupled_ppo", "ppo_clip")
+ADVANTAGES = ("group_mean", "group_mean_std", "leave_one_out", "batch_mean_std", "group_mean_batch_std")
+LOSSES = ("ppo_clip", "decoupled_ppo", "gspo", "cispo", "dppo", "reinforce")
+
+Preset = Literal["grpo", "dr_grpo", "dapo", "reinforce++", "reinforce++-baseline", "rloo", "gspo", "cispo", "areal"]
 
 
 class Section(BaseModel):
@@ -34,6 +39,7 @@ class Run(Section):
 class Model(Section):
     path: str  # folder with config.json, *.safetensors and the tokenizer (Hugging Face layout)
     template: Literal["raw", "chat"] = "raw"  # how a task's prompt becomes tokens
+    reference: str = ""  # folder of the model a KL penalty holds on to; default: path
 
 
 class TaskSource(Section):
@@ -77,7 +83,7 @@ class Verifier(Section):
 
 
 class Rollout(Section):
-    group_size: Positive = 8  # attempts at one task; advantages compare them, so `check` wants at least 2
+    group_size: Positive = 8  # attempts at one task; advantages compare them: 1 only with batch_mean_std
     max_prompt_tokens: Positive = 512  # longer prompts are refused by `check`, and fail their group
     max_response_tokens: Positive = 256  # a longer response is cut, and counted as truncated
     temperature: Annotated[float, Field(gt=0)] = 1.0  # of sampling; the trainer divides by the same
@@ -103,7 +109,7 @@ class Queue(Section):
 
     groups_per_step: Positive = 8  # groups of one batch
     budget: NonNegative = 4  # eta: largest trajectory staleness trained on; 0 is synchronous
-    overdue: Literal["wait", "drop"] = "wait"  # what a batch does about groups at the budget's edge: docs/async.md
+    overdue: Literal["wait", "drop", "mask"] = "wait"  # of groups at the budget's edge: docs/async.md
     max_concurrent_rollouts: Positive | None = None  # default: all slots, plus queue_ahead_groups x group_size
     max_resumes: NonNegative = 2  # a rollout parked so often runs uninterrupted from then on
     filter_zero_variance: bool = True  # groups whose rewards are all equal end as filtered: they teach nothing
@@ -112,15 +118,26 @@ class Queue(Section):
 
 
 class Algorithm(Section):
-    advantage: str = "group_mean_std"  # group_mean | group_mean_std | leave_one_out | module:function
-    loss: str = "decoupled_ppo"  # ppo_clip | decoupled_ppo | module:function
+    preset: Preset | None = None  # a published method: fills in keys that aren't given (config/presets.py)
+    advantage: str = "group_mean_std"  # in a group or _batch: algorithms/advantages.py, or your own module:function
+    loss: str = "decoupled_ppo"  # trainer/losses.py, or your own module:function
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # the ratio is clipped to 1 - clip_low ...
     clip_high: Annotated[float, Field(gt=0)] = 0.28  # ... 1 + clip_high
     dual_clip: Annotated[float, Field(gt=1)] | None = None  # bound of the ratio where the advantage is negative
     behaviour_weight_cap: Annotated[float, Field(gt=0)] = 2.0  # truncated importance weight (TIS); 1e9: never truncated
-    aggregation: Literal["token_mean", "fixed"] = "token_mean"  # over the loss tokens, or a constant (Dr. GRPO)
+    aggregation: Literal["token_mean", "fixed", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean"  # of losses
     fixed_denominator_tokens: Positive | None = None  # 'fixed': default samples x max_response_tokens
     proximal: Literal["auto", "recompute", "current"] = "auto"  # auto: current when one optimiser step per batch
+    token_mask: Bounds | None = None  # tokens whose weight pi_prox / pi_behav is outside carry no loss (IcePop: 0.5, 5)
+    sequence_mask: Bounds | None = None  # samples whose geometric mean weight is outside carry no loss
+    second_moment_limit: Annotated[float, Field(gt=0)] | None = None  # M2PO: mean squared log weight kept (paper: 0.04)
+    divergence_limit: Annotated[float, Field(gt=0, lt=1)] = 0.15  # dppo: a token may differ by so much in probability
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the KL penalty against model.reference; 0: none
+    kl_estimator: Literal["k1", "k2", "k3", "k1_unbiased", "k3_unbiased"] = "k3"  # trainer/kl.py
+    kl_in: Literal["loss", "reward"] = "loss"  # where the penalty is put; in the reward: k1 of each token, to go
+    overlong: Literal["score", "mask", "penalty"] = "score"  # a response cut at its limit: as it is, unlearnt, costlier
+    overlong_buffer_tokens: Positive | None = None  # penalty: over these last tokens it rises; default: a fifth of all
+    overlong_penalty: Annotated[float, Field(gt=0)] = 1.0  # penalty: reward taken from a response at the limit
     allow_truncated_sampling: bool = False  # train on top_p / top_k samples, whose bias is not corrected
 
     @field_validator("advantage", "loss")
@@ -129,6 +146,13 @@ class Algorithm(Section):
         known = ADVANTAGES if info.field_name == "advantage" else LOSSES
         if value not in known and ":" not in value:
             raise ValueError(f"valid: {', '.join(known)} or module:function")
+        return value
+
+    @field_validator("token_mask", "sequence_mask")
+    @classmethod
+    def _ordered(cls, value: Bounds | None) -> Bounds | None:
+        if value is not None and value[0] >= value[1]:
+            raise ValueError("nothing passes: valid: [lowest, highest], the first below the second")
         return value
 
 
@@ -212,8 +236,30 @@ class Experiment(Section):
     ledger: Ledger = Ledger()
     sft: Sft = Sft()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _filled_by_preset(cls, raw: Any) -> Any:
+        return apply_preset(raw)
+
     @model_validator(mode="after")
     def _consistent(self) -> Experiment:
+        algorithm = self.algorithm
+        buffer, longest = algorithm.overlong_buffer_tokens, self.rollout.max_response_tokens
+        if buffer is not None and buffer > longest:
+            raise ValueError(
+                f"algorithm.overlong_buffer_tokens = {buffer} is longer than a response, rollout.max_response_tokens = "
+                f"{longest}: short ones would be penalised as well"
+            )
+        if algorithm.kl_coefficient > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+            raise ValueError(
+                "algorithm.kl_estimator = 'k1' has no gradient in expectation when algorithm.kl_in = 'loss': valid: "
+                "k2, k3, k1_unbiased, k3_unbiased, or kl_in = 'reward'"
+            )
+        if algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1" and algorithm.kl_coefficient > 0:
+            raise ValueError(
+                f"algorithm.kl_in = 'reward' takes kl_estimator = 'k1', the log-ratio of each token, not "
+                f"{algorithm.kl_estimator!r}"
+            )
         if self.queue.budget < self.weights.steps_per_publish - 1:
             raise ValueError(
                 f"queue.budget = {self.queue.budget} deadlocks with weights.steps_per_publish = "

@@ -23,7 +23,7 @@ import msgspec
 from headway.records.errors import BudgetExceeded
 
 OpenState = Literal["running", "parked", "finished"]
-OverduePolicy = Literal["wait", "drop"]
+OverduePolicy = Literal["wait", "drop", "mask"]
 
 
 class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +32,7 @@ class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
     index: int  # admission index
     first_version: int  # of its oldest first token; a lower bound while a member has none (never decreases)
     state: OpenState
+    last_version: int | None = None  # of its newest token; known of finished groups
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,13 +83,16 @@ def select_batch(
     A batch has exactly ``groups_per_step`` finished groups, the oldest first (by first version, then index).
     ``wait``: no group is ever overdue; the batch waits for unfinished groups as long as the feasibility test
     says so. ``drop``: the batch never waits for an old group; groups that can no longer be trained in time
-    are listed as overdue (also when there is no batch yet).
+    are listed as overdue (also when there is no batch yet). ``mask``: the budget binds tokens, so no group is due; one
+    whose every token is over the budget has nothing left to train and is overdue.
 
     Raises BudgetExceeded under ``wait`` when finished groups alone can't meet their deadlines: the groups were
     not admitted under rule 1.
     """
     if policy == "drop":
         return _select_dropping(step, candidates, groups_per_step, budget)
+    if policy == "mask":
+        return _select_masking(step, candidates, groups_per_step, budget)
     return _select_waiting(step, candidates, groups_per_step, budget)
 
 
@@ -100,8 +104,9 @@ def _unfinished(groups: Iterable[OpenGroup]) -> tuple[int, ...]:
     return tuple(sorted(g.index for g in groups if g.state != "finished"))
 
 
-def _batch(step: int, chosen: Sequence[OpenGroup], budget: int) -> tuple[int, ...]:
-    check_budget(step, ((g.index, g.first_version) for g in chosen), budget)
+def _batch(step: int, chosen: Sequence[OpenGroup], budget: int | None) -> tuple[int, ...]:
+    if budget is not None:
+        check_budget(step, ((g.index, g.first_version) for g in chosen), budget)
     return tuple(sorted(g.index for g in chosen))
 
 
@@ -146,9 +151,10 @@ def _selection(
     chosen: Sequence[OpenGroup],
     usable: Sequence[OpenGroup],
     groups_per_step: int,
-    budget: int,
+    budget: int | None,
     overdue: Sequence[OpenGroup],
 ) -> Selection:
+    """``budget``: what the first tokens of the batch are checked against; None: nothing."""
     ended = tuple(sorted(g.index for g in overdue))
     if len(chosen) < groups_per_step:
         return Selection(
@@ -178,3 +184,12 @@ def _select_dropping(step: int, candidates: Sequence[OpenGroup], groups_per_step
         else:
             kept += 1
     return _selection(step, chosen, usable, groups_per_step, budget, overdue)
+
+
+def _select_masking(step: int, candidates: Sequence[OpenGroup], groups_per_step: int, budget: int) -> Selection:
+    by_age = sorted(candidates, key=_age)
+    overdue = [g for g in by_age if g.last_version is not None and g.last_version + budget < step]
+    ended = {g.index for g in overdue}
+    usable = [g for g in by_age if g.index not in ended]
+    chosen = [g for g in usable if g.state == "finished"][:groups_per_step]
+    return _selection(step, chosen, usable, groups_per_step, None, overdue)

@@ -60,7 +60,7 @@ def check(experiment: Experiment, *, resume: bool = False, smoke_test: bool = Tr
     """
     inputs = _Inputs(experiment, resume)
     findings: list[Finding] = []
-    for one in (_model, _tokenizer, _tasks, _prompts, _sizes, _functions, _devices, _space, _run_directory):
+    for one in (_model, _reference, _tokenizer, _tasks, _prompts, _sizes, _functions, _devices, _space, _run_directory):
         findings += _guarded(one, inputs)
     if smoke_test and inputs.tasks:
         findings += _guarded(_verifier, inputs)
@@ -108,6 +108,26 @@ def _model(inputs: _Inputs) -> Iterator[Finding]:
             "rollout.max_response_tokens",
             f"max_prompt_tokens + max_response_tokens = {longest} is beyond the model's context of "
             f"{inputs.model.max_positions} tokens",
+        )
+
+
+def _reference(inputs: _Inputs) -> Iterator[Finding]:
+    folder, algorithm = inputs.experiment.model.reference, inputs.experiment.algorithm
+    if not folder:
+        return  # the model itself
+    if algorithm.kl_coefficient == 0:
+        yield _warning("model.reference", "has no effect without algorithm.kl_coefficient")
+        return
+    try:
+        reference = DecoderConfig.from_pretrained(Path(folder))
+    except ConfigurationError as error:
+        yield _error("model.reference", str(error))
+        return
+    if inputs.model is not None and reference.vocabulary_size != inputs.model.vocabulary_size:
+        yield _error(
+            "model.reference",
+            f"{folder} has a vocabulary of {reference.vocabulary_size}, the model one of "
+            f"{inputs.model.vocabulary_size}: they must be equal",
         )
 
 
@@ -263,10 +283,11 @@ def _deadlocks(experiment: Experiment) -> Iterator[Finding]:
             "generator.kv_capacity_tokens",
             f"{kv} can't hold one rollout of {experiment.max_sequence_tokens} tokens: it would wait for ever",
         )
-    if experiment.rollout.group_size < 2:
+    if experiment.rollout.group_size < 2 and experiment.algorithm.advantage != "batch_mean_std":
         yield _error(
             "rollout.group_size",
-            "1: advantages compare the members of a group, so all would be 0 and nothing be learnt; valid: 2 or more",
+            "1: advantages compare the members of a group, so all would be 0 and nothing be learnt; valid: 2 or more, "
+            "or algorithm.advantage = 'batch_mean_std'",
         )
     if queue.budget < experiment.weights.steps_per_publish - 1:
         yield _error(

@@ -43,6 +43,8 @@ class Meter:
     def __init__(self, experiment: Experiment, clock: Clock, peak_flops_per_s: float = 0.0) -> None:
         self._experiment = experiment
         self._clock = clock
+        queue = experiment.queue
+        self._token_budget = queue.budget if queue.overdue == "mask" else None
         self.peak_flops_per_s = peak_flops_per_s
         self.length_bias = LengthBias(experiment.queue.groups_per_step)
         self.applied_version = 0
@@ -138,8 +140,8 @@ class Meter:
             mfu_compute=_mfu(report, self.peak_flops_per_s),
             peak_flops_per_s=self.peak_flops_per_s,
             metrics=report.metrics,
-            trajectory_staleness=trajectory_staleness(trained, report.step),
-            token_staleness=token_staleness(trained, report.step),
+            trajectory_staleness=trajectory_staleness(trained, report.step, self._token_budget),
+            token_staleness=token_staleness(trained, report.step, self._token_budget),
             **_learning_fields(interval.finished),
             **_length_fields([r for group in interval.finished for r in group.valid]),
         )
@@ -214,13 +216,25 @@ def _length_fields(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
-def trajectory_staleness(groups: Sequence[FinishedGroup], step: int) -> Distribution:
-    """Staleness of every trained rollout's first token at ``step``."""
-    return distribution((step - r.first_version, 1) for group in groups for r in group.valid)
-
-
-def token_staleness(groups: Sequence[FinishedGroup], step: int) -> Distribution:
-    """Staleness of every trained token at ``step``."""
+def trajectory_staleness(groups: Sequence[FinishedGroup], step: int, token_budget: int | None = None) -> Distribution:
+    """Staleness at ``step`` of every trained rollout's first token that carries loss: tokens staler than
+    ``token_budget`` are masked."""
     return distribution(
-        (step - span.version, span.tokens) for group in groups for rollout in group.valid for span in rollout.versions
+        (max(ages), 1)
+        for group in groups
+        for rollout in group.valid
+        if (ages := [age for age, _ in _ages(rollout, step, token_budget)])
     )
+
+
+def token_staleness(groups: Sequence[FinishedGroup], step: int, token_budget: int | None = None) -> Distribution:
+    """Staleness of every trained token at ``step``, masked ones left out."""
+    return distribution(
+        age for group in groups for rollout in group.valid for age in _ages(rollout, step, token_budget)
+    )
+
+
+def _ages(rollout: Rollout, step: int, token_budget: int | None) -> list[tuple[int, int]]:
+    """(staleness, tokens) of each span of versions."""
+    ages = [(step - span.version, span.tokens) for span in rollout.versions]
+    return ages if token_budget is None else [(age, tokens) for age, tokens in ages if age <= token_budget]

@@ -60,9 +60,7 @@ async def restore_trainer(run: RunContext, until: int) -> int:
     for logged in run.buffer.batches_since(version):
         if version >= until:
             break
-        report = await run.trainer.train_step(
-            build_batch(logged.step, logged.groups, run.experiment.algorithm.advantage)
-        )
+        report = await run.trainer.train_step(build_batch(logged.step, logged.groups, run.experiment))
         if report.skipped:
             raise CheckpointCorrupt(f"step {logged.step} trained before but is skipped in the replay: {report.reason}")
         version = report.version

@@ -104,7 +104,12 @@ class RunState:
             for index, entry in self.running.items()
         ]
         finished = [
-            OpenGroup(index=index, first_version=entry.first_version, state="finished")
+            OpenGroup(
+                index=index,
+                first_version=entry.first_version,
+                state="finished",
+                last_version=max((r.last_version for r in entry.valid), default=entry.first_version),
+            )
             for index, entry in self.finished.items()
         ]
         return running + finished

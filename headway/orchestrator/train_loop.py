@@ -115,7 +115,7 @@ class Train:
         indices = tuple(group.group.index for group in groups)
         if not committed:  # membership and order are durable before the step runs (rule 8)
             run.buffer.commit_batch(Batch(step=step, groups=indices))
-        batch = build_batch(step, groups, run.experiment.algorithm.advantage)
+        batch = build_batch(step, groups, run.experiment)
         report = await surviving(run, lambda: run.trainer.train_step(batch), step)
         run.buffer.complete_step(step, "skipped" if report.skipped else "trained", report.reason)
         ending = "discarded" if report.skipped else "trained"

@@ -401,6 +401,18 @@ PLOTS: tuple[Plot, ...] = (
         "Difference of the two log-probabilities of the same tokens: staleness and numerics together.",
         metric_plot(("k3", TRAINER, "mismatch_k3"), ("max", ALARM, "mismatch_max"), log=True),
     ),
+    Plot(
+        "Optimiser",
+        "Masked tokens",
+        "Share of the loss tokens that staleness or importance masks take.",
+        metric_plot(("masked", ALARM, "masked_share")),
+    ),
+    Plot(
+        "Optimiser",
+        "Distance from the reference",
+        "KL per token from the reference model, nats.",
+        metric_plot(("KL", THIRD, "kl_reference")),
+    ),
     Plot("Optimiser", "Learning rate", "As applied.", metric_plot(("learning rate", TRAINER, "learning_rate"))),
     Plot(
         "Machine",

@@ -19,6 +19,7 @@ from headway.algorithms.samples import MicroBatchArrays, SampleArrays
 from headway.models.decoder import Decoder
 from headway.models.loading import copy_weights, load_model, weights_of
 from headway.models.peak import measure_peak_flops
+from headway.records.errors import ConfigurationError
 from headway.trainer.ranks import Ranks
 
 # Logits of one chunk: 2^25 float32 values are 128 MiB. More are computed chunk by chunk and again in the backward.
@@ -61,6 +62,7 @@ class Learner:
         ranks: Ranks,
     ) -> None:
         self.model: Decoder = load_model(model_path, torch.float32, device)
+        self.reference: Decoder | None = None
         self.device = device
         self.ranks = ranks
         self.settings = settings
@@ -78,18 +80,34 @@ class Learner:
             fused=True,
         )
 
-    def logprobs(self, batch: MicroBatchArrays, arrays: SampleArrays, temperature: float) -> tuple[Tensor, Tensor]:
-        """log-softmax(z/T) of the tokens that carry loss [M] (with gradient) and the entropies [M] (without)."""
+    def load_reference(self, model_path: str | Path) -> None:
+        """The frozen model of a KL penalty, in the forward pass's dtype. Raises ConfigurationError when its vocabulary
+        is another one."""
+        reference = load_model(model_path, self.dtype, self.device)
+        mine, its = self.model.config.vocabulary_size, reference.config.vocabulary_size
+        if mine != its:
+            raise ConfigurationError(
+                f"model.reference = {str(model_path)!r} has a vocabulary of {its}, the model one of {mine}: "
+                "they must be equal"
+            )
+        self.reference = reference.requires_grad_(False)
+
+    def logprobs(
+        self, batch: MicroBatchArrays, arrays: SampleArrays, temperature: float, model: Decoder | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """log-softmax(z/T) of the tokens that carry loss [M] (with gradient) and the entropies [M] (without), by
+        ``model`` (default: the one under training)."""
+        chosen = model or self.model
         input_ids_n = self._tensor(batch.input_ids)
         predictors_m = self._tensor(batch.predictors_m)
         targets_m = self._tensor(arrays.token_ids_n[batch.targets_m])
         with self._precision():
-            hidden_nd = self.model.forward_packed(input_ids_n, batch.input_lengths)
-            return token_logprobs(self.model, hidden_nd.index_select(0, predictors_m), targets_m, temperature)
+            hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths)
+            return token_logprobs(chosen, hidden_nd.index_select(0, predictors_m), targets_m, temperature)
 
-    def flops(self, batch: MicroBatchArrays) -> float:
-        """Model FLOP of one forward pass over the micro-batch."""
-        return self.model.flops(batch.input_lengths, len(batch.targets_m))
+    def flops(self, batch: MicroBatchArrays, model: Decoder | None = None) -> float:
+        """Model FLOP of one forward pass over the micro-batch by ``model`` (default: the one under training)."""
+        return (model or self.model).flops(batch.input_lengths, len(batch.targets_m))
 
     def update(self, learning_rate: float, loss: float) -> Update:
         """Sum the gradients over the ranks, clip, step, clear them. ``loss``: this optimiser step's, of this rank.

@@ -1,9 +1,9 @@
 """Policy losses: pure functions from per-token terms to a per-token loss.
 
 A user's own loss is named ``module:function`` and has the signature of `Loss`: it takes `TokenTerms` and
-`LossSettings` and returns a `TokenLoss`. It must be elementwise: the trainer sums what it returns over all tokens
-of the batch and divides by a denominator fixed beforehand (`denominator`), so that any packing or number of ranks
-gives the same gradient.
+`LossSettings` and returns a `TokenLoss`, one value per token. It may combine tokens of one sample (a sample is never
+split), never of several: the trainer sums what it returns over all tokens of the batch, weighted and divided as
+`algorithms/aggregation.py` fixed beforehand, so that any packing or number of ranks gives the same gradient.
 
 Legend: suffix ``_m`` is one value per token that carries loss; all tensors are float32 (float64 in tests), in nats.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +30,20 @@ class TokenTerms:
     proximal_m: Tensor  # log pi_prox, the weights at the start of the step (or detached logprobs_m)
     behaviour_m: Tensor  # log pi_behav, stored at sampling
     advantages_m: Tensor
+    sequence_m: Tensor | None = None  # [M] int64, ascending: the token's sample in this micro-batch; None: all of one
+    keep_m: Tensor | None = None  # [M] bool: not masked for staleness or its importance weight; None: all kept
+
+    def sequence_mean(self, values_m: Tensor) -> Tensor:
+        """[M] mean of ``values_m`` over the kept tokens of each token's sample; 0 where none is kept."""
+        keep_m = torch.ones_like(values_m) if self.keep_m is None else self.keep_m.to(values_m.dtype)
+        if not len(values_m):
+            return values_m
+        if self.sequence_m is None:
+            return ((values_m * keep_m).sum() / keep_m.sum().clamp(min=1.0)).expand_as(values_m)
+        zeros_s = values_m.new_zeros(int(self.sequence_m[-1]) + 1)
+        total_s = zeros_s.index_add(0, self.sequence_m, values_m * keep_m)
+        count_s = zeros_s.index_add(0, self.sequence_m, keep_m)
+        return (total_s / count_s.clamp(min=1.0))[self.sequence_m]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +54,7 @@ class LossSettings:
     clip_high: float = 0.28
     dual_clip: float | None = None  # bound c > 1 of the ratio where the advantage is negative
     behaviour_weight_cap: float | None = 2.0  # largest importance weight (TIS); None: not truncated
+    divergence_limit: float = 0.15  # dppo: largest |pi_theta - pi_behav| of a token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +116,55 @@ def decoupled_ppo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
     return TokenLoss(loss_m=weight_m * surrogate.loss_m, clipped_m=surrogate.clipped_m)
 
 
-LOSSES: dict[str, Loss] = {"ppo_clip": ppo_clip, "decoupled_ppo": decoupled_ppo}
+def gspo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
+    """GSPO (2025, Eq. 5): PPO-clip with the sequence's ratio, the geometric mean of its tokens' pi_theta / pi_behav.
+
+    With seq_mean_token_mean this is the paper's objective; masked tokens are left out of the mean.
+    """
+    log_ratio_m = (terms.logprobs_m - terms.behaviour_m).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return clipped_surrogate(torch.exp(terms.sequence_mean(log_ratio_m)), terms.advantages_m, settings)
+
+
+def reinforce(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
+    """Policy gradient with truncated importance sampling: ``-min(u, cap) A log pi_theta``, u = pi_theta / pi_behav
+    a constant (IMPALA's rho, 2018; TIS, 2025). No token's gradient is removed."""
+    return _weighted_gradient(terms, settings.behaviour_weight_cap)
+
+
+def cispo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
+    """CISPO (MiniMax-M1, 2025, Eq. 4): the policy gradient weighted by u clipped to at most 1 + clip_high, a constant;
+    like the paper, without a lower bound. No token's gradient is removed."""
+    return _weighted_gradient(terms, 1.0 + settings.clip_high)
+
+
+def _weighted_gradient(terms: TokenTerms, cap: float | None) -> TokenLoss:
+    weight_m = ratio(terms.logprobs_m, terms.behaviour_m).detach()
+    if cap is not None:
+        weight_m = weight_m.clamp(max=cap)
+    loss_m = -weight_m * terms.advantages_m * terms.logprobs_m
+    return TokenLoss(loss_m=loss_m, clipped_m=torch.zeros_like(loss_m, dtype=torch.bool))
+
+
+def dppo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
+    """DPPO, Binary-TV (2026, arXiv:2602.04879): `reinforce` (the paper doesn't truncate u) without tokens that move
+    further away although |pi_theta - pi_behav| already exceeds ``divergence_limit``: u > 1 with a positive advantage,
+    u < 1 with a negative one. Unlike a bound of the ratio this lets rare tokens grow and holds likely ones."""
+    ratio_m = ratio(terms.logprobs_m, terms.behaviour_m).detach()
+    divergence_m = (terms.logprobs_m.detach().exp() - terms.behaviour_m.exp()).abs()
+    away_m = ((ratio_m > 1) & (terms.advantages_m > 0)) | ((ratio_m < 1) & (terms.advantages_m < 0))
+    removed_m = away_m & (divergence_m > settings.divergence_limit)
+    free = _weighted_gradient(terms, settings.behaviour_weight_cap)
+    return TokenLoss(loss_m=torch.where(removed_m, 0.0, free.loss_m), clipped_m=removed_m)
+
+
+LOSSES: dict[str, Loss] = {
+    "ppo_clip": ppo_clip,
+    "decoupled_ppo": decoupled_ppo,
+    "gspo": gspo,
+    "reinforce": reinforce,
+    "cispo": cispo,
+    "dppo": dppo,
+}
 
 
 def resolve(name: str) -> Loss:
@@ -122,25 +184,3 @@ def require_elementwise(name: str, result: object, tokens: torch.Size) -> None:
             f"algorithm.loss = {name!r} returned loss_m of shape {list(result.loss_m.shape)} and clipped_m of shape "
             f"{list(result.clipped_m.shape)} for {list(tokens)} tokens: one value per token is needed"
         )
-
-
-def denominator(
-    aggregation: Literal["token_mean", "fixed"],
-    *,
-    loss_tokens: int,
-    samples: int,
-    max_response_tokens: int,
-    fixed_tokens: int | None = None,
-    share: float = 1.0,
-) -> float:
-    """What the summed token losses of one optimiser step are divided by; at least 1.
-
-    ``token_mean``: its loss-mask tokens, counted before any other mask (DESIGN rule 10). ``fixed``: a constant
-    that doesn't depend on the lengths sampled (Dr. GRPO, 2025): ``fixed_tokens`` for the whole batch, of which
-    this optimiser step has ``share``; by default samples x max_response_tokens.
-    """
-    if aggregation == "token_mean":
-        return float(max(1, loss_tokens))
-    if fixed_tokens is not None:
-        return max(1.0, fixed_tokens * share)
-    return float(max(1, samples * max_response_tokens))

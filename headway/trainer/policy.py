@@ -12,18 +12,34 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from headway.algorithms.aggregation import weighting
+from headway.algorithms.importance import second_moment_mask, sequence_mask, token_mask
 from headway.algorithms.packing import pack
+from headway.algorithms.rewards import reward_to_go
 from headway.algorithms.samples import (
     IntArray,
     MicroBatchArrays,
     SampleArrays,
     input_lengths,
+    sample_of_token,
     slice_micro_batch,
     split_by_group,
 )
 from headway.config.schema import Algorithm, Experiment, Trainer
+from headway.models.decoder import Decoder
+from headway.trainer.kl import kl_estimate
 from headway.trainer.learner import Learner, Update
-from headway.trainer.losses import LossSettings, TokenTerms, denominator, require_elementwise, resolve
+from headway.trainer.losses import LOSSES, MAX_LOG_RATIO, LossSettings, TokenTerms, require_elementwise, resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What is fixed about a batch before its first gradient, token by token."""
+
+    advantages_n: np.ndarray  # with a KL penalty inside the reward: less its reward to go
+    keep_n: np.ndarray  # bool: not masked for staleness or importance
+    start_n: np.ndarray | None = None  # log-probabilities of the weights at the start of the step, where needed
+    reference_n: np.ndarray | None = None  # of the reference model, where there is a KL penalty
 
 
 @dataclass(kw_only=True)
@@ -40,6 +56,7 @@ class Progress:
     micro_batches: int = 0
     flops: float = 0.0
     updates: list[Update] = field(default_factory=list)
+    prepared: Prepared | None = None
 
     @classmethod
     def over(cls, tokens: int) -> Progress:
@@ -56,59 +73,119 @@ class PolicyGradient:
         self.trainer: Trainer = experiment.trainer
         self.temperature = experiment.rollout.temperature
         self.max_response_tokens = experiment.rollout.max_response_tokens
+        self.token_budget = experiment.queue.budget if experiment.queue.overdue == "mask" else None
         self.loss = resolve(experiment.algorithm.loss)
         self.settings = LossSettings(
             clip_low=self.algorithm.clip_low,
             clip_high=self.algorithm.clip_high,
             dual_clip=self.algorithm.dual_clip,
             behaviour_weight_cap=self.algorithm.behaviour_weight_cap,
+            divergence_limit=self.algorithm.divergence_limit,
         )
 
     @property
     def recomputes_proximal(self) -> bool:
-        """Whether proximal log-probabilities take a forward pass of their own (naive PPO never uses them)."""
+        """Whether the loss wants the log-probabilities at the start of the step from a forward pass of their own
+        (only the decoupled objective, or a user's, uses them; with one optimiser step they are the current ones)."""
         if self.algorithm.proximal == "auto":
-            return self.trainer.optimizer_steps_per_batch > 1 and self.algorithm.loss != "ppo_clip"
+            uses_them = self.algorithm.loss not in LOSSES or self.algorithm.loss == "decoupled_ppo"
+            return self.trainer.optimizer_steps_per_batch > 1 and uses_them
         return self.algorithm.proximal == "recompute"
 
-    def run(self, arrays: SampleArrays, learning_rate: float) -> Progress:
-        """Train on the batch: one update per minibatch, minibatches in admission order."""
+    @property
+    def _masks_by_importance(self) -> bool:
+        algorithm = self.algorithm
+        limits = (algorithm.token_mask, algorithm.sequence_mask, algorithm.second_moment_limit)
+        return any(limit is not None for limit in limits)
+
+    def run(self, arrays: SampleArrays, learning_rate: float, step: int = 0) -> Progress:
+        """Train on the batch of ``step``: one update per minibatch, minibatches in admission order."""
         progress = Progress.over(arrays.tokens)
-        proximal_n = self._recompute_proximal(arrays, progress) if self.recomputes_proximal else None
+        progress.prepared = prepared = self.prepare(arrays, step, progress)
         for minibatch in split_by_group(arrays, self.trainer.optimizer_steps_per_batch):
-            loss = self._accumulate(arrays, minibatch, proximal_n, progress)
+            loss = self._accumulate(arrays, minibatch, prepared, progress)
             progress.updates.append(self.learner.update(learning_rate, loss))
             progress.loss += loss
         return progress
 
-    def accumulate_gradients(self, arrays: SampleArrays) -> Progress:
+    def accumulate_gradients(self, arrays: SampleArrays, step: int = 0) -> Progress:
         """Add the gradients of the whole batch as one minibatch to the parameters, without an update."""
         progress = Progress.over(arrays.tokens)
-        progress.loss = self._accumulate(arrays, np.arange(arrays.samples), None, progress)
+        progress.prepared = prepared = self.prepare(arrays, step, progress)
+        progress.loss = self._accumulate(arrays, np.arange(arrays.samples), prepared, progress)
         return progress
 
-    def _accumulate(
-        self, arrays: SampleArrays, minibatch: IntArray, proximal_n: np.ndarray | None, progress: Progress
-    ) -> float:
+    def prepare(self, arrays: SampleArrays, step: int, progress: Progress) -> Prepared:
+        """Forward passes without gradient where something needs them, then the KL inside the reward and the masks."""
+        algorithm = self.algorithm
+        kl_in_reward = algorithm.kl_coefficient > 0 and algorithm.kl_in == "reward"
+        start_n = reference_n = None
+        if self.recomputes_proximal or self._masks_by_importance or kl_in_reward:
+            start_n = self._logprobs_of_batch(arrays, self.learner.model, progress)
+        if algorithm.kl_coefficient > 0:
+            reference = self.learner.reference
+            assert reference is not None, "the service loads it with the model"
+            reference_n = self._logprobs_of_batch(arrays, reference, progress)
+        advantages_n = arrays.advantages_n
+        if kl_in_reward:
+            assert start_n is not None
+            assert reference_n is not None
+            at = np.flatnonzero(arrays.loss_mask_n)
+            to_go_m = reward_to_go((start_n - reference_n)[at].astype(np.float64), sample_of_token(arrays)[at])
+            advantages_n = advantages_n.copy()
+            advantages_n[at] -= (algorithm.kl_coefficient * to_go_m).astype(np.float32)
+        keep_n = np.ones(arrays.tokens, np.bool_)
+        if self.token_budget is not None:
+            keep_n &= step - arrays.versions_n <= self.token_budget
+        if start_n is not None and self._masks_by_importance:
+            self._mask_by_importance(arrays, start_n, advantages_n, keep_n)
+        return Prepared(advantages_n=advantages_n, keep_n=keep_n, start_n=start_n, reference_n=reference_n)
+
+    def _mask_by_importance(
+        self, arrays: SampleArrays, start_n: np.ndarray, advantages_n: np.ndarray, keep_n: np.ndarray
+    ) -> None:
+        """Clear ``keep_n`` where an importance mask says so; each mask sees what the ones before it have kept."""
+        algorithm = self.algorithm
+        log_weight_n = (start_n - arrays.behaviour_logprobs_n).astype(np.float64)
+        if algorithm.token_mask is not None:
+            at = np.flatnonzero(arrays.loss_mask_n & keep_n)
+            keep_n[at] = token_mask(log_weight_n[at], algorithm.token_mask)
+        if algorithm.sequence_mask is not None:
+            at = np.flatnonzero(arrays.loss_mask_n & keep_n)
+            keep_n[at] = sequence_mask(log_weight_n[at], sample_of_token(arrays)[at], algorithm.sequence_mask)
+        if algorithm.second_moment_limit is not None:
+            at = np.flatnonzero(arrays.loss_mask_n & keep_n)
+            advantages_m = advantages_n[at].astype(np.float64)
+            keep_n[at] = second_moment_mask(log_weight_n[at], advantages_m, algorithm.second_moment_limit)
+
+    def _accumulate(self, arrays: SampleArrays, minibatch: IntArray, prepared: Prepared, progress: Progress) -> float:
         """Backward over one minibatch; returns its loss (this rank's part of the sum)."""
-        divisor = self._denominator(arrays, minibatch)
+        weights = weighting(
+            self.algorithm.aggregation,
+            arrays,
+            minibatch,
+            max_response_tokens=self.max_response_tokens,
+            fixed_tokens=self.algorithm.fixed_denominator_tokens,
+        )
+        samples_n = sample_of_token(arrays)
         total = 0.0
         for batch in self._micro_batches(arrays, minibatch):
             logprobs_m, entropies_m = self.learner.logprobs(batch, arrays, self.temperature)
             at = batch.targets_m
-            current_m = logprobs_m.detach()
-            terms = TokenTerms(
-                logprobs_m=logprobs_m,
-                proximal_m=current_m if proximal_n is None else self._tensor(proximal_n[at]),
-                behaviour_m=self._tensor(arrays.behaviour_logprobs_n[at]),
-                advantages_m=self._tensor(arrays.advantages_n[at]),
-            )
+            terms = self._terms(arrays, prepared, at, samples_n[at], logprobs_m)
             result = self.loss(terms, self.settings)
             require_elementwise(self.algorithm.loss, result, logprobs_m.shape)
-            loss = result.loss_m.sum() / divisor
+            loss_m = result.loss_m
+            if prepared.reference_n is not None and self.algorithm.kl_in == "loss":
+                reference_m = self._tensor(prepared.reference_n[at])
+                penalty_m = kl_estimate(self.algorithm.kl_estimator, logprobs_m, reference_m, terms.behaviour_m)
+                loss_m = loss_m + self.algorithm.kl_coefficient * penalty_m
+            loss_m = torch.where(self._tensor(prepared.keep_n[at]), loss_m, 0.0)
+            weights_m = self._tensor(weights.weights_s[samples_n[at]].astype(np.float32))
+            loss = (loss_m * weights_m).sum() / weights.divisor
             loss.backward()
             total += float(loss.detach())
-            progress.logprobs_n[at] = current_m.cpu().numpy()
+            progress.logprobs_n[at] = logprobs_m.detach().cpu().numpy()
             progress.proximal_n[at] = terms.proximal_m.cpu().numpy()
             progress.entropies_n[at] = entropies_m.cpu().numpy()
             progress.clipped_n[at] = result.clipped_m.cpu().numpy()
@@ -118,16 +195,29 @@ class PolicyGradient:
             progress.flops += 3.0 * self.learner.flops(batch)
         return total
 
-    def _recompute_proximal(self, arrays: SampleArrays, progress: Progress) -> np.ndarray:
-        """[N] log-probabilities under the weights at the start of the step."""
-        proximal_n = np.zeros(arrays.tokens, np.float32)
+    def _terms(
+        self, arrays: SampleArrays, prepared: Prepared, at: IntArray, samples_m: IntArray, logprobs_m: torch.Tensor
+    ) -> TokenTerms:
+        start_n = prepared.start_n if self.algorithm.proximal != "current" else None
+        return TokenTerms(
+            logprobs_m=logprobs_m,
+            proximal_m=logprobs_m.detach() if start_n is None else self._tensor(start_n[at]),
+            behaviour_m=self._tensor(arrays.behaviour_logprobs_n[at]),
+            advantages_m=self._tensor(prepared.advantages_n[at]),
+            sequence_m=self._tensor(np.cumsum(np.diff(samples_m, prepend=samples_m[:1]) != 0)),
+            keep_m=self._tensor(prepared.keep_n[at]),
+        )
+
+    def _logprobs_of_batch(self, arrays: SampleArrays, model: Decoder, progress: Progress) -> np.ndarray:
+        """[N] log-probabilities of the loss tokens under ``model``, without gradient."""
+        logprobs_n = np.zeros(arrays.tokens, np.float32)
         with torch.no_grad():
             for batch in self._micro_batches(arrays, np.arange(arrays.samples)):
-                logprobs_m, _ = self.learner.logprobs(batch, arrays, self.temperature)
-                proximal_n[batch.targets_m] = logprobs_m.cpu().numpy()
-                progress.flops += self.learner.flops(batch)
+                logprobs_m, _ = self.learner.logprobs(batch, arrays, self.temperature, model)
+                logprobs_n[batch.targets_m] = logprobs_m.cpu().numpy()
+                progress.flops += self.learner.flops(batch, model)
         # Packed otherwise, another rank may compute a sample later: everyone needs all of them.
-        return self.learner.ranks.sum_(torch.from_numpy(proximal_n).to(self.learner.device)).cpu().numpy()
+        return self.learner.ranks.sum_(torch.from_numpy(logprobs_n).to(self.learner.device)).cpu().numpy()
 
     def _micro_batches(self, arrays: SampleArrays, minibatch: IntArray) -> Iterator[MicroBatchArrays]:
         """This rank's micro-batches of the minibatch; samples without a loss token are left out."""
@@ -138,17 +228,6 @@ class PolicyGradient:
         for chosen in plan[ranks.rank]:
             if chosen:
                 yield slice_micro_batch(arrays, minibatch[chosen])
-
-    def _denominator(self, arrays: SampleArrays, minibatch: IntArray) -> float:
-        loss_tokens = int(np.bincount(_sample_of(arrays), weights=arrays.loss_mask_n, minlength=1)[minibatch].sum())
-        return denominator(
-            self.algorithm.aggregation,
-            loss_tokens=loss_tokens,
-            samples=len(minibatch),
-            max_response_tokens=self.max_response_tokens,
-            fixed_tokens=self.algorithm.fixed_denominator_tokens,
-            share=len(minibatch) / max(1, arrays.samples),
-        )
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.learner.device)
@@ -171,7 +250,21 @@ class PolicyGradient:
                 clipped_m=progress.clipped_n[at],
                 cap=self.settings.behaviour_weight_cap,
             ),
+            **_prepared_metrics(progress, at),
         }
+
+
+def _prepared_metrics(progress: Progress, at: IntArray) -> dict[str, float]:
+    """masked_share: of the loss tokens, by staleness and importance masks. kl_reference: k3 estimate of the KL from
+    the reference model, where there is one, in nats per token."""
+    prepared = progress.prepared
+    if prepared is None or not len(at):
+        return {"masked_share": 0.0}
+    found = {"masked_share": float(1.0 - prepared.keep_n[at].mean())}
+    if prepared.reference_n is not None:
+        away_m = prepared.reference_n[at] - progress.logprobs_n[at]
+        found["kl_reference"] = float((np.expm1(away_m.clip(max=MAX_LOG_RATIO)) - away_m).mean())
+    return found
 
 
 def token_metrics(
@@ -209,10 +302,6 @@ def token_metrics(
         "mismatch_max": float(np.abs(log_weight).max()),
         "kl": float(-log_ratio.mean()),
     }
-
-
-def _sample_of(arrays: SampleArrays) -> IntArray:
-    return np.repeat(np.arange(arrays.samples), arrays.lengths_s)
 
 
 def _sum_progress(progress: Progress, sum_: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:

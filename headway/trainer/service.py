@@ -66,6 +66,8 @@ class TrainerService:
                 max_grad_norm=settings.max_grad_norm,
             ),
         )
+        if self.experiment.algorithm.kl_coefficient > 0:
+            self.learner.load_reference(self.experiment.model.reference or self.experiment.model.path)
         torch.manual_seed(self.experiment.run.seed)
         self.policy = PolicyGradient(self.learner, self.experiment)
         self.version = 0
@@ -79,7 +81,7 @@ class TrainerService:
         started = time.perf_counter()
         rate = self._learning_rate()
         arrays = build_arrays(batch)
-        progress = self.policy.run(arrays, rate)
+        progress = self.policy.run(arrays, rate, batch.step)
         applied = [update for update in progress.updates if update.applied]
         reasons = "; ".join(update.reason for update in progress.updates if update.reason)
         metrics = self.policy.metrics(arrays, progress)

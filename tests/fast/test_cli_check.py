@@ -103,6 +103,20 @@ def test_an_unsupported_architecture(setup: Setup) -> None:
     assert "MambaForCausalLM" in setup.messages()["model.path"]
 
 
+def test_a_reference_model_that_does_not_fit(setup: Setup) -> None:
+    penalty = {"kl_coefficient": 0.1}
+    assert setup.find(model={"reference": str(setup.model)}, algorithm=penalty) == []
+    assert "no effect" in setup.messages("warning", model={"reference": str(setup.model)})["model.reference"]
+    nowhere = {"reference": str(setup.folder / "nowhere")}
+    assert "no such folder" in setup.messages(model=nowhere, algorithm=penalty)["model.reference"]
+    other = setup.folder / "other"
+    shutil.copytree(setup.model, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 7}))
+    found = setup.messages(model={"reference": str(other)}, algorithm=penalty)
+    assert "has a vocabulary of 7, the model one of" in found["model.reference"]
+
+
 def test_missing_weights(setup: Setup) -> None:
     (setup.model / "model.safetensors").unlink()
     assert "safetensors" in setup.messages()["model.path"]
@@ -203,6 +217,7 @@ def test_settings_that_would_wait_for_ever(setup: Setup) -> None:
         in setup.messages(generator={"kv_capacity_tokens": 100})["generator.kv_capacity_tokens"]
     )
     assert "nothing be learnt" in setup.messages(rollout={"group_size": 1})["rollout.group_size"]
+    assert setup.messages(rollout={"group_size": 1}, algorithm={"preset": "reinforce++"}) == {}
 
 
 def test_a_budget_that_deadlocks_is_found_even_when_the_schema_let_it_through(setup: Setup) -> None:

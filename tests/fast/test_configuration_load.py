@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from headway.algorithms import advantages
+from headway.algorithms import advantages, aggregation
 from headway.config import schema
 from headway.config.load import load_experiment, validate_experiment
 from headway.records.errors import ConfigurationError
-from headway.trainer import losses
+from headway.trainer import kl, losses
 
 
 def refusal(**sections: dict[str, Any]) -> str:
@@ -29,11 +29,21 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_advantages_and_losses_have_names_of_their_own() -> None:
-    assert set(schema.ADVANTAGES) == set(advantages.ADVANTAGES)
+    assert set(schema.ADVANTAGES) == {*advantages.ADVANTAGES, *advantages.BATCH_ADVANTAGES}
+    assert not advantages.ADVANTAGES.keys() & advantages.BATCH_ADVANTAGES.keys()
     assert set(schema.LOSSES) == set(losses.LOSSES)
+    for names, owner in ((schema.ADVANTAGES, advantages), (schema.LOSSES, losses)):
+        assert len(set(names)) == len(names)
+        assert all(callable(owner.resolve(name)) for name in names)
     wrong = refusal(algorithm={"advantage": "ppo_clip", "loss": "group_mean"})
-    assert "algorithm.advantage = 'ppo_clip': valid: group_mean, group_mean_std, leave_one_out or mod" in wrong
-    assert "algorithm.loss = 'group_mean': valid: decoupled_ppo, ppo_clip or module:function" in wrong
+    assert f"algorithm.advantage = 'ppo_clip': valid: {', '.join(schema.ADVANTAGES)} or mod" in wrong
+    assert f"algorithm.loss = 'group_mean': valid: {', '.join(schema.LOSSES)} or module:function" in wrong
+
+
+def test_aggregations_and_estimators_are_those_there_are() -> None:
+    fields = schema.Algorithm.model_fields
+    assert get_args(fields["aggregation"].annotation) == get_args(aggregation.Aggregation)
+    assert get_args(fields["kl_estimator"].annotation) == get_args(kl.KlEstimator)
 
 
 def test_sections_that_contradict_each_other_are_named_with_their_values() -> None:

@@ -35,7 +35,8 @@ def test_every_key_of_every_section_is_explained():
 def test_limits_choices_defaults_and_resumability_are_told():
     rate = rows_of("algorithm")["clip_low"]
     assert (rate["valid"], rate["default"], rate["mark"]) == ("number > 0, < 1", "`0.2`", None)
-    assert rows_of("queue")["overdue"]["valid"] == r"`wait` \| `drop`"
+    assert rows_of("queue")["overdue"]["valid"] == r"`wait` \| `drop` \| `mask`"
+    assert rows_of("algorithm")["token_mask"]["valid"] == "[number ≥ 0, number > 0]"
     assert rows_of("run")["directory"]["default"] == "**required**"
     assert rows_of("run")["time_limit_s"]["default"] == "*unset*"
     assert rows_of("generator")["devices"]["valid"] == "list of text"

@@ -93,6 +93,22 @@ def test_drop_never_trains_over_the_budget(schedule):
     assert outcome.audit == []
 
 
+@given(schedules())
+@settings(deadline=None, max_examples=25)
+def test_mask_trains_no_token_over_the_budget_and_ends_only_groups_without_any(schedule):
+    outcome = run_of(schedule, overdue="mask")
+    budget = outcome.experiment.queue.budget
+    assert len(outcome.steps) == 8
+    assert max(step.token_staleness.max for step in outcome.steps) <= budget
+    newest = [
+        (batch.step, max(span.version for sample in batch.samples for span in sample.rollout.versions))
+        for batch in outcome.trainer.batches
+    ]
+    assert all(step - version <= budget for step, version in newest)
+    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.audit == []
+
+
 @given(schedules(), st.sets(st.integers(0, 9), max_size=3))
 @settings(deadline=None, max_examples=15)
 def test_skipped_steps_make_no_version(schedule, skipped):

@@ -82,7 +82,7 @@ def make_batch(
     return TrainBatch(step=step, samples=tuple(samples))
 
 
-def make_experiment(model: str, directory: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+def make_experiment(model: str, directory: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
     """A small experiment as a mapping; ``sections`` are merged over the defaults here."""
     raw: dict[str, Any] = {
         "run": {"directory": str(directory)},

@@ -1,5 +1,6 @@
 """Advantages against values computed by hand."""
 
+import numpy as np
 import pytest
 
 from headway.algorithms.advantages import advantages_of, resolve
@@ -28,20 +29,76 @@ CASES = [
 ]
 
 
+WITHIN_GROUPS = ["group_mean", "group_mean_std", "leave_one_out"]
+EVERY = [*WITHIN_GROUPS, "batch_mean_std", "group_mean_batch_std"]
+
+
+def advantages(name: str, rewards: list[float], groups: list[int] | None = None) -> list[float]:
+    """Advantages of a batch, by default of one group."""
+    groups_s = np.array([0] * len(rewards) if groups is None else groups, np.int64)
+    return resolve(name)(np.array(rewards, np.float64), groups_s).tolist()
+
+
 @pytest.mark.parametrize(("name", "rewards", "expected"), CASES)
 def test_values(name: str, rewards: list[float], expected: list[float]) -> None:
-    assert advantages_of(resolve(name), rewards) == pytest.approx(expected, abs=1e-12)
+    assert advantages(name, rewards) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["group_mean", "group_mean_std", "leave_one_out"])
+@pytest.mark.parametrize(("name", "rewards", "expected"), CASES)
+def test_groups_of_a_batch_are_apart_in_any_order(name: str, rewards: list[float], expected: list[float]) -> None:
+    # Each member of group 7 is followed by one of group 3, whose rewards are all 9.
+    between = [value for reward in rewards for value in (reward, 9.0)]
+    found = advantages(name, between, [7, 3] * len(rewards))
+    assert found[::2] == pytest.approx(expected, abs=1e-12)
+    assert found[1::2] == [0.0] * len(rewards)
+
+
+# Rewards (3, 1, 5, 3, 8) of groups (0, 0, 1, 1, 2).
+# Over the batch: mean 20/5 = 4; squares 1 + 9 + 1 + 1 + 16 = 28, variance 5.6, deviation 2.366431913239846; so
+# -1, -3, 1, -1, 4 over 2.366432913239846.
+# Group means 2, 4, 8: centred 1, -1, 1, -1, 0; their mean 0, variance 4/5, deviation 0.8944271909999159; so
+# 1 / 0.8944281909999159 = 1.1180327387512923, and 0 for the group of one.
+BATCH, GROUPS = [3.0, 1.0, 5.0, 3.0, 8.0], [0, 0, 1, 1, 2]
+
+
+def test_batch_values() -> None:
+    assert advantages("batch_mean_std", BATCH, GROUPS) == pytest.approx(
+        [-0.42257694879290514, -1.2677308463787154, 0.42257694879290514, -0.42257694879290514, 1.6903077951716206],
+        abs=1e-12,
+    )
+    unit = 1.1180327387512923
+    assert advantages("group_mean_batch_std", BATCH, GROUPS) == pytest.approx([unit, -unit, unit, -unit, 0], abs=1e-12)
+    # Which group a sample is in says nothing to batch_mean_std, and all that matters to group_mean_batch_std.
+    assert advantages("batch_mean_std", BATCH, [4] * 5) == advantages("batch_mean_std", BATCH, GROUPS)
+    shuffled = [3, 0, 4, 1, 2]
+    found = advantages("group_mean_batch_std", [BATCH[i] for i in shuffled], [GROUPS[i] for i in shuffled])
+    assert found == pytest.approx([-unit, unit, 0, -unit, unit], abs=1e-12)
+
+
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("rewards", [[], [3.7], [0.1, 0.1, 0.1], [1e300, 1e300]])
 def test_no_signal_is_exactly_zero(name: str, rewards: list[float]) -> None:
     # 0.1 three times has a mean that isn't 0.1: without care the deviation divides rounding error by 1e-6.
-    assert advantages_of(resolve(name), rewards) == [0.0] * len(rewards)
+    assert advantages(name, rewards) == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize("name", [*WITHIN_GROUPS, "group_mean_batch_std"])
+def test_groups_of_one_member_or_of_equal_rewards_teach_nothing(name: str) -> None:
+    assert advantages(name, [0.1, 0.7, 0.3], [0, 1, 2]) == [0.0] * 3
+    assert advantages(name, [0.1, 0.1, 0.1, 0.7, 0.7, 0.7], [0, 0, 0, 1, 1, 1]) == [0.0] * 6
+
+
+def test_groups_of_one_member_teach_over_the_batch() -> None:
+    # Mean 0.5, deviation 0.5: 0.5 / 0.500001.
+    assert advantages("batch_mean_std", [0.0, 1.0], [0, 1]) == pytest.approx(
+        [-0.999998000004, 0.999998000004], abs=1e-12
+    )
 
 
 def test_own_function_by_name() -> None:
-    assert resolve("numpy:negative")([1.0, 2.0]).tolist() == [-1.0, -2.0]
+    assert advantages("numpy:negative", [1.0, 2.0]) == [-1.0, -2.0]
+    # It is called once for each group and sees nothing of the others.
+    assert advantages("numpy:cumsum", [1.0, 2.0, 3.0, 4.0], [0, 1, 0, 1]) == [1.0, 2.0, 4.0, 6.0]
 
 
 @pytest.mark.parametrize("name", ["grouped", "no.such.module:f", "numpy:no_such", "numpy:", ":f"])

@@ -16,11 +16,14 @@ Clip range 0.8 .. 1.28; cap of the behaviour weight 2; dual clip 1.5.
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from flat_batch import all_loss
 
+from headway.algorithms.aggregation import weighting
 from headway.records.errors import ConfigurationError
-from headway.trainer.losses import LossSettings, TokenTerms, decoupled_ppo, denominator, ppo_clip, resolve
+from headway.trainer.losses import LossSettings, TokenTerms, decoupled_ppo, ppo_clip, resolve
 
 BEHAVIOUR = [0.5, 0.4, 0.5, 0.1, 0.6, 0.2, 0.5]
 PROXIMAL = [0.5, 0.5, 0.2, 0.5, 0.3, 0.4, 0.5]
@@ -108,16 +111,19 @@ def test_values_and_gradients(loss, config, values, gradient, clipped) -> None:
     ],
 )
 def test_aggregations(loss, config, aggregation, expected) -> None:
-    divisor = denominator(aggregation, loss_tokens=7, samples=2, max_response_tokens=20)
-    total = loss(terms(torch.tensor(CURRENT, dtype=torch.float64).log()), config).loss_m.sum() / divisor
+    weights = weighting(aggregation, all_loss(4, 3), np.arange(2), max_response_tokens=20)
+    assert weights.weights_s.tolist() == [1.0, 1.0]
+    total = loss(terms(torch.tensor(CURRENT, dtype=torch.float64).log()), config).loss_m.sum() / weights.divisor
     assert float(total) == pytest.approx(expected, abs=1e-12)
 
 
 def test_denominators() -> None:
-    assert denominator("token_mean", loss_tokens=0, samples=0, max_response_tokens=5) == 1.0
-    assert denominator("fixed", loss_tokens=3, samples=2, max_response_tokens=5) == 10.0
+    nothing, two = np.zeros(0, np.int64), np.arange(2)
+    assert weighting("token_mean", all_loss(), nothing, max_response_tokens=5).divisor == 1.0
+    assert weighting("fixed", all_loss(2, 1), two, max_response_tokens=5).divisor == 10.0
     # A quarter of the batch in this optimiser step: a quarter of the fixed denominator.
-    assert denominator("fixed", loss_tokens=3, samples=2, max_response_tokens=5, fixed_tokens=800, share=0.25) == 200.0
+    eight = all_loss(2, 1, 1, 1, 1, 1, 1, 1)
+    assert weighting("fixed", eight, two, max_response_tokens=5, fixed_tokens=800).divisor == 200.0
 
 
 @pytest.mark.parametrize("loss", [ppo_clip, decoupled_ppo])
@@ -178,5 +184,7 @@ def test_no_token_is_a_finite_zero(loss) -> None:
 
 def test_own_loss_by_name() -> None:
     assert resolve("headway.trainer.losses:ppo_clip") is ppo_clip
-    with pytest.raises(ConfigurationError, match="decoupled_ppo, ppo_clip"):
+    with pytest.raises(
+        ConfigurationError, match="cispo, decoupled_ppo, dppo, gspo, ppo_clip, reinforce or module:function"
+    ):
         resolve("headway.trainer.losses:nothing")

@@ -1,0 +1,54 @@
+"""How token losses become one number: a weight for each token and one divisor, both fixed before any mask but the
+loss mask (DESIGN rule 10), so that packing, ranks, staleness masks and importance masks leave them alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.algorithms.samples import IntArray, SampleArrays, sample_of_token
+
+Aggregation = Literal["token_mean", "fixed", "seq_mean_token_sum", "seq_mean_token_mean"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighting:
+    """The loss of one optimiser step is sum(weights_s[sample of token] x token loss) / divisor."""
+
+    weights_s: NDArray[np.float64]  # [S] weight of every token of a sample
+    divisor: float  # at least 1
+
+
+def weighting(
+    aggregation: Aggregation,
+    arrays: SampleArrays,
+    minibatch: IntArray,
+    *,
+    max_response_tokens: int,
+    fixed_tokens: int | None = None,
+) -> Weighting:
+    """Weights and divisor for the samples ``minibatch`` (indices) of one optimiser step.
+
+    ``token_mean``: mean over its loss tokens (DAPO, 2025, Eq. 8). ``fixed``: divided by a constant that doesn't depend
+    on the lengths sampled (Dr. GRPO, 2025): ``fixed_tokens`` for the whole batch, of which this step has its
+    share of samples; by default samples x max_response_tokens. ``seq_mean_token_sum``: each response's sum, mean over
+    responses. ``seq_mean_token_mean``: each response's mean, mean over responses (GRPO, 2024, Eq. 3; GSPO, 2025).
+
+    Responses without a loss token count in no mean over responses; in ``fixed`` they do, as their length isn't asked.
+    """
+    tokens_s = np.bincount(sample_of_token(arrays), weights=arrays.loss_mask_n, minlength=arrays.samples)
+    weights_s = np.ones(arrays.samples)
+    if aggregation == "seq_mean_token_mean":
+        weights_s = 1.0 / np.maximum(tokens_s, 1.0)
+    if aggregation == "token_mean":
+        divisor = float(tokens_s[minibatch].sum())
+    elif aggregation != "fixed":
+        divisor = float(np.count_nonzero(tokens_s[minibatch]))
+    elif fixed_tokens is not None:
+        divisor = fixed_tokens * len(minibatch) / max(1, arrays.samples)
+    else:
+        divisor = float(len(minibatch) * max_response_tokens)
+    return Weighting(weights_s=weights_s, divisor=max(1.0, divisor))

@@ -1,0 +1,57 @@
+"""Importance masks: which tokens of a batch are too far from the policy that sampled them to be trained on.
+
+All masks are functions of constants, the log importance weight log(pi_prox / pi_behav) of each loss token with
+pi_prox the weights at the start of the step, so they are decided once per batch and carry no gradient. A masked
+token's loss is 0, a KL penalty's too; denominators keep counting it (DESIGN rule 10).
+
+Legend: ``_m`` one value per loss token of the batch; ``sequence_m`` the token's sample, 0 .. samples - 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+Bounds = tuple[float, float]
+
+
+def token_mask(log_weight_m: FloatArray, bounds: Bounds) -> BoolArray:
+    """Keep tokens whose weight lies within ``bounds`` (IcePop, Ring-1T, 2025, Eq. 5). Shape [M] -> [M]."""
+    return _within(log_weight_m, bounds)
+
+
+def sequence_mask(log_weight_m: FloatArray, sequence_m: IntArray, bounds: Bounds) -> BoolArray:
+    """Keep samples whose geometric mean weight, the exponential of the mean log weight of their loss tokens, lies
+    within ``bounds``. Shape [M] -> [M]. (DeepSeek-V3.2, 2025, masks by the same mean, but only samples with a
+    negative advantage and only for a weight that is too low.)"""
+    count_s = np.bincount(sequence_m)
+    total_s = np.bincount(sequence_m, weights=log_weight_m)
+    mean_s = total_s / np.maximum(count_s, 1)
+    return _within(mean_s, bounds)[sequence_m] if len(sequence_m) else np.zeros(0, np.bool_)
+
+
+def second_moment_mask(log_weight_m: FloatArray, advantages_m: FloatArray, limit: float) -> BoolArray:
+    """Mask the fewest tokens, farthest first, for which the mean squared log weight of those kept is at most ``limit``
+    (M2PO, 2025, Algorithm 1, which takes 0.04). Shape [M] -> [M].
+
+    Only tokens that the weight drives further away count and can be masked: weight > 1 with a positive advantage,
+    weight < 1 with a negative one; the others are those that PPO's clip never touches either.
+    """
+    driven = np.flatnonzero(((log_weight_m > 0) & (advantages_m > 0)) | ((log_weight_m < 0) & (advantages_m < 0)))
+    squares = log_weight_m[driven] ** 2
+    order = np.argsort(squares, kind="stable")
+    means = np.cumsum(squares[order]) / np.arange(1, len(order) + 1)
+    # Ascending squares have ascending means: everything after the last mean within the limit goes.
+    kept = int(np.searchsorted(means, limit, side="right"))
+    keep_m = np.ones(len(log_weight_m), np.bool_)
+    keep_m[driven[order[kept:]]] = False
+    return keep_m
+
+
+def _within(log_weight: FloatArray, bounds: Bounds) -> BoolArray:
+    low, high = bounds
+    return (log_weight >= np.log(low)) & (log_weight <= np.log(high)) if low > 0 else log_weight <= np.log(high)

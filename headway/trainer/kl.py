@@ -1,0 +1,35 @@
+"""Estimators of KL(pi_theta || pi_ref) from sampled tokens (Schulman, 2020, "Approximating KL divergence").
+
+Legend: ``_m`` one value per loss token, in nats. r = pi_ref / pi_theta.
+
+    k1  -log r               unbiased value, high variance; as a loss its gradient is 0 in expectation: refused there
+    k2  (log r)^2 / 2        biased value; on policy its gradient is that of the KL
+    k3  r - 1 - log r        unbiased value, low variance, never negative; its gradient is that of the *reverse* KL
+    k1_unbiased, k3_unbiased the estimator times pi_theta / pi_behav, gradient through both: on policy or off, value
+                             and gradient are those of the KL (DeepSeek-V3.2, 2025, section 3.1)
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headway.trainer.losses import MAX_LOG_RATIO, ratio
+
+KlEstimator = Literal["k1", "k2", "k3", "k1_unbiased", "k3_unbiased"]
+
+
+def kl_estimate(estimator: KlEstimator, logprobs_m: Tensor, reference_m: Tensor, behaviour_m: Tensor) -> Tensor:
+    """[M] estimates; finite for any finite log-probabilities (log-ratios are clamped, see ``losses.ratio``)."""
+    log_ratio_m = logprobs_m - reference_m  # -log r
+    name, _, unbiased = estimator.partition("_")
+    if name == "k1":
+        value_m = log_ratio_m
+    elif name == "k2":
+        value_m = 0.5 * log_ratio_m.square()
+    else:
+        # expm1: where both models are close, exp(x) - 1 is rounding error, and the estimate could be negative.
+        value_m = torch.expm1((-log_ratio_m).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) + log_ratio_m
+    return ratio(logprobs_m, behaviour_m) * value_m if unbiased else value_m

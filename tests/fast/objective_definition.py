@@ -1,0 +1,160 @@
+"""The gradient of one training step by its definition: sample by sample, full logits, no packing, no gathering, and
+the aggregations and the KL penalty written out a second time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import torch
+
+from headway.algorithms.samples import SampleArrays, build_arrays
+from headway.models.decoder import Decoder
+from headway.records.generation import VersionSpan
+from headway.records.rollout import Rollout
+from headway.records.training import TrainBatch
+from headway.trainer import losses
+from headway.trainer.ranks import Ranks
+from headway.trainer.service import TrainerService
+
+
+def gradient(trainer: TrainerService, arrays: SampleArrays, step: int = 0) -> torch.Tensor:
+    """What the trainer accumulates over the batch as one optimiser step."""
+    trainer.learner.optimiser.zero_grad(set_to_none=False)
+    trainer.policy.accumulate_gradients(arrays, step)
+    return torch.cat([p.grad.flatten().clone() for p in trainer.learner.parameters if p.grad is not None])
+
+
+def response_logprobs(model: Decoder, rollout: Rollout, temperature: float) -> torch.Tensor:
+    """Of every response token, masked ones too."""
+    ids = torch.tensor(rollout.prompt_ids + rollout.response_ids)
+    logits = model.head(model.forward_packed(ids, [len(ids)])) / temperature
+    at = torch.arange(len(rollout.prompt_ids), len(ids))
+    return torch.log_softmax(logits[at - 1], -1)[torch.arange(len(at)), ids[at]]
+
+
+def defined_gradient(
+    trainer: TrainerService,
+    batch: TrainBatch,
+    keep: list[list[bool]] | None = None,
+    advantages: list[list[float]] | None = None,
+) -> torch.Tensor:
+    """The gradient of the whole batch. ``keep`` and ``advantages``: of every response token, sample by sample."""
+    algorithm, temperature = trainer.policy.algorithm, trainer.policy.temperature
+    total = torch.zeros(())
+    for index, sample in enumerate(batch.samples):
+        r = sample.rollout
+        mask = torch.tensor(r.response_mask)
+        if not mask.any():
+            continue
+        logprobs = response_logprobs(trainer.learner.model, r, temperature)[mask]
+        behaviour = torch.tensor(r.response_logprobs)[mask]
+        values = [sample.advantage] * len(mask) if advantages is None else advantages[index]
+        kept = torch.ones(len(logprobs), dtype=torch.bool) if keep is None else torch.tensor(keep[index])[mask]
+        terms = losses.TokenTerms(
+            logprobs_m=logprobs,
+            proximal_m=logprobs.detach(),
+            behaviour_m=behaviour,
+            advantages_m=torch.tensor(values)[mask],
+            keep_m=kept,
+        )
+        per_token = trainer.policy.loss(terms, trainer.policy.settings).loss_m
+        if algorithm.kl_coefficient > 0 and algorithm.kl_in == "loss":
+            assert trainer.learner.reference is not None
+            with torch.no_grad():
+                reference = response_logprobs(trainer.learner.reference, r, temperature)[mask]
+            per_token = per_token + algorithm.kl_coefficient * penalty(
+                algorithm.kl_estimator, logprobs, reference, behaviour
+            )
+        weight = 1 / len(logprobs) if algorithm.aggregation == "seq_mean_token_mean" else 1.0
+        total = total + (per_token * kept).sum() * weight / divisor(trainer, batch)
+    return torch.cat([g.flatten() for g in torch.autograd.grad(total, trainer.learner.parameters)])
+
+
+def divisor(trainer: TrainerService, batch: TrainBatch) -> float:
+    """Of the loss masks alone."""
+    tokens = [sum(sample.rollout.response_mask) for sample in batch.samples]
+    return {
+        "token_mean": sum(tokens),
+        "fixed": len(tokens) * trainer.policy.max_response_tokens,
+        "seq_mean_token_sum": sum(count > 0 for count in tokens),
+        "seq_mean_token_mean": sum(count > 0 for count in tokens),
+    }[trainer.policy.algorithm.aggregation]
+
+
+def penalty(estimator: str, logprobs: torch.Tensor, reference: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
+    difference = logprobs - reference
+    values = {"k1": difference, "k2": difference**2 / 2, "k3": torch.exp(-difference) - 1 + difference}
+    return values[estimator[:2]] * (torch.exp(logprobs - behaviour) if "unbiased" in estimator else 1.0)
+
+
+# --- batches ----------------------------------------------------------------------------------------------
+
+
+def staled(batch: TrainBatch, seed: int, oldest: int, newest: int) -> TrainBatch:
+    """The same batch with responses sampled under versions ``oldest`` .. ``newest``, ascending in each."""
+    random = np.random.default_rng(seed)
+    samples = []
+    for sample in batch.samples:
+        length = len(sample.rollout.response_ids)
+        first, second = sorted(random.integers(oldest, newest + 1, 2).tolist())
+        cut = int(random.integers(0, length + 1))
+        spans = ((first, cut), (second, length - cut))
+        versions = tuple(VersionSpan(version=version, tokens=tokens) for version, tokens in spans if tokens)
+        samples.append(
+            msgspec.structs.replace(sample, rollout=msgspec.structs.replace(sample.rollout, versions=versions))
+        )
+    return TrainBatch(step=newest, samples=tuple(samples))
+
+
+def versions_of(batch: TrainBatch) -> list[list[int]]:
+    """Version of every response token."""
+    return [[span.version for span in sample.rollout.versions for _ in range(span.tokens)] for sample in batch.samples]
+
+
+def by_response(batch: TrainBatch, values_n: np.ndarray) -> list[list]:
+    """What is flat over the batch, for every response token."""
+    found, end = [], 0
+    for sample in batch.samples:
+        start = end + len(sample.rollout.prompt_ids)
+        end = start + len(sample.rollout.response_ids)
+        found.append(values_n[start:end].tolist())
+    return found
+
+
+# --- ranks ------------------------------------------------------------------------------------------------
+
+
+class ThreadRanks(Ranks):
+    """A rank that meets the others in one process: each runs in a thread of its own."""
+
+    def __init__(self, rank: int, slots: list[torch.Tensor], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, len(slots)
+        self._slots, self._barrier = slots, barrier
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._slots[self.rank] = tensor.clone()
+        self._barrier.wait(60)
+        total = torch.stack(self._slots).sum(0)
+        self._barrier.wait(60)
+        return tensor.copy_(total)
+
+
+def gradient_over_ranks(build: Callable[[], TrainerService], batch: TrainBatch, ranks: int) -> torch.Tensor:
+    """The sum of what each of ``ranks`` trainers accumulates of its share of the batch."""
+    slots, barrier = [torch.zeros(())] * ranks, threading.Barrier(ranks)
+    trainers = [build() for _ in range(ranks)]
+
+    def one(rank: int) -> torch.Tensor:
+        try:
+            trainers[rank].learner.ranks = ThreadRanks(rank, slots, barrier)
+            return gradient(trainers[rank], build_arrays(batch), batch.step)
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return torch.stack(list(pool.map(one, range(ranks)))).sum(0)

@@ -1,0 +1,140 @@
+"""Presets stand for keys, keys given win; objectives that mean nothing are refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from headway.config import schema
+from headway.config.load import load_experiment, validate_experiment
+from headway.config.presets import PRESETS, apply_preset
+from headway.config.schema import Experiment
+from headway.records.errors import ConfigurationError
+
+RAW: dict[str, Any] = {"run": {"directory": "r"}, "model": {"path": "m"}, "tasks": {"train": {"path": "t.jsonl"}}}
+KEYS = [(name, section, key) for name, keys in PRESETS.items() for section in keys for key in keys[section]]
+OTHERWISE: dict[str, Any] = {  # a valid value that no preset has
+    "advantage": "numpy:negative",
+    "loss": "dppo",
+    "clip_low": 0.111,
+    "clip_high": 0.333,
+    "aggregation": "seq_mean_token_sum",
+    "kl_coefficient": 0.5,
+    "kl_estimator": "k3_unbiased",
+    "overlong": "mask",
+    "proximal": "current",
+}
+
+
+def experiment(**sections: dict[str, Any]) -> Experiment:
+    return validate_experiment({**RAW, **sections}, "test")
+
+
+def refusal(**sections: dict[str, Any]) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        experiment(**sections)
+    return str(caught.value)
+
+
+def test_the_schema_names_the_presets_there_are() -> None:
+    assert get_args(schema.Preset) == tuple(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_the_keys_it_stands_for_and_nothing_else(name: str) -> None:
+    by_name = experiment(algorithm={"preset": name})
+    by_hand = experiment(**copy.deepcopy(PRESETS[name]))
+    for section, keys in PRESETS[name].items():
+        for key, value in keys.items():
+            assert getattr(getattr(by_name, section), key) == value
+    assert by_name.algorithm.model_copy(update={"preset": None}) == by_hand.algorithm
+    assert by_name.model_copy(update={"algorithm": by_hand.algorithm}) == by_hand
+
+
+@pytest.mark.parametrize(("name", "section", "key"), KEYS)
+def test_keys_that_are_given_win(name: str, section: str, key: str) -> None:
+    theirs = PRESETS[name][section]
+    mine = (not theirs[key]) if isinstance(theirs[key], bool) else OTHERWISE.get(key)
+    if key == "aggregation" and theirs[key] == mine:
+        mine = "fixed"
+    if key == "kl_in":
+        return  # only together with its estimator: below
+    if key == "kl_estimator" and theirs.get("kl_in") == "reward":
+        return
+    given = {"algorithm": {"preset": name}}
+    given[section] = given.get(section, {}) | {key: mine}
+    found = getattr(experiment(**given), section)
+    assert getattr(found, key) == mine != theirs[key]
+    others = {other: getattr(found, other) for other in theirs if other != key}
+    assert others == {other: value for other, value in theirs.items() if other != key}
+
+
+def test_where_the_penalty_is_put_can_be_given_with_its_estimator() -> None:
+    moved = {"preset": "reinforce++", "kl_in": "loss", "kl_estimator": "k2"}
+    assert experiment(algorithm=moved).algorithm.kl_in == "loss"
+    assert "kl_estimator = 'k1' has no gradient" in refusal(algorithm={"preset": "reinforce++", "kl_in": "loss"})
+    assert "kl_in = 'reward' takes kl_estimator = 'k1'" in refusal(algorithm={"preset": "grpo", "kl_in": "reward"})
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_stored_experiment_is_read_back_as_it_was(name: str) -> None:
+    """The run directory and every worker get the validated experiment; a later change of a preset must not reach it."""
+    first = experiment(algorithm={"preset": name, "clip_low": 0.123})
+    assert validate_experiment(json.loads(first.model_dump_json()), "stored") == first
+    assert validate_experiment(first.model_dump(), "stored") == first
+
+
+def test_what_is_given_stays_as_it_is() -> None:
+    raw = {**copy.deepcopy(RAW), "algorithm": {"preset": "dapo", "loss": "gspo"}}
+    before = copy.deepcopy(raw)
+    assert apply_preset(raw)["algorithm"]["loss"] == "gspo"
+    assert apply_preset(raw)["queue"] == {"filter_zero_variance": True}
+    assert raw == before
+    assert PRESETS["dapo"]["algorithm"]["loss"] == "ppo_clip"
+    for odd in (None, 3, [], {}, {"algorithm": 3}, {"algorithm": {}}, {"algorithm": {"preset": ["grpo"]}}):
+        assert apply_preset(odd) == odd
+    assert apply_preset({"algorithm": {"preset": "grpo"}, "queue": 3})["queue"] == 3
+
+
+def test_from_a_file_and_from_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "experiment.toml"
+    text = '[run]\ndirectory = "r"\n[model]\npath = "m"\n[tasks.train]\npath = "t"\n'
+    file.write_text(text + '[algorithm]\npreset = "rloo"\n[queue]\nbudget = 1\n', encoding="utf-8")
+    found = load_experiment(file)
+    assert (found.algorithm.loss, found.queue.filter_zero_variance, found.queue.budget) == ("reinforce", False, 1)
+    changed = load_experiment(file, ["--algorithm.preset=areal", "--algorithm.clip_high=0.5"]).algorithm
+    assert (changed.loss, changed.proximal, changed.clip_low, changed.clip_high) == (
+        "decoupled_ppo", "recompute", 0.2, 0.5,
+    )  # fmt: skip
+
+
+def test_errors_name_what_would_be_valid() -> None:
+    assert "algorithm.preset = 'grpp'" in refusal(algorithm={"preset": "grpp"})
+    assert "'reinforce++-baseline'" in refusal(algorithm={"preset": "grpp"})
+    assert "algorithm.preset = ['grpo']" in refusal(algorithm={"preset": ["grpo"]})
+    assert "unknown key 'algorithm.presets'; did you mean 'preset'?" in refusal(algorithm={"presets": "grpo"})
+
+
+def test_penalties_without_meaning_are_refused() -> None:
+    said = refusal(algorithm={"kl_coefficient": 0.1, "kl_estimator": "k1"})
+    assert "algorithm.kl_estimator = 'k1' has no gradient in expectation when algorithm.kl_in = 'loss'" in said
+    for estimator in ("k2", "k3", "k1_unbiased", "k3_unbiased"):
+        algorithm = {"kl_coefficient": 0.1, "kl_estimator": estimator}
+        assert experiment(algorithm=algorithm).algorithm.kl_in == "loss"
+        assert f"not '{estimator}'" in refusal(algorithm=algorithm | {"kl_in": "reward"})
+    assert experiment(algorithm={"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_in": "reward"})
+    # Without a coefficient there is no penalty to be wrong.
+    assert experiment(algorithm={"kl_estimator": "k1"}).algorithm.kl_coefficient == 0.0
+    assert experiment(algorithm={"kl_in": "reward"}).algorithm.kl_coefficient == 0.0
+
+
+def test_bounds_that_nothing_passes_are_refused() -> None:
+    for key in ("token_mask", "sequence_mask"):
+        assert getattr(experiment(algorithm={key: [0.5, 5]}).algorithm, key) == (0.5, 5.0)
+        assert f"algorithm.{key} = [5, 0.5]: nothing passes" in refusal(algorithm={key: [5, 0.5]})
+        assert f"algorithm.{key}" in refusal(algorithm={key: [0.5]})
+        assert f"algorithm.{key}" in refusal(algorithm={key: [-1, 2]})
