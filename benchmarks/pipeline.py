@@ -10,9 +10,14 @@ second alone (``balance``). Measured alternately, in one run, several times:
     together      both of these at once, with no orchestrator: what two busy cores of this machine can give
     asynchronous  the whole system: orchestrator, buffer on disk, verifier processes, ledger; wait, budget 8
     synchronous   the same at budget 0, at the best of two concurrencies
+    colocated     budget 0 without a core idle by placement: both cores generate, then both train, in turns; the best
+                  of two concurrencies and of one process a core or one on both
+    flexible      the same placement at budget 8: both cores generate until a batch is full, then both train while
+                  what is in flight waits; no core is ever the other side's
 
 Response lengths are forced by the request's seed, so every variant generates the same ones; they are log-normal.
-The last line is one JSON object; ``efficiency`` = trained samples/s of *asynchronous* / min(production, consumption).
+The last line is one JSON object; ``efficiency`` = trained samples/s of *asynchronous* / min(production, consumption);
+``async_over_colocated_sync`` = *asynchronous* / *colocated*, the honest baseline of asynchrony.
 Steady state: the first budget + 1 steps and the drain at the end are left out.
 """
 
@@ -34,10 +39,12 @@ from typing import TypeVar
 from pipeline_load import (
     BATCH,
     GROUPS_PER_STEP,
+    Placement,
     Rate,
     Shape,
     alone_consumption,
     alone_production,
+    apart,
     experiment,
     prepare,
     together,
@@ -51,7 +58,14 @@ from headway.runtime.devices import machine_cores
 
 BUDGET = 8
 SLOTS = 32
-SYNCHRONOUS_SLOTS = (32, 64)
+SYNCHRONOUS = (apart(32), apart(64))
+_TURNS = ("cpu:0", "cpu:1")
+COLOCATED = (
+    Placement(_TURNS, _TURNS, 16),
+    Placement(_TURNS, _TURNS, 32),
+    Placement(("cpu:0-1",), ("cpu:0-1",), 64),
+)
+FLEXIBLE = (Placement(_TURNS, _TURNS, 16), Placement(_TURNS, _TURNS, 32))
 BALANCED = (0.8, 1.25)
 QUIET_CORES = 0.05  # more CPU than this used by others spoils a measurement
 
@@ -81,7 +95,9 @@ class Round:
     production: Rate | None = None
     consumption: Rate | None = None
     asynchronous: Steady | None = None
-    synchronous: dict[int, Steady] = field(default_factory=dict)  # by slots
+    synchronous: dict[Placement, Steady] = field(default_factory=dict)
+    colocated: dict[Placement, Steady] = field(default_factory=dict)
+    flexible: dict[Placement, Steady] = field(default_factory=dict)
     together: tuple[float, float] | None = None  # production, consumption
 
     def efficiency(self) -> float:
@@ -104,7 +120,18 @@ class Round:
 
     def async_over_sync(self) -> float:
         assert self.asynchronous
-        return self.asynchronous.per_s / max(steady.per_s for steady in self.synchronous.values())
+        return self.asynchronous.per_s / best(self.synchronous)
+
+    def async_over_colocated_sync(self) -> float:
+        assert self.asynchronous
+        return self.asynchronous.per_s / best(self.colocated)
+
+    def flexible_over_colocated_sync(self) -> float:
+        return best(self.flexible) / best(self.colocated)
+
+
+def best(measured: dict[Placement, Steady]) -> float:
+    return max(steady.per_s for steady in measured.values())
 
 
 class Benchmark:
@@ -125,13 +152,21 @@ class Benchmark:
         """All rounds: every other one in the opposite order."""
         for number in range(self.plan.rounds):
             self.rounds.append(round_ := Round())
-            variants = [self._production, self._consumption, self._asynchronous, self._synchronous, self._together]
+            variants = [
+                self._production,
+                self._consumption,
+                self._asynchronous,
+                self._flexible,
+                self._colocated,
+                self._synchronous,
+                self._together,
+            ]
             for variant in variants if number % 2 == 0 else reversed(variants):
                 variant(round_)
 
     def _production(self, round_: Round) -> None:
         async def job() -> Rate:
-            rate, batches = await alone_production(self._settings(SLOTS, 0), self.shape, self.plan.groups)
+            rate, batches = await alone_production(self._settings(apart(SLOTS), 0), self.shape, self.plan.groups)
             self.batches = self.batches or batches
             return rate
 
@@ -139,43 +174,52 @@ class Benchmark:
 
     def _consumption(self, round_: Round) -> None:
         async def job() -> Rate:
-            rate, self.peak_flops_per_s = await alone_consumption(self._settings(SLOTS, 0), self.batches)
+            rate, self.peak_flops_per_s = await alone_consumption(self._settings(apart(SLOTS), 0), self.batches)
             return rate
 
         round_.consumption = self._timed("consumption", job, lambda rate: (rate.per_s, rate.usage))
 
     def _asynchronous(self, round_: Round) -> None:
-        round_.asynchronous = self._system("asynchronous", SLOTS, BUDGET, self.plan.steps)
+        round_.asynchronous = self._system("asynchronous", apart(SLOTS), BUDGET, self.plan.steps)
 
     def _synchronous(self, round_: Round) -> None:
-        """All concurrencies in the first round, then only the best of it."""
-        slots = SYNCHRONOUS_SLOTS
+        self._placements("synchronous", SYNCHRONOUS, round_, 0)
+
+    def _colocated(self, round_: Round) -> None:
+        self._placements("colocated", COLOCATED, round_, 0)
+
+    def _flexible(self, round_: Round) -> None:
+        self._placements("flexible", FLEXIBLE, round_, BUDGET)
+
+    def _placements(self, name: str, placements: tuple[Placement, ...], round_: Round, budget: int) -> None:
+        """All of them in the first round, then only the best of it."""
         if round_ is not self.rounds[0]:
-            first = self.rounds[0].synchronous
-            slots = (max(first, key=lambda each: first[each].per_s),)
-        for each in slots:
-            round_.synchronous[each] = self._system(f"synchronous/{each}", each, 0, self.plan.synchronous_steps)
+            first: dict[Placement, Steady] = getattr(self.rounds[0], name)
+            placements = (max(first, key=lambda each: first[each].per_s),)
+        steps = self.plan.steps if budget else self.plan.synchronous_steps
+        for each in placements:
+            getattr(round_, name)[each] = self._system(f"{name}, {each}", each, budget, steps)
 
     def _together(self, round_: Round) -> None:
         rates = self._timed(
             "together",
-            lambda: together(self._settings(SLOTS, 0), self.shape, self.batches),
+            lambda: together(self._settings(apart(SLOTS), 0), self.shape, self.batches),
             lambda result: (min(result[:2]), result[2]),
         )
         round_.together = rates[:2]
 
-    def _system(self, name: str, slots: int, budget: int, steps: int) -> Steady:
+    def _system(self, name: str, placement: Placement, budget: int, steps: int) -> Steady:
         steady = self._timed(
             name,
-            lambda: measure(self._settings(slots, budget), self.shape, steps),
+            lambda: measure(self._settings(placement, budget), self.shape, steps),
             lambda steady: (steady.per_s, steady.usage),
         )
         print(f"         {steady.outline()}", flush=True)
         return steady
 
-    def _settings(self, slots: int, budget: int) -> Experiment:
+    def _settings(self, placement: Placement, budget: int) -> Experiment:
         name = f"run-{next(self._runs)}"
-        return experiment(self.folder, name, self.shape, slots=slots, budget=budget, steps=100_000)
+        return experiment(self.folder, name, self.shape, placement=placement, budget=budget, steps=100_000)
 
     def _timed(self, name: str, job: Callable[[], Awaitable[T]], rate: Callable[[T], tuple[float, Usage]]) -> T:
         """Measure; again when somebody else used the machine meanwhile, as long as patience lasts."""
@@ -189,7 +233,7 @@ class Benchmark:
             again = disturbed and self.patience_s > 0
             mark = "  <- disturbed" + (", again" if again else "") if disturbed else ""
             print(
-                f"round {len(self.rounds)}  {name:15} {per_s:7.1f} samples/s in {usage.seconds:5.1f} s   "
+                f"round {len(self.rounds)}  {name:34} {per_s:7.1f} samples/s in {usage.seconds:5.1f} s   "
                 f"CPU used by others {usage.foreign_cores:.3f} cores; load {before} before, {load()} after{mark}",
                 flush=True,
             )
@@ -230,6 +274,8 @@ def report(bench: Benchmark, parameters: float) -> dict[str, float | int | bool]
     else:
         print(f"\nNo efficiency is claimed: balance {middle(balance):.2f} is outside {BALANCED}.")
     result |= spread("async_over_sync", [each.async_over_sync() for each in rounds])
+    result |= spread("async_over_colocated_sync", [each.async_over_colocated_sync() for each in rounds])
+    result |= spread("flexible_over_colocated_sync", [each.flexible_over_colocated_sync() for each in rounds])
     result |= spread("balance", balance)
     result |= spread("together_ceiling", [each.together_ceiling() for each in rounds])
     result |= spread("orchestrator_cpu_ms_per_sample", [systems(each).cpu_ms("orchestrator") for each in rounds])
@@ -267,14 +313,14 @@ def print_table(rounds: list[Round]) -> None:
         "together, consumption": [each.together[1] for each in rounds if each.together],
         f"asynchronous (budget {BUDGET})": [systems(each).per_s for each in rounds],
     }
-    for slots in SYNCHRONOUS_SLOTS:
-        rows[f"synchronous, {slots} slots"] = [
-            each.synchronous[slots].per_s for each in rounds if slots in each.synchronous
-        ]
+    for name, placements in (("flexible", FLEXIBLE), ("colocated", COLOCATED), ("synchronous", SYNCHRONOUS)):
+        for placement in placements:
+            found: list[dict[Placement, Steady]] = [getattr(each, name) for each in rounds]
+            rows[f"{name}, {placement}"] = [each[placement].per_s for each in found if placement in each]
     slower = middle([each.slower() for each in rounds])
-    print(f"\n{'samples/s':28} {'median':>8} {'min':>8} {'max':>8}   of the slower side alone")
+    print(f"\n{'samples/s':36} {'median':>8} {'min':>8} {'max':>8}   of the slower side alone")
     for name, values in rows.items():
-        print(f"{name:28} {middle(values):8.1f} {min(values):8.1f} {max(values):8.1f}   {middle(values) / slower:.3f}")
+        print(f"{name:36} {middle(values):8.1f} {min(values):8.1f} {max(values):8.1f}   {middle(values) / slower:.3f}")
 
 
 def print_rest(rounds: list[Round], batches: list[TrainBatch]) -> None:

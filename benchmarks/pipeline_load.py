@@ -102,7 +102,24 @@ def prepare(folder: Path, shape: Shape) -> float:
     return sum(file.stat().st_size for file in model.glob("*.safetensors")) / 4e6  # float32
 
 
-def experiment(folder: Path, name: str, shape: Shape, *, slots: int, budget: int, steps: int) -> Experiment:
+@dataclass(frozen=True)
+class Placement:
+    """Where the two sides compute, and how many requests each replica holds."""
+
+    generator: tuple[str, ...]
+    trainer: tuple[str, ...]
+    slots: int
+
+    def __str__(self) -> str:
+        return f"{len(self.generator)} x {self.slots} slots on {self.generator[0]}"
+
+
+def apart(slots: int) -> Placement:
+    """One core each."""
+    return Placement(("cpu:0",), ("cpu:1",), slots)
+
+
+def experiment(folder: Path, name: str, shape: Shape, *, placement: Placement, budget: int, steps: int) -> Experiment:
     """One variant's experiment: policy wait, filters off, everything else as in a real run."""
     return validate_experiment(
         {
@@ -116,14 +133,14 @@ def experiment(folder: Path, name: str, shape: Shape, *, slots: int, budget: int
                 "max_prompt_tokens": shape.prompt_tokens,
                 "max_response_tokens": shape.longest_tokens,
             },
-            "generator": {"devices": ["cpu:0"], "slots": slots},
+            "generator": {"devices": placement.generator, "slots": placement.slots},
             "queue": {
                 "groups_per_step": GROUPS_PER_STEP,
                 "budget": budget,
                 "overdue": "wait",
                 "filter_zero_variance": False,
             },
-            "trainer": {"devices": ["cpu:1"]},
+            "trainer": {"devices": placement.trainer},
             "evaluation": {"before": False, "after": False},
         },
         "benchmark",

@@ -25,6 +25,7 @@ from headway.records.generation import (
     TokenDelta,
 )
 from headway.runtime.clock import Clock
+from headway.runtime.devices import parse_device
 from headway.runtime.workers import Launcher, Worker, WorkerSpec
 
 _FACTORY = "headway.generator.service:GeneratorService"
@@ -45,9 +46,10 @@ class EventCallback(Protocol):
 class _Replica:
     """One replica: *starting* -> *live* -> *starting* again after a death, or *lost* when it died too often."""
 
-    def __init__(self, index: int, spec: WorkerSpec) -> None:
+    def __init__(self, index: int, spec: WorkerSpec, shared: bool) -> None:
         self.index = index
         self.spec = spec
+        self.shared = shared  # the trainer computes on its device as well
         self.worker: Worker | None = None
         self.live = False  # takes requests: its weights are the newest that were announced when it started
         self.lost: HeadwayError | None = None
@@ -91,13 +93,14 @@ class GeneratorPool:
         self._mode = experiment.generator.update_mode
         self._restart_limit = restart_limit
         self._replicas = [
-            _Replica(index, _worker_spec(index, device, experiment, log_directory))
+            _Replica(index, _worker_spec(index, device, experiment, log_directory), _is_shared(device, experiment))
             for index, device in enumerate(experiment.generator.devices)
         ]
         self._calls: dict[str, Call] = {}
         self._held: list[Call] = []  # open, but no replica is live
         self._newest: PublishedWeights | None = None
         self._updating = asyncio.Lock()
+        self._lent = False
         self._last_route: tuple[tuple[int, ...], int] | None = None
         self._tickets = itertools.count()
         self._keepers: list[asyncio.Task[None]] = []
@@ -177,6 +180,14 @@ class GeneratorPool:
         if versions:
             return min(versions)
         return self._newest.version if self._newest is not None else 0
+
+    async def lend_devices(self) -> None:
+        """See :class:`headway.records.clients.Generator`."""
+        await self._set_lent(True)
+
+    async def reclaim_devices(self) -> None:
+        """See :class:`headway.records.clients.Generator`."""
+        await self._set_lent(False)
 
     async def statistics(self) -> list[EngineStatistics]:
         """One per replica, in order; counters go on across restarts."""
@@ -352,6 +363,7 @@ class GeneratorPool:
                 await self._discard(replica)
                 continue
             self._go_live(replica)
+            await self._tell_lent(replica)
             held, self._held = self._held, []
             for call in held:
                 self._route(call)
@@ -408,6 +420,15 @@ class GeneratorPool:
         replica.version, replica.applied = applied.version, weights
         return applied
 
+    async def _set_lent(self, lent: bool) -> None:
+        self._lent = lent
+        await asyncio.gather(*(self._tell_lent(replica) for replica in self._replicas if replica.live))
+
+    async def _tell_lent(self, replica: _Replica) -> None:
+        if replica.shared and replica.worker is not None:
+            with contextlib.suppress(WorkerDied):  # the next one is told when it lives
+                await _call(replica.worker, "lend", self._lent)
+
     async def _refresh(self, replica: _Replica) -> None:
         worker = replica.worker
         if worker is None:
@@ -432,6 +453,10 @@ def _own_cause(error: BaseException) -> BaseException:
     """The typed error a replica raised, where it is one of ours."""
     own = isinstance(error, RemoteError) and isinstance(error.__cause__, HeadwayError)
     return error.__cause__ if own and error.__cause__ is not None else error
+
+
+def _is_shared(device: str, experiment: Experiment) -> bool:
+    return any(parse_device(device).shares_with(parse_device(rank)) for rank in experiment.trainer.devices)
 
 
 def _worker_spec(index: int, device: str, experiment: Experiment, log_directory: str | Path | None) -> WorkerSpec:

@@ -73,8 +73,12 @@ class FakeGenerator:
         update_mode: UpdateMode = "keep",
         error_of: Callable[[GenerationRequest], str] | None = None,
         version: int = 0,
+        shares_devices: bool = False,
     ) -> None:
+        """``shares_devices``: with the trainer, so that lending them stops it."""
         self._clock = clock
+        self._shares_devices = shares_devices
+        self._lent = False
         self._slots = slots
         self._token_s = token_s
         self._length_of = length_of or _length_from_seed
@@ -96,7 +100,7 @@ class FakeGenerator:
         self._updating = asyncio.Lock()
         self._stopped = False
         self._generated = self._finished = 0
-        self._busy_s = self._idle_s = self._paused_s = 0.0
+        self._busy_s = self._idle_s = self._paused_s = self._lent_s = 0.0
 
     # --- the Generator protocol -----------------------------------------------------------------------------
 
@@ -171,6 +175,14 @@ class FakeGenerator:
     async def applied_version(self) -> int:
         return self._changes[-1][1]
 
+    async def lend_devices(self) -> None:
+        """See :class:`headway.records.clients.Generator`."""
+        self._set_lent(self._shares_devices)
+
+    async def reclaim_devices(self) -> None:
+        """See :class:`headway.records.clients.Generator`."""
+        self._set_lent(False)
+
     async def statistics(self) -> list[EngineStatistics]:
         self._advance()
         running = self._running.values()
@@ -188,6 +200,7 @@ class FakeGenerator:
                 busy_s=self._busy_s,
                 idle_s=self._idle_s,
                 paused_s=self._paused_s,
+                lent_s=self._lent_s,
             )
         ]
 
@@ -202,6 +215,15 @@ class FakeGenerator:
 
     # --- time and work --------------------------------------------------------------------------------------
 
+    def _set_lent(self, lent: bool) -> None:
+        self._advance()
+        self._lent = lent
+        self._settle()
+
+    @property
+    def _stopped_decoding(self) -> bool:
+        return self._paused or self._lent
+
     def _step_s(self) -> float:
         latency = self._token_s
         return latency(len(self._running)) if callable(latency) else latency
@@ -210,7 +232,9 @@ class FakeGenerator:
         """Bring the work up to now."""
         now = self._clock.now()
         elapsed_s, self._work_at_s = now - self._work_at_s, now
-        if self._paused:
+        if self._lent:
+            self._lent_s += elapsed_s
+        elif self._paused:
             self._paused_s += elapsed_s
         elif self._running:
             self._work += elapsed_s / self._step_s()
@@ -224,7 +248,7 @@ class FakeGenerator:
             entry = heapq.heappop(self._due)[2]
             if entry.serial in self._running:
                 self._end(entry, entry.reason)
-        while self._waiting and len(self._running) < self._slots and not self._paused:
+        while self._waiting and len(self._running) < self._slots and not self._stopped_decoding:
             entry = heapq.heappop(self._waiting)[2]
             if self._open.get(entry.request.request_id) is entry:
                 self._begin(entry)
@@ -243,7 +267,7 @@ class FakeGenerator:
         heapq.heappush(self._due, (entry.base + remaining, entry.serial, entry))
 
     def _set_timer(self) -> None:
-        if self._paused or not self._running:
+        if self._stopped_decoding or not self._running:
             due_s = math.inf
         else:
             due_s = self._work_at_s + max(0.0, self._due[0][0] - self._work) * self._step_s()

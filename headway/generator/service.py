@@ -60,6 +60,8 @@ class GeneratorService:
         self._subscriber = Subscriber()
         self._encoder = msgspec.msgpack.Encoder()
         self._requests = msgspec.msgpack.Decoder(list[GenerationRequest])
+        self._lent_since_s: float | None = None
+        self._lent_s = self._lent_idle_s = self._idle_before_s = 0.0
         self._streamed_s = time.monotonic()
         self._ready_since_s: float | None = None
 
@@ -80,12 +82,28 @@ class GeneratorService:
         applied = self._engine.update_weights(tensors, published.version, mode)
         return msgspec.structs.replace(applied, fetch_s=fetch_s, pause_s=applied.pause_s + fetch_s)
 
+    def lend(self, lent: bool) -> None:
+        """Leave the device to the trainer, or take it back; requests keep their KV meanwhile."""
+        now = time.monotonic()
+        if lent and self._lent_since_s is None:
+            self._lent_since_s, self._idle_before_s = now, self._engine.statistics().idle_s
+        elif not lent and self._lent_since_s is not None:
+            self._lent_s += now - self._lent_since_s
+            self._lent_idle_s += self._engine.statistics().idle_s - self._idle_before_s
+            self._lent_since_s = None
+
     def statistics(self) -> EngineStatistics:
-        return self._engine.statistics()
+        """The engine's counters; while the device is lent, the engine is not idle."""
+        engine = self._engine.statistics()
+        lent_s, lent_idle_s = self._lent_s, self._lent_idle_s
+        if self._lent_since_s is not None:
+            lent_s += time.monotonic() - self._lent_since_s
+            lent_idle_s += engine.idle_s - self._idle_before_s
+        return msgspec.structs.replace(engine, idle_s=engine.idle_s - lent_idle_s, lent_s=lent_s)
 
     def tick(self) -> bool:
         """One engine step, and an event when one is due. False: nothing to do until the next call."""
-        worked = self._engine.step()
+        worked = self._lent_since_s is None and self._engine.step()
         now = time.monotonic()
         if self._engine.ready_deltas and self._ready_since_s is None:
             self._ready_since_s = now

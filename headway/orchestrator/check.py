@@ -337,13 +337,19 @@ def _devices(inputs: _Inputs) -> Iterator[Finding]:
         names = ", ".join(map(str, ranks))
         yield _error("trainer.devices", f"{names}: ranks sum their gradients, so all must be GPUs, or all CPU cores")
     for (first_key, first), (second_key, second) in combinations(devices, 2):
-        if first.kind == second.kind and first.first <= second.last and second.first <= first.last:
-            if first_key == second_key == "trainer.devices" and first.kind == "cuda":
-                yield _error(second_key, f"{second} twice: each rank needs a GPU of its own")
-                continue
-            what = "GPU" if first.kind == "cuda" else "cores"
-            cost = "both must fit its memory" if first.kind == "cuda" else "two busy processes on one core collapse"
-            yield _warning(second_key, f"{second} shares {what} with {first} of {first_key}: {cost}")
+        if not first.shares_with(second):
+            continue
+        what = "GPU" if first.kind == "cuda" else "cores"
+        shared = f"{second} shares {what} with {first} of {first_key}"
+        if first_key != second_key:  # a replica lends its device while the trainer computes
+            if first.kind == "cuda":
+                yield _warning(second_key, f"{shared}: both must fit its memory")
+        elif first.kind == "cpu":
+            yield _warning(second_key, f"{shared}: two busy processes on one core collapse")
+        elif second_key == "trainer.devices":
+            yield _error(second_key, f"{second} twice: each rank needs a GPU of its own")
+        else:
+            yield _warning(second_key, f"{shared}: both must fit its memory")
 
 
 def _space(inputs: _Inputs) -> Iterator[Finding]:

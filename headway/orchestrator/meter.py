@@ -154,7 +154,8 @@ class Meter:
         return msgspec.structs.replace(
             record,
             generated_tokens_per_s=_growth(before, engines, "generated_tokens") / elapsed_s,
-            generator_wait_ratio=_idle_ratio(before, engines, elapsed_s),
+            generator_wait_ratio=_mean_share(before, engines, "idle_s", elapsed_s),
+            generator_lent_ratio=_mean_share(before, engines, "lent_s", elapsed_s),
             **_engine_fields(engines),
         )
 
@@ -173,10 +174,13 @@ def _growth(before: Sequence[EngineStatistics], after: Sequence[EngineStatistics
     return total
 
 
-def _idle_ratio(before: Sequence[EngineStatistics], after: Sequence[EngineStatistics], step_s: float) -> float:
+def _mean_share(
+    before: Sequence[EngineStatistics], after: Sequence[EngineStatistics], name: str, step_s: float
+) -> float:
+    """Share of the time that a counter of seconds grew, mean over replicas."""
     if not after:
         return 0.0
-    return min(1.0, _growth(before, after, "idle_s") / (step_s * len(after)))
+    return min(1.0, _growth(before, after, name) / (step_s * len(after)))
 
 
 def _engine_fields(engines: Sequence[EngineStatistics]) -> dict[str, Any]:

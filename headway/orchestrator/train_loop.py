@@ -116,7 +116,7 @@ class Train:
         if not committed:  # membership and order are durable before the step runs (rule 8)
             run.buffer.commit_batch(Batch(step=step, groups=indices))
         batch = build_batch(step, groups, run.experiment)
-        report = await surviving(run, lambda: run.trainer.train_step(batch), step)
+        report = await self._compute(batch)
         run.buffer.complete_step(step, "skipped" if report.skipped else "trained", report.reason)
         ending = "discarded" if report.skipped else "trained"
         for group in groups:
@@ -140,6 +140,15 @@ class Train:
             await self._publish_if_due()
             await self._checkpoint_if_due()
         state.changed.notify()
+
+    async def _compute(self, batch: TrainBatch) -> StepReport:
+        """The trainer's step; where it shares devices with the generator, they are its own meanwhile."""
+        run = self._run
+        await run.generator.lend_devices()
+        try:
+            return await surviving(run, lambda: run.trainer.train_step(batch), batch.step)
+        finally:
+            await run.generator.reclaim_devices()
 
     def _require_steps(self, report: StepReport) -> None:
         """Raises NoProgress when step after step is skipped."""

@@ -108,4 +108,5 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: float = 0.0  # time inside model calls
     idle_s: float = 0.0  # time with nothing to do: the generator waits
     paused_s: float = 0.0  # time inside weight updates
+    lent_s: float = 0.0  # time its device was lent to the trainer; not idle then, whether it had requests or not
     decode_steps: int = 0

@@ -36,6 +36,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     checkpoint_s: float = 0.0
     trainer_wait_ratio: float = 0.0
     generator_wait_ratio: float = 0.0  # share of the step the replicas had nothing to do, mean over replicas
+    generator_lent_ratio: float = 0.0  # ... their devices were lent to the trainer, which isn't waiting
     orchestrator_cpu_s: float = 0.0
     verify_s: float = 0.0  # summed over responses
     # queue
@@ -126,6 +127,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     best_version: int | None = None
     trainer_wait_ratio: float = 0.0
     generator_wait_ratio: float = 0.0
+    generator_lent_ratio: float = 0.0
     max_trajectory_staleness: int = 0
     books_balanced: bool = False
     length_bias_ks: float = 0.0

@@ -31,6 +31,7 @@ _COLOURS = {
     "generation-bound": "yellow",
     "training-bound": "yellow",
     "synchronous": "cyan",
+    "time-shared": "green",
     "other-bound": "red",
     "unknown": "dim",
 }
@@ -179,7 +180,8 @@ def _block(height: float) -> str:
 def _waits(state: LiveState) -> Text:
     trainer = state.recent_mean(lambda step: step.trainer_wait_ratio)
     generator = state.recent_mean(lambda step: step.generator_wait_ratio)
-    balance, _ = judge_balance(trainer, generator, state.experiment.queue.budget)
+    lent = state.recent_mean(lambda step: step.generator_lent_ratio)
+    balance, _ = judge_balance(trainer, generator, state.experiment.queue.budget, lent)
     return Text.assemble(
         "trainer ",
         bar(trainer, 12, "blue"),

@@ -11,7 +11,9 @@ import msgspec
 from headway.records.ledger import EvaluationRecord, LedgerLine, RunSummary, StepRecord
 from headway.runtime.summary import books_event, evaluations, held_evaluation
 
-Balance = Literal["matched", "generation-bound", "training-bound", "synchronous", "other-bound", "unknown"]
+Balance = Literal[
+    "matched", "generation-bound", "training-bound", "synchronous", "time-shared", "other-bound", "unknown"
+]
 Learning = Literal["improved", "worse", "no measurable change", "unknown"]
 
 MATCHED_WAIT = 0.10  # a side that waits less than this share of the time counts as busy
@@ -51,7 +53,9 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
     """Judge a run. ``budget`` is η, the largest trajectory staleness allowed, where it is known."""
     steps = [line for line in lines if isinstance(line, StepRecord)]
     if steps:
-        balance, balance_text = judge_balance(summary.trainer_wait_ratio, summary.generator_wait_ratio, budget)
+        balance, balance_text = judge_balance(
+            summary.trainer_wait_ratio, summary.generator_wait_ratio, budget, summary.generator_lent_ratio
+        )
     else:
         balance, balance_text = "unknown", "No training step is recorded yet."
     within, staleness_text = judge_staleness(steps, summary.max_trajectory_staleness, budget)
@@ -73,14 +77,19 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
     )
 
 
-def judge_balance(trainer_wait: float, generator_wait: float, budget: int | None) -> tuple[Balance, str]:
+def judge_balance(
+    trainer_wait: float, generator_wait: float, budget: int | None, lent: float = 0.0
+) -> tuple[Balance, str]:
     """Who is the bottleneck, from the share of the time each side waits (0 to 1).
 
-    In this order: budget 0 -> synchronous (both sides wait by design); both below MATCHED_WAIT -> matched;
-    trainer waits CLEAR_DIFFERENCE more -> generation-bound; generator does -> training-bound; both wait alike, a
-    lot -> something else holds both up.
+    In this order: devices shared -> time-shared (``lent``: share of the time the trainer had the generator's devices;
+    what it waits is when they generate); budget 0 -> synchronous (both sides wait by design); both below
+    MATCHED_WAIT -> matched; trainer waits CLEAR_DIFFERENCE more -> generation-bound; generator does ->
+    training-bound; both wait alike, a lot -> something else holds both up.
     """
     numbers = f"the trainer waits {trainer_wait:.0%} of the time, the generator {generator_wait:.0%}"
+    if lent > 0:
+        return "time-shared", _time_shared(generator_wait, budget, lent)
     if budget == 0:
         return "synchronous", (
             f"Synchronous (budget 0): the two sides take turns by design; {numbers}. "
@@ -104,6 +113,18 @@ def judge_balance(trainer_wait: float, generator_wait: float, budget: int | None
         f"Bound by neither model: {numbers}, both a lot. Look at verification, publishing, evaluation and the "
         "orchestrator, or at a staleness budget too small for the longest responses."
     )
+
+
+def _time_shared(generator_wait: float, budget: int | None, lent: float) -> str:
+    text = (
+        f"Time-shared: the generator's devices are the trainer's for {lent:.0%} of the time, and have nothing to do "
+        f"for {generator_wait:.0%}."
+    )
+    if generator_wait < MATCHED_WAIT:
+        return f"{text} Nobody waits for long."
+    if budget == 0:
+        return f"{text} A budget of 1 or more would keep them busy through the long tail."
+    return f"{text} The staleness budget or the concurrency holds admission back."
 
 
 def judge_staleness(steps: Sequence[StepRecord], worst: int, budget: int | None) -> tuple[bool | None, str]:

@@ -73,6 +73,10 @@ class Device:
             raise ConfigurationError(f"device {self}: this machine has {len(cores)} usable core(s), {listed}")
         return cores[self.first : self.last + 1]
 
+    def shares_with(self, other: Device) -> bool:
+        """Whether the two have a core, or their GPU, in common."""
+        return self.kind == other.kind and self.first <= other.last and other.first <= self.last
+
     def environment(self) -> dict[str, str]:
         """Variables a process on this device must be started with (allocator, thread counts, how threads wait)."""
         variables = dict(ALLOCATOR_ENVIRONMENT)

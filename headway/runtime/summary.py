@@ -31,6 +31,7 @@ def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
         best_version=_best_version(lines),
         trainer_wait_ratio=_share(wait_s, total_s),
         generator_wait_ratio=_share(sum(step.generator_wait_ratio * step.step_s for step in steps), total_s),
+        generator_lent_ratio=_share(sum(step.generator_lent_ratio * step.step_s for step in steps), total_s),
         max_trajectory_staleness=int(max((step.trajectory_staleness.max for step in steps), default=0)),
         books_balanced=books is not None and bool(books.data.get("balanced", 0)),
         length_bias_ks=steps[-1].length_bias_ks if steps else 0.0,

@@ -29,7 +29,7 @@ SCALARS: dict[str, tuple[str, ...]] = {
         "mfu_step",
         "mfu_compute",
     ),
-    "wait": ("trainer_wait_ratio", "generator_wait_ratio", "trainer_wait_s"),
+    "wait": ("trainer_wait_ratio", "generator_wait_ratio", "generator_lent_ratio", "trainer_wait_s"),
     "time": (
         "step_s",
         "trainer_compute_s",

@@ -273,8 +273,13 @@ def test_devices_that_do_not_exist_or_overlap(setup: Setup) -> None:
     assert "1 GPU(s)" in setup.messages(trainer={"devices": ["cuda:1"]})["trainer.devices"]
     assert "not a device" in setup.messages(generator={"devices": ["gpu0"]})["generator.devices"]
     assert "at least one" in setup.messages(generator={"devices": []})["generator.devices"]
-    shared = setup.messages("warning", trainer={"devices": ["cpu:0"]})
-    assert "cpu:0 shares cores with cpu:0" in shared["trainer.devices"]
+    for side in ("generator", "trainer"):
+        shared = setup.messages("warning", **{side: {"devices": ["cpu:0", "cpu:0"]}})
+        assert f"cpu:0 shares cores with cpu:0 of {side}.devices" in shared[f"{side}.devices"]
+
+
+def test_generator_and_trainer_may_take_turns_on_the_same_cores(setup: Setup) -> None:
+    assert setup.find(generator={"devices": ["cpu:0"]}, trainer={"devices": ["cpu:0"]}) == []
 
 
 def test_ranks_that_cannot_work_together(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ def schedules(draw: st.DrawFn) -> dict[str, object]:
         "verify_s": draw(st.sampled_from([0.0, 0.01, 1.0])),
         "publish_s": draw(st.sampled_from([0.0, 0.3])),
         "mode": draw(st.sampled_from(["keep", "recompute", "abort"])),
+        "shared": draw(st.booleans()),
         "seed": draw(st.integers(0, 10_000)),
     }
 
@@ -51,6 +52,7 @@ def run_of(schedule: dict[str, object], *, overdue: str = "wait", filtered: bool
         sample_s=s["sample_s"],
         verify_s=s["verify_s"],
         publish_s=s["publish_s"],
+        generator_options={"shares_devices": s.get("shared", False)},
         **options,
     )
 
@@ -169,3 +171,28 @@ def test_rollouts_cross_updates_without_loss(mode):
         for sample in batch.samples
     ]
     assert any(len(of_one) > 1 for of_one in versions)
+
+
+def shared_devices(shared: bool, **queue: object):
+    experiment = experiment_of(
+        Path("unused"),
+        run={"steps": 10},
+        rollout={"group_size": 4, "max_response_tokens": 200},
+        queue={"groups_per_step": 2, "filter_zero_variance": False, **queue},
+        generator={"slots": 8, "queue_ahead_groups": 0},
+    )
+    return simulate(experiment, token_s=0.01, sample_s=0.1, generator_options={"shares_devices": shared})
+
+
+def test_devices_are_lent_for_exactly_as_long_as_the_trainer_computes():
+    outcome = shared_devices(True, budget=2)
+    steps = outcome.steps[1:]  # engines are asked a little after a step is closed; over several it evens out
+    lent_s = sum(step.generator_lent_ratio * step.step_s for step in steps)
+    assert lent_s == pytest.approx(sum(step.trainer_compute_s for step in steps), rel=0.05)
+    assert sum(step.generator_wait_ratio for step in steps) < 0.05 * len(steps)
+    assert all(step.generator_lent_ratio == 0 for step in shared_devices(False, budget=2).steps)
+
+
+def test_on_shared_devices_a_budget_saves_the_tail():
+    synchronous, flexible = (shared_devices(True, budget=budget).duration_s for budget in (0, 2))
+    assert flexible < 0.9 * synchronous

@@ -55,6 +55,15 @@ def test_balance(trainer: float, generator: float, budget: int | None, balance: 
     assert f"{generator:.0%}" in text
 
 
+def test_on_shared_devices_nobody_is_the_bottleneck() -> None:
+    balance, busy = judge_balance(0.5, 0.02, 4, lent=0.48)
+    assert balance == "time-shared"
+    assert "48%" in busy
+    assert "Nobody waits" in busy
+    assert "budget of 1" in judge_balance(0.7, 0.3, 0, lent=0.3)[1]
+    assert "admission" in judge_balance(0.7, 0.3, 4, lent=0.3)[1]
+
+
 @given(a=st.floats(0, 1), b=st.floats(0, 1))
 @settings(deadline=None, max_examples=200)
 def test_balance_mirrors(a: float, b: float) -> None:

@@ -109,6 +109,43 @@ def test_kill_9_in_mid_generation_loses_nothing(models):
     asyncio.run(main())
 
 
+def test_a_lent_device_is_idle_even_after_a_restart_and_holds_its_requests(models):
+    """The trainer's default device is cpu:1: the second replica shares it, the first doesn't."""
+
+    async def main() -> None:
+        events: list[str] = []
+        pool = make_pool(models, events)
+        await pool.start()
+        jobs = [asyncio.create_task(pool.generate(one)) for one in requests()]
+        await until(lambda: all(any(c.partial().ids for c in r.calls.values()) for r in pool._replicas))
+        await pool.lend_devices()
+        before = await pool.statistics()
+        await asyncio.sleep(0.3)
+        own, lent = await pool.statistics()
+        assert own.generated_tokens > before[0].generated_tokens
+        assert lent.generated_tokens == before[1].generated_tokens
+        assert lent.running > 0
+        assert lent.lent_s - before[1].lent_s >= 0.3
+        assert own.lent_s == 0
+        os.kill(pool.pids[1], signal.SIGKILL)
+        await until(lambda: "generator_restarted" in events)
+        late = [asyncio.create_task(pool.generate(one)) for one in named("late", requests(16))]
+        await until(lambda: bool(pool._replicas[1].calls))
+        await asyncio.sleep(0.2)
+        assert (await pool.statistics())[1].generated_tokens == lent.generated_tokens
+        await pool.reclaim_devices()
+        for one, result in zip([*requests(), *requests(16)], await asyncio.gather(*jobs, *late), strict=True):
+            assert len(result.response.ids) == one.sampling.max_tokens
+        assert (await pool.statistics())[1].generated_tokens > lent.generated_tokens
+        await pool.stop()
+
+    asyncio.run(main())
+
+
+def named(prefix: str, asked: list[GenerationRequest]) -> list[GenerationRequest]:
+    return [msgspec.structs.replace(one, request_id=f"{prefix}-{one.request_id}") for one in asked]
+
+
 def test_all_replicas_killed_restart_with_the_newest_weights(models):
     async def main() -> None:
         events: list[str] = []

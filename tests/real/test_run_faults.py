@@ -125,6 +125,32 @@ def test_rollouts_cross_updates(inputs: Any, tmp_path: Path, mode: str) -> None:
     assert len(shown) == 16
 
 
+# --- shared devices ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [0, 2])
+def test_both_sides_on_the_same_cores(inputs: Any, tmp_path: Path, budget: int) -> None:
+    """Colocated: synchronous at budget 0; else what is in flight waits while the trainer has the cores."""
+    cores = ["cpu:0", "cpu:1"]
+    config = tiny_run.write_experiment(
+        tmp_path,
+        run={"steps": 8},
+        rollout={"max_response_tokens": 40},
+        generator={"devices": cores, "slots": 8},
+        trainer={"devices": cores, "learning_rate": 1e-4},
+        queue={"budget": budget},
+        **inputs,
+    )
+    run = tmp_path / "run"
+    command = tiny_run.train(config)
+    assert command.process.returncode == 0, command.output
+    steps = tiny_run.steps_of(run)
+    assert sum(step.generator_lent_ratio for step in steps) > 0
+    report = tiny_run.audited(run)
+    assert report.rollouts == {"trained": 8 * 16, "open": 0}
+    assert report.max_staleness <= budget
+
+
 # --- interrupts --------------------------------------------------------------------------------------------
 
 
