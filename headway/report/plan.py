@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.config.schema import Experiment, TaskSource
+from headway.config.schema import Algorithm, Experiment, TaskSource
 from headway.report.formats import duration
 
 
@@ -37,10 +37,11 @@ def plan_rows(experiment: Experiment) -> list[tuple[str, str]]:
         ),
         (
             "trainer",
-            f"{', '.join(experiment.trainer.devices)} ({experiment.trainer.dtype}), {experiment.algorithm.loss}, "
-            f"{experiment.algorithm.advantage}, learning rate {experiment.trainer.learning_rate:g} "
-            f"({experiment.trainer.schedule})",
+            f"{', '.join(experiment.trainer.devices)} ({experiment.trainer.dtype}), learning rate "
+            f"{experiment.trainer.learning_rate:g} ({experiment.trainer.schedule}), "
+            f"{_count(experiment.trainer.optimizer_steps_per_batch, 'optimiser step')} a batch",
         ),
+        ("objective", _objective(experiment)),
         ("weights", f"published every {_every(experiment.weights.steps_per_publish, 'step')}"),
         (
             "checkpoints",
@@ -80,5 +81,53 @@ def _evaluation(experiment: Experiment) -> str:
     return "; ".join(parts) or "nothing"
 
 
+def _objective(experiment: Experiment) -> str:
+    """What rewards become a gradient by: whatever a preset filled in is named, and nothing that has no effect."""
+    algorithm = experiment.algorithm
+    parts = [f"preset {algorithm.preset}"] if algorithm.preset else []
+    parts += [algorithm.loss, f"advantage {algorithm.advantage}", *_bounds(algorithm), algorithm.aggregation]
+    if algorithm.kl_coefficient:
+        parts.append(
+            f"KL {algorithm.kl_coefficient:g} ({algorithm.kl_estimator}, in the {algorithm.kl_in}) to "
+            f"{experiment.model.reference or experiment.model.path}"
+        )
+    if algorithm.token_mask:
+        parts.append(f"token weights within {_range(algorithm.token_mask)}")
+    if algorithm.sequence_mask:
+        parts.append(f"response weights within {_range(algorithm.sequence_mask)}")
+    if algorithm.second_moment_limit is not None:
+        parts.append(f"second moment at most {algorithm.second_moment_limit:g}")
+    if algorithm.overlong != "score":
+        parts.append(f"overlong responses: {algorithm.overlong}")
+    if experiment.queue.filter_zero_variance:
+        parts.append("groups of equal rewards filtered")
+    return ", ".join(parts)
+
+
+def _bounds(algorithm: Algorithm) -> list[str]:
+    """The limits that the loss reads (all of them for a user's own)."""
+    loss = algorithm.loss
+    bounds: list[str] = []
+    if loss == "cispo":
+        return [f"weights at most {1 + algorithm.clip_high:g}"]
+    if loss not in ("reinforce", "dppo"):
+        bounds.append(f"clip {1 - algorithm.clip_low:g} to {1 + algorithm.clip_high:g}")
+        if algorithm.dual_clip is not None:
+            bounds.append(f"dual clip {algorithm.dual_clip:g}")
+    if loss == "dppo":
+        bounds.append(f"divergence at most {algorithm.divergence_limit:g}")
+    if loss != "gspo":
+        bounds.append(f"weights at most {algorithm.behaviour_weight_cap:g}")
+    return bounds
+
+
+def _range(bounds: tuple[float, float]) -> str:
+    return f"{bounds[0]:g} to {bounds[1]:g}"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def _every(count: int, noun: str) -> str:
-    return noun if count == 1 else f"{count} {noun}s"
+    return noun if count == 1 else _count(count, noun)

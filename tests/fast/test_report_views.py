@@ -266,6 +266,31 @@ def test_plan_names_the_numbers_that_matter() -> None:
     assert "synchronous" in dict(plan_rows(experiment(budget=0)))["queue"]
 
 
+def test_plan_says_what_a_preset_came_to() -> None:
+    def objective(**algorithm: object) -> str:
+        raw = experiment().model_dump(exclude_unset=True) | {"algorithm": algorithm}
+        return dict(plan_rows(validate_experiment(raw, "test")))["objective"]
+
+    assert objective() == (
+        "decoupled_ppo, advantage group_mean_std, clip 0.8 to 1.28, weights at most 2, token_mean, "
+        "groups of equal rewards filtered"
+    )
+    assert objective(preset="grpo", behaviour_weight_cap=5.0, token_mask=[0.5, 5.0]) == (
+        "preset grpo, ppo_clip, advantage group_mean_std, clip 0.8 to 1.2, weights at most 5, seq_mean_token_mean, "
+        "KL 0.04 (k3, in the loss) to m, token weights within 0.5 to 5"
+    )
+    masks = {"sequence_mask": [0.99, 1.01], "second_moment_limit": 0.04, "overlong": "mask", "dual_clip": 3.0}
+    assert objective(preset="gspo", clip_high=0.5, **masks) == (
+        "preset gspo, gspo, advantage group_mean_std, clip 0.9997 to 1.5, dual clip 3, seq_mean_token_mean, "
+        "response weights within 0.99 to 1.01, second moment at most 0.04, overlong responses: mask, "
+        "groups of equal rewards filtered"
+    )
+    assert "weights at most 1.28, token_mean" in objective(preset="cispo")
+    assert "dppo, advantage group_mean_std, divergence at most 0.15, weights at most 2" in objective(loss="dppo")
+    assert "KL 0.01 (k1, in the reward)" in objective(preset="reinforce++")
+    assert "clip" not in objective(preset="rloo")
+
+
 def test_sft_progress_prints_now_and_then_and_evaluations_at_once() -> None:
     out, time_s = Screen(), [0.0]
     with SftProgress(experiment(), console=out.console, now=lambda: time_s[0]) as progress:
