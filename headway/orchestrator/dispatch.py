@@ -84,7 +84,7 @@ class Dispatch:
         state.books.admit(group.index, group.size)
         run.meter.length_bias.admit(group.index, group.size)
         state.admitted += 1
-        entry = RunningGroup(group=group, unfinished=group.size, oldest_version=applied_version)
+        entry = RunningGroup(group=group, unfinished=group.size)
         state.running[group.index] = entry
         self._start(entry)
 

@@ -38,7 +38,7 @@ class RunningGroup:
 
     group: Group
     unfinished: int  # members still generating: what concurrency counts
-    oldest_version: int = 0  # no token of it can be older: admission, or the version it was reopened under
+    oldest_version: int = 0  # reopened by a resume: no token of it is older, as none is older than its admission
     parked: int = 0  # members waiting to be resumed
     runner: asyncio.Task[None] | None = None
 
