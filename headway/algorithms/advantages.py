@@ -47,7 +47,7 @@ def leave_one_out(rewards_g: FloatArray) -> FloatArray:
 
 def batch_mean_std(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
     """``(r - mean) / (std + 1e-6)`` over all samples of the batch, whatever their group: groups of one member teach as
-    well (REINFORCE++, 2025, Eq. 6). Shapes [S], [S] -> [S]."""
+    well (REINFORCE++, 2025). Shapes [S], [S] -> [S]."""
     rewards_s = np.asarray(rewards_s, dtype=np.float64)
     if _uniform(rewards_s):
         return np.zeros_like(rewards_s)
@@ -55,8 +55,8 @@ def batch_mean_std(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
 
 
 def group_mean_batch_std(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
-    """``r - mean of its group``, divided by the deviation of that over the batch + 1e-6 (REINFORCE++-baseline, 2025,
-    Eq. 9): groups of one member get 0. Shapes [S], [S] -> [S]."""
+    """``r - mean of its group``, divided by the deviation of that over the batch + 1e-6 (REINFORCE++ with
+    baseline, 2025): groups of one member get 0. Shapes [S], [S] -> [S]."""
     centred_s = np.asarray(rewards_s, dtype=np.float64).copy()
     for group in np.unique(groups_s):
         members = groups_s == group

@@ -20,7 +20,7 @@ Bounds = tuple[float, float]
 
 
 def token_mask(log_weight_m: FloatArray, bounds: Bounds) -> BoolArray:
-    """Keep tokens whose weight lies within ``bounds`` (IcePop, Ring-1T, 2025, Eq. 5). Shape [M] -> [M]."""
+    """Keep tokens whose weight lies within ``bounds`` (IcePop, Ring-1T, 2025). Shape [M] -> [M]."""
     return _within(log_weight_m, bounds)
 
 
@@ -36,7 +36,7 @@ def sequence_mask(log_weight_m: FloatArray, sequence_m: IntArray, bounds: Bounds
 
 def second_moment_mask(log_weight_m: FloatArray, advantages_m: FloatArray, limit: float) -> BoolArray:
     """Mask the fewest tokens, farthest first, for which the mean squared log weight of those kept is at most ``limit``
-    (M2PO, 2025, Algorithm 1, which takes 0.04). Shape [M] -> [M].
+    (M2PO, 2025, which takes 0.04). Shape [M] -> [M].
 
     Only tokens that the weight drives further away count and can be masked: weight > 1 with a positive advantage,
     weight < 1 with a negative one; the others are those that PPO's clip never touches either.

@@ -18,7 +18,7 @@ def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
 
 def reward_to_go(penalties_m: NDArray[np.float64], sequence_m: NDArray[np.int64]) -> NDArray[np.float64]:
     """[M] sums over a token and those after it in its sample: what a per-token penalty inside the reward takes from
-    each token's advantage (REINFORCE++, 2025, Eq. 5). ``sequence_m``: the token's sample, ascending."""
+    each token's advantage (REINFORCE++, 2025). ``sequence_m``: the token's sample, ascending."""
     total_s = np.bincount(sequence_m, weights=penalties_m)
     before_m = np.cumsum(penalties_m) - penalties_m  # of all earlier tokens, earlier samples' included
     before_s = np.cumsum(total_s) - total_s

@@ -1,7 +1,7 @@
 """Objectives by name: ``algorithm.preset`` stands for the keys below; keys the experiment sets itself win.
 
-Each is the published setting of one method. What only concerns a run's size (groups, lengths, learning rate) is
-left to the experiment.
+Each is the published form of one method, with the numbers its paper gives. Where it leaves one open, a common value
+stands in, marked "ours". What only concerns a run's size (groups, lengths, learning rate) is left to the experiment.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PRESETS: dict[str, Preset] = {
             "clip_low": 0.2,
             "clip_high": 0.2,
             "aggregation": "token_mean",
-            "kl_coefficient": 0.01,
+            "kl_coefficient": 0.01,  # ours
             "kl_estimator": "k1",
             "kl_in": "reward",
         },
@@ -70,7 +70,7 @@ PRESETS: dict[str, Preset] = {
             "clip_low": 0.2,
             "clip_high": 0.2,
             "aggregation": "token_mean",
-            "kl_coefficient": 0.01,
+            "kl_coefficient": 0.01,  # ours
             "kl_estimator": "k2",
         },
         "queue": {"filter_zero_variance": False},
@@ -90,7 +90,7 @@ PRESETS: dict[str, Preset] = {
             "aggregation": "seq_mean_token_mean",
         },
     },
-    # MiniMax-M1, 2025: clipped importance weights, no token's gradient is removed
+    # MiniMax-M1, 2025: clipped importance weights, no token's gradient is removed; the bound, clip_high's default: ours
     "cispo": {
         "algorithm": {"advantage": "group_mean_std", "loss": "cispo", "aggregation": "token_mean"},
     },

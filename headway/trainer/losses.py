@@ -132,7 +132,7 @@ def reinforce(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
 
 
 def cispo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
-    """CISPO (MiniMax-M1, 2025, Eq. 4): the policy gradient weighted by u clipped to at most 1 + clip_high, a constant;
+    """CISPO (MiniMax-M1, 2025): the policy gradient weighted by u clipped to at most 1 + clip_high, a constant;
     like the paper, without a lower bound. No token's gradient is removed."""
     return _weighted_gradient(terms, 1.0 + settings.clip_high)
 
