@@ -30,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of tasks, model, cold start and RL")
     parser.add_argument("--directory", type=Path, help="default: runs/arithmetic-SEED")
+    parser.add_argument("--cold-start-only", action="store_true", help="stop before RL")
     parser.add_argument("overrides", nargs="*", help="--section.key=value, given to `headway train`")
     arguments, extra = parser.parse_known_args()
     folder: Path = arguments.directory or Path(f"runs/arithmetic-{arguments.seed}")
@@ -62,6 +63,8 @@ def main() -> None:
             *paths,
             seed,
         )
+    if arguments.cold_start_only:
+        return
     done = (rl / "summary.json").exists() and json.loads((rl / "summary.json").read_text())["finished"]
     if done:
         print(f"\n{rl} holds a finished run; remove {folder} to start anew.")

@@ -26,7 +26,7 @@ _ENDING_COLOURS = {
     "overdue": GENERATOR,
     "failed": ALARM,
 }
-_STYLE = {
+STYLE = {
     "svg.fonttype": "none",  # text stays text: smaller, searchable, and it prints sharp
     "font.family": "sans-serif",
     "font.size": 9,
@@ -62,7 +62,7 @@ class Plot(NamedTuple):
 def render(plot: Plot, evidence: Evidence) -> str | None:
     """The plot as an ``<svg>`` element that needs nothing from outside; None when there is nothing to show."""
     # The salt keeps ids of different plots on one page apart, and equal from one rendering to the next.
-    style: Any = {**_STYLE, "svg.hashsalt": plot.title}
+    style: Any = {**STYLE, "svg.hashsalt": plot.title}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(5.4, 2.7), layout="constrained")
         axes = figure.subplots()
