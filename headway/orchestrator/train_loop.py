@@ -14,11 +14,9 @@ from headway.records.errors import NoProgress
 from headway.records.generation import PublishedWeights
 from headway.records.ledger import StepRecord
 from headway.records.rollout import Batch, Ending, FinishedGroup, Sample
-from headway.records.training import StepReport, TrainBatch
+from headway.records.training import MOST_SKIPPED_IN_A_ROW, StepReport, TrainBatch
 from headway.runtime.channel import Channel
 from headway.trainer.checkpoints import checkpoint_path, find_checkpoints, version_of
-
-_SKIPS = 20  # in a row, then the run ends
 
 
 class Train:
@@ -158,8 +156,10 @@ class Train:
             return
         run.event("step_skipped", report.reason)
         state.skipped_steps += 1
-        if state.skipped_steps >= _SKIPS:
-            raise NoProgress(f"{_SKIPS} steps in a row were skipped, the last one because: {report.reason}")
+        if state.skipped_steps >= MOST_SKIPPED_IN_A_ROW:
+            raise NoProgress(
+                f"{MOST_SKIPPED_IN_A_ROW} steps in a row were skipped, the last one because: {report.reason}"
+            )
 
     def _keep_samples(self, step: int, batch: TrainBatch, ending: Ending) -> None:
         for sample in batch.samples[: self._run.experiment.ledger.samples_per_step]:

@@ -6,6 +6,8 @@ import msgspec
 
 from headway.records.rollout import Sample
 
+MOST_SKIPPED_IN_A_ROW = 20  # steps; after so many, weights that don't change won't recover by themselves
+
 
 class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     """All samples of one step, in admission order."""

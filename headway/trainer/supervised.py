@@ -22,6 +22,7 @@ from headway.config.load import validate_experiment
 from headway.models.loading import DTYPES, weights_of
 from headway.records.errors import ConfigurationError, NoProgress
 from headway.records.generation import PublishedWeights
+from headway.records.training import MOST_SKIPPED_IN_A_ROW
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.checkpoints import CheckpointState
 from headway.trainer.learner import Learner, OptimiserSettings, Update
@@ -29,8 +30,6 @@ from headway.trainer.ranks import Ranks
 from headway.trainer.schedules import learning_rate
 from headway.trainer.service import use_device, write_model_folder
 from headway.weights.shared_memory import Publisher
-
-MOST_SKIPPED_IN_A_ROW = 20  # steps; after so many, weights that don't change won't recover by themselves
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,10 +12,10 @@ import torch
 from tiny_trainer import Context, make_experiment, make_model
 
 from headway.records.errors import ConfigurationError, NoProgress, StorageFailed
+from headway.records.training import MOST_SKIPPED_IN_A_ROW
 from headway.tokens.training import train_byte_fallback_tokenizer
 from headway.trainer.checkpoints import verify
 from headway.trainer.supervised import (
-    MOST_SKIPPED_IN_A_ROW,
     PairTokens,
     SupervisedService,
     _pair_arrays,
