@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import tiny_run
+from tiny_trainer import Context
 
 from headway.records.errors import StorageFailed
 from headway.trainer.checkpoints import checkpoint_path, find_checkpoints, read_state
@@ -293,7 +294,7 @@ def fill(disk: Path, spare_bytes: int) -> Path:
 def test_a_checkpoint_that_does_not_fit(inputs: Any, tmp_path: Path, disk: Path) -> None:
     config = tiny_run.write_experiment(tmp_path, run={"directory": str(disk / "run")}, **inputs)
     experiment = tiny_run.experiment_of(config).model_dump(mode="json")
-    trainer = TrainerService(tiny_run.Context(), experiment=experiment, run_id="full-disk")
+    trainer = TrainerService(Context(), experiment=experiment, run_id="full-disk")
     first, second = checkpoint_path(disk / "run", 1), checkpoint_path(disk / "run", 2)
     trainer.save_checkpoint(str(first), {})
     for spare_kb in (1, 40, 100):  # hardly a folder; the model only; a part of the optimiser

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
+from tiny_trainer import make_batch, make_experiment, make_model
 
 from headway.config.load import validate_experiment
 from headway.records.errors import CheckpointCorrupt, ConfigurationError, WorkerDied
@@ -17,9 +17,6 @@ from headway.runtime.devices import machine_cores
 from headway.runtime.workers import LocalLauncher
 from headway.trainer.checkpoints import checkpoint_path
 from headway.trainer.client import TrainerClient
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "fast"))
-from tiny_trainer import make_batch, make_experiment, make_model
 
 pytestmark = pytest.mark.real
 

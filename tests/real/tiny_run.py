@@ -103,17 +103,6 @@ def experiment_of(config: Path) -> Experiment:
     return load_experiment(str(config), [])
 
 
-class Context:
-    """What a worker object sees of its process."""
-
-    class device:
-        threads = 1
-
-        @staticmethod
-        def torch_device() -> str:
-            return "cpu"
-
-
 # --- running ---------------------------------------------------------------------------------------------
 
 
