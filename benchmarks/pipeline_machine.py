@@ -58,7 +58,7 @@ def wait_until_quiet(foreign_cores: float, limit_s: float, window_s: float = 2.0
     started = time.monotonic()
     while (waited_s := time.monotonic() - started) < limit_s:
         before = snapshot()
-        time.sleep(window_s)
+        time.sleep(window_s)  # the measuring window itself
         if between(before, snapshot()).foreign_cores <= foreign_cores:
             break
     return waited_s

@@ -49,7 +49,7 @@ def run(budget: int, **sections: Any) -> tuple[Outcome, dict[int, float]]:
         experiment,
         seed=SEED,
         token_s=TOKEN_S,
-        sample_s=seconds,  # type: ignore[arg-type]  (the fake trainer takes a function of the batch too)
+        sample_s=seconds,
         publish_s=0.0,
         verify_s=0.0,
         generator_options=options,

@@ -65,9 +65,11 @@ async def _train(experiment: Experiment, directory: RunDirectory, resume: bool, 
             ledger.subscribe(on_line)
         try:
             interrupts.run = run = await wire(experiment, directory, ledger, clock, stack)
+        # Raised again: this captures nothing, it only takes the folder back when a verifier can't be imported or a
+        # device is missing, so that the same command starts anew. Not after Ctrl-C, which says that --resume goes on.
         except Exception:
             if not resume:
-                directory.withdraw()  # a verifier that can't be imported, a missing device: mend it and start again
+                directory.withdraw()
             raise
         await run.begin()
         await run.train()

@@ -50,7 +50,7 @@ class FileLock:
     def _lock(self, fd: int) -> None:
         for attempt in range(_ATTEMPTS):
             if attempt:
-                time.sleep(_PAUSE_S)
+                time.sleep(_PAUSE_S)  # real time, 40 ms at most: the lock is taken before there is a clock or a loop
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return

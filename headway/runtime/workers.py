@@ -192,5 +192,6 @@ def _open_log(path: str | Path | None) -> tuple[IO[bytes], int]:
     if path is None:
         return tempfile.TemporaryFile("a+b"), 0
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    log = open(path, "a+b")  # noqa: SIM115  (closed when the worker is dead)
+    # Not in a `with`: the worker writes to it and its death is explained from it; whoever holds the worker closes it.
+    log = open(path, "a+b")  # noqa: SIM115
     return log, log.seek(0, os.SEEK_END)

@@ -20,7 +20,7 @@ from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.records.task import Task
 from headway.rollout.fake import FakeVerifier
 from headway.runtime.clock import Clock, run_virtual
-from headway.trainer.fake import FakeTrainer
+from headway.trainer.fake import FakeTrainer, Latency
 
 
 class PlainTokenizer:
@@ -81,7 +81,7 @@ def simulate(
     *,
     seed: int = 0,
     token_s: float = 0.01,
-    sample_s: float = 0.02,
+    sample_s: Latency = 0.02,
     publish_s: float = 0.01,
     verify_s: float = 0.005,
     reward: Any = None,
