@@ -17,7 +17,7 @@ from headway.records.generation import PublishedWeights
 from headway.runtime.clock import RealClock
 from headway.runtime.file_lock import FileLock
 from headway.runtime.workers import LocalLauncher, WorkerSpec
-from headway.trainer.checkpoints import require_replaceable
+from headway.trainer.checkpoints import recover_folder, require_replaceable
 from headway.weights.leftovers import reap
 
 _SERVICE = "headway.trainer.supervised:SupervisedService"
@@ -51,7 +51,8 @@ def run_sft(experiment: Experiment, *, on_progress: Progress | None = None) -> d
     lock = FileLock(folder.with_name(f".{folder.name}.lock"), "sft.output", experiment.sft.output)
     lock.acquire()
     try:
-        reap(identity)  # of one that was killed
+        reap(identity)  # of one that was killed, as is what it was writing
+        recover_folder(folder)
         return asyncio.run(_sft(experiment, identity, on_progress or (lambda _: None)))
     except RemoteError as error:
         if isinstance(error.__cause__, HeadwayError):  # a bad data file, a full disk: found by the worker

@@ -9,6 +9,7 @@ named ``*.tmp`` or ``*.old``, which the next start removes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ CHECKPOINTS = "checkpoints"
 BEST = "best"
 CANDIDATE = "candidate"  # weights that an evaluation under way may make the best
 _NAME = re.compile(r"step_(\d{8})")
+_UNFINISHED = "headway-is-writing-here"  # a file in a scratch folder from its first moment to its last
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,11 +55,14 @@ def write_folder(path: str | Path, fill: Callable[[Path], None], state: Checkpoi
     recover_folder(target)
     scratch.mkdir(parents=True)
     try:
+        mark = scratch / _UNFINISHED
+        mark.touch()
         fill(scratch)
-        files = {str(file.relative_to(scratch)): _checksum(file) for file in _files(scratch)}
+        files = {str(file.relative_to(scratch)): _checksum(file) for file in _files(scratch) if file != mark}
         (scratch / STATE_FILE).write_bytes(
             msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(state, files=files)), indent=1)
         )
+        mark.unlink()  # from here on `state.json` says what is ours
         for file in _files(scratch):
             _flush(file)
         for folder in [*(f for f in scratch.rglob("*") if f.is_dir()), scratch]:
@@ -68,17 +73,18 @@ def write_folder(path: str | Path, fill: Callable[[Path], None], state: Checkpoi
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     _flush(target.parent)
-    shutil.rmtree(retired, ignore_errors=True)
+    _remove(retired)
 
 
 def require_replaceable(path: str | Path, key: str) -> None:
     """Raise ConfigurationError, naming ``key``, unless `write_folder` would remove nothing but what it wrote itself:
-    ``path`` is free, or empty, or holds exactly the files that its ``state.json`` lists."""
+    ``path`` is free, or empty, or holds no files but those that its ``state.json`` lists. ``NAME.tmp`` and ``NAME.old``
+    beside it must be so too, or bear the mark of a folder that a killed process was writing."""
     target = Path(path)
     if target.name in ("", ".."):
         raise ConfigurationError(f"{key} = {str(path)!r}: a folder's own name is needed, such as 'models/tiny'")
     for beside in (target.with_name(target.name + ".tmp"), target.with_name(target.name + ".old")):
-        if os.path.lexists(beside):
+        if os.path.lexists(beside) and not (_replaceable(beside) or _unfinished(beside)):
             raise ConfigurationError(f"{key} = {str(path)!r} would remove {beside}: move it, or choose another {key}")
     if os.path.lexists(target) and not _replaceable(target):
         raise ConfigurationError(
@@ -92,9 +98,13 @@ def _replaceable(target: Path) -> bool:
         return False
     found = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_symlink() or not file.is_dir()}
     try:
-        return found == {*read_state(target).files, STATE_FILE}
+        return found <= {*read_state(target).files, STATE_FILE}
     except CheckpointCorrupt:
         return not any(target.iterdir())
+
+
+def _unfinished(scratch: Path) -> bool:
+    return not scratch.is_symlink() and (scratch / _UNFINISHED).is_file()
 
 
 def read_state(path: str | Path) -> CheckpointState:
@@ -209,8 +219,19 @@ def recover_folder(path: str | Path) -> None:
     retired = target.with_name(target.name + ".old")
     if retired.exists() and not target.exists():
         retired.rename(target)
-    shutil.rmtree(retired, ignore_errors=True)
-    shutil.rmtree(target.with_name(target.name + ".tmp"), ignore_errors=True)
+    _remove(retired)
+    _remove(target.with_name(target.name + ".tmp"))
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder if there is one; last what shows that it is ours, should a kill leave a part of it."""
+    for entry in folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry.name not in (STATE_FILE, _UNFINISHED):
+            with contextlib.suppress(OSError):
+                entry.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _files(folder: Path) -> Iterator[Path]:

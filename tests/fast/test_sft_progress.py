@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.orchestrator import sft
 from headway.records.errors import ConfigurationError, NoProgress
+from headway.trainer.checkpoints import CheckpointState, write_folder
 
 
 def experiment(folder: Path, **section: Any) -> Experiment:
@@ -73,6 +76,31 @@ def test_a_model_that_learnt_nothing_is_not_saved(tmp_path: Path, trainer: Train
     assert sft.run_sft(experiment(tmp_path, steps=5), on_progress=shown.append)["skipped"] == 4
     assert trainer.saved == [str(tmp_path / "out")]
     assert shown[-1] == {"step": 5, "loss_mean": 1.0, "skipped": 4}
+
+
+def test_what_a_save_left_when_it_was_killed_is_cleared_away(tmp_path: Path, trainer: Trainer) -> None:
+    out = tmp_path / "out"
+    write_folder(out, lambda folder: (folder / "model.safetensors").write_text("whole"), CheckpointState(version=1))
+
+    def half(folder: Path) -> None:
+        (folder / "model.safetensors").write_text("ha")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if not child:
+        write_folder(out, half, CheckpointState(version=2))
+    os.waitpid(child, 0)
+    assert (tmp_path / "out.tmp" / "model.safetensors").read_text() == "ha"
+    trainer.applied = 1
+    sft.run_sft(experiment(tmp_path, steps=5))
+    assert sorted(os.listdir(tmp_path)) == [".out.lock", "out"]
+    assert (out / "model.safetensors").read_text() == "whole"  # until the new one is saved (by the worker: not here)
+
+    (tmp_path / "out.tmp").mkdir()
+    (tmp_path / "out.tmp" / "model.safetensors").write_text("somebody's")
+    with pytest.raises(ConfigurationError, match=r"would remove .*out\.tmp: move it"):
+        sft.run_sft(experiment(tmp_path, steps=5))
+    assert (tmp_path / "out.tmp" / "model.safetensors").read_text() == "somebody's"
 
 
 def test_an_evaluation_that_measured_nothing_is_not_a_solve_rate_of_0(

@@ -20,6 +20,7 @@ from headway.trainer.checkpoints import (
     keep_last,
     latest_valid,
     read_state,
+    recover_folder,
     remove_leftovers,
     require_replaceable,
     verify,
@@ -126,6 +127,8 @@ def test_a_folder_is_replaced_only_when_all_of_it_was_written_so(tmp_path: Path)
 def test_what_stands_beside_a_folder_is_not_taken_for_a_leftover(tmp_path: Path, suffix: str) -> None:
     beside = tmp_path / f"tiny{suffix}"
     beside.mkdir()
+    require_replaceable(tmp_path / "tiny", "sft.output")  # nothing is lost with an empty folder
+    (beside / "notes.txt").write_text("mine")
     with pytest.raises(ConfigurationError, match=f"sft.output = '{tmp_path}/tiny' would remove {beside}"):
         require_replaceable(tmp_path / "tiny", "sft.output")
 
@@ -195,6 +198,26 @@ def test_kill_at_any_instant_leaves_old_or_new(tmp_path: Path, replaces: bool) -
     else:
         raise AssertionError("never got to the end")
     assert len(outcomes) == 2
+    assert call > 8
+
+
+def test_what_a_kill_leaves_of_an_output_is_known_as_ours(tmp_path: Path) -> None:
+    """Replacing a folder: whatever step is the last, the next one may go on, and finds the old content or the new."""
+    left, texts = set(), set()
+    for call in range(60):
+        folder = write(tmp_path / str(call), 1, "old")
+        finished = killed_at(call, lambda call=call: write(tmp_path / str(call), 1, "new"))
+        left |= {entry.name.removeprefix(folder.name) for entry in folder.parent.iterdir()}
+        require_replaceable(folder, "sft.output")
+        recover_folder(folder)
+        assert os.listdir(folder.parent) == [folder.name]
+        verify(folder)
+        texts.add((folder / "model" / "weights").read_text())
+        if finished:
+            break
+    else:
+        raise AssertionError("never got to the end")
+    assert (left, texts) == ({"", ".tmp", ".old"}, {"old", "new"})
     assert call > 8
 
 
