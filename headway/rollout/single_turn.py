@@ -25,7 +25,6 @@ from headway.runtime.clock import Clock
 
 Generate = Callable[[GenerationRequest], Awaitable[GenerationResult]]
 ResumeGate = Callable[[Group, int, PartialResponse], Awaitable[None]]  # returns when a parked member may go on
-Progress = Callable[[Group, int, PartialResponse, int], None]  # (group, member, partial, version of its first token)
 
 _LONGEST_DETAIL = 4000  # characters of a traceback that are kept
 _RETRY_S = 0.25  # before the first retry of an engine error; doubled for each further one
@@ -66,13 +65,11 @@ class SingleTurn:
         request_prefix: str = "",
         max_resumes: int | None = None,
         resume_gate: ResumeGate | None = None,
-        on_progress: Progress | None = None,
     ) -> None:
         """``temperature`` overrides the settings' (an evaluation's); ``request_prefix`` keeps its requests and its
         random numbers apart.
 
         A member parked ``max_resumes`` times asks to run uninterrupted by further "abort" updates (None: never).
-        ``on_progress`` is called each time a member is parked, before it waits at ``resume_gate``.
         """
         self._generate = generate
         self._tokenizer = tokenizer
@@ -82,7 +79,6 @@ class SingleTurn:
         self._prefix = request_prefix
         self._max_resumes = max_resumes
         self._resume_gate = resume_gate
-        self._on_progress = on_progress
         self._sampling = SamplingParameters(
             temperature=settings.temperature if temperature is None else temperature,
             top_p=settings.top_p,
@@ -171,9 +167,6 @@ class SingleTurn:
         return None
 
     async def _wait_parked(self, group: Group, member: int, life: _Life) -> None:
-        if self._on_progress is not None:
-            versions = life.response.versions
-            self._on_progress(group, member, life.response, versions[0].version if versions else -1)
         if self._resume_gate is not None:
             await self._resume_gate(group, member, life.response)
         life.resumes += 1
