@@ -30,7 +30,7 @@ class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A group that could still be trained and is in no batch yet."""
 
     index: int  # admission index
-    first_version: int  # of its oldest first token; a lower bound while a member has none (never decreases)
+    first_version: int  # of its oldest first token; of an unfinished group a lower bound (never decreases)
     state: OpenState
     last_version: int | None = None  # of its newest token; known of finished groups
 
@@ -43,19 +43,6 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     missing: int = 0  # how many of waiting_for have to finish (or leave) first, at least
     reason: str = ""  # why there is no batch, one line
     overdue: tuple[int, ...] = ()  # policy drop: end these now, ascending (running ones are cancelled)
-
-
-def first_version_bound(known: Iterable[int], pending: int, floor: int) -> int:
-    """Lower bound of a group's oldest first-token version.
-
-    known: first-token versions of the members that have a token. pending: members that may still get a first
-    token. floor: no later first token can be older than this (the version at admission, or, sharper, the
-    lowest version applied by any live replica now).
-    """
-    versions = list(known)
-    if pending > 0 or not versions:
-        versions.append(floor)
-    return min(versions)
 
 
 def check_budget(step: int, first_versions: Iterable[tuple[int, int]], budget: int) -> int:

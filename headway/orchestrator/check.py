@@ -276,8 +276,7 @@ def _sizes(inputs: _Inputs) -> Iterator[Finding]:
 
 def _deadlocks(experiment: Experiment) -> Iterator[Finding]:
     """Settings under which the run could never make its first, or some later, step."""
-    generator, queue = experiment.generator, experiment.queue
-    kv = generator.kv_capacity_tokens
+    kv = experiment.generator.kv_capacity_tokens
     if kv is not None and kv < experiment.max_sequence_tokens:
         yield _error(
             "generator.kv_capacity_tokens",
@@ -288,12 +287,6 @@ def _deadlocks(experiment: Experiment) -> Iterator[Finding]:
             "rollout.group_size",
             "1: advantages compare the members of a group, so all would be 0 and nothing be learnt; valid: 2 or more, "
             "or algorithm.advantage = 'batch_mean_std'",
-        )
-    if queue.budget < experiment.weights.steps_per_publish - 1:
-        yield _error(
-            "queue.budget",
-            f"{queue.budget} is less than weights.steps_per_publish - 1: admission would wait for a version that "
-            "only comes after admission",
         )
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headway.control.admission import credit
 from headway.control.books import Books
 from headway.control.length_bias import LengthBias
-from headway.control.staleness import OpenGroup, check_budget, first_version_bound, select_batch
+from headway.control.staleness import OpenGroup, check_budget, select_batch
 
 
 @dataclass
@@ -33,7 +33,6 @@ class Shape:
     lose: float = 0.0  # probability that a finished group is filtered or fails
     skip: float = 0.0  # probability that a step is skipped
     parking: bool = False  # updates park running groups
-    sharp_floor: bool = False  # bound unknown first tokens by the applied version instead of the admitted one
     stop_admitting: bool = False  # admit only what the remaining steps can train
 
 
@@ -145,15 +144,10 @@ class Simulation:
     # -- trainer
 
     def candidates(self):
-        floor = min(self.applied) if self.shape.sharp_floor else None
         for index, entry in self.groups.items():
             if index in self.in_batch:
                 continue
-            bound = first_version_bound(
-                entry.first.values(),
-                self.shape.size - len(entry.first),
-                entry.admitted_version if floor is None else max(floor, entry.admitted_version),
-            )
+            bound = min(entry.first.values()) if entry.finished else entry.admitted_version
             state = "finished" if entry.finished else "parked" if entry.parked else "running"
             yield OpenGroup(index=index, first_version=bound, state=state)
 
@@ -214,7 +208,6 @@ def shapes(policy):
             lose=st.sampled_from([0.0, 0.0, 0.3]),
             skip=st.sampled_from([0.0, 0.0, 0.2]),
             parking=st.booleans(),
-            sharp_floor=st.booleans(),
             stop_admitting=st.booleans(),
         )
     )

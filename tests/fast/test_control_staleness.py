@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.staleness import OpenGroup, check_budget, first_version_bound, select_batch
+from headway.control.staleness import OpenGroup, check_budget, select_batch
 from headway.records.errors import BudgetExceeded
 
 
@@ -137,10 +137,3 @@ def test_check_budget_names_the_group_and_returns_the_worst():
     assert check_budget(5, [(0, 3), (1, 5)], 2) == 2
     with pytest.raises(BudgetExceeded, match="group 7, first token at version 1, would be trained at step 5"):
         check_budget(5, [(0, 3), (7, 1)], 2)
-
-
-def test_first_version_bound_is_the_oldest_known_or_possible():
-    assert first_version_bound([4, 6], pending=0, floor=2) == 4
-    assert first_version_bound([4, 6], pending=1, floor=2) == 2
-    assert first_version_bound([1], pending=3, floor=2) == 1
-    assert first_version_bound([], pending=0, floor=2) == 2
