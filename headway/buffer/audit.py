@@ -144,7 +144,8 @@ def _audit_rollouts(
     payloads = Counter(dict(connection.execute("SELECT id >> 16, count(*) FROM payloads GROUP BY id >> 16").fetchall()))
     for index, (size, state, ending, _, _, _, task_missing) in groups.items():
         report.rollouts["open"] += 0 if state == "ended" else size - members[index]
-        report.expect(state == "open" or members[index] == size, f"group {index}: {members[index]} of {size} rollouts")
+        expected = 0 if state == "open" else size
+        report.expect(members[index] == expected, f"group {index}, {state}: {members[index]} of {expected} rollouts")
         kept = state != "ended" or (ending == "trained" and trained_at.get(index, -1) >= released_version)
         wanted = finished[index] if kept else 0
         report.expect(payloads[index] == wanted, f"group {index}: {payloads[index]} payloads, {wanted} expected")

@@ -38,17 +38,12 @@ class OpenRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     group: Group
     state: Literal["open", "buffered", "batched"]
-    rollouts: tuple[Rollout, ...]  # finished members, failed ones included; the others are to be issued again
+    rollouts: tuple[Rollout, ...]  # failed ones included; none while it is open
 
     @property
     def finished(self) -> FinishedGroup | None:
         """The whole group, once it is buffered or batched."""
         return None if self.state == "open" else FinishedGroup(group=self.group, rollouts=self.rollouts)
-
-    @property
-    def unfinished_members(self) -> tuple[int, ...]:
-        done = {rollout.member for rollout in self.rollouts}
-        return tuple(member for member in range(self.group.size) if member not in done)
 
 
 def payload_id(group: int, member: int) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -54,14 +54,13 @@ class _Entry:
 
     size: int
     state: Literal["open", "buffered", "batched"] = "open"
-    finished: set[int] = field(default_factory=set)  # members with a committed record
     buffered_s: float = 0.0
 
 
 class GroupBuffer:
     """Groups from admission to their end, committed to disk at every transition.
 
-    Lifecycle of a group: ``admit`` -> *open* -> ``finish_member`` ... ``finish_group`` -> *buffered* ->
+    Lifecycle of a group: ``admit`` -> *open* -> ``finish_group``, all members at once -> *buffered* ->
     ``commit_batch`` -> *batched* -> ``complete_step`` -> *ended* (trained, or discarded when the step was
     skipped). From open or buffered it may also end by ``end_group`` or by ``finish_group(..., ending)``.
 
@@ -163,56 +162,41 @@ class GroupBuffer:
         self._entries[group.index] = _Entry(size=group.size)
         self._peak = max(self._peak, len(self._entries))
 
-    def finish_member(self, rollout: Rollout) -> None:
-        """Commit one verified member before its siblings have finished; a failed one ends here.
-        Raises BooksUnbalanced when it isn't open."""
-        entry = self._entry(rollout.group, "open")
-        self._require_unfinished(entry, rollout)
-        with self._transaction() as connection:
-            self._insert_rollouts(connection, [rollout], None)
-        entry.finished.add(rollout.member)
-
     def finish_group(self, finished: FinishedGroup, ending: Ending | None = None, reason: str = "") -> None:
-        """Commit the members not yet committed; the group is then buffered, or ends at once with ``ending``
+        """Commit the members; failed ones end here. The group is then buffered, or ends at once with ``ending``
         (failed, filtered). Raises BooksUnbalanced when the group isn't open or a member is missing or twice."""
         index = finished.group.index
         entry = self._entry(index, "open")
         members = [rollout.member for rollout in finished.rollouts]
         if sorted(members) != list(range(entry.size)):
             raise BooksUnbalanced(f"group {index} finishes with members {members} of {entry.size}")
-        new = [rollout for rollout in finished.rollouts if rollout.member not in entry.finished]
-        for rollout in new:
+        for rollout in finished.rollouts:
             if rollout.group != index:
                 raise BooksUnbalanced(f"rollout {rollout.rollout_id} finishes in group {index}")
         self._require_ending(index, ending)
         with self._transaction() as connection:
-            self._insert_rollouts(connection, new, ending)
+            self._insert_rollouts(connection, finished.rollouts, ending)
             connection.execute(
                 "UPDATE groups SET state = 'buffered', first_version = ? WHERE idx = ?", (finished.first_version, index)
             )
             if ending is not None:
                 self._end(connection, index, ending, reason, None)
-        entry.finished.update(members)
         if ending is None:
             entry.state = "buffered"
             entry.buffered_s = self._clock.now()
         else:
             del self._entries[index]
 
-    def end_group(self, index: int, ending: Ending, reason: str, reached: Mapping[int, int] | None = None) -> None:
-        """End a group that is open or buffered: its open members end with ``ending`` and ``reason``.
+    def end_group(self, index: int, ending: Ending, reason: str) -> None:
+        """End a group that is open or buffered: its members end with ``ending`` and ``reason``, unless they failed.
 
-        reached: member -> response tokens an unfinished member had. Raises BooksUnbalanced when the group has
-        ended, is in a batch, or for ``trained`` (only ``complete_step`` trains).
+        What an unfinished member had reached is not known here: its length counts as 0. Raises BooksUnbalanced when
+        the group has ended, is in a batch, or for ``trained`` (only ``complete_step`` trains).
         """
         entry = self._entry(index, "open", "buffered")
         self._require_ending(index, ending)
-        unfinished = [member for member in range(entry.size) if member not in entry.finished]
-        lengths = reached or {}
-        rows = [
-            (index, m, 0, ending, reason, None, None, None, None, lengths.get(m, 0), 0, -1, None, None, None, None)
-            for m in unfinished
-        ]
+        unfinished = range(entry.size) if entry.state == "open" else ()
+        rows = [(index, m, 0, ending, reason, *[None] * 4, 0, 0, -1, *[None] * 4) for m in unfinished]
         with self._transaction() as connection:
             connection.executemany(INSERT_ROLLOUT, rows)
             self._end(connection, index, ending, reason, None)
@@ -305,8 +289,7 @@ class GroupBuffer:
     # -- resume --------------------------------------------------------------------------------------
 
     def open_groups(self) -> list[OpenRecord]:
-        """All groups that have not ended, by index, with their finished members. Groups still *open* whose
-        members are all finished are to be concluded by ``finish_group``."""
+        """All groups that have not ended, by index. Those still *open* are to be generated again."""
         with reading(self._path):
             return [
                 OpenRecord(
@@ -422,8 +405,7 @@ class GroupBuffer:
         now_s = self._clock.now()
         rows = execute("SELECT idx, size, state FROM groups WHERE state <> 'ended' ORDER BY idx").fetchall()
         for index, size, state in rows:
-            members = {m for (m,) in execute("SELECT member FROM rollouts WHERE grp = ?", (index,))}
-            self._entries[index] = _Entry(size=size, state=state, finished=members, buffered_s=now_s)
+            self._entries[index] = _Entry(size=size, state=state, buffered_s=now_s)
 
     def _entry(self, index: int, *states: str) -> _Entry:
         entry = self._entries.get(index)
@@ -433,10 +415,6 @@ class GroupBuffer:
                 f"group {index} should be {' or '.join(states)}, but {f'is {entry.state}' if entry else known}"
             )
         return entry
-
-    def _require_unfinished(self, entry: _Entry, rollout: Rollout) -> None:
-        if not 0 <= rollout.member < entry.size or rollout.member in entry.finished:
-            raise BooksUnbalanced(f"rollout {rollout.rollout_id} finishes, but is not open")
 
     def _require_ending(self, index: int, ending: Ending | None) -> None:
         if ending == "trained" or (ending is not None and ending not in ENDINGS):

@@ -55,7 +55,6 @@ def run(tmp_path):
         item = finished(index, version=max(0, buffer.completed_steps - 2))
         buffer.admit(item.group)
         if index == 8:
-            buffer.finish_member(item.rollouts[0])
             continue
         if index == 6:
             buffer.finish_group(item, "filtered", "zero_variance")

@@ -81,25 +81,13 @@ class BufferMachine(RuleBasedStateMachine):
             self.books.end(index, done.member, "failed", "reward", "reward")
 
     @precondition(lambda self: self.has("open"))
-    @rule(data=st.data(), failed=st.booleans())
-    def finish_member(self, data, failed):
-        index = self.pick(data, "open")
-        group, members, _ = self.groups[index]
-        left = [m for m in range(group.size) if m not in members]
-        if left:
-            done = rollout(group, data.draw(st.sampled_from(left)), failed)
-            self.buffer.finish_member(done)
-            self.enter(index, done)
-
-    @precondition(lambda self: self.has("open"))
-    @rule(data=st.data(), failed=st.booleans(), ending=st.sampled_from([None, None, "filtered", "failed"]))
+    @rule(data=st.data(), failed=st.sets(st.integers(0, 2)), ending=st.sampled_from([None, None, "filtered", "failed"]))
     def finish_group(self, data, failed, ending):
         index = self.pick(data, "open")
         group, members, _ = self.groups[index]
-        new = [rollout(group, m, failed) for m in range(group.size) if m not in members]
-        whole = tuple(sorted([*members.values(), *new], key=lambda r: r.member))
+        whole = tuple(rollout(group, m, m in failed) for m in range(group.size))
         self.buffer.finish_group(FinishedGroup(group=group, rollouts=whole), ending, "outcome")
-        for done in new:
+        for done in whole:
             self.enter(index, done)
         self.groups[index] = (group, members, "buffered")
         if ending is not None:

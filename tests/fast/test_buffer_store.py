@@ -90,21 +90,18 @@ def test_records_come_back_exactly_as_they_went_in(buffer, path, tmp_path):
     assert again.audit() == []
 
 
-def test_finished_members_survive_and_the_others_are_issued_again(buffer, path, tmp_path):
-    (owner,) = admitted(buffer, 1, size=3)
-    buffer.finish_member(rollout(owner, 2))
-    buffer.finish_member(rollout(owner, 0, failed=True))
+def test_open_groups_are_generated_again_and_failed_members_of_finished_ones_have_ended(buffer, path, tmp_path):
+    owner, unfinished = admitted(buffer, 2, size=3)
+    buffer.finish_group(finished(owner, failed={0}))
     again = reopened(path, tmp_path)
-    (record,) = again.open_groups()
-    assert record.state == "open"
-    assert record.finished is None
-    assert [r.member for r in record.rollouts] == [0, 2]
-    assert record.unfinished_members == (1,)
-    assert again.books().open_rollouts == 2  # the failed one has ended
+    first, second = again.open_groups()
+    assert (first.state, first.finished) == ("buffered", finished(owner, failed={0}))
+    assert (second.state, second.finished, second.rollouts) == ("open", None, ())
+    assert again.books().open_rollouts == 5  # the failed one has ended
     assert dict(again.books().failures) == {"engine": 1}
-    again.finish_group(finished(owner, failed={0}))
+    again.end_group(unfinished.index, "overdue", "budget")
     train(again, 0)
-    assert dict(again.books().endings) == {"trained": 2, "failed": 1}
+    assert dict(again.books().endings) == {"trained": 2, "failed": 1, "overdue": 3}
     assert again.audit() == []
 
 
@@ -180,9 +177,8 @@ def test_payloads_stay_until_the_oldest_kept_checkpoint_covers_them(buffer, path
         list(buffer.batches_since(1))
     with pytest.raises(BooksUnbalanced, match="3 steps are completed"):
         buffer.release_covered(4)
-    buffer.finish_member(rollout(owners[4], 0))
     buffer.end_group(3, "overdue", "budget")
-    buffer.end_group(4, "overdue", "budget", {1: 9})
+    buffer.end_group(owners[4].index, "overdue", "budget")
     assert stored() == [2]  # what will never be trained goes at once
     assert buffer.consumed() == {0: [0], 1: [1], 2: [2]}
     assert buffer.audit() == []
@@ -228,12 +224,11 @@ def test_age_of_the_oldest_buffered_group(path):
 
 def test_whatever_is_out_of_turn_is_refused_and_changes_nothing(buffer):
     a, b = admitted(buffer, 2)
-    buffer.finish_member(rollout(a, 0))
     calls = [
-        lambda: buffer.finish_member(rollout(a, 0)),
-        lambda: buffer.finish_member(rollout(a, 2)),
-        lambda: buffer.finish_member(rollout(group(9), 0)),
+        lambda: buffer.finish_group(finished(group(9))),
         lambda: buffer.finish_group(FinishedGroup(group=a, rollouts=(rollout(a, 0),))),
+        lambda: buffer.finish_group(FinishedGroup(group=a, rollouts=(rollout(a, 0), rollout(a, 0)))),
+        lambda: buffer.finish_group(FinishedGroup(group=a, rollouts=(rollout(a, 0), rollout(a, 2)))),
         lambda: buffer.finish_group(FinishedGroup(group=a, rollouts=(rollout(a, 0), rollout(b, 1)))),
         lambda: buffer.finish_group(finished(a), "trained", "no"),
         lambda: buffer.commit_batch(Batch(step=0, groups=(0,))),
@@ -332,7 +327,7 @@ def test_length_bias_and_books_are_rebuilt_from_disk(buffer, path, tmp_path):
         buffer.finish_group(finished(owner))
     train(buffer, 0, 1)
     buffer.end_group(2, "filtered", "zero_variance")
-    buffer.end_group(3, "overdue", "budget", {0: 50, 1: 2})
+    buffer.end_group(3, "overdue", "budget")
     again = reopened(path, tmp_path)
     books = again.books()
     books.check(**again.rollout_counts())

@@ -29,15 +29,11 @@ buffer = GroupBuffer(run / "buffer.db", 24)
 def say(*line):
     os.write(1, (" ".join(map(str, line)) + "\\n").encode())
 
-def finish(group, rollouts):
-    have = {r.member for r in rollouts}
-    new = [Rollout(group=group.index, member=m, prompt_ids=group.prompt_ids, response_ids=(7,) * 200,
+def finish(group):
+    whole = tuple(Rollout(group=group.index, member=m, prompt_ids=group.prompt_ids, response_ids=(7,) * 200,
                    response_logprobs=(-0.25,) * 200, response_mask=(True,) * 200,
                    versions=(VersionSpan(version=group.admitted_version, tokens=200),))
-           for m in range(group.size) if m not in have]
-    if new and chance.random() < 0.3:
-        buffer.finish_member(new[0]); say("member", group.index, new[0].member)
-    whole = tuple(sorted([*rollouts, *new], key=lambda r: r.member))
+           for m in range(group.size))
     ending = "filtered" if chance.random() < 0.2 else None
     buffer.finish_group(FinishedGroup(group=group, rollouts=whole), ending, "chance"); say("finish", group.index)
     return ending is None
@@ -47,7 +43,7 @@ pending = buffer.pending_batch()
 if pending is not None:
     buffer.complete_step(pending.step, "trained"); say("step", pending.step)
 for record in buffer.open_groups():
-    if record.state == "buffered" or finish(record.group, record.rollouts):
+    if record.state == "buffered" or finish(record.group):
         ready.append(record.group.index)
 say("ready")
 while True:
@@ -56,7 +52,7 @@ while True:
         group = Group(index=index, task=Task(task_id=str(index), prompt="p"), prompt_ids=(1, 2), size=4,
                       admitted_version=buffer.completed_steps, admitted_s=0.0)
         buffer.admit(group); say("admit", index)
-        if finish(group, ()):
+        if finish(group):
             ready.append(index)
     step = buffer.completed_steps
     buffer.commit_batch(Batch(step=step, groups=tuple(sorted(ready[:4])))); say("commit", step, *sorted(ready[:4]))
@@ -75,7 +71,7 @@ while True:
 
 def test_nothing_acknowledged_is_lost_over_repeated_kills(tmp_path):
     chance = random.Random(5)
-    acknowledged: dict[str, dict[int, list[int]]] = {"admit": {}, "finish": {}, "commit": {}, "step": {}, "member": {}}
+    acknowledged: dict[str, dict[int, list[int]]] = {"admit": {}, "finish": {}, "commit": {}, "step": {}}
     steps = 0
     for life in range(8):
         writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(life)], stdout=subprocess.PIPE)
