@@ -146,6 +146,23 @@ class Meter:
             **_length_fields([r for group in interval.finished for r in group.valid]),
         )
 
+    def lost_step(self, step: int, trained: Sequence[FinishedGroup], time_s: float) -> StepRecord:
+        """The record of a completed step whose own was lost in a kill: what the batch log knows of it. Times, rates,
+        the groups that were filtered and the trainer's figures are gone."""
+        samples = sum(len(group.valid) for group in trained)
+        return StepRecord(
+            step=step,
+            version=step + 1,
+            time_s=time_s,
+            samples=samples,
+            groups=len(trained),
+            endings={"trained": samples},
+            trajectory_staleness=trajectory_staleness(trained, step, self._token_budget),
+            token_staleness=token_staleness(trained, step, self._token_budget),
+            **_learning_fields(trained),
+            **_length_fields([r for group in trained for r in group.valid]),
+        )
+
     def with_engines(self, record: StepRecord, engines: Sequence[EngineStatistics]) -> StepRecord:
         """Add what the generators counted. Asking them takes a while, so their interval has an end of its own."""
         before, self._engines = self._engines, list(engines)

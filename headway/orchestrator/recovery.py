@@ -70,6 +70,18 @@ async def restore_trainer(run: RunContext, until: int) -> int:
     return replayed
 
 
+def restore_records(run: RunContext, recorded: int) -> None:
+    """Record the steps from ``recorded`` on, the first whose line the ledger lacks: a kill came between a step's commit
+    and its line. Those whose payloads are released meanwhile stay unrecorded."""
+    lost = 0
+    for logged in run.buffer.batches_since(max(recorded, run.buffer.released_version)):
+        if logged.outcome == "trained":
+            run.record(run.meter.lost_step(logged.step, logged.groups, run.time_s()))
+            lost += 1
+    if lost:
+        run.event("records_restored", f"of {lost} steps that were completed when the run was killed", steps=lost)
+
+
 def reopen_groups(run: RunContext) -> None:
     """Put every group that has not ended back where it was: finished ones wait for the trainer, unfinished
     ones are generated again (under the same sampling keys)."""

@@ -7,7 +7,7 @@ from headway.orchestrator.context import RunContext
 from headway.orchestrator.control_loop import Control
 from headway.orchestrator.dispatch import Dispatch, Generated
 from headway.orchestrator.evaluation import Evaluations
-from headway.orchestrator.recovery import reopen_groups, restore_trainer, revive
+from headway.orchestrator.recovery import reopen_groups, restore_records, restore_trainer, revive
 from headway.orchestrator.train_loop import Train
 from headway.records.errors import BooksUnbalanced, WorkerDied
 from headway.records.ledger import StepRecord
@@ -46,14 +46,17 @@ class Run:
         state.draining = True
         state.changed.notify()
 
-    async def begin(self) -> None:
-        """Resume from checkpoint and batch log when there is one; publish; evaluate before the first step."""
+    async def begin(self, recorded: int | None = None) -> None:
+        """Resume from checkpoint and batch log when there is one; publish; evaluate before the first step.
+
+        ``recorded``: steps that the ledger holds; later ones that are completed are recorded now. None: all are."""
         run = self.context
         run.started_s = run.clock.now()
         resumed = run.buffer.next_index > 0
         run.event(EVENT_RESUME if resumed else EVENT_START, run.directory)
         reopen_groups(run)
         version = run.state.version
+        restore_records(run, version if recorded is None else min(recorded, version))
         try:
             replayed = await restore_trainer(run, until=version)
             await run.generator.update_weights(await run.trainer.publish(version))

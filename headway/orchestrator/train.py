@@ -24,7 +24,7 @@ from headway.runtime.clock import Clock, RealClock
 from headway.runtime.ledger import Ledger, read_ledger
 from headway.runtime.line_file import LineFile
 from headway.runtime.run_directory import RunDirectory
-from headway.runtime.summary import summarise
+from headway.runtime.summary import recorded_steps, summarise
 from headway.runtime.workers import LocalLauncher
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.checkpoints import remove_leftovers
@@ -71,7 +71,7 @@ async def _train(experiment: Experiment, directory: RunDirectory, resume: bool, 
             if not resume:
                 directory.withdraw()
             raise
-        await run.begin()
+        await run.begin(recorded_steps(read_ledger(directory.path)))
         await run.train()
         await run.conclude()
         summary = summarise(read_ledger(directory.path))

@@ -23,7 +23,7 @@ def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
     books = books_event(lines)
     return RunSummary(
         finished=is_finished(lines),
-        steps=max((step.version for step in steps), default=0),
+        steps=recorded_steps(steps),
         samples_trained=samples,
         duration_s=duration_s(lines),
         solve_rate_before=_solve_rate(lines, "before"),
@@ -43,6 +43,11 @@ def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
         trained_per_s=_share(samples, total_s),
         endings=_endings(steps, books),
     )
+
+
+def recorded_steps(lines: Sequence[LedgerLine]) -> int:
+    """The version after the last step recorded."""
+    return max((line.version for line in lines if isinstance(line, StepRecord)), default=0)
 
 
 def is_finished(lines: Sequence[LedgerLine]) -> bool:

@@ -20,6 +20,7 @@ from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.records.task import Task
 from headway.rollout.fake import FakeVerifier
 from headway.runtime.clock import Clock, run_virtual
+from headway.runtime.summary import recorded_steps
 from headway.trainer.fake import FakeTrainer, Latency
 
 
@@ -147,7 +148,7 @@ async def _session(
             await actor.start()  # type: ignore[attr-defined]
 
         async def whole() -> None:
-            await run.begin()
+            await run.begin(recorded_steps(lines))
             await run.train()
             await run.conclude()
 

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.orchestrator.control_loop import Control
 from headway.orchestrator.state import RunningGroup, RunState
 from headway.records.errors import NoProgress, WorkerDied
-from headway.records.ledger import EventRecord
+from headway.records.ledger import EventRecord, StepRecord
 from headway.records.rollout import Group
 from headway.records.task import Task
 from headway.runtime.clock import RealClock
+from headway.runtime.ledger import resolve_replays
 from headway.trainer.fake import FakeTrainer
 from tests.fast.simulated_run import Outcome, experiment_of, simulate
 
@@ -28,6 +30,7 @@ def run_of(queue: dict[str, Any] | None = None, weights: dict[str, Any] | None =
         weights=weights or {},
         generator={"slots": 16},
         evaluation={"before": False, "after": options.pop("after", False)},
+        checkpoint={"every_steps": options.pop("checkpoint_steps", 5)},
     )
     return simulate(experiment, **options)
 
@@ -61,6 +64,25 @@ def test_a_killed_run_with_failed_members_resumes(seed, kills_s, overdue, sample
     assert outcome.audit == []
     assert len(outcome.trained_groups) == len(set(outcome.trained_groups)) == 16
     assert max(step.trajectory_staleness.max for step in outcome.steps) <= 3
+
+
+def test_a_kill_between_a_step_and_its_line_loses_no_step(monkeypatch: pytest.MonkeyPatch):
+    write = Control._write
+
+    async def late(self: Control, record: StepRecord) -> None:
+        await self._run.clock.sleep(0.5)
+        await write(self, record)
+
+    monkeypatch.setattr(Control, "_write", late)
+    outcome = run_of(kills_s=(2.0,), checkpoint_steps=100)
+    restored = outcome.event("records_restored")
+    assert restored.data["steps"] >= 2
+    steps = [line for line in resolve_replays(outcome.lines) if isinstance(line, StepRecord)]
+    assert [(step.step, step.version) for step in steps] == [(v, v + 1) for v in range(8)]
+    assert {(step.samples, step.groups) for step in steps} == {(8, 2)}
+    rebuilt = [step for step in steps if step.step_s == 0]
+    assert len(rebuilt) == restored.data["steps"]
+    assert all(step.length_mean > 0 and step.endings == {"trained": 8} for step in rebuilt)
 
 
 def test_groups_generated_anew_are_as_old_as_the_version_they_were_reopened_under():
