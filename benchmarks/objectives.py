@@ -126,9 +126,10 @@ def outcome_of(folder: Path) -> Outcome:
     for part in range(PARTS):
         chosen = steps[len(steps) * part // PARTS : len(steps) * (part + 1) // PARTS]
         samples += sum(step.samples for step in chosen)
-        rates = [step.solve_rate for step in chosen if any(step.solve_rate_histogram)]  # else no group finished
-        if rates:
-            curve.append((samples, mean(rates)))
+        groups = [sum(step.solve_rate_histogram) for step in chosen]  # that finished before each step
+        if any(groups):
+            solved = sum(step.solve_rate * count for step, count in zip(chosen, groups, strict=True))
+            curve.append((samples, solved / sum(groups)))
     staleness = mean(step.trajectory_staleness.mean for step in steps)
     return Outcome(after.solve_rate, after.standard_error, curve, samples, staleness, lines[-1].time_s)
 
