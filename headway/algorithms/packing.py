@@ -37,13 +37,13 @@ def pack(lengths: Sequence[int], budget: int, ranks: int = 1, method: Method = "
         return _deal(_areal_micro_batches(lengths, budget, ranks), ranks)
     everything = list(range(len(lengths)))
     if ranks == 1:
-        return [_fewest_micro_batches(lengths, everything, budget)]
+        return [fewest_micro_batches(lengths, everything, budget)]
     shares = _partition(lengths, everything, ranks)
     if _heaviest(lengths, shares) > _bound(lengths, everything, ranks):
         dealt = _deal(_areal_micro_batches(lengths, budget, ranks), ranks)
         joined = [[i for batch in rank for i in batch] for rank in dealt]
         shares = min((shares, joined), key=lambda parts: _heaviest(lengths, parts))
-    plan = [_fewest_micro_batches(lengths, share, budget) for share in shares]
+    plan = [fewest_micro_batches(lengths, share, budget) for share in shares]
     most = max(len(batches) for batches in plan)
     return [_widen(lengths, share, batches, most, budget) for share, batches in zip(shares, plan, strict=True)]
 
@@ -71,7 +71,7 @@ def _deal(batches: list[MicroBatch], ranks: int) -> Plan:
     return [padded[rank::ranks] for rank in range(ranks)]
 
 
-def _fewest_micro_batches(lengths: Sequence[int], sequences: list[int], budget: int) -> list[MicroBatch]:
+def fewest_micro_batches(lengths: Sequence[int], sequences: list[int], budget: int) -> list[MicroBatch]:
     """As few micro-batches as the heuristics find, evenly loaded; sequences over the budget stand alone."""
     alone = [[i] for i in sequences if lengths[i] > budget]
     shared = [i for i in sequences if lengths[i] <= budget]

@@ -112,9 +112,7 @@ def sample_of_token(arrays: SampleArrays) -> IntArray:
 def gather_tokens(arrays: SampleArrays, samples: Sequence[int] | IntArray) -> IntArray:
     """[M] indices into the flat batch of all tokens of ``samples``, sample after sample."""
     chosen = np.asarray(samples, dtype=np.int64)
-    lengths = arrays.lengths_s[chosen]
-    offsets = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum())) + np.repeat(arrays.starts_s[chosen] - offsets, lengths)
+    return _ranges(arrays.starts_s[chosen], arrays.lengths_s[chosen])
 
 
 def split_by_group(arrays: SampleArrays, parts: int) -> list[IntArray]:
@@ -147,16 +145,20 @@ def _require_consistent(samples: Sequence[Sample], responses_s: IntArray) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchArrays:
-    """What one forward and backward pass needs of some samples, packed end to end.
+    """What one forward and backward pass needs of some samples, packed end to end in *pieces*.
 
-    The last token of a sample predicts nothing that is known, so it isn't fed: a sample of L tokens takes L - 1.
-    Suffix ``_m``: one value per token that carries loss.
+    A piece is a whole sample, a prefix that several samples of a group share (fed once), or what such a sample
+    continues its prefix with; continuations stand behind all other pieces, those of one prefix side by side. The last
+    token of a sample predicts nothing that is known, so it isn't fed: a sample of L tokens takes L - 1.
+    Suffix ``_m``: one value per token that carries loss, sample after sample.
     """
 
     input_ids: IntArray  # [sum of input_lengths]
-    input_lengths: list[int]  # tokens fed of each sample, >= 1
+    input_lengths: list[int]  # tokens of each piece, >= 1
+    continues: list[int]  # of each piece: the index of the prefix it continues, or -1
     predictors_m: IntArray  # [M] index into input_ids of the token before each loss token
     targets_m: IntArray  # [M] index into the flat batch of each loss token
+    sample_tokens: int  # what the samples take when each feeds its own prefix
 
 
 def input_lengths(arrays: SampleArrays) -> IntArray:
@@ -167,19 +169,99 @@ def input_lengths(arrays: SampleArrays) -> IntArray:
     return np.where(loss_tokens_s > 0, arrays.lengths_s - 1, 0)
 
 
-def slice_micro_batch(arrays: SampleArrays, samples: Sequence[int] | IntArray) -> MicroBatchArrays:
-    """Cut ``samples`` (each with at least one loss token) out of the batch."""
+def slice_micro_batch(
+    arrays: SampleArrays, samples: Sequence[int] | IntArray, prefixes: IntArray | None = None
+) -> MicroBatchArrays:
+    """Cut ``samples`` (each with at least one loss token) out of the batch.
+
+    ``prefixes``: for each of them the tokens it has in common with the others of its group (`shared_prefixes`), fed
+    once for all of the group that are here; by default everyone feeds its own.
+    """
     chosen = np.asarray(samples, dtype=np.int64)
+    fed = arrays.lengths_s[chosen] - 1
+    common = _shared_here(arrays.groups_s[chosen], prefixes)
+    pieces = _Pieces.of(arrays.groups_s[chosen], fed, common)
+    starts = arrays.starts_s[chosen][pieces.samples] + pieces.skipped
     at = gather_tokens(arrays, chosen)
-    lengths = arrays.lengths_s[chosen]
-    fed = np.ones(at.size, np.bool_)
-    fed[np.cumsum(lengths) - 1] = False
     lossy = np.flatnonzero(arrays.loss_mask_n[at])
-    # In the fed tokens each earlier sample is one token shorter, and the predictor stands one before its target.
-    predictors_m = lossy - np.repeat(np.arange(chosen.size), lengths)[lossy] - 1
+    own_m = np.repeat(np.arange(chosen.size), fed + 1)[lossy]
+    place_m = lossy - (np.cumsum(fed + 1) - fed - 1)[own_m] - 1  # of the predictor inside its sample
+    in_prefix = place_m < common[own_m]
+    predictors_m = place_m + np.where(
+        in_prefix, pieces.prefix_offsets[own_m], pieces.own_offsets[own_m] - common[own_m]
+    )
     return MicroBatchArrays(
-        input_ids=arrays.token_ids_n[at[fed]],
-        input_lengths=(lengths - 1).tolist(),
+        input_ids=arrays.token_ids_n[_ranges(starts, pieces.lengths)],
+        input_lengths=pieces.lengths.tolist(),
+        continues=pieces.continues.tolist(),
         predictors_m=predictors_m,
         targets_m=at[lossy],
+        sample_tokens=int(fed.sum()),
     )
+
+
+def shared_prefixes(arrays: SampleArrays, samples: IntArray) -> IntArray:
+    """[len(samples)] fed tokens that each of ``samples`` has in common with all the others of its group among them:
+    the prompt, and what their responses happen to begin with alike. 0 for one alone in its group."""
+    found = np.zeros(len(samples), np.int64)
+    order = np.argsort(arrays.groups_s[samples], kind="stable")
+    borders = np.flatnonzero(np.diff(arrays.groups_s[samples][order])) + 1
+    for members in np.split(order, borders):
+        if len(members) > 1:
+            starts = arrays.starts_s[samples[members]]
+            longest = int(arrays.lengths_s[samples[members]].min()) - 1
+            tokens = arrays.token_ids_n[starts[:, None] + np.arange(longest)]
+            differs = (tokens != tokens[0]).any(0)
+            found[members] = int(differs.argmax()) if differs.any() else longest
+    return found
+
+
+def _shared_here(groups: IntArray, prefixes: IntArray | None) -> IntArray:
+    """The prefixes of the samples that aren't alone of their group in the micro-batch, else 0."""
+    if prefixes is None:
+        return np.zeros(len(groups), np.int64)
+    _, inverse, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    return np.where(counts[inverse] > 1, prefixes, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pieces:
+    """The pieces of a micro-batch: suffix-less fields have one value per piece, offsets one per sample."""
+
+    samples: IntArray  # position of a sample the piece is cut out of
+    skipped: IntArray  # tokens of that sample before the piece
+    lengths: IntArray
+    continues: IntArray
+    prefix_offsets: IntArray  # where each sample's prefix begins in the fed tokens (any value where it has none)
+    own_offsets: IntArray  # where what follows it begins
+
+    @classmethod
+    def of(cls, groups: IntArray, fed: IntArray, common: IntArray) -> _Pieces:
+        whole = np.flatnonzero(common == 0)
+        sharing = np.flatnonzero(common > 0)
+        sharing = sharing[np.argsort(groups[sharing], kind="stable")]
+        first, family = np.unique(groups[sharing], return_index=True, return_inverse=True)[1:]
+        prefixes = sharing[first]  # each prefix is cut out of its group's first sample
+        longer = fed[sharing] > common[sharing]  # the others have nothing left to feed
+        samples = np.concatenate([whole, prefixes, sharing[longer]])
+        nothing = np.zeros(len(whole) + len(prefixes), np.int64)
+        skipped = np.concatenate([nothing, common[sharing[longer]]])
+        lengths = np.concatenate([fed[whole], common[prefixes], (fed - common)[sharing[longer]]])
+        offsets = np.cumsum(lengths) - lengths
+        prefix_offsets, own_offsets = np.zeros_like(fed), np.zeros_like(fed)
+        own_offsets[whole] = offsets[: len(whole)]
+        prefix_offsets[sharing] = offsets[len(whole) + family]
+        own_offsets[sharing[longer]] = offsets[len(nothing) :]
+        return cls(
+            samples=samples,
+            skipped=skipped,
+            lengths=lengths,
+            continues=np.concatenate([nothing - 1, len(whole) + family[longer]]),
+            prefix_offsets=prefix_offsets,
+            own_offsets=own_offsets,
+        )
+
+
+def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:
+    """The indices of all ranges, one after another."""
+    return np.arange(int(lengths.sum())) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)

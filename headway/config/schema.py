@@ -170,6 +170,8 @@ class Trainer(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # gradients are scaled down to it
     micro_batch_tokens: Positive = 16384  # most tokens in one forward pass (or a single longer sample)
     packing: Literal["balanced", "areal"] = "balanced"  # how samples are spread over micro-batches and ranks
+    shared_prefix: bool = True  # a prompt is computed once for all of its group in a micro-batch: same gradient
+    gradient_checkpointing: bool = False  # layers are computed again in the backward: less memory, a third more work
     optimizer_steps_per_batch: Positive = 1  # a batch is split by group into so many updates
 
 
@@ -315,6 +317,8 @@ RESUMABLE_KEYS: frozenset[str] = frozenset(
         "queue.max_concurrent_rollouts",
         "trainer.devices",
         "trainer.micro_batch_tokens",
+        "trainer.shared_prefix",
+        "trainer.gradient_checkpointing",
         "verifier.timeout_s",
         "verifier.workers",
         "rollout.timeout_s",

@@ -1,21 +1,30 @@
-"""Causal attention over packed documents: documents of similar length share one padded call.
+"""Causal attention over packed documents: documents of similar length share one padded call, and documents with a
+common prefix share that prefix's rows.
+
+A packed micro-batch is a row of *pieces* laid end to end: whole documents, prefixes that several documents share and,
+behind all of these, what each such document continues its prefix with. A piece attends causally to itself and, where
+it continues a prefix, to all of that.
 
 Shape suffixes: n packed tokens, h query heads, g key/value heads, e head dimension, b documents of a bucket,
-l padded length of a bucket.
+l padded length of a bucket, w width of the joint projection (h + 2g) * e.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headway.models.cpu_attention import CpuAttention
 from headway.models.kernels import PadDocuments, UnpadDocuments
 
 PADDING_RATIO = 1.25  # a bucket holds documents at least 1/1.25 as long as its longest
+NOTHING = -1  # in place of a piece's index: it continues none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,40 +34,172 @@ class Bucket:
     documents: int
     length: int
     gather_bl: Tensor  # [b*l] packed index of each position; padding points at the document's last token
+    outputs: tuple[Tensor, Tensor]  # (packed index, index into b*l) of each row whose result is kept: no padding
+    first: int | None  # packed index of the first token where the documents lie end to end and nothing is padded
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Packed rows [N, x] as [b, l, x]: a view where nothing has to be moved. Padding repeats the last token."""
+        size = (self.documents, self.length, rows.shape[1])
+        if self.first is not None:
+            return rows[self.first : self.first + self.documents * self.length].view(size)
+        return rows.index_select(0, self.gather_bl).view(size)
+
+    def take_zeroed(self, rows: Tensor) -> Tensor:
+        """As `take`, with zeros for padding: gradients of outputs that nobody used."""
+        if self.first is not None:
+            return self.take(rows)
+        padded = rows.new_zeros(self.documents * self.length, rows.shape[1])
+        padded.index_copy_(0, self.outputs[1], rows.index_select(0, self.outputs[0]))
+        return padded.view(self.documents, self.length, -1)
+
+    def put(self, rows: Tensor, values: Tensor) -> None:
+        """Write [b, l, x] to packed rows [N, x] (any strides), padding dropped."""
+        flat = values.reshape(self.documents * self.length, -1)
+        if self.first is not None:
+            rows[self.first : self.first + len(flat)] = flat
+        else:
+            rows.index_copy_(0, self.outputs[0], flat.index_select(0, self.outputs[1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedPrefix:
+    """A prefix and the pieces that continue it, as packed rows."""
+
+    keys: slice  # of the prefix
+    queries: slice  # of all its continuations, one after another
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPlan:
-    """How the documents of one micro-batch are grouped; computed once and shared by its layers."""
+    """How the pieces of one micro-batch are grouped; computed once and shared by its layers."""
 
+    lengths: tuple[int, ...]  # of the pieces
+    continues: tuple[int, ...]  # of each piece: the index of the piece it continues, or NOTHING
     tokens: int
     positions_n: Tensor  # [N] position inside its document
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[Bucket, ...]  # of pieces, each attending to itself
     scatter_n: Tensor  # [N] index of each packed token in the concatenation of all buckets
+    shared: tuple[SharedPrefix, ...]
 
     @classmethod
-    def build(cls, lengths: list[int], device: torch.device | str = "cpu") -> AttentionPlan:
-        """Group documents of ``lengths`` (each >= 1) into few buckets of nearly equal length."""
+    def build(
+        cls, lengths: Sequence[int], device: torch.device | str = "cpu", continues: Sequence[int] | None = None
+    ) -> AttentionPlan:
+        """Group pieces of ``lengths`` (each >= 1) into few buckets of nearly equal length.
+
+        ``continues``: for each piece the index of the piece it continues, or NOTHING (the default: all of them are
+        whole documents). Continuations stand behind all other pieces, those of one prefix side by side.
+        Raises ValueError otherwise.
+        """
         if not lengths or min(lengths) < 1:
-            raise ValueError(f"every document needs at least one token; lengths = {lengths}")
-        sizes = torch.tensor(lengths, dtype=torch.int64)
-        starts = torch.cumsum(sizes, 0) - sizes
-        total = int(sizes.sum())
-        positions = torch.arange(total) - torch.repeat_interleave(starts, sizes)
-        order = torch.argsort(sizes, stable=True, descending=True)
-        scatter = torch.empty(total, dtype=torch.int64)
-        buckets: list[Bucket] = []
-        offset = 0
-        for members in _split(sizes, order):
-            length = int(sizes[members[0]])
-            columns = torch.arange(length)
-            valid = columns < sizes[members][:, None]
-            gather = starts[members][:, None] + torch.minimum(columns, sizes[members][:, None] - 1)
-            padded = offset + torch.arange(len(members) * length).view(len(members), length)
-            scatter[gather[valid]] = padded[valid]
-            buckets.append(Bucket(documents=len(members), length=length, gather_bl=gather.flatten().to(device)))
-            offset += len(members) * length
-        return cls(tokens=total, positions_n=positions.to(device), buckets=tuple(buckets), scatter_n=scatter.to(device))
+            raise ValueError(f"every document needs at least one token; lengths = {list(lengths)}")
+        chosen = (NOTHING,) * len(lengths) if continues is None else tuple(continues)
+        sizes, starts = _sizes_and_starts(lengths)
+        shared = _shared_prefixes(sizes, starts, chosen)
+        before = torch.tensor([0 if prefix == NOTHING else lengths[prefix] for prefix in chosen])
+        positions = torch.arange(int(sizes.sum())) + torch.repeat_interleave(before - starts, sizes)
+        nothing = torch.zeros_like(sizes)
+        buckets, scatter = _buckets(starts, sizes, nothing, nothing, nothing == 0, device)
+        return cls(
+            lengths=tuple(lengths),
+            continues=chosen,
+            tokens=len(positions),
+            positions_n=positions.to(device),
+            buckets=buckets,
+            scatter_n=scatter,
+            shared=shared,
+        )
+
+    @property
+    def first_continued(self) -> int:
+        """Packed index of the first token that continues a prefix; ``tokens`` when there is none."""
+        return self.shared[0].queries.start if self.shared else self.tokens
+
+    @cached_property
+    def whole(self) -> tuple[tuple[Bucket, ...], Tensor]:
+        """Buckets and scatter index of whole documents, each with its own copy of its prefix: for attention that
+        can't be put together out of two parts."""
+        if not self.shared:
+            return self.buckets, self.scatter_n
+        sizes, starts = _sizes_and_starts(self.lengths)
+        prefixes, parents = set(self.continues), torch.tensor(self.continues)
+        documents = torch.tensor([i for i in range(len(self.lengths)) if i not in prefixes])
+        parents = parents[documents]
+        continues, at = parents != NOTHING, parents.clamp(min=0)
+        owns_prefix = torch.ones_like(continues)  # one document keeps the results of the prefix that all of them had
+        owns_prefix[1:] = parents[1:] != parents[:-1]
+        return _buckets(
+            starts[documents],
+            sizes[documents],
+            torch.where(continues, starts[at], 0),
+            torch.where(continues, sizes[at], 0),
+            owns_prefix,
+            self.scatter_n.device,
+        )
+
+
+def _sizes_and_starts(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    return sizes, torch.cumsum(sizes, 0) - sizes
+
+
+def _shared_prefixes(sizes: Tensor, starts: Tensor, continues: tuple[int, ...]) -> tuple[SharedPrefix, ...]:
+    """Check the order of the pieces and find what is shared. Raises ValueError."""
+    if len(continues) != len(sizes):
+        raise ValueError(f"{len(sizes)} pieces, but {len(continues)} say what they continue")
+    found: list[SharedPrefix] = []
+    seen: set[int] = set()
+    for prefix, run in itertools.groupby(range(len(continues)), key=continues.__getitem__):
+        members = list(run)
+        if prefix == NOTHING and not seen:
+            continue
+        if prefix in seen or not 0 <= prefix < len(continues) or continues[prefix] != NOTHING:
+            raise ValueError(
+                f"piece {members[0]} continues piece {prefix}: continuations stand behind all other pieces, those of "
+                f"one prefix side by side; continues = {list(continues)}"
+            )
+        seen.add(prefix)
+        first, last = members[0], members[-1]
+        keys = slice(int(starts[prefix]), int(starts[prefix] + sizes[prefix]))
+        found.append(SharedPrefix(keys=keys, queries=slice(int(starts[first]), int(starts[last] + sizes[last]))))
+    return tuple(found)
+
+
+def _buckets(
+    starts: Tensor,
+    sizes: Tensor,
+    prefix_starts: Tensor,
+    prefix_sizes: Tensor,
+    owns_prefix: Tensor,
+    device: torch.device | str,
+) -> tuple[tuple[Bucket, ...], Tensor]:
+    """Buckets of documents made of ``prefix_sizes`` rows from ``prefix_starts`` on, then ``sizes`` rows from
+    ``starts`` on, and each packed row's index in their concatenation. A prefix's results come from its owner."""
+    totals = prefix_sizes + sizes
+    rows = int((sizes + torch.where(owns_prefix, prefix_sizes, 0)).sum())
+    scatter = torch.empty(rows, dtype=torch.int64)
+    buckets: list[Bucket] = []
+    offset = 0
+    for members in _split(totals, torch.argsort(totals, stable=True, descending=True)):
+        length = int(totals[members[0]])
+        columns = torch.arange(length)
+        own, total = prefix_sizes[members, None], totals[members, None]
+        at = torch.minimum(columns, total - 1)
+        gather = torch.where(at < own, prefix_starts[members, None] + at, starts[members, None] - own + at).flatten()
+        kept = ((columns < total) & ((columns >= own) | owns_prefix[members, None])).flatten().nonzero().squeeze(1)
+        scatter[gather[kept]] = offset + kept
+        end_to_end = len(kept) == len(gather) and bool((gather.diff() == 1).all())
+        buckets.append(
+            Bucket(
+                documents=len(members),
+                length=length,
+                gather_bl=gather.to(device),
+                outputs=(gather[kept].to(device), kept.to(device)),
+                first=int(gather[0]) if end_to_end else None,
+            )
+        )
+        offset += len(gather)
+    return tuple(buckets), scatter.to(device)
 
 
 def _split(sizes: Tensor, order: Tensor) -> list[Tensor]:
@@ -73,15 +214,22 @@ def _split(sizes: Tensor, order: Tensor) -> list[Tensor]:
 
 
 def packed_attention(qkv: Tensor, heads: int, kv_heads: int, head_dim: int, plan: AttentionPlan) -> Tensor:
-    """Causal attention of each document to itself, from the joint projection [N, (Hq+2Hkv)*Dh] to [N, Hq*Dh].
+    """Causal attention of each document to itself, from the joint projection [N, (Hq+2Hkv)*Dh] to [N, Hq*Dh]."""
+    if qkv.device.type == "cpu":
+        return CpuAttention.apply(qkv, (heads, kv_heads, head_dim), plan)  # pyright: ignore[reportReturnType]
+    return padded_attention(qkv, heads, kv_heads, head_dim, plan)
 
-    Padding stands after a document, so causality hides it.
+
+def padded_attention(qkv: Tensor, heads: int, kv_heads: int, head_dim: int, plan: AttentionPlan) -> Tensor:
+    """As `packed_attention`, by PyTorch's own attention on whole documents: a shared prefix is attended from anew by
+    each of them, all else about it is still computed once. Padding stands after a document, so causality hides it.
     """
-    blocks = PadDocuments.apply(qkv, plan.scatter_n, *(bucket.gather_bl for bucket in plan.buckets))
+    buckets, scatter_n = plan.whole
+    blocks = PadDocuments.apply(qkv, scatter_n, bool(plan.shared), *(bucket.gather_bl for bucket in buckets))
     outputs: list[Tensor] = []
-    for bucket, block in zip(plan.buckets, blocks, strict=True):  # pyright: ignore[reportArgumentType]
+    for bucket, block in zip(buckets, blocks, strict=True):  # pyright: ignore[reportArgumentType]
         padded = block.view(bucket.documents, bucket.length, -1, head_dim).transpose(1, 2)
         q, k, v = padded.split((heads, kv_heads, kv_heads), dim=1)
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
         outputs.append(out.transpose(1, 2).reshape(bucket.documents * bucket.length, -1))
-    return UnpadDocuments.apply(plan.scatter_n, *outputs)  # pyright: ignore[reportReturnType]
+    return UnpadDocuments.apply(scatter_n, *outputs)  # pyright: ignore[reportReturnType]

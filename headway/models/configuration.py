@@ -165,13 +165,15 @@ class DecoderConfig:
         attention = (2 * self.heads + 2 * self.kv_heads) * self.head_dim * self.width
         return attention + 3 * self.width * self.intermediate
 
-    def flops(self, lengths: list[int], head_tokens: int | None = None) -> float:
+    def flops(self, lengths: list[int], head_tokens: int | None = None, continues: list[int] | None = None) -> float:
         """Model FLOP of one forward pass over documents of ``lengths`` tokens (causal: half the square).
 
-        ``head_tokens``: positions whose logits are computed; default all. Backward costs twice as much again.
+        ``head_tokens``: positions whose logits are computed; default all. ``continues``: for each piece the index of
+        the piece it continues and attends to as well, or -1. Backward costs twice as much again.
         """
         tokens = sum(lengths)
         pairs = sum(n * (n + 1) // 2 for n in lengths)
+        pairs += sum(n * lengths[of] for n, of in zip(lengths, continues or [], strict=False) if of >= 0)
         per_token = 2 * self.layers * self.matmul_parameters_per_layer
         per_pair = 4 * self.layers * self.heads * self.head_dim
         head = 2 * self.vocabulary_size * self.width * (tokens if head_tokens is None else head_tokens)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from headway.models.attention import AttentionPlan, packed_attention
 from headway.models.configuration import DecoderConfig
@@ -92,6 +93,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.checkpoints_layers = False  # gradient checkpointing: a layer is computed again in the backward
         self.embedding_weight = nn.Parameter(torch.empty(config.vocabulary_size, config.width))
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
         self.final_norm = nn.Parameter(torch.ones(config.width))
@@ -128,28 +130,33 @@ class Decoder(nn.Module):
         weight = self.embedding_weight if self.head_weight is None else self.head_weight
         return functional.linear(rms_norm(x_nd, self.final_norm, self.config.norm_epsilon), weight)
 
-    def forward_packed(self, ids_n: Tensor, lengths: list[int]) -> Tensor:
+    def forward_packed(self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None) -> Tensor:
         """Residual stream [N, d] after the last layer (before `head`) of documents laid end to end.
 
         ``ids_n``: int64 [N] with N = sum(lengths). Each document attends causally to itself alone and its
-        positions start at 0; nothing is padded in the linear layers. Raises ValueError when lengths don't add up.
+        positions start at 0; nothing is padded in the linear layers. With ``continues`` documents may share a prefix:
+        see `AttentionPlan.build`. Raises ValueError when lengths don't add up.
         """
-        plan = AttentionPlan.build(lengths, self.device)
+        plan = AttentionPlan.build(lengths, self.device, continues)
         if plan.tokens != ids_n.shape[0]:
             raise ValueError(f"lengths add up to {plan.tokens} tokens, but {ids_n.shape[0]} ids were given")
         cos, sin = self.rope(plan.positions_n)
         x_nd = self.embed(ids_n)
         for layer in self.layers:
-            x_nd = layer(x_nd, cos, sin, plan)
+            if self.checkpoints_layers and torch.is_grad_enabled():
+                x_nd = checkpoint(layer, x_nd, cos, sin, plan, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_nd = layer(x_nd, cos, sin, plan)
         return x_nd
 
     def forward(self, ids_n: Tensor, lengths: list[int]) -> Tensor:
         """Logits [N, V] of documents laid end to end."""
         return self.head(self.forward_packed(ids_n, lengths))
 
-    def flops(self, lengths: list[int], head_tokens: int | None = None) -> float:
-        """Forward model FLOP over documents of ``lengths``; ``head_tokens``: positions with logits (default all)."""
-        return self.config.flops(lengths, head_tokens)
+    def flops(self, lengths: list[int], head_tokens: int | None = None, continues: list[int] | None = None) -> float:
+        """Forward model FLOP over pieces of ``lengths``; ``head_tokens``: positions with logits (default all);
+        ``continues``: the piece that each continues, as in `forward_packed`."""
+        return self.config.flops(lengths, head_tokens, continues)
 
     def parameter_count(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())

@@ -15,9 +15,14 @@ from torch.nn import functional
 Sizes = tuple[int, int, int, float]  # query heads, key/value heads, head dimension, norm epsilon
 
 
+def _wide(x: Tensor) -> Tensor:
+    """At least float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def _normalise(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """x / rms(x) over the last axis and 1 / rms(x), both float32."""
-    wide = x.float()
+    """x / rms(x) over the last axis and 1 / rms(x), both at least float32."""
+    wide = _wide(x)
     inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     inverse = inverse.square_().mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
     return wide * inverse, inverse
@@ -43,7 +48,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         unit, inverse, weight = ctx.saved_tensors
-        grad_x, per_weight = _normalise_backward(grads[0].float(), unit.float(), inverse, weight.float())
+        grad_x, per_weight = _normalise_backward(_wide(grads[0]), _wide(unit), inverse, _wide(weight))
         return grad_x.to(ctx.dtype), per_weight.sum(0).to(weight.dtype), None
 
 
@@ -89,14 +94,14 @@ class _NormRotate(torch.autograd.Function):
         rotation, *rest = ctx.saved_tensors
         grad = grads[0].clone()
         rotated = grad.view(grad.shape[0], -1, head_dim)[:, : heads + kv_heads]
-        turned = torch.view_as_real(_pairs(rotated.float()) * rotation.conj()).flatten(-2)
+        turned = torch.view_as_real(_pairs(_wide(rotated)) * rotation.conj()).flatten(-2)
         if not ctx.normed:
             rotated.copy_(turned)
             return grad, None, None, None, None, None
         unit, inverse, q_norm, k_norm = rest
         grads_of_weights: list[Tensor] = []
         for part, weight in ((slice(0, heads), q_norm), (slice(heads, heads + kv_heads), k_norm)):
-            wide = weight.float()
+            wide = _wide(weight)
             grad_x, per_weight = _normalise_backward(turned[:, part], unit[:, part], inverse[:, part], wide)
             rotated[:, part].copy_(grad_x)
             grads_of_weights.append(per_weight.sum((0, 1)).to(weight.dtype))
@@ -110,11 +115,11 @@ def _norm_rotate(
     heads, kv_heads, head_dim, epsilon = sizes
     part = qkv.view(qkv.shape[0], -1, head_dim)[:, : heads + kv_heads]
     if q_norm is None or k_norm is None:
-        part.copy_(torch.view_as_real(_pairs(part.float()) * rotation).flatten(-2))
+        part.copy_(torch.view_as_real(_pairs(_wide(part)) * rotation).flatten(-2))
         return None
     unit, inverse = _normalise(part, epsilon)
     weight = torch.cat((q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)))
-    part.copy_(torch.view_as_real(_pairs(unit * weight.float()) * rotation).flatten(-2))
+    part.copy_(torch.view_as_real(_pairs(unit * _wide(weight)) * rotation).flatten(-2))
     return unit, inverse
 
 
@@ -158,21 +163,28 @@ def gated_silu(gate_up: Tensor) -> Tensor:
 class PadDocuments(torch.autograd.Function):
     """Packed rows [N, W] to one padded block [b*l, W] per bucket.
 
-    Its gradient takes each packed row from the one padded row that holds it: attention gives padding a gradient of
-    exactly zero, since no document attends to what stands after it and padded outputs are never used.
+    Attention gives padding a gradient of exactly zero, since no document attends to what stands after it and padded
+    outputs are never used. So the gradient of a packed row is that of the one padded row that holds it or, where
+    documents share rows (``repeated``), the sum of all of them.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, scatter_n: Tensor, *gathers: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(scatter_n)
+    def forward(ctx: Any, rows: Tensor, scatter_n: Tensor, repeated: bool, *gathers: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(scatter_n, *(gathers if repeated else ()))
         ctx.buckets = len(gathers)
         return tuple(rows.index_select(0, gather) for gather in gathers)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (scatter_n,) = ctx.saved_tensors
+        scatter_n, *gathers = ctx.saved_tensors
         padded = grads[0] if len(grads) == 1 else torch.cat(grads)
-        return (padded.index_select(0, scatter_n), None, *(None,) * ctx.buckets)
+        if gathers:
+            wide = torch.promote_types(padded.dtype, torch.float32)
+            rows = torch.zeros(len(scatter_n), padded.shape[1], dtype=wide, device=padded.device)
+            found = rows.index_add_(0, torch.cat(gathers), padded.to(wide)).to(padded.dtype)
+        else:
+            found = padded.index_select(0, scatter_n)
+        return (found, None, None, *(None,) * ctx.buckets)
 
 
 class UnpadDocuments(torch.autograd.Function):

@@ -24,11 +24,12 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     skipped: bool = False  # non-finite loss or gradient: no version was made
     reason: str = ""
     samples: int = 0
-    tokens: int = 0  # all tokens computed
+    tokens: int = 0  # tokens of the samples, prompts included
+    computed_tokens: int = 0  # those the model computed: a prompt shared by samples of a micro-batch counts once
     loss_tokens: int = 0  # tokens that carry loss weight (the denominator of token-mean)
     micro_batches: int = 0
     compute_s: float = 0.0
-    flops: float = 0.0  # model FLOP of forward and backward
+    flops: float = 0.0  # model FLOP of forward and backward over the computed tokens: what MFU counts
     # loss, entropy, grad_norm, clip_fraction, ratio_*, learning_rate, mismatch_k3, mismatch_max, ...
     metrics: dict[str, float] = {}
 

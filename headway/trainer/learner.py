@@ -60,8 +60,11 @@ class Learner:
         device: torch.device,
         settings: OptimiserSettings,
         ranks: Ranks,
+        gradient_checkpointing: bool = False,
     ) -> None:
+        """``gradient_checkpointing``: keep the input of each layer alone, compute the rest again in the backward."""
         self.model: Decoder = load_model(model_path, torch.float32, device)
+        self.model.checkpoints_layers = gradient_checkpointing
         self.reference: Decoder | None = None
         self.device = device
         self.ranks = ranks
@@ -102,12 +105,13 @@ class Learner:
         predictors_m = self._tensor(batch.predictors_m)
         targets_m = self._tensor(arrays.token_ids_n[batch.targets_m])
         with self._precision():
-            hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths)
+            hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths, batch.continues)
             return token_logprobs(chosen, hidden_nd.index_select(0, predictors_m), targets_m, temperature)
 
     def flops(self, batch: MicroBatchArrays, model: Decoder | None = None) -> float:
-        """Model FLOP of one forward pass over the micro-batch by ``model`` (default: the one under training)."""
-        return (model or self.model).flops(batch.input_lengths, len(batch.targets_m))
+        """Model FLOP of one forward pass over the micro-batch by ``model`` (default: the one under training): what is
+        computed, shared prefixes once; without what gradient checkpointing computes again."""
+        return (model or self.model).flops(batch.input_lengths, len(batch.targets_m), batch.continues)
 
     def update(self, learning_rate: float, loss: float) -> Update:
         """Sum the gradients over the ranks, clip, step, clear them. ``loss``: this optimiser step's, of this rank.

@@ -14,7 +14,6 @@ import torch
 
 from headway.algorithms.aggregation import weighting
 from headway.algorithms.importance import second_moment_mask, sequence_mask, token_mask
-from headway.algorithms.packing import pack
 from headway.algorithms.rewards import reward_to_go
 from headway.algorithms.samples import (
     IntArray,
@@ -22,9 +21,11 @@ from headway.algorithms.samples import (
     SampleArrays,
     input_lengths,
     sample_of_token,
+    shared_prefixes,
     slice_micro_batch,
     split_by_group,
 )
+from headway.algorithms.shared_packing import pack_families
 from headway.config.schema import Algorithm, Experiment, Trainer
 from headway.models.decoder import Decoder
 from headway.trainer.kl import kl_estimate
@@ -52,7 +53,8 @@ class Progress:
     clipped_n: np.ndarray
     seen_n: np.ndarray  # 1 where a value was computed
     loss: float = 0.0  # sum over optimiser steps
-    tokens: int = 0
+    tokens: int = 0  # of the samples
+    computed_tokens: int = 0  # of the samples, prefixes they share counted once
     micro_batches: int = 0
     flops: float = 0.0
     updates: list[Update] = field(default_factory=list)
@@ -190,7 +192,8 @@ class PolicyGradient:
             progress.entropies_n[at] = entropies_m.cpu().numpy()
             progress.clipped_n[at] = result.clipped_m.cpu().numpy()
             progress.seen_n[at] = 1.0
-            progress.tokens += len(batch.input_ids)
+            progress.tokens += batch.sample_tokens
+            progress.computed_tokens += len(batch.input_ids)
             progress.micro_batches += 1
             progress.flops += 3.0 * self.learner.flops(batch)
         return total
@@ -223,11 +226,19 @@ class PolicyGradient:
         """This rank's micro-batches of the minibatch; samples without a loss token are left out."""
         lengths = input_lengths(arrays)[minibatch]
         minibatch, lengths = minibatch[lengths > 0], lengths[lengths > 0]
-        ranks = self.learner.ranks
-        plan = pack(lengths.tolist(), self.trainer.micro_batch_tokens, ranks.size, self.trainer.packing)
+        ranks, groups = self.learner.ranks, arrays.groups_s[minibatch]
+        prefixes = shared_prefixes(arrays, minibatch) if self.trainer.shared_prefix else np.zeros_like(lengths)
+        plan = pack_families(
+            lengths.tolist(),
+            groups.tolist(),
+            prefixes.tolist(),
+            self.trainer.micro_batch_tokens,
+            ranks.size,
+            self.trainer.packing,
+        )
         for chosen in plan[ranks.rank]:
             if chosen:
-                yield slice_micro_batch(arrays, minibatch[chosen])
+                yield slice_micro_batch(arrays, minibatch[chosen], prefixes[chosen])
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.learner.device)
@@ -310,9 +321,7 @@ def _sum_progress(progress: Progress, sum_: Callable[[torch.Tensor], torch.Tenso
     stacked = sum_(torch.from_numpy(np.stack([getattr(progress, name) for name in names])).to(device)).cpu().numpy()
     for name, row in zip(names, stacked, strict=True):
         setattr(progress, name, row)
-    counts = torch.tensor(
-        [progress.loss, progress.tokens, progress.micro_batches, progress.flops], dtype=torch.float64, device=device
-    )
-    loss, tokens, micro_batches, flops = sum_(counts).tolist()
-    progress.loss, progress.tokens = loss, int(tokens)
-    progress.micro_batches, progress.flops = int(micro_batches), flops
+    names = ("loss", "tokens", "computed_tokens", "micro_batches", "flops")
+    counts = torch.tensor([getattr(progress, name) for name in names], dtype=torch.float64, device=device)
+    for name, total in zip(names, sum_(counts).tolist(), strict=True):
+        setattr(progress, name, type(getattr(progress, name))(total))

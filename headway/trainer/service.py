@@ -58,6 +58,7 @@ class TrainerService:
             dtype=settings.dtype,
             device=device,
             ranks=self.ranks,
+            gradient_checkpointing=settings.gradient_checkpointing,
             settings=OptimiserSettings(
                 beta1=settings.beta1,
                 beta2=settings.beta2,
@@ -186,6 +187,7 @@ class TrainerService:
             reason=reason,
             samples=len(batch.samples),
             tokens=progress.tokens,
+            computed_tokens=progress.computed_tokens,
             loss_tokens=loss_tokens,
             micro_batches=progress.micro_batches,
             compute_s=compute_s,

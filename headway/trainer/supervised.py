@@ -87,6 +87,7 @@ class SupervisedService:
             dtype=trainer.dtype,
             device=use_device(context.device),
             ranks=Ranks(),
+            gradient_checkpointing=trainer.gradient_checkpointing,
             settings=OptimiserSettings(
                 beta1=trainer.beta1,
                 beta2=trainer.beta2,
