@@ -85,8 +85,8 @@ def _merge_prefixes(qkv: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, plan: A
 
 
 def _widened(rows: Tensor) -> Tensor:
-    """At least float32. On a CPU without bfloat16 tiles (AMX) the flash backward in bfloat16 takes eight times as long
-    as in float32, more than its products could ever save; and the sums over keys lose nothing."""
+    """At least float32: sums over keys lose nothing, and on a processor without bfloat16 instructions the flash
+    backward in bfloat16 takes eight times as long. Attention is a small share of a layer's products."""
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 

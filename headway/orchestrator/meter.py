@@ -135,6 +135,7 @@ class Meter:
             length_bias_pruning_ks=bias.pruning_ks,
             censored_share=bias.censored_share,
             trained_tokens_per_s=report.loss_tokens / step_s,
+            computed_token_share=report.computed_tokens / report.tokens if report.tokens else 1.0,
             flops_per_s=report.flops / step_s,
             mfu_step=report.flops / step_s / self.peak_flops_per_s if self.peak_flops_per_s else 0.0,
             mfu_compute=_mfu(report, self.peak_flops_per_s),

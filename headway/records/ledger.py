@@ -78,6 +78,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     # throughput
     generated_tokens_per_s: float = 0.0
     trained_tokens_per_s: float = 0.0
+    computed_token_share: float = 1.0  # tokens the trainer computed / tokens of its samples: prompts shared by a group
     flops_per_s: float = 0.0  # trainer model FLOP / step time
     mfu_step: float = 0.0
     mfu_compute: float = 0.0

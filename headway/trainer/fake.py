@@ -69,6 +69,7 @@ class FakeTrainer:
             reason="told to skip" if skipped else "",
             samples=len(rollouts),
             tokens=sum(len(r.prompt_ids) + len(r.response_ids) for r in rollouts),
+            computed_tokens=sum(len(r.prompt_ids) + len(r.response_ids) for r in rollouts),
             loss_tokens=sum(sum(r.response_mask) for r in rollouts),
             micro_batches=1,
             compute_s=self._clock.now() - began,

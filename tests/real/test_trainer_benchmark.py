@@ -1,0 +1,28 @@
+"""The trainer's benchmark runs, and its last line is what it promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.real
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "trainer.py"
+
+
+def test_quick_run_prints_its_ratios_and_equal_gradients() -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(BENCHMARK), "--quick"]
+    printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    result = json.loads(printed.splitlines()[-1])
+    assert result["mfu"].keys() == result["mfu_over_plain"].keys()
+    assert result["shared_prefix_speedup"].keys() == result["shared_prefix_of_bound"].keys()
+    assert "tiny float32 1" in result["mfu"]
+    assert result["mfu_over_plain_min"] == min(result["mfu_over_plain"].values()) > 0
+    assert result["shared_prefix_of_bound_min"] == min(result["shared_prefix_of_bound"].values()) > 0
+    assert result["gradient_difference_max"] < 1e-5
