@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from headway.generator.model_runner import ModelRunner, Prefill
 from headway.generator.requests import EngineRequest, WaitingQueue, refusal
-from headway.generator.sampling import RowSampling, counter_uniform, sample_tokens
 from headway.generator.slot_table import SlotTable
 from headway.models.decoder import Decoder
 from headway.models.loading import copy_weights
@@ -33,12 +33,22 @@ from headway.tokens.tokenizer import IncrementalDecoder, Tokenizer
 HEADROOM_TOKENS = 8  # KV tokens each running request can still gain before a new one is let in
 
 
+class _Partial(NamedTuple):
+    """What is computed of a prompt longer than a step's budget. Gone with an update, or when its slot is needed."""
+
+    ids: tuple[int, ...]
+    update: int  # whose weights computed it
+
+
 class TorchEngine:
     """Generates for many requests at once with the model's own weights.
 
     ``submit`` queues requests; each ``step`` admits waiting ones (lowest priority number first, then oldest),
     computes their prompts beside the running requests' next tokens, and samples. ``take_deltas`` hands out what
     was sampled since it was last called. A request ends with one last delta that has a ``finish_reason``.
+
+    A step computes at most ``prefill_tokens_per_step`` tokens of prompts: a longer one takes several steps, in which
+    the running requests go on. What it has so far lies in the last slot; it waits in the queue meanwhile.
 
     KV tokens are admitted by count: when the running requests would need more than ``kv_capacity_tokens``, the
     youngest is preempted: it waits with its tokens, and its KV is recomputed later (``reprefilled``).
@@ -61,9 +71,11 @@ class TorchEngine:
         tokenizer: Tokenizer | None = None,
         deterministic: bool = False,
         prefill_tokens_per_step: int = 8192,
+        native_kernels: bool = True,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``model`` is changed in place by ``update_weights``; ``now``: monotonic seconds, for the statistics."""
+        """``model`` is changed in place by ``update_weights``; ``native_kernels``: models/native.py, where it can;
+        ``now``: monotonic seconds, for the statistics."""
         self.version = version
         self.slots = slots
         self.kv_capacity_tokens = slots * max_context_tokens if kv_capacity_tokens is None else kv_capacity_tokens
@@ -75,10 +87,11 @@ class TorchEngine:
         self._deterministic = deterministic
         self._prefill_tokens_per_step = prefill_tokens_per_step
         self._now = now
-        self._runner = ModelRunner(model, slots, self.context_tokens, fixed_shapes=deterministic)
+        self._runner = ModelRunner(model, slots, self.context_tokens, deterministic, native_kernels)
         self._table = SlotTable(slots, self.context_tokens)
         self._rows = 0  # rows 0 .. _rows-1 are in use, but for the holes
         self._holes: list[int] = []  # rows freed since the last step; refilled or closed by the next
+        self._partial: _Partial | None = None  # the KV of a prompt's beginning, in the last slot
         self._waiting = WaitingQueue()
         self._open: dict[str, EngineRequest] = {}
         self._donors: dict[tuple[int, ...], list[EngineRequest]] = {}  # running requests by prompt
@@ -171,12 +184,16 @@ class TorchEngine:
         prefills = self._admit()
         self._close_holes()
         n, table = self._rows, self._table
-        if n == 0:
+        if n == 0 and not prefills:
             return False
         started = self._now()
+        if n == 0:  # the beginning of a long prompt
+            self._runner.prefill(prefills)
+            self._busy_s += self._now() - started
+            return True
         rows = self.slots if self._deterministic else n
         logits = self._runner.step(prefills, table.pending[:rows], table.position[:rows])
-        sampled = sample_tokens(logits, self._row_sampling(rows)).cpu().numpy()
+        sampled = self._runner.sample(logits, table.row_sampling(rows, self._runner.device))
         self._advance(sampled[0, :n].astype(np.int64), sampled[1, :n])
         self._steps += 1
         self._generated += n
@@ -195,6 +212,7 @@ class TorchEngine:
         used, budget = self._kv_used(), self._prefill_tokens_per_step
         plans: dict[tuple[int, ...], Prefill] = {}
         copies: dict[int, list[tuple[int, int]]] = {}  # tokens -> (source slot, target slot)
+        begun_slots: dict[int, list[int]] = {}  # tokens -> slots that get them from the last one
         admitted: list[EngineRequest] = []
         while (self._holes or self._rows < self.slots) and (request := self._waiting.peek()) is not None:
             running = self._rows - len(self._holes)
@@ -206,24 +224,41 @@ class TorchEngine:
             plan = plans.get(ids)
             donor = None if plan is not None or request.response else self._donor(request)
             if plan is None and donor is None and ids:
-                if plans and len(ids) > budget:
+                begun = self._begun(ids)
+                if len(ids) - begun > budget and (plans or not self._deterministic):
+                    free = self._rows < self.slots or self.slots - 1 in self._holes
+                    if budget and not self._deterministic and free:
+                        end = begun + budget
+                        plans[ids[:end]] = Prefill(ids[:end], [self.slots - 1], begun)
+                        self._partial = _Partial(ids[:end], self._updates)
                     break
-                budget -= len(ids)
-                plan = plans[ids] = Prefill(ids, [])
+                budget -= len(ids) - begun
+                plan = plans[ids] = Prefill(ids, [], begun)
             self._waiting.pop()
             slot = self._place(request)
             used += request.tokens
             admitted.append(request)
             if plan is not None:
                 plan.slots.append(slot)
+                if plan.start:
+                    begun_slots.setdefault(plan.start, []).append(slot)
             elif donor is not None and ids:
                 copies.setdefault(len(ids), []).append((donor.slot, slot))
         for request in admitted:  # only now: a donor must have its KV before this step
             self._donors.setdefault(request.prompt, []).append(request)
+        for tokens, slots in begun_slots.items():  # first: the others may overwrite that slot
+            self._runner.cache.copy([self.slots - 1] * len(slots), slots, tokens)
         for tokens, pairs in copies.items():
             self._runner.cache.copy([pair[0] for pair in pairs], [pair[1] for pair in pairs], tokens)
-        self._prefilled += sum(len(ids) for ids in plans)
+        self._prefilled += sum(plan.tokens for plan in plans.values())
         return list(plans.values())
+
+    def _begun(self, ids: tuple[int, ...]) -> int:
+        """How many of ``ids`` have their KV in the last slot."""
+        partial = self._partial
+        if partial is None or partial.update != self._updates or ids[: len(partial.ids)] != partial.ids:
+            return 0
+        return min(len(partial.ids), len(ids) - 1)
 
     def _place(self, request: EngineRequest) -> int:
         if self._holes:
@@ -231,6 +266,8 @@ class TorchEngine:
         else:
             slot = self._rows
             self._rows += 1
+        if slot == self.slots - 1:
+            self._partial = None
         request.reprefilled = request.reprefilled or bool(request.response)
         request.prefix_update = self._updates
         self._table.occupy(slot, request, self.context_tokens)
@@ -244,26 +281,6 @@ class TorchEngine:
             if donor.prefix_update == self._updates:
                 return donor
         return None
-
-    def _row_sampling(self, rows: int) -> RowSampling:
-        table, device = self._table, self._runner.device
-        uniform = counter_uniform(table.seed[:rows], table.position[:rows] + 1 - table.prompt[:rows])
-        uniform_n = torch.from_numpy(uniform).to(device)
-        temperature = table.temperature[:rows]
-        temperature_n = None if (temperature == 1).all() else torch.from_numpy(temperature).to(device)
-        greedy = np.flatnonzero(table.greedy[:rows])
-        truncated = np.flatnonzero(table.truncated[:rows])
-        greedy_rows = torch.from_numpy(greedy).to(device) if len(greedy) else None
-        if not len(truncated):
-            return RowSampling(uniform_n, temperature_n, greedy_rows)
-        return RowSampling(
-            uniform_n,
-            temperature_n,
-            greedy_rows,
-            torch.from_numpy(truncated).to(device),
-            torch.from_numpy(table.top_p[truncated]).to(device),
-            torch.from_numpy(table.top_k[truncated]).to(device),
-        )
 
     def _advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Append one token to each row and end the requests that are done."""
@@ -407,24 +424,40 @@ class TorchEngine:
 
     def _recompute(self, running: Sequence[EngineRequest]) -> int:
         """Compute the KV of all running requests with the present weights. Returns how many tokens that took."""
-        table, total = self._table, 0
-        chunk: list[Prefill] = []
-        room = self._prefill_tokens_per_step
+        table = self._table
+        shared, own = self._shared_prompts(running), []
         for request in running:
             ids = table.sequence[request.slot, : table.position[request.slot]]
             request.prefix_update = self._updates
-            if not len(ids):
-                continue
-            if chunk and len(ids) > room:
-                self._runner.prefill(chunk)
-                chunk, room = [], self._prefill_tokens_per_step
-            chunk.append(Prefill(ids, [request.slot]))
-            room -= len(ids)
-            total += len(ids)
-            request.reprefilled = True
-        self._runner.prefill(chunk)
+            request.reprefilled = request.reprefilled or len(ids) > 0
+            begun = len(request.prompt) - 1 if request.prompt in shared else 0
+            if len(ids) > begun:
+                own.append(Prefill(ids, [request.slot], begun))
+        total = 0
+        for stage in (list(shared.values()), own):
+            chunk: list[Prefill] = []
+            room = self._prefill_tokens_per_step
+            for prefill in stage:
+                if chunk and prefill.tokens > room:
+                    self._runner.prefill(chunk)
+                    chunk, room = [], self._prefill_tokens_per_step
+                chunk.append(prefill)
+                room -= prefill.tokens
+                total += prefill.tokens
+            self._runner.prefill(chunk)
         self._prefilled += total
         return total
+
+    def _shared_prompts(self, running: Sequence[EngineRequest]) -> dict[tuple[int, ...], Prefill]:
+        """The prompts that several of ``running`` have, but for the last token, which one of them may still feed."""
+        if self._deterministic:  # a row's result would depend on its having siblings
+            return {}
+        slots: dict[tuple[int, ...], list[int]] = {}
+        for request in running:
+            slots.setdefault(request.prompt, []).append(request.slot)
+        return {
+            prompt: Prefill(prompt[:-1], group) for prompt, group in slots.items() if len(group) > 1 and len(prompt) > 1
+        }
 
     # --- statistics -----------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ t KV positions looked at, v vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -15,32 +16,48 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.generator.kv_cache import SlotCache
+from headway.generator.sampling import RowSampling, sample_tokens
+from headway.models import native
 from headway.models.decoder import Decoder, DecoderLayer
 
 KV_BUCKET_TOKENS = 32  # the KV range looked at grows in these steps
 
 
 class Prefill(NamedTuple):
-    """A sequence whose KV is to be computed, and the slots that all get it."""
+    """A sequence whose KV is to be computed from ``start`` on, and the slots that all get it (and have the rest)."""
 
-    ids: Sequence[int] | np.ndarray  # [L], L >= 1
+    ids: Sequence[int] | np.ndarray  # [L], L > start
     slots: list[int]
+    start: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """How many are computed."""
+        return len(self.ids) - self.start
 
 
 class _Block(NamedTuple):
-    """Prefills of equal length, contiguous among the packed rows."""
+    """Prefills of equal start and length, contiguous among the packed rows."""
 
-    start: int
+    first: int  # packed row
     count: int
     length: int
+    start: int  # KV tokens that are there already
     slots: Tensor  # [m] target slots
     source: Tensor | None  # [m] which of the ``count`` each target takes; None: one to one
+    own: Tensor  # [count] one target of each
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.first + self.count * self.length)
 
 
 class ModelRunner:
     """Runs a Decoder over a SlotCache. Not thread-safe; keeps no request state."""
 
-    def __init__(self, model: Decoder, slots: int, context_tokens: int, fixed_shapes: bool) -> None:
+    def __init__(
+        self, model: Decoder, slots: int, context_tokens: int, fixed_shapes: bool, native_kernels: bool = True
+    ) -> None:
         self.model = model
         self._layers = cast("list[DecoderLayer]", list(model.layers))
         self.fixed_shapes = fixed_shapes
@@ -58,6 +75,9 @@ class ModelRunner:
                 len(self._layers), slots, self.kv_heads, context_tokens, self.head_dimension, self.dtype, self.device
             )
         self._scale = self.head_dimension**-0.5
+        self._kernels = native.kernels_for(self.dtype, self.device) if native_kernels else None
+        fits = native.attention_fits(self.heads // self.kv_heads, self.head_dimension)
+        self._attention_kernels = self._kernels if fits else None
 
     @torch.inference_mode()
     def prefill(self, prefills: Sequence[Prefill]) -> None:
@@ -67,6 +87,12 @@ class ModelRunner:
                 self._forward([one], None, None, 0)
         elif prefills:
             self._forward(prefills, None, None, 0)
+
+    @torch.inference_mode()
+    def sample(self, logits_nv: Tensor, how: RowSampling) -> np.ndarray:
+        """Token ids and log-probabilities, [2, n] float32, on the host: the one wait for the device in a step."""
+        with native.using(self._kernels):
+            return sample_tokens(logits_nv, how).cpu().numpy()
 
     @torch.inference_mode()
     def step(self, prefills: Sequence[Prefill], pending: np.ndarray, position: np.ndarray) -> Tensor:
@@ -86,9 +112,16 @@ class ModelRunner:
         position_n = torch.from_numpy(position).to(self.device)
         x_nd = self._forward(prefills, pending_n, position_n, reach)
         assert x_nd is not None
-        return self.model.head(x_nd)
+        with native.using(self._kernels):
+            return self.model.head(x_nd)
 
     def _forward(
+        self, prefills: Sequence[Prefill], pending_n: Tensor | None, position_n: Tensor | None, reach: int
+    ) -> Tensor | None:
+        with native.using(self._kernels):
+            return self._layers_forward(prefills, pending_n, position_n, reach)
+
+    def _layers_forward(
         self, prefills: Sequence[Prefill], pending_n: Tensor | None, position_n: Tensor | None, reach: int
     ) -> Tensor | None:
         n = 0 if pending_n is None else len(pending_n)
@@ -101,7 +134,7 @@ class ModelRunner:
         x_nd = self.model.embed(ids)
         cos, sin = self._cos[position], self._sin[position]
         rows = bias = None
-        if position_n is not None:
+        if position_n is not None and self._attention_kernels is None:
             rows = self.cache.rows(position_n)
             bias = self._bias(position_n, reach, x_nd.dtype)
         last = len(self._layers) - 1
@@ -117,39 +150,37 @@ class ModelRunner:
                 self.cache.flat_keys[index].index_copy_(0, rows, k[:n].reshape(-1, self.head_dimension))
                 self.cache.flat_values[index].index_copy_(0, rows, v[:n].reshape(-1, self.head_dimension))
                 parts.append(self._decode_attention(index, q[:n], bias, reach))
-            parts.extend(self._prefill_attention(q, k, v, block) for block in blocks)
+            elif position_n is not None:
+                parts.append(self._native_attention(index, q[:n], k[:n], v[:n], None, position_n, write=True))
+            parts.extend(self._prefill_attention(index, q, k, v, block, position) for block in blocks)
             x_nd = layer.finish(x_nd, parts[0] if len(parts) == 1 else torch.cat(parts))
         return x_nd
 
     def _pack(self, prefills: Sequence[Prefill], n: int) -> tuple[Tensor | None, Tensor | None, tuple[_Block, ...]]:
-        """Sort prefills by length and lay them out after the n decode rows."""
+        """Sort prefills by start and length and lay them out after the n decode rows."""
         if not prefills:
             return None, None, ()
-        ordered = sorted(prefills, key=lambda prefill: len(prefill.ids))
-        lengths = [len(prefill.ids) for prefill in ordered]
+        ordered = sorted(prefills, key=lambda prefill: (prefill.start, prefill.tokens))
         blocks: list[_Block] = []
-        start, first = n, 0
-        while first < len(ordered):
-            length = lengths[first]
-            end = first
-            while end < len(ordered) and lengths[end] == length:
-                end += 1
-            same = ordered[first:end]
+        first = n
+        for (start, length), equal in itertools.groupby(ordered, key=lambda prefill: (prefill.start, prefill.tokens)):
+            same = list(equal)
             slots = [slot for prefill in same for slot in prefill.slots]
             source = [i for i, prefill in enumerate(same) for _ in prefill.slots]
             blocks.append(
                 _Block(
-                    start,
+                    first,
                     len(same),
                     length,
+                    start,
                     torch.tensor(slots, device=self.device),
                     torch.tensor(source, device=self.device) if len(slots) > len(same) else None,
+                    torch.tensor([prefill.slots[0] for prefill in same], device=self.device),
                 )
             )
-            start += len(same) * length
-            first = end
-        ids = np.concatenate([np.asarray(prefill.ids, dtype=np.int64) for prefill in ordered])
-        position = np.concatenate([np.arange(length) for length in lengths])
+            first += len(same) * length
+        ids = np.concatenate([np.asarray(one.ids[one.start :], dtype=np.int64) for one in ordered])
+        position = np.concatenate([np.arange(one.start, len(one.ids)) for one in ordered])
         return torch.from_numpy(ids).to(self.device), torch.from_numpy(position).to(self.device), tuple(blocks)
 
     def _bias(self, position_n: Tensor, reach: int, dtype: torch.dtype) -> Tensor:
@@ -167,19 +198,37 @@ class ModelRunner:
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=self._scale)
         return out.reshape(n, -1)
 
+    def _native_attention(
+        self, index: int, q: Tensor, k: Tensor, v: Tensor, slot_n: Tensor | None, position_n: Tensor, write: bool
+    ) -> Tensor:
+        """Each row as long as it is, whatever its neighbours are."""
+        assert self._attention_kernels is not None
+        keys, values = self.cache.keys[index], self.cache.values[index]
+        return self._attention_kernels.attention(q, k, v, keys, values, slot_n, position_n, self._scale, write)
+
     def _store_prefills(self, index: int, k: Tensor, v: Tensor, blocks: Sequence[_Block]) -> None:
         for block in blocks:
-            end = block.start + block.count * block.length
             shape = (block.count, block.length, self.kv_heads, self.head_dimension)
             for cache, new in ((self.cache.keys[index], k), (self.cache.values[index], v)):
-                rows = new[block.start : end].view(shape).transpose(1, 2)
-                cache[block.slots, :, : block.length] = rows if block.source is None else rows[block.source]
+                rows = new[block.rows].view(shape).transpose(1, 2)
+                end = block.start + block.length
+                cache[block.slots, :, block.start : end] = rows if block.source is None else rows[block.source]
 
-    def _prefill_attention(self, q: Tensor, k: Tensor, v: Tensor, block: _Block) -> Tensor:
-        rows = slice(block.start, block.start + block.count * block.length)
+    def _prefill_attention(
+        self, index: int, q: Tensor, k: Tensor, v: Tensor, block: _Block, position: Tensor
+    ) -> Tensor:
+        q, k, v = (one[block.rows] for one in (q, k, v))
+        if block.start and self._attention_kernels is not None:
+            slot_n = block.own.repeat_interleave(block.length)
+            return self._native_attention(index, q, k, v, slot_n, position[block.rows], write=False)
         shape = (block.count, block.length, -1, self.head_dimension)
-        q, k, v = (one[rows].view(shape).transpose(1, 2) for one in (q, k, v))
+        q, k, v = (one.view(shape).transpose(1, 2) for one in (q, k, v))
+        mask = None
+        if block.start:  # the whole context from the cache, where this block's own part has just been written
+            end = block.start + block.length
+            k, v = self.cache.keys[index][block.own, :, :end], self.cache.values[index][block.own, :, :end]
+            mask = self._position_t[:end] <= self._position_t[block.start : end, None]
         out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self._scale, enable_gqa=self.heads != self.kv_heads
+            q, k, v, mask, is_causal=mask is None, scale=self._scale, enable_gqa=self.heads != self.kv_heads
         )
         return out.transpose(1, 2).reshape(block.count * block.length, -1)

@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.models import native
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -45,6 +47,15 @@ class RowSampling(NamedTuple):
     top_p: Tensor | None = None  # ... and their values, [rows] float64
     top_k: Tensor | None = None  # [rows] int64, vocabulary size where off
 
+    def only(self, rows: Tensor) -> RowSampling:
+        """The parameters of ``rows``, which are this batch's greedy rows or its truncated ones."""
+        uniform_n = self.uniform_n[rows]
+        temperature_n = None if self.temperature_n is None else self.temperature_n[rows]
+        every = torch.arange(len(rows), device=rows.device)
+        if rows is self.greedy_rows:
+            return RowSampling(uniform_n, temperature_n, every)
+        return RowSampling(uniform_n, temperature_n, None, every, self.top_p, self.top_k)
+
 
 def sample_tokens(logits_nv: Tensor, how: RowSampling) -> Tensor:
     """Sample one token a row. Returns [2, n] float32: token ids (exact below 2^24) and log-probabilities.
@@ -52,6 +63,17 @@ def sample_tokens(logits_nv: Tensor, how: RowSampling) -> Tensor:
     The log-probability is log-softmax(z/T) over the full vocabulary in float32 (DESIGN rule 5), also where
     top-p or top-k restrict what is sampled. A row's result does not depend on the other rows' parameters.
     """
+    fast = native.active(logits_nv)
+    if fast is None:
+        return _sample(logits_nv, how)
+    sampled = fast.sample(logits_nv, how.temperature_n, how.uniform_n)
+    for rows in (how.greedy_rows, how.truncated_rows):
+        if rows is not None:
+            sampled[:, rows] = _sample(logits_nv[rows], how.only(rows))
+    return sampled
+
+
+def _sample(logits_nv: Tensor, how: RowSampling) -> Tensor:
     logits_nv = logits_nv.float()
     if how.temperature_n is not None:
         logits_nv = logits_nv / how.temperature_n[:, None]

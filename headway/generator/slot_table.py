@@ -7,8 +7,10 @@ The running requests hold rows 0 .. n-1; a freed row is refilled or closed by mo
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from headway.generator.requests import EngineRequest
+from headway.generator.sampling import RowSampling, counter_uniform
 
 UNLIMITED = 2**31 - 1
 
@@ -124,3 +126,23 @@ class SlotTable:
         first, end = int(self.sent[slot]), int(self.position[slot]) + 1
         self.sent[slot] = end
         return tuple(self.sequence[slot, first:end].tolist()), tuple(self.logprobs[slot, first:end].tolist())
+
+    def row_sampling(self, rows: int, device: torch.device) -> RowSampling:
+        """What the next token of the first ``rows`` rows is sampled with, on ``device``."""
+        uniform = counter_uniform(self.seed[:rows], self.position[:rows] + 1 - self.prompt[:rows])
+        uniform_n = torch.from_numpy(uniform).to(device)
+        temperature = self.temperature[:rows]
+        temperature_n = None if (temperature == 1).all() else torch.from_numpy(temperature).to(device)
+        greedy = np.flatnonzero(self.greedy[:rows])
+        truncated = np.flatnonzero(self.truncated[:rows])
+        greedy_rows = torch.from_numpy(greedy).to(device) if len(greedy) else None
+        if not len(truncated):
+            return RowSampling(uniform_n, temperature_n, greedy_rows)
+        return RowSampling(
+            uniform_n,
+            temperature_n,
+            greedy_rows,
+            torch.from_numpy(truncated).to(device),
+            torch.from_numpy(self.top_p[truncated]).to(device),
+            torch.from_numpy(self.top_k[truncated]).to(device),
+        )

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headway.models import native
+
 Sizes = tuple[int, int, int, float]  # query heads, key/value heads, head dimension, norm epsilon
 
 
@@ -59,6 +61,8 @@ def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """
     if torch.is_grad_enabled():
         return _RmsNorm.apply(x_nd, weight, epsilon)  # pyright: ignore[reportReturnType]
+    if (fast := native.active(x_nd)) is not None:
+        return fast.rms_norm(x_nd, weight, epsilon)
     unit = _normalise(x_nd, epsilon)[0].to(product_dtype(x_nd))
     return unit.mul_(weight.to(unit.dtype))  # rounded as with gradient: log-probabilities agree to the bit
 
@@ -130,7 +134,10 @@ def norm_rotate(
     rotated by position (RoFormer, Eq. 34). Rotated pairs are neighbours; cos and sin are float32 [N, 1, Dh / 2]."""
     if torch.is_grad_enabled():
         return _NormRotate.apply(qkv, q_norm, k_norm, cos, sin, sizes)  # pyright: ignore[reportReturnType]
-    _norm_rotate(qkv, q_norm, k_norm, torch.complex(cos, sin), sizes)
+    if (fast := native.active(qkv)) is not None:
+        fast.norm_rotate(qkv, q_norm, k_norm, cos, sin, sizes)
+    else:
+        _norm_rotate(qkv, q_norm, k_norm, torch.complex(cos, sin), sizes)
     return qkv
 
 
@@ -156,6 +163,8 @@ def gated_silu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate and up side by side: [N, 2f] to [N, f] (Shazeer 2020, SwiGLU)."""
     if torch.is_grad_enabled():
         return _GatedSilu.apply(gate_up)  # pyright: ignore[reportReturnType]
+    if (fast := native.active(gate_up)) is not None:
+        return fast.gated_silu(gate_up)
     gate_nf, up_nf = gate_up.chunk(2, dim=-1)
     return functional.silu(gate_nf).mul_(up_nf)
 

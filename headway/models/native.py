@@ -1,0 +1,204 @@
+"""C++ kernels of the generation engine on one CPU core, built at first use; without a compiler, plain torch remains.
+
+A decode step of a small model is hundreds of tiny operations: what torch spends between them costs more than their
+arithmetic, and its attention computes every row as long as the longest. `native.cpp` has the few that matter.
+Inside ``with using(kernels):`` the functions of `kernels.py` take them; nothing else changes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("native.cpp")
+# Sums may be reordered, so that they vectorise; infinities and NaN keep their meaning.
+FLAGS = (
+    *("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
+)
+MAX_GROUP = 8  # query heads of one KV head in `attention`
+MAX_HEAD_DIM = 256  # likewise
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "rms_norm": (*(_POINTER,) * 3, _INT, _INT, _FLOAT),
+    "norm_rotate": (*(_POINTER,) * 5, *(_INT,) * 6, _FLOAT),
+    "gated_silu": (*(_POINTER,) * 2, *(_INT,) * 2),
+    "attention": (*(_POINTER,) * 8, *(_INT,) * 7, _FLOAT, _INT),
+    "sample": (*(_POINTER,) * 4, *(_INT,) * 2),
+}
+
+
+class Kernels:
+    """The functions of `native.cpp` for one dtype. Tensors are on the CPU and contiguous where nothing else is said.
+
+    Shapes: n rows, d width, h query heads, k KV heads, c head dimension, f intermediate width, v vocabulary.
+    """
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        for name, types in _SIGNATURES.items():
+            function = getattr(library, f"{name}_{_DTYPES[dtype]}")
+            function.argtypes, function.restype = types, None
+            setattr(self, f"_{name}", function)
+
+    def rms_norm(self, x_nd: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """As `kernels.rms_norm`, [n, d]."""
+        x_nd = x_nd.contiguous()
+        out, d = torch.empty_like(x_nd), x_nd.shape[-1]
+        self._rms_norm(x_nd.data_ptr(), weight.data_ptr(), out.data_ptr(), x_nd.numel() // d, d, epsilon)
+        return out
+
+    def norm_rotate(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        sizes: tuple[int, int, int, float],
+    ) -> None:
+        """As `kernels.norm_rotate`: overwrites ``qkv`` [n, (h + 2k) c]; cos and sin are float32 [n, 1, c / 2] and share
+        their row stride."""
+        heads, kv_heads, dim, epsilon = sizes
+        weights = (0, 0) if q_norm is None or k_norm is None else (q_norm.data_ptr(), k_norm.data_ptr())
+        tables = (cos.data_ptr(), sin.data_ptr())
+        strides = (qkv.stride(0), cos.stride(0))
+        self._norm_rotate(qkv.data_ptr(), *weights, *tables, len(qkv), *strides, heads, kv_heads, dim, epsilon)
+
+    def gated_silu(self, gate_up: Tensor) -> Tensor:
+        """As `kernels.gated_silu`: [n, 2f] to [n, f]."""
+        n, f = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(n, f)
+        self._gated_silu(gate_up.data_ptr(), out.data_ptr(), n, f)
+        return out
+
+    def attention(
+        self,
+        q_nhc: Tensor,
+        k_nkc: Tensor,
+        v_nkc: Tensor,
+        keys_sktc: Tensor,
+        values_sktc: Tensor,
+        slot_n: Tensor | None,
+        position_n: Tensor,
+        scale: float,
+        write: bool,
+        window: int | None = None,
+    ) -> Tensor:
+        """Row i attends to positions 0 .. position[i] of slot[i] (of slot i where ``slot_n`` is None), or to the last
+        ``window`` of them. [n, h * c]
+
+        ``write``: its own key and value are stored at its position first. q, k and v are heads of one projection:
+        a row's elements are contiguous and the three share their row stride.
+        """
+        n, h, c = q_nhc.shape
+        kv_heads, context = keys_sktc.shape[1:3]
+        out = q_nhc.new_empty(n, h * c)
+        slots = 0 if slot_n is None else slot_n.data_ptr()
+        pointers = [one.data_ptr() for one in (q_nhc, k_nkc, v_nkc, keys_sktc, values_sktc, out)]
+        sizes = (n, q_nhc.stride(0), kv_heads, h // kv_heads, c, context, window or context)
+        self._attention(*pointers, slots, position_n.data_ptr(), *sizes, scale, write)
+        return out
+
+    def sample(self, logits_nv: Tensor, temperature_n: Tensor | None, uniform_n: Tensor) -> Tensor:
+        """As `sampling.sample_tokens` for rows that are neither greedy nor truncated: [2, n] float32."""
+        logits_nv = logits_nv.contiguous()
+        n, v = logits_nv.shape
+        out = torch.empty(2, n)
+        temperature = 0 if temperature_n is None else temperature_n.data_ptr()
+        self._sample(logits_nv.data_ptr(), temperature, uniform_n.data_ptr(), out.data_ptr(), n, v)
+        return out
+
+
+_active: Kernels | None = None
+
+
+def active(x: Tensor) -> Kernels | None:
+    """The kernels to compute ``x`` with, inside ``using``; None: plain torch."""
+    return _active if _active is not None and x.dtype == _active.dtype else None
+
+
+@contextmanager
+def using(kernels: Kernels | None) -> Iterator[None]:
+    """Inside, `kernels.py` computes with ``kernels`` (None: with plain torch). For one thread: the engine's."""
+    global _active
+    before, _active = _active, kernels
+    try:
+        yield
+    finally:
+        _active = before
+
+
+def attention_fits(group: int, head_dim: int) -> bool:
+    """Whether `Kernels.attention` is there for ``group`` query heads a KV head of dimension ``head_dim``."""
+    return group <= MAX_GROUP and head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0
+
+
+def kernels_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """Kernels for a model of ``dtype`` on ``device``; None where there are none: on a GPU, on several cores (they
+    use one), for other dtypes, or without a C++ compiler (``CXX``, else g++, c++ or clang++)."""
+    if device.type != "cpu" or dtype not in _DTYPES or torch.get_num_threads() != 1:
+        return None
+    library = _library()
+    return None if library is None else Kernels(library, dtype)
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
+    if compiler is None:
+        return None
+    key = hashlib.sha256("\0".join((SOURCE.read_text(), compiler, *FLAGS, _processor())).encode()).hexdigest()[:16]
+    name = f"native-{key}.so"
+    for folder in _folders():
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if folder.stat().st_uid != os.getuid():  # somebody else could put a library there
+                continue
+            if not (folder / name).exists():
+                _build(compiler, folder / name)
+            return ctypes.CDLL(str(folder / name))
+        except OSError:  # read-only, full, or on a file system whose files may not be executed: the next folder
+            continue
+        except subprocess.SubprocessError:  # a compiler that can't: as if there was none
+            return None
+    return None
+
+
+def _build(compiler: str, target: Path) -> None:
+    """Compile beside ``target`` and rename: replicas that start together each find a whole library."""
+    handle, scratch = tempfile.mkstemp(dir=target.parent, suffix=".so")
+    os.close(handle)
+    try:
+        command = [*compiler.split(), *FLAGS, "-o", scratch, str(SOURCE)]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        os.replace(scratch, target)
+    finally:
+        Path(scratch).unlink(missing_ok=True)
+
+
+def _folders() -> tuple[Path, ...]:
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return (Path(cache_home) / "headway", Path(tempfile.gettempdir()) / f"headway-{os.getuid()}")
+
+
+def _processor() -> str:
+    """What ``-march=native`` stands for: a home folder may be shared by machines of several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

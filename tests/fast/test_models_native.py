@@ -1,0 +1,153 @@
+"""The C++ kernels agree with the plain torch they stand in for; without them, nothing is missing."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from headway.generator.engine import TorchEngine
+from headway.generator.sampling import RowSampling, counter_uniform, sample_tokens
+from headway.models import kernels, native
+from tests.conformance.engine import Session, model_of, request
+from tests.conformance.reference import random_model
+
+torch.set_num_threads(1)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 0.02}  # of values of order 1
+
+
+def kernels_of(dtype: torch.dtype) -> native.Kernels:
+    found = native.kernels_for(dtype, torch.device("cpu"))
+    if found is None:
+        pytest.skip("no C++ compiler here")
+    return found
+
+
+def close(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
+    return torch.allclose(one.float(), other.float(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (5, 96), (3, 33)])
+def test_element_wise_parts(dtype, rows, width):
+    fast = kernels_of(dtype)
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, width, generator=generator).to(dtype)
+    weight = torch.randn(width, generator=generator).to(dtype)
+    gate_up = (torch.randn(rows, 2 * width, generator=generator) * 5).to(dtype)
+    with torch.no_grad():
+        plain = kernels.rms_norm(x, weight, 1e-6), kernels.gated_silu(gate_up)
+        with native.using(fast):
+            got = kernels.rms_norm(x, weight, 1e-6), kernels.gated_silu(gate_up)
+    assert close(got[0], plain[0], dtype)
+    assert close(got[1], plain[1], dtype)
+    assert native.active(x) is None
+
+
+@DTYPES
+@pytest.mark.parametrize("normed", [True, False])
+def test_norm_rotate(dtype, normed):
+    fast = kernels_of(dtype)
+    heads, kv_heads, dim = 3, 1, 8
+    qkv = torch.randn(5, (heads + 2 * kv_heads) * dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    angles = torch.randn(5, 1, dim // 2, generator=torch.Generator().manual_seed(2))
+    weights = [torch.rand(dim).to(dtype) + 0.5 if normed else None for _ in range(2)]
+    sizes = (heads, kv_heads, dim, 1e-6)
+    with torch.no_grad():
+        plain = kernels.norm_rotate(qkv.clone(), weights[0], weights[1], angles.cos(), angles.sin(), sizes)
+        with native.using(fast):
+            got = kernels.norm_rotate(qkv.clone(), weights[0], weights[1], angles.cos(), angles.sin(), sizes)
+    assert close(got, plain, dtype)
+    assert torch.equal(got[:, -kv_heads * dim :], qkv[:, -kv_heads * dim :])
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("group", "dim", "window"), [(1, 8, None), (3, 32, None), (4, 64, 5), (8, 24, 2), (2, 256, None)]
+)
+def test_attention(dtype, group, dim, window):
+    """Rows of several lengths and slots, in one projection, against a softmax written out."""
+    fast = kernels_of(dtype)
+    kv_heads, slots, context, rows = 2, 6, 20, 4
+    generator = torch.Generator().manual_seed(dim)
+    qkv = torch.randn(rows, (group * kv_heads + 2 * kv_heads) * dim, generator=generator).to(dtype)
+    q, k, v = qkv.unflatten(-1, (-1, dim)).split((group * kv_heads, kv_heads, kv_heads), dim=1)
+    keys, values = (torch.randn(slots, kv_heads, context, dim, generator=generator).to(dtype) for _ in range(2))
+    slot, position = torch.tensor([5, 0, 3, 1]), torch.tensor([0, 19, 7, 3])
+    out = fast.attention(q, k, v, keys, values, slot, position, dim**-0.5, True, window)
+    for row in range(rows):
+        at, end = int(slot[row]), int(position[row]) + 1
+        assert torch.equal(keys[at, :, end - 1], k[row])
+        assert torch.equal(values[at, :, end - 1], v[row])
+        first = max(0, end - window) if window else 0
+        grouped = q[row].float().view(kv_heads, group, dim)
+        scores = grouped @ keys[at, :, first:end].float().transpose(1, 2) * dim**-0.5
+        expected = torch.softmax(scores, -1) @ values[at, :, first:end].float()
+        assert close(out[row], expected.flatten(), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("vocabulary", [5, 256, 1000])
+def test_sampling(dtype, vocabulary):
+    """The same tokens but where a uniform number falls between two roundings; masked tokens never; NaN shows."""
+    fast = kernels_of(dtype)
+    n = 400
+    logits = (torch.randn(n, vocabulary, generator=torch.Generator().manual_seed(3)) * 3).to(dtype)
+    logits[:, 1] = -math.inf
+    uniform = counter_uniform(np.arange(n, dtype=np.uint64), np.arange(n))
+    uniform[:2] = 0.5 * 2.0**-32, 1 - 0.5 * 2.0**-32  # the two ends
+    temperature = torch.linspace(0.5, 1.5, n)
+    rows = RowSampling(
+        torch.from_numpy(uniform),
+        temperature,
+        torch.tensor([7]),
+        torch.tensor([8, 9]),
+        torch.tensor([0.5, 1.0], dtype=torch.float64),
+        torch.tensor([vocabulary, 2]),
+    )
+    plain = sample_tokens(logits, rows)
+    with native.using(fast):
+        got = sample_tokens(logits, rows)
+    same = got[0] == plain[0]
+    assert same.float().mean() > 0.99
+    assert torch.allclose(got[1, same], plain[1, same], atol=2e-5)
+    assert not (got[0] == 1).any()
+    logits[0, 2], logits[1] = math.nan, math.nan
+    with native.using(fast):
+        assert torch.isnan(sample_tokens(logits, rows)[1, :2]).all()
+
+
+def test_an_engine_without_them_gives_the_same(monkeypatch):
+    """No compiler: plain torch, the same tokens. Two threads or an unknown dtype: likewise plain."""
+    kernels_of(torch.float32)
+    results = []
+    for native_kernels in (True, False):
+        session = Session(
+            TorchEngine(copy.deepcopy(model_of(0)), slots=4, max_context_tokens=96, native_kernels=native_kernels)
+        )
+        session.submit(*(request(f"r{i}", [2, 3, 4, i], max_tokens=20, seed=i) for i in range(4)))
+        results.append([result.response for result in session.run().values()])
+    assert [one.ids for one in results[0]] == [one.ids for one in results[1]]
+    assert results[0] != results[1]  # other roundings: the kernels were in use
+    native._library.cache_clear()
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-DOTHER"))  # not the library that is there already
+    assert native.kernels_for(torch.float32, torch.device("cpu")) is None
+    native._library.cache_clear()
+    assert native.kernels_for(torch.float64, torch.device("cpu")) is None
+
+
+def test_bfloat16_engine_with_and_without():
+    model = random_model(4).to(torch.bfloat16)
+    logprobs = []
+    for native_kernels in (True, False):
+        session = Session(
+            TorchEngine(copy.deepcopy(model), slots=2, max_context_tokens=64, native_kernels=native_kernels)
+        )
+        session.submit(request("a", [2, 3, 4], max_tokens=10))
+        logprobs.append(session.run()["a"].response)
+    assert abs(logprobs[0].logprobs[0] - logprobs[1].logprobs[0]) < 0.1
