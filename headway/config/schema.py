@@ -97,7 +97,9 @@ class Rollout(Section):
 class Generator(Section):
     engine: Literal["torch"] = "torch"  # continuous batching over the model's own weights
     devices: tuple[str, ...] = ("cpu:0",)  # one replica each: cuda:N, cpu:N, cpu:N-M
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and KV cache
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and KV; a CPU without bfloat16 products widens both
+    native_kernels: bool = True  # on one CPU core: C++ kernels built at first use; without a compiler plain torch
+    prefill_tokens_per_step: Positive = 8192  # of prompts, beside the running requests; longer ones take several steps
     slots: Positive = 64  # concurrent requests of one replica
     kv_capacity_tokens: Positive | None = None  # default: slots x (max prompt + max response tokens)
     queue_ahead_groups: NonNegative = 2  # groups waiting inside the engines so that no slot runs dry

@@ -468,6 +468,8 @@ def _worker_spec(index: int, device: str, experiment: Experiment, log_directory:
         arguments={
             "model_path": experiment.model.path,
             "dtype": settings.dtype,
+            "native_kernels": settings.native_kernels,
+            "prefill_tokens_per_step": settings.prefill_tokens_per_step,
             "slots": settings.slots,
             "max_context_tokens": experiment.max_sequence_tokens,
             "kv_capacity_tokens": settings.kv_capacity_tokens,

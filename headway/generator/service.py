@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from headway.generator.engine import TorchEngine
-from headway.models.loading import load_model
+from headway.models.loading import load_model, product_dtype
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
@@ -44,9 +44,12 @@ class GeneratorService:
         kv_capacity_tokens: int | None = None,
         version: int = 0,
         deterministic: bool = False,
+        native_kernels: bool = True,
+        prefill_tokens_per_step: int = 8192,
     ) -> None:
         self._context = context
-        model = load_model(model_path, dtype, context.device.torch_device())
+        device = context.device.torch_device()
+        model = load_model(model_path, dtype, device).to(product_dtype(dtype, device))
         has_tokenizer = (Path(model_path) / "tokenizer.json").is_file()
         self._engine = TorchEngine(
             model,
@@ -56,6 +59,8 @@ class GeneratorService:
             version=version,
             tokenizer=Tokenizer.load(model_path) if has_tokenizer else None,
             deterministic=deterministic,
+            prefill_tokens_per_step=prefill_tokens_per_step,
+            native_kernels=native_kernels,
         )
         self._subscriber = Subscriber()
         self._encoder = msgspec.msgpack.Encoder()
