@@ -22,7 +22,7 @@ with pip's index giving CPU builds of torch; the three that go are CUDA builds, 
 
 Last line, one JSON object: `vs_vllm` and `vs_hf_continuous_batching` (ours over theirs on the small model in bfloat16;
 null without peers), `models` (for each model and dtype the tokens/s at 1, 16, 64 and 256 concurrent, the share of the
-limit and the ratios as median, smallest, largest) and `peak_gflops`.
+limit, the pause of a weight update, and the ratios as median, smallest, largest) and `peak_gflops`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ import torch
 from headway.generator.engine import TorchEngine
 from headway.models.configuration import DecoderConfig
 from headway.models.initialise import initialise_parameters
-from headway.models.loading import build, load_model, product_dtype, save_model
+from headway.models.loading import build, load_model, product_dtype, save_model, weights_of
 from headway.models.peak import measure_peak_flops
-from headway.records.generation import GenerationRequest, SamplingParameters
+from headway.records.generation import GenerationRequest, SamplingParameters, UpdateMode
 
 PEERS = Path(__file__).with_name("engine_peers.py")
 CONTEXT_TOKENS = 192
@@ -111,6 +111,26 @@ class Ours:
         seconds = time.perf_counter() - started
         logprobs = [value for delta in deltas for value in delta.logprobs]
         return Round(len(logprobs), seconds, time.process_time() - cpu_s, statistics.fmean(logprobs))
+
+    def updates(self, mode: UpdateMode) -> tuple[float, int]:
+        """Seconds that decoding pauses for new weights, and tokens computed anew, with 8 groups of 8 in flight:
+        prompts of 100 tokens, 40 tokens sampled of each response."""
+        weights = {name: tensor.clone() for name, tensor in weights_of(self.model).items()}
+        requests = [
+            GenerationRequest(
+                request_id=f"{mode}-{group}-{member}",
+                prompt_ids=(group + 1,) * 100,
+                sampling=SamplingParameters(max_tokens=60, seed=group * 8 + member),
+            )
+            for group in range(8)
+            for member in range(8)
+        ]
+        engine = TorchEngine(self.model, slots=64, max_context_tokens=CONTEXT_TOKENS)
+        engine.submit(requests)
+        for _ in range(40):
+            engine.step()
+        applied = engine.update_weights(weights, 1, mode)
+        return applied.pause_s, applied.reprefilled_tokens
 
     def close(self) -> None:
         pass
@@ -245,6 +265,10 @@ def measure(
         "of_limit": {str(count): round(share, 3) for count, share in shares.items()},
         "memory_gb_per_s": round(read, 1),
     }
+    for mode in ("keep", "recompute"):
+        pause_s, tokens = ours.updates(mode)
+        out[f"pause_{mode}_s"] = round(pause_s, 4)
+        print(f"  update in flight, {mode}: {1000 * pause_s:.1f} ms for 64 requests, {tokens} tokens computed anew")
     if arguments.peer_python:
         out |= compare(ours, dtype, arguments, folder, new_tokens)
     return out

@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -49,10 +49,13 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        functions: dict[str, Callable[..., None]] = {}
         for name, types in _SIGNATURES.items():
-            function = getattr(library, f"{name}_{_DTYPES[dtype]}")
+            functions[name] = function = getattr(library, f"{name}_{_DTYPES[dtype]}")
             function.argtypes, function.restype = types, None
-            setattr(self, f"_{name}", function)
+        self._rms_norm, self._norm_rotate = functions["rms_norm"], functions["norm_rotate"]
+        self._gated_silu, self._attention = functions["gated_silu"], functions["attention"]
+        self._sample = functions["sample"]
 
     def rms_norm(self, x_nd: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """As `kernels.rms_norm`, [n, d]."""
