@@ -462,9 +462,10 @@ def test_a_long_prompt_is_computed_over_several_steps_while_others_go_on(native_
         assert torch.allclose(torch.tensor(response.logprobs), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("native_kernels", [True, False])
 @pytest.mark.parametrize("disturbance", ["update", "abort", "urgent"])
-def test_a_half_computed_prompt_survives_what_happens_meanwhile(disturbance):
-    engine = make_engine(slots=2, prefill_tokens_per_step=10)
+def test_a_half_computed_prompt_survives_what_happens_meanwhile(disturbance, native_kernels):
+    engine = make_engine(slots=2, prefill_tokens_per_step=10, native_kernels=native_kernels)
     session = Session(engine)
     prompt = tuple(7 + i % 30 for i in range(45))
     session.submit(request("long", prompt, max_tokens=6, priority=1))
