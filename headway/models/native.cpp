@@ -10,9 +10,17 @@
 #include <cstring>
 #include <vector>
 
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i8){__VA_ARGS__})
+#endif
+
 namespace {
 
-typedef float v8 __attribute__((vector_size(32), aligned(4)));
+typedef int32_t i8 __attribute__((vector_size(32)));
+typedef float v8 __attribute__((vector_size(32)));
+typedef float loose8 __attribute__((vector_size(32), aligned(4)));
 typedef uint32_t u8 __attribute__((vector_size(32)));
 typedef uint16_t h8 __attribute__((vector_size(16), aligned(2)));
 
@@ -40,7 +48,7 @@ template <class T> inline float rounded(float x) {
     return load(&out);
 }
 
-inline v8 load8(const float* p) { return *reinterpret_cast<const v8*>(p); }
+inline v8 load8(const float* p) { return *reinterpret_cast<const loose8*>(p); }
 inline v8 load8(const bf16* p) {
     u8 wide = __builtin_convertvector(*reinterpret_cast<const h8*>(p), u8) << 16;
     return reinterpret_cast<v8>(wide);
@@ -114,53 +122,73 @@ template <class T> void gated_silu(const T* gate_up, T* out, int64_t rows, int64
     }
 }
 
-// Attention of G queries that share a KV head to the first `length` tokens of it.
+// The sums of eight vectors' elements, as one vector.
+inline v8 sums8(const v8* x) {
+    v8 pairs[4], fours[2];
+    for (int i = 0; i < 4; ++i)
+        pairs[i] = SHUFFLE(x[2 * i], x[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
+                   SHUFFLE(x[2 * i], x[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    for (int i = 0; i < 2; ++i)
+        fours[i] = SHUFFLE(pairs[2 * i], pairs[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+                   SHUFFLE(pairs[2 * i], pairs[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+    return SHUFFLE(fours[0], fours[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+           SHUFFLE(fours[0], fours[1], 4, 5, 6, 7, 12, 13, 14, 15);
+}
+
+// out[g] += sum over t of scores[g][t] * values[t], for 8 * B columns: the sums stay in registers.
+template <class T, int G, int B>
+void weigh(const T* values, T* out, int64_t length, int64_t dim, const float* scores, const float* inverse) {
+    v8 sums[G][B] = {};
+    for (int64_t t = 0; t < length; ++t) {
+        v8 value[B];
+        for (int b = 0; b < B; ++b) value[b] = load8(values + t * dim + 8 * b);
+        for (int g = 0; g < G; ++g)
+            for (int b = 0; b < B; ++b) sums[g][b] += value[b] * scores[g * length + t];
+    }
+    for (int g = 0; g < G; ++g)
+        for (int b = 0; b < B; ++b)
+            for (int j = 0; j < 8; ++j) store(out + g * dim + 8 * b + j, sums[g][b][j] * inverse[g]);
+}
+
+// Attention of G queries that share a KV head to `length` tokens of it.
 template <class T, int G>
 void attend(const T* q, const T* keys, const T* values, T* out, int64_t length, int64_t dim, float scale,
             float* scores) {
     float wide[G * 256];
     for (int64_t i = 0; i < G * dim; ++i) wide[i] = load(q + i) * scale;
-    float largest[G];
-    for (int g = 0; g < G; ++g) largest[g] = -INFINITY;
-    for (int64_t t = 0; t < length; ++t) {
-        v8 dot[G] = {};
-        for (int64_t i = 0; i < dim; i += 8) {
-            v8 key = load8(keys + t * dim + i);
-            for (int g = 0; g < G; ++g) dot[g] += key * load8(wide + g * dim + i);
-        }
+    int64_t t = 0;
+    for (; t + 8 <= length; t += 8) {
         for (int g = 0; g < G; ++g) {
-            float score = sum8(dot[g]);
-            scores[g * length + t] = score;
-            largest[g] = score > largest[g] ? score : largest[g];
+            v8 dots[8] = {};
+            for (int64_t i = 0; i < dim; i += 8) {
+                v8 query = load8(wide + g * dim + i);
+                for (int j = 0; j < 8; ++j) dots[j] += query * load8(keys + (t + j) * dim + i);
+            }
+            v8 eight = sums8(dots);
+            std::memcpy(scores + g * length + t, &eight, sizeof(eight));
+        }
+    }
+    for (; t < length; ++t) {
+        for (int g = 0; g < G; ++g) {
+            v8 dot = {};
+            for (int64_t i = 0; i < dim; i += 8) dot += load8(wide + g * dim + i) * load8(keys + t * dim + i);
+            scores[g * length + t] = sum8(dot);
         }
     }
     float inverse[G];
     for (int g = 0; g < G; ++g) {
         float* row = scores + g * length;
-        float total = 0;
-        for (int64_t t = 0; t < length; ++t) {
-            row[t] = exp_negative(row[t] - largest[g]);
-            total += row[t];
+        float largest = -INFINITY, total = 0;
+        for (int64_t i = 0; i < length; ++i) largest = row[i] > largest ? row[i] : largest;
+        for (int64_t i = 0; i < length; ++i) {
+            row[i] = exp_negative(row[i] - largest);
+            total += row[i];
         }
         inverse[g] = 1.0f / total;
     }
-    for (int64_t i = 0; i < dim; i += 16) {  // 16 columns at a time: the sums stay in registers
-        v8 low[G] = {}, high[G] = {};
-        bool both = i + 8 < dim;
-        for (int64_t t = 0; t < length; ++t) {
-            v8 first = load8(values + t * dim + i);
-            for (int g = 0; g < G; ++g) low[g] += first * scores[g * length + t];
-            if (both) {
-                v8 second = load8(values + t * dim + i + 8);
-                for (int g = 0; g < G; ++g) high[g] += second * scores[g * length + t];
-            }
-        }
-        for (int g = 0; g < G; ++g) {
-            for (int j = 0; j < 8; ++j) store(out + g * dim + i + j, low[g][j] * inverse[g]);
-            if (both)
-                for (int j = 0; j < 8; ++j) store(out + g * dim + i + 8 + j, high[g][j] * inverse[g]);
-        }
-    }
+    int64_t i = 0;
+    for (; i + 16 <= dim; i += 16) weigh<T, G, 2>(values + i, out + i, length, dim, scores, inverse);
+    if (i < dim) weigh<T, G, 1>(values + i, out + i, length, dim, scores, inverse);
 }
 
 // Row r is the query at `position[r]` of slot `slot[r]` (slot r where `slot` is null): it attends to the last

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("native.cpp")
-# Sums may be reordered, so that they vectorise; infinities and NaN keep their meaning.
+# Sums may be reordered and products fused into them, so that they vectorise; infinities and NaN keep their meaning.
 FLAGS = (
     *("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden"),
-    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-ffp-contract=fast"),
 )
 MAX_GROUP = 8  # query heads of one KV head in `attention`
 MAX_HEAD_DIM = 256  # likewise
