@@ -67,7 +67,7 @@ def sft(
     as_json: bool = typer.Option(False, "--json", help="Print the result as one JSON object."),
     quiet: bool = typer.Option(False, "--quiet", help="Print no progress."),
 ) -> None:
-    """Supervised cold start: train the model on the (prompt, solution) pairs of sft.data, into sft.output.
+    """Supervised cold start: train the model on the pairs or conversations of sft.data, into sft.output.
 
     Any key of the experiment file can be given as --section.key=value.
     """

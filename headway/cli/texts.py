@@ -12,7 +12,7 @@ from headway.records.errors import ConfigurationError
 def read_texts(paths: Sequence[str]) -> list[str]:
     """Every string value of every object of the files, nested ones too. Raises ConfigurationError with file and line;
     also when there is no text at all."""
-    from headway.tasks.sources import read_objects
+    from headway.tasks.rows import read_objects
 
     texts = [text for path in paths for _, raw in read_objects(Path(path)) for text in _strings(raw) if text]
     if not texts:

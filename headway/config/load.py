@@ -7,11 +7,11 @@ import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from headway.config.schema import RESUMABLE_KEYS, Experiment
+from headway.config.schema import Experiment, is_resumable
 from headway.records.errors import ConfigurationError
 
 
@@ -43,8 +43,28 @@ def validate_experiment(raw: dict[str, Any], origin: str) -> Experiment:
     try:
         return Experiment.model_validate(raw)
     except ValidationError as error:
-        lines = [_explain(dict(item)) for item in error.errors()]
+        lines = [_explain({**item, "loc": _written(raw, item["loc"])}) for item in error.errors()]
         raise ConfigurationError(f"{origin}: " + "; ".join(lines)) from None
+
+
+def _written(raw: object, location: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """``location`` as the file has it: without the index into a list that the file writes as a single table, and
+    without the names pydantic gives to the alternatives of a value."""
+    parts: list[str | int] = []
+    node = raw
+    for position, part in enumerate(location):
+        table = cast("dict[object, object]", node) if isinstance(node, dict) else None
+        items = cast("list[object]", node) if isinstance(node, list) else None
+        if isinstance(part, int) and items is None:
+            continue
+        if table is not None and part not in table and position < len(location) - 1:
+            continue
+        parts.append(part)
+        if table is not None:
+            node = table.get(part)
+        elif items is not None and isinstance(part, int):
+            node = items[part] if part < len(items) else None
+    return tuple(parts)
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
@@ -52,13 +72,33 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     parts = key.replace("-", "_").split(".")
     if not equals or len(parts) < 2 or not all(parts):
         raise ConfigurationError(f"override {override!r}: expected --section.key=value")
-    node: dict[str, Any] = raw
+    node: Any = raw
     for part in parts[:-1]:
+        node = _child(node, part, override)
+    if isinstance(node, list):
+        node[_index(cast("list[Any]", node), parts[-1], override)] = _parse_value(value)
+    else:
+        node[parts[-1]] = _parse_value(value)
+
+
+def _child(node: Any, part: str, override: str) -> Any:
+    """The table or list of tables ``part`` of ``node``; a missing table is made."""
+    if isinstance(node, list):
+        items = cast("list[Any]", node)
+        child = items[_index(items, part, override)]
+    else:
         child = node.setdefault(part, {})
-        if not isinstance(child, dict):
-            raise ConfigurationError(f"override {override!r}: {part!r} is not a section")
-        node = cast("dict[str, Any]", child)
-    node[parts[-1]] = _parse_value(value)
+    if not isinstance(child, (dict, list)):
+        raise ConfigurationError(f"override {override!r}: {part!r} is not a section, it is {child!r}")
+    return cast("Any", child)
+
+
+def _index(items: list[Any], part: str, override: str) -> int:
+    if not part.isdecimal() or int(part) >= len(items):
+        raise ConfigurationError(
+            f"override {override!r}: {part!r} is no item of the list: valid: 0 to {len(items) - 1}"
+        )
+    return int(part)
 
 
 def _parse_value(text: str) -> Any:
@@ -81,6 +121,8 @@ def _explain(item: dict[str, Any]) -> str:
     message = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "value_error" and len(location) < 2:
         return message
+    if item["type"] == "value_error" and (isinstance(item["input"], dict) or "{" in str(item["input"])):
+        return f"{key}: {message}"  # of tables, which the message names the keys of
     return f"{key} = {item['input']!r}: {message}"
 
 
@@ -89,14 +131,19 @@ def _valid_names(location: tuple[Any, ...]) -> list[str]:
     for part in location:
         field = model.model_fields.get(str(part))
         if field is None:
+            continue  # an item of a list, or a name of one's own
+        found = section_of(field.annotation)
+        if found is None:
             return []
-        annotation = field.annotation
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not models:
-            return []
-        model = models[0]
+        model = found
     return sorted(model.model_fields)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, one or several, if it holds any."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := section_of(part)) is not None), None)
 
 
 def flatten(experiment: Experiment) -> dict[str, Any]:
@@ -108,6 +155,10 @@ def _walk(prefix: str, node: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(node, dict) and node:
         for name, child in cast("dict[str, Any]", node).items():
             yield from _walk(f"{prefix}.{name}" if prefix else name, child)
+    elif isinstance(node, list) and node and all(isinstance(item, dict) for item in cast("list[Any]", node)):
+        items = cast("list[Any]", node)
+        for number, item in enumerate(items):  # a list of one is written as a table
+            yield from _walk(f"{prefix}.{number}" if len(items) > 1 else prefix, item)
     else:
         yield prefix, node
 
@@ -129,7 +180,7 @@ def require_resumable(stored: Experiment, given: Experiment) -> None:
     changed = sorted(
         key
         for key in old.keys() | new.keys()
-        if old.get(key) != new.get(key) and key not in RESUMABLE_KEYS and not key.startswith("sft.")
+        if old.get(key) != new.get(key) and not is_resumable(key) and not key.startswith("sft.")
     )
     if changed:
         hint = ""

@@ -17,8 +17,9 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from headway.config import schema
-from headway.config.schema import RESUMABLE_KEYS, Experiment
+from headway.config import schema, sources
+from headway.config.load import section_of
+from headway.config.schema import Experiment, is_resumable
 
 _INTRODUCTION = """\
 # Configuration
@@ -37,18 +38,19 @@ _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false"}
 
 def reference() -> str:
     """The whole page, Markdown. Pure: it reads the schema and its source and nothing else."""
-    comments = _comments(inspect.getsource(schema))
+    comments = {**_comments(inspect.getsource(schema)), **_comments(inspect.getsource(sources))}
     parts = [_INTRODUCTION]
     for name, section in Experiment.model_fields.items():
-        model = _model_of(section.annotation)
+        model = section_of(section.annotation)
         if model is not None:
-            parts += _section(name, model, section.is_required(), comments)
+            path = f"{name}.NAME" if get_origin(section.annotation) is dict else name
+            parts += _section(path, model, section.is_required(), comments)
     return "\n".join(parts)
 
 
 def _section(path: str, model: type[BaseModel], required: bool, comments: dict[tuple[str, str], str]) -> Iterator[str]:
-    nested = {name: _model_of(field.annotation) for name, field in model.model_fields.items()}
-    if any(nested.values()):  # a section of sub-sections, all of one kind: [tasks.train], [tasks.validation], ...
+    nested = {name: section_of(field.annotation) for name, field in model.model_fields.items()}
+    if all(nested.values()):  # a section of sub-sections, all of one kind: [tasks.train], [tasks.validation], ...
         titles = [f"`[{path}.{name}]`" + (" (required)" if model.model_fields[name].is_required() else "")
                   for name in nested]  # fmt: skip
         yield f"## {', '.join(titles)}\n"
@@ -63,16 +65,25 @@ def _section(path: str, model: type[BaseModel], required: bool, comments: dict[t
             yield inspect.cleandoc(model.__doc__) + "\n"
     yield "| key | valid | default | meaning |"
     yield "| --- | --- | --- | --- |"
-    for name, field in model.model_fields.items():
-        mark = " ↻" if f"{path}.{name}" in RESUMABLE_KEYS else ""
-        cells = (
-            f"`{name}`{mark}",
-            _valid(field.annotation, field.metadata),
-            _default(field),
-            comments.get((model.__name__, name), ""),
-        )
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    yield from _rows(path, "", model, comments)
     yield ""
+
+
+def _rows(path: str, prefix: str, model: type[BaseModel], comments: dict[tuple[str, str], str]) -> Iterator[str]:
+    """A line for each key; those of a table inside the section follow it, as ``table.key``, unless they are those of
+    another section."""
+    for name, field in model.model_fields.items():
+        key = prefix + name
+        mark = " ↻" if is_resumable(f"{path}.{key}") else ""
+        inner = section_of(field.annotation)
+        owners = (comments.get((owner.__name__, name)) for owner in model.__mro__)  # a section may extend another
+        comment = next(filter(None, owners), "")
+        if inner is None or comment:
+            default = "*unset*" if isinstance(field.get_default(), BaseModel) else _default(field)
+            cells = (f"`{key}`{mark}", _valid(field.annotation, field.metadata), default, comment)  # fmt: skip
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        if inner is not None and not issubclass(inner, schema.VerifierSettings):
+            yield from _rows(path, f"{key}.", inner, comments)
 
 
 def _comments(source: str) -> dict[tuple[str, str], str]:
@@ -91,14 +102,6 @@ def _comments(source: str) -> dict[tuple[str, str], str]:
     }
 
 
-def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """The section a field holds, if it holds one (an optional one too)."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
-
-
 def _valid(annotation: Any, metadata: list[Any]) -> str:
     """What values a field takes, in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -108,12 +111,12 @@ def _valid(annotation: Any, metadata: list[Any]) -> str:
     if origin is Literal:
         return " | ".join(f"`{value}`" for value in arguments)
     if origin in (Union, types.UnionType):
-        return _valid(next(a for a in arguments if a is not type(None)), metadata)
+        return " or ".join(_valid(a, metadata) for a in arguments if a is not type(None))
     if origin is tuple and arguments[-1] is not Ellipsis:
         return f"[{', '.join(_valid(argument, []) for argument in arguments)}]"
     if origin is tuple:
         return f"list of {_valid(arguments[0], [])}"
-    if origin is dict:
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "table"
     bounds = [f"{sign} {getattr(item, name):g}" for item in metadata for name, sign in _LIMITS.items()
               if hasattr(item, name)]  # fmt: skip

@@ -5,15 +5,15 @@ One TOML file holds a whole experiment. Unknown keys are errors (``load.py`` nam
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from headway.config.presets import apply_preset
+from headway.config.section import NonNegative, Positive, Seconds, Section
+from headway.config.sources import SftData, TaskSources, VerifierSettings
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
 Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]  # lowest and highest that pass
 
 # Names that need no import; a user's own is module:function.
@@ -21,10 +21,6 @@ ADVANTAGES = ("group_mean", "group_mean_std", "leave_one_out", "batch_mean_std",
 LOSSES = ("ppo_clip", "decoupled_ppo", "gspo", "cispo", "dppo", "reinforce")
 
 Preset = Literal["grpo", "dr_grpo", "dapo", "reinforce++", "reinforce++-baseline", "rloo", "gspo", "cispo", "areal"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Run(Section):
@@ -42,44 +38,26 @@ class Model(Section):
     reference: str = ""  # folder of the model a KL penalty holds on to; default: path
 
 
-class TaskSource(Section):
-    source: Literal["jsonl", "reasoning-gym"] = "jsonl"  # a file, or a generator of the reasoning-gym package
-    path: str = ""  # jsonl: the file; objects with "prompt", and "answer" or what the verifier needs
-    name: str = ""  # reasoning-gym: the generator's name
-    parameters: dict[str, Any] = {}  # reasoning-gym: the generator's parameters
-    size: Positive = 1000  # reasoning-gym: how many tasks to generate
-    seed: int = 0  # reasoning-gym: the generator's seed
-    limit: Positive | None = None  # use only the first so many tasks (after shuffling by run seed)
-
-    @model_validator(mode="after")
-    def _complete(self) -> TaskSource:
-        if self.source == "jsonl" and not self.path:
-            raise ValueError("source 'jsonl' needs 'path'")
-        if self.source == "reasoning-gym" and not self.name:
-            raise ValueError("source 'reasoning-gym' needs 'name'")
-        return self
-
-
 class Tasks(Section):
-    train: TaskSource
-    validation: TaskSource | None = None  # evaluated during the run; the best checkpoint is chosen by it
-    test: TaskSource | None = None  # evaluated with held weights before and after
+    train: TaskSources
+    validation: TaskSources | None = None  # evaluated during the run; the best checkpoint is chosen by it
+    test: TaskSources | None = None  # evaluated with held weights before and after
 
     @model_validator(mode="after")
     def _own_keys(self) -> Tasks:
-        for name, source in (("train", self.train), ("validation", self.validation), ("test", self.test)):
-            for key in ("seed", "size"):
-                if source is not None and key in source.parameters:
-                    given = f"tasks.{name}.parameters.{key} = {source.parameters[key]!r}"
-                    raise ValueError(f"{given} has no effect: set tasks.{name}.{key}")
+        for name, sources in (("train", self.train), ("validation", self.validation), ("test", self.test)):
+            for source in sources or ():
+                for key in ("seed", "size"):
+                    if key in source.parameters:
+                        given = f"tasks.{name}.parameters.{key} = {source.parameters[key]!r}"
+                        raise ValueError(f"{given} has no effect: set tasks.{name}.{key}")
         return self
 
 
-class Verifier(Section):
-    name: str = "exact"  # exact | numeric | regex | reasoning-gym | module:function
-    parameters: dict[str, Any] = {}  # keyword arguments of the verifier
-    timeout_s: Seconds = 10.0  # hard limit per response; the job is killed
-    workers: Positive = 1  # processes
+class Verifier(VerifierSettings):
+    """Scores the responses to every task that chooses no other."""
+
+    workers: Positive = 1  # processes; each can score with every verifier
 
 
 class Rollout(Section):
@@ -205,7 +183,8 @@ class Ledger(Section):
 class Sft(Section):
     """Supervised cold start (`headway sft`)."""
 
-    data: str = ""  # JSONL with "prompt" and "solution"
+    data: SftData = None  # a JSONL file, or a table: rows with "prompt" and "solution", or with "messages"
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # whose tokens carry loss: docs/inputs.md
     output: str = ""  # folder of the trained model: a new or empty one, or one of an earlier `headway sft`
     device: str = "cpu:0-1"  # cuda:N, cpu:N, cpu:N-M
     steps: Positive = 1000  # optimiser steps at which it ends
@@ -229,6 +208,7 @@ class Experiment(Section):
     model: Model
     tasks: Tasks
     verifier: Verifier = Verifier()
+    verifiers: dict[str, VerifierSettings] = {}
     rollout: Rollout = Rollout()
     generator: Generator = Generator()
     queue: Queue = Queue()
@@ -322,6 +302,7 @@ RESUMABLE_KEYS: frozenset[str] = frozenset(
         "trainer.shared_prefix",
         "trainer.gradient_checkpointing",
         "verifier.timeout_s",
+        "verifiers.*.timeout_s",
         "verifier.workers",
         "rollout.timeout_s",
         "rollout.retries",
@@ -337,3 +318,8 @@ RESUMABLE_KEYS: frozenset[str] = frozenset(
         "ledger.samples_per_step",
     }
 )
+
+
+def is_resumable(key: str) -> bool:
+    """Whether ``section.key`` may differ when a run is resumed."""
+    return any(fnmatchcase(key, pattern) for pattern in RESUMABLE_KEYS)

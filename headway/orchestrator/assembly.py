@@ -14,6 +14,7 @@ from headway.orchestrator.context import RunContext
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.run import Run
 from headway.orchestrator.state import RunState
+from headway.orchestrator.task_sets import training_weights
 from headway.records.clients import Generator, Trainer, Verifier
 from headway.records.ledger import LedgerLine
 from headway.records.task import Task
@@ -73,7 +74,7 @@ def assemble(
         trainer=actors.trainer,
         verifier=actors.verifier,
         buffer=buffer,
-        tasks=TaskCursor(actors.train_tasks, experiment.run.seed),
+        tasks=TaskCursor(actors.train_tasks, experiment.run.seed, training_weights(experiment)),
         tokenizer=actors.tokenizer,
         rollouts=rollouts(),
         meter=Meter(experiment, clock),

@@ -17,12 +17,14 @@ from headway.algorithms.advantages import resolve as resolve_advantage
 from headway.config.load import require_resumable
 from headway.config.schema import LOSSES, Experiment
 from headway.models.configuration import DecoderConfig
+from headway.orchestrator.task_sets import SPLITS, generated_apart, named_verifiers, require_template
 from headway.records.errors import ConfigurationError, HeadwayError, RemoteError
+from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.runtime.devices import Device, parse_device
 from headway.runtime.imports import require_module
 from headway.runtime.run_directory import RunDirectory
-from headway.tasks.sources import overlap, read_tasks, without_prompts_of
+from headway.tasks.sources import overlap, read_tasks
 from headway.tokens.tokenizer import Tokenizer
 
 Level = Literal["error", "warning", "info"]
@@ -165,23 +167,25 @@ def _tokenizer(inputs: _Inputs) -> Iterator[Finding]:
 def _tasks(inputs: _Inputs) -> Iterator[Finding]:
     sections = inputs.experiment.tasks
     tasks: dict[str, list[Task]] = {}
-    for split in ("train", "validation", "test"):
-        source = getattr(sections, split)
-        if source is None:
+    for split in SPLITS:
+        sources = getattr(sections, split)
+        if sources is None:
             continue
         try:
-            read = read_tasks(source, inputs.experiment.run.seed)
+            read = read_tasks(sources, inputs.experiment.run.seed)
+            require_template(inputs.experiment, split, read.tasks)
         except ConfigurationError as error:
             yield _error(f"tasks.{split}", str(error))
             continue
         tasks[split] = list(read.tasks)
         if read.duplicates:
             yield _info(f"tasks.{split}", f"{read.duplicates:,} tasks were repeats of earlier ones and are left out")
+        if read.left_out:
+            yield _info(f"tasks.{split}", f"{read.left_out:,} rows were left out by 'convert'")
     inputs.tasks = tasks
-    if "train" in tasks and sections.train.source != "jsonl":  # as the run does: generated sets are made disjoint
-        kept = without_prompts_of(
-            tasks["train"], [task for split in tasks if split != "train" for task in tasks[split]]
-        )
+    if "train" in tasks:  # as the run does: generated sets are made disjoint
+        held_out = [task for split in tasks if split != "train" for task in tasks[split]]
+        kept = generated_apart(sections.train, tasks["train"], held_out)
         if left_out := len(tasks["train"]) - len(kept):
             message = f"{left_out:,} tasks are left out because their prompts are in a held-out set"
             yield _info("tasks.train", message) if kept else _error("tasks.train", message + "; none remains")
@@ -216,7 +220,10 @@ def _prompts(inputs: _Inputs) -> Iterator[Finding]:
     for split, tasks in inputs.tasks.items():
         if not tasks:
             continue
-        lengths = [len(inputs.tokenizer.render(task.prompt, inputs.experiment.model.template)) for task in tasks]
+        lengths = [
+            len(inputs.tokenizer.render(task.messages or task.prompt, inputs.experiment.model.template))
+            for task in tasks
+        ]
         too_long = sum(length > limit for length in lengths)
         if too_long:
             worst = max(range(len(tasks)), key=lambda i: lengths[i])
@@ -416,7 +423,14 @@ def _run_directory(inputs: _Inputs) -> Iterator[Finding]:
 
 def _verifier(inputs: _Inputs) -> Iterator[Finding]:
     """Score the reference answer and a wrong one to one task of each split, in the process the run would use."""
-    tasks = {split: found[0] for split, found in (inputs.tasks or {}).items() if found}
+    tasks: dict[tuple[str, str, str], Task] = {}  # (split, source, verifier) -> its first task
+    for split, found in (inputs.tasks or {}).items():
+        for task in found:
+            tasks.setdefault((split, task.source, task.verifier), task)
+    asked = {name for _, _, name in tasks}
+    for name in inputs.experiment.verifiers:
+        if name not in asked:
+            yield _warning(f"verifiers.{name}", "no task asks for it: its source or its row names it as 'verifier'")
     try:
         verdicts = asyncio.run(_smoke_test(inputs.experiment, tasks))
     except TimeoutError:
@@ -428,35 +442,40 @@ def _verifier(inputs: _Inputs) -> Iterator[Finding]:
         yield _error("verifier.name", error.error.partition("ConfigurationError: ")[2] or error.error)
         return
     except HeadwayError as error:
-        yield _error("verifier.name", str(error))
+        yield _error("verifier.name" if set(asked) <= {""} else "verifiers", str(error))
         return
-    for split, found in verdicts.items():
+    for (split, source, name), found in verdicts.items():
+        key = f"tasks.{split}.verifier" if name else "verifier.name"
+        several = len(getattr(inputs.experiment.tasks, split)) > 1
+        whose = f"of {source} in tasks.{split}" if several else f"of tasks.{split}"
         broken = [verdict.failure for verdict in found if verdict.failure is not None]
         if broken:
-            yield _error("verifier.name", f"fails on the first task of tasks.{split}: {broken[0].cause}")
+            yield _error(key, f"fails on the first task {whose}: {broken[0].cause}")
         elif len(found) > 1 and not found[0].solved:
             yield _info(
-                "verifier.name",
-                f"doesn't accept the bare reference answer of the first task of tasks.{split}; fine if it wants more "
-                "around it",
+                key,
+                f"doesn't accept the bare reference answer of the first task {whose}; fine if it wants more around it",
             )
 
 
-async def _smoke_test(experiment: Experiment, tasks: Mapping[str, Task]) -> dict[str, list]:
+async def _smoke_test(
+    experiment: Experiment, tasks: Mapping[tuple[str, str, str], Task]
+) -> dict[tuple[str, str, str], list[Verdict]]:
     from headway.rollout.client import VerifierPool
     from headway.runtime.clock import RealClock
     from headway.runtime.workers import LocalLauncher
 
     clock = RealClock()
     one = experiment.verifier.model_copy(update={"workers": 1})
-    pool = VerifierPool(LocalLauncher(clock), one, clock, retries=0)
+    named = named_verifiers(experiment, {"": tasks.values()})
+    pool = VerifierPool(LocalLauncher(clock), one, clock, named=named, retries=0)
     try:
         async with asyncio.timeout(_START_VERIFIER_S):
             await pool.start()
-        verdicts = {}
-        for split, task in tasks.items():
+        verdicts: dict[tuple[str, str, str], list[Verdict]] = {}
+        for place, task in tasks.items():
             responses = [task.answer, ""] if task.answer else [""]
-            verdicts[split] = await pool.verify(task, responses)
+            verdicts[place] = await pool.verify(task, responses)
         return verdicts
     finally:
         await pool.stop()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from headway.orchestrator.collect import verify_rollouts
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.recovery import surviving
+from headway.orchestrator.source_scores import clustered_standard_error, source_scores
 from headway.records.clients import Verifier
 from headway.records.generation import PublishedWeights
 from headway.records.ledger import EvaluationRecord
@@ -56,7 +56,7 @@ async def attempt_tasks(
         group = Group(
             index=position - len(tasks),
             task=task,
-            prompt_ids=tokenizer.render(task.prompt, template),
+            prompt_ids=tokenizer.render(task.messages or task.prompt, template),
             size=samples_per_task,
             admitted_version=version,
             admitted_s=clock.now(),
@@ -69,10 +69,18 @@ async def attempt_tasks(
 
 
 def evaluation_record(
-    rollouts: Sequence[Rollout], *, split: str, phase: str, step: int, tasks: int, duration_s: float, time_s: float
+    rollouts: Sequence[Rollout],
+    *,
+    split: str,
+    phase: str,
+    step: int,
+    tasks: Sequence[Task],
+    duration_s: float,
+    time_s: float,
 ) -> EvaluationRecord:
-    """Solve rate with its standard error over the valid rollouts, and the versions they were sampled under. With no
-    valid rollout nothing was measured: ``samples`` is 0 and the rates mean nothing."""
+    """Solve rate with its standard error over the valid rollouts, and the versions they were sampled under; ``tasks``:
+    what ``attempt_tasks`` was given. With no valid rollout nothing was measured: ``samples`` is 0 and the rates mean
+    nothing."""
     valid = [rollout for rollout in rollouts if rollout.failure is None]
     versions = [span.version for rollout in valid for span in rollout.versions]
     count = max(len(valid), 1)
@@ -84,7 +92,7 @@ def evaluation_record(
         first_version=min(versions, default=step),
         last_version=max(versions, default=step),
         held=len(set(versions)) <= 1,
-        tasks=tasks,
+        tasks=len(tasks),
         samples=len(valid),
         solve_rate=solve_rate,
         standard_error=clustered_standard_error([(rollout.group, float(rollout.solved)) for rollout in valid]),
@@ -93,22 +101,9 @@ def evaluation_record(
         failed=len(rollouts) - len(valid),
         duration_s=duration_s,
         time_s=time_s,
+        # the group of the first task is -len(tasks), of the last -1
+        by_source=source_scores((tasks[rollout.group].source, rollout) for rollout in rollouts),
     )
-
-
-def clustered_standard_error(observations: Sequence[tuple[int, float]]) -> float:
-    """Standard error of the mean of (task, value) pairs: attempts at one task are alike, so tasks count, not attempts
-    (the cluster-robust estimate, Liang & Zeger, 1986). 0 for fewer than two tasks."""
-    if not observations:
-        return 0.0
-    mean = sum(value for _, value in observations) / len(observations)
-    sums: dict[int, float] = {}
-    for task, value in observations:
-        sums[task] = sums.get(task, 0.0) + value - mean
-    tasks = len(sums)
-    if tasks < 2:
-        return 0.0
-    return math.sqrt(tasks / (tasks - 1) * sum(deviation**2 for deviation in sums.values())) / len(observations)
 
 
 class Evaluations:
@@ -235,7 +230,7 @@ class Evaluations:
             split=split,
             phase=phase,
             step=step,
-            tasks=len(tasks),
+            tasks=tasks,
             duration_s=run.clock.now() - started,
             time_s=run.time_s(),
         )

@@ -14,6 +14,7 @@ from headway.config.schema import Experiment
 from headway.control.learning_signal import is_zero_variance, solve_rate_histogram
 from headway.control.length_bias import LengthBias
 from headway.control.summaries import distribution, quantile
+from headway.orchestrator.source_scores import source_scores
 from headway.orchestrator.state import RunState
 from headway.records.generation import AppliedWeights, EngineStatistics
 from headway.records.ledger import Distribution, StepRecord
@@ -143,6 +144,7 @@ class Meter:
             metrics=report.metrics,
             trajectory_staleness=trajectory_staleness(trained, report.step, self._token_budget),
             token_staleness=token_staleness(trained, report.step, self._token_budget),
+            by_source=source_scores((g.group.task.source, r) for g in interval.finished for r in g.rollouts),
             **_learning_fields(interval.finished),
             **_length_fields([r for group in interval.finished for r in group.valid]),
         )

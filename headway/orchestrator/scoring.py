@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.evaluation import attempt_tasks, evaluation_prefix, evaluation_record
-from headway.orchestrator.task_sets import load_task_sets
+from headway.orchestrator.task_sets import load_task_sets, named_verifiers
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EvaluationRecord
 from headway.rollout.client import VerifierPool
@@ -32,7 +32,13 @@ class Scorer:
         self._tokenizer = Tokenizer.load(experiment.model.path)
         launcher = LocalLauncher(self._clock, start_timeout_s=experiment.run.worker_start_timeout_s)
         self.generator = GeneratorPool(launcher, experiment, self._clock)
-        self._verifier = VerifierPool(launcher, experiment.verifier, self._clock, retries=experiment.rollout.retries)
+        self._verifier = VerifierPool(
+            launcher,
+            experiment.verifier,
+            self._clock,
+            named=named_verifiers(experiment, {split: self._tasks}),
+            retries=experiment.rollout.retries,
+        )
         self._rollouts = SingleTurn(
             self.generator.generate,
             self._tokenizer,
@@ -69,7 +75,7 @@ class Scorer:
             split=self._split,
             phase=phase,
             step=step,
-            tasks=len(self._tasks),
+            tasks=self._tasks,
             duration_s=duration_s,
             time_s=0.0,
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 from headway.config.schema import Experiment
 from headway.orchestrator.scoring import Scorer
+from headway.orchestrator.sft_data import read_sft_tokens
 from headway.records.errors import ConfigurationError, HeadwayError, NoProgress, RemoteError
 from headway.records.generation import PublishedWeights
 from headway.runtime.clock import RealClock
@@ -78,19 +79,20 @@ def _require_inputs(experiment: Experiment) -> None:
 async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> dict[str, Any]:
     settings = experiment.sft
     clock = RealClock()
+    data = read_sft_tokens(experiment)
+    on_progress(data.counts)
     async with AsyncExitStack() as stack:
         arguments = {"experiment": json.loads(experiment.model_dump_json()), "run_id": identity}
         spec = WorkerSpec(name="sft", factory=_SERVICE, arguments=arguments, device=settings.device)
         launcher = LocalLauncher(clock, start_timeout_s=experiment.run.worker_start_timeout_s)
         trainer = await launcher.start(spec)
         stack.push_async_callback(trainer.stop)
-        counts: dict[str, Any] = await trainer.call("prepare")
-        on_progress(counts)
+        await trainer.call("prepare", data.token_ids_n, data.learned_n, data.lengths_s)
         scorer: Scorer | None = None
         if settings.evaluate_every_steps:
             scorer = Scorer(experiment, "validation")
             await scorer.start(stack)
-        started, result = clock.now(), dict(counts)
+        started, result = clock.now(), dict[str, Any](data.counts)
         step = 0
         while step < settings.steps:
             chunk = min(settings.evaluate_every_steps or 25, settings.steps - step)

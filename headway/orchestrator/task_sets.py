@@ -1,26 +1,84 @@
-"""The task sets of an experiment, kept apart by content."""
+"""The task sets of an experiment, kept apart by content, and the verifiers they ask for."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+
 from headway.config.schema import Experiment
+from headway.config.sources import TaskSource, VerifierSettings
+from headway.records.errors import ConfigurationError
 from headway.records.task import Task
+from headway.rollout.verifiers import VERIFIERS
 from headway.tasks.sources import load_tasks, require_disjoint, without_prompts_of
+
+SPLITS = ("train", "validation", "test")
 
 
 def load_task_sets(experiment: Experiment) -> dict[str, list[Task]]:
     """``train`` and, where given, ``validation`` and ``test``; no prompt is in two of them.
 
     Prompts of held-out sets are left out of *generated* training tasks; files must be disjoint already.
-    Raises ConfigurationError for sources that can't be read, overlap, or leave no training task.
+    Raises ConfigurationError for sources that can't be read, overlap, or leave no training task, and for
+    conversations without a chat template.
     """
-    tasks, seed = experiment.tasks, experiment.run.seed
-    sets = {
-        name: load_tasks(source, seed)
-        for name, source in (("train", tasks.train), ("validation", tasks.validation), ("test", tasks.test))
-        if source is not None
-    }
-    held_out = [task for name, members in sets.items() if name != "train" for task in members]
-    if tasks.train.source != "jsonl":
-        sets["train"] = without_prompts_of(sets["train"], held_out)
-    require_disjoint({f"tasks.{name}": members for name, members in sets.items()})
+    sets: dict[str, list[Task]] = {}
+    for split in SPLITS:
+        sources: Sequence[TaskSource] | None = getattr(experiment.tasks, split)
+        if sources is not None:
+            sets[split] = load_tasks(sources, experiment.run.seed)
+            require_template(experiment, split, sets[split])
+    held_out = [task for split, members in sets.items() if split != "train" for task in members]
+    sets["train"] = generated_apart(experiment.tasks.train, sets["train"], held_out)
+    require_disjoint({f"tasks.{split}": members for split, members in sets.items()})
     return sets
+
+
+def generated_apart(sources: Iterable[TaskSource], train: Sequence[Task], held_out: Sequence[Task]) -> list[Task]:
+    """``train`` without those *generated* tasks whose prompts are in a held-out set."""
+    generators = {source.called for source in sources if source.source == "reasoning-gym"}
+    if not generators:
+        return list(train)
+    kept = {task.task_id for task in without_prompts_of(train, held_out)}
+    return [task for task in train if task.source not in generators or task.task_id in kept]
+
+
+def require_template(experiment: Experiment, split: str, tasks: Sequence[Task]) -> None:
+    """Raise ConfigurationError for a conversation that no chat template would be there for."""
+    conversation = next((task for task in tasks if task.messages), None)
+    if conversation is not None and experiment.model.template != "chat":
+        raise ConfigurationError(
+            f"tasks.{split}: the prompts of {conversation.source} are conversations, and model.template = "
+            f"{experiment.model.template!r} takes texts: set model.template = 'chat'"
+        )
+
+
+def training_weights(experiment: Experiment) -> dict[str, float]:
+    """Label -> weight of the training sources."""
+    return {source.called: source.weight for source in experiment.tasks.train}
+
+
+def named_verifiers(experiment: Experiment, sets: Mapping[str, Iterable[Task]]) -> dict[str, VerifierSettings]:
+    """``Task.verifier`` -> its settings, for every one that the tasks ask for, the default's "" left out.
+
+    A name is one of ``[verifiers.NAME]``, or else of a built-in verifier or a module:function with its defaults.
+    Raises ConfigurationError, naming the source, for one that is neither.
+    """
+    asked = {task.verifier: task for tasks in sets.values() for task in tasks if task.verifier}
+    return {key: _settings_of(key, experiment, task.source) for key, task in asked.items()}
+
+
+def _settings_of(key: str, experiment: Experiment, source: str) -> VerifierSettings:
+    if key in experiment.verifiers:
+        return experiment.verifiers[key]
+    if key.startswith("{"):
+        return VerifierSettings.model_validate_json(key)
+    if key not in VERIFIERS and ":" not in key:
+        near = difflib.get_close_matches(key, [*experiment.verifiers, *VERIFIERS], n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        named = ", ".join(experiment.verifiers) or "none"
+        raise ConfigurationError(
+            f"{source}: verifier = {key!r} is unknown; {hint}valid: a NAME of [verifiers.NAME] ({named}), "
+            f"{', '.join(sorted(VERIFIERS))} or module:function"
+        )
+    return VerifierSettings(name=key)

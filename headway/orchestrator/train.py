@@ -16,7 +16,7 @@ from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
 from headway.orchestrator.run import Run
-from headway.orchestrator.task_sets import load_task_sets
+from headway.orchestrator.task_sets import load_task_sets, named_verifiers
 from headway.records.errors import Interrupted
 from headway.records.ledger import LedgerLine, RunSummary
 from headway.rollout.client import VerifierPool
@@ -144,7 +144,10 @@ async def wire(
     trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs)
     generator = GeneratorPool(launcher, experiment, clock, on_event=worker_event, log_directory=directory.logs)
     retries = experiment.rollout.retries
-    verifier = VerifierPool(launcher, experiment.verifier, clock, log_folder=directory.logs, retries=retries)
+    named = named_verifiers(experiment, sets)
+    verifier = VerifierPool(
+        launcher, experiment.verifier, clock, named=named, log_folder=directory.logs, retries=retries
+    )
     actors = Actors(
         generator=generator,
         trainer=trainer,

@@ -13,6 +13,15 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
     histogram: dict[str, int] = {}  # value -> count
 
 
+class SourceScore(msgspec.Struct, frozen=True, kw_only=True):
+    """How well the tasks of one source are solved."""
+
+    tasks: int  # with at least one valid attempt
+    samples: int  # valid attempts
+    solve_rate: float
+    standard_error: float  # over tasks
+
+
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"):
     """One training step: rates, waits, ages, staleness, endings, learning."""
 
@@ -63,6 +72,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     solve_rate: float = 0.0
     solve_rate_histogram: list[int] = []  # groups by share solved, 11 bins: 0, (0, .1], ... (.7, .8], (.8, 1), 1
     zero_variance_share: float = 0.0
+    by_source: dict[str, SourceScore] = {}  # label of a task source -> its share of the above; {}: a single source
     # response lengths, tokens, over the same
     length_mean: float = 0.0
     length_p50: float = 0.0
@@ -104,6 +114,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="evaluatio
     failed: int = 0
     duration_s: float = 0.0
     time_s: float = 0.0
+    by_source: dict[str, SourceScore] = {}  # label of a task source -> its share of the above; {}: a single source
 
 
 class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag="event", tag_field="kind"):

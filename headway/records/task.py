@@ -11,7 +11,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """One problem: a prompt and what is needed to verify an answer."""
 
     task_id: str  # content hash, 16 hex digits: equal content, equal id
-    prompt: str  # the text shown to the policy, before any chat template
+    prompt: str  # the text shown to the policy, before any chat template; of a conversation: what its users say
+    messages: tuple[dict[str, Any], ...] = ()  # a conversation to answer, {role, content} each, instead of a text
     answer: str = ""  # the reference the verifier compares with ("" where it needs none)
     metadata: dict[str, Any] = {}  # whatever else the verifier needs (JSON types only)
-    source: str = ""  # the task source it came from
+    source: str = ""  # the label of the task source it came from
+    verifier: str = ""  # who scores it: "" [verifier], NAME of [verifiers.NAME], or a verifier's settings as JSON

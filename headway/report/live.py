@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.config.schema import Experiment
-from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, StepRecord
+from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, SourceScore, StepRecord
 from headway.records.rollout import ENDINGS
 from headway.report.formats import duration, percent, quantity
 from headway.report.verdict import judge_balance
@@ -113,7 +113,12 @@ def evaluation_line(record: EvaluationRecord) -> str:
     )
     failed = f", {record.failed} failed" if record.failed else ""
     rate = f"{record.solve_rate:.3f} ± {record.standard_error:.3f}" if record.samples else "not measured"
-    return f"{record.split} {record.phase}: solve rate {rate} ({record.tasks} tasks, {versions}{failed})"
+    sources = "".join(f"; {label} {shown_score(score)}" for label, score in record.by_source.items())
+    return f"{record.split} {record.phase}: solve rate {rate} ({record.tasks} tasks, {versions}{failed}){sources}"
+
+
+def shown_score(score: SourceScore) -> str:
+    return f"{score.solve_rate:.3f} ± {score.standard_error:.3f}" if score.samples else "not measured"
 
 
 def event_line(event: EventRecord) -> str:

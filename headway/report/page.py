@@ -11,6 +11,7 @@ from pathlib import Path
 from headway.records.errors import HeadwayError
 from headway.records.ledger import EvaluationRecord, EventRecord
 from headway.report.formats import duration, percent, quantity
+from headway.report.live import shown_score
 from headway.report.plots import PLOTS, TRAINER, Evidence, Plot, metric_plot, render
 from headway.report.run_view import RunView, view_run
 from headway.report.series import Series
@@ -168,6 +169,10 @@ def _evaluations(records: Sequence[EvaluationRecord]) -> str:
             duration(record.duration_s),
         ]
         rows.append(_row(cells, text_columns=2))
+        for label, score in record.by_source.items():
+            rate = shown_score(score)
+            part = ["", label, "", f"{score.tasks:,}", f"{score.samples:,}", rate, "", "", "", ""]
+            rows.append(_row(part, text_columns=2))
     return "<h2>Evaluations</h2>" + _table(heads, rows, text_columns=2)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.config.schema import Algorithm, Experiment, TaskSource
+from headway.config.schema import Algorithm, Experiment
+from headway.config.sources import TaskSource
 from headway.report.formats import duration
 
 
@@ -22,7 +25,7 @@ def plan_rows(experiment: Experiment) -> list[tuple[str, str]]:
     return [
         ("run", f"{run.directory}, seed {run.seed}, until {until}"),
         ("model", f"{experiment.model.path} ({experiment.model.template} prompts)"),
-        ("train on", _source(experiment.tasks.train)),
+        ("train on", _sources(experiment.tasks.train, shares=True)),
         ("evaluate on", _evaluation(experiment)),
         (
             "batch",
@@ -61,10 +64,30 @@ def print_plan(experiment: Experiment, console: Console | None = None) -> None:
     (console or Console(highlight=False)).print(table)
 
 
+def _sources(sources: Sequence[TaskSource], *, shares: bool = False) -> str:
+    """All of them; ``shares``: with the share of the tasks that are drawn from each."""
+    if len(sources) == 1:
+        return _source(sources[0])
+    total = sum(source.weight for source in sources)
+    return "; ".join(
+        (f"{source.weight / total:.0%} " if shares else "")
+        + (f"{source.label}: " if source.label else "")
+        + _source(source)
+        for source in sources
+    )
+
+
 def _source(source: TaskSource) -> str:
     limited = f", the first {source.limit:,}" if source.limit is not None else ""
+    if source.verifier is not None:
+        name = source.verifier if isinstance(source.verifier, str) else source.verifier.name
+        limited += f", verifier {name}"
     if source.source == "jsonl":
         return source.path + limited
+    if source.source == "datasets":
+        where = "" if source.path else " from the Hugging Face hub"
+        part = "".join(f" {name}" for name in (source.subset, source.split) if name)
+        return f"{source.path or source.name}{part}{where}{limited}"
     return f"reasoning-gym {source.name}, {source.size:,} tasks, seed {source.seed}{limited}"
 
 
@@ -74,10 +97,10 @@ def _evaluation(experiment: Experiment) -> str:
     if tasks.validation is not None and (evaluation.every_steps or evaluation.every_s is not None):
         when = [f"every {_every(evaluation.every_steps, 'step')}"] if evaluation.every_steps else []
         when += [f"every {duration(evaluation.every_s)}"] if evaluation.every_s is not None else []
-        parts.append(f"validation ({_source(tasks.validation)}) {' and '.join(when)}")
+        parts.append(f"validation ({_sources(tasks.validation)}) {' and '.join(when)}")
     if tasks.test is not None and (evaluation.before or evaluation.after):
         when = [word for word, wanted in (("before", evaluation.before), ("after", evaluation.after)) if wanted]
-        parts.append(f"test ({_source(tasks.test)}) {' and '.join(when)}")
+        parts.append(f"test ({_sources(tasks.test)}) {' and '.join(when)}")
     return "; ".join(parts) or "nothing"
 
 

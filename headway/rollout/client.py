@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from headway.config import schema
+from headway.config.sources import VerifierSettings
 from headway.records.errors import ConfigurationError, HeadwayError, RemoteError, WorkerDied
 from headway.records.rollout import Verdict
 from headway.records.task import Task
@@ -50,6 +51,9 @@ class VerifierPool:
     ``retries`` times and then fails as infrastructure. Workers are replaced when the next job needs one; the pool
     stays usable throughout.
 
+    ``named``: the verifiers that tasks choose, by ``Task.verifier``; ``verifier`` scores the others. Every worker can
+    score with all of them.
+
     ``device`` pins every worker (``cpu:N-M``); None leaves them on all cores this process may use.
     """
 
@@ -59,6 +63,7 @@ class VerifierPool:
         verifier: schema.Verifier,
         clock: Clock,
         *,
+        named: Mapping[str, VerifierSettings] | None = None,
         device: str | None = None,
         log_folder: Path | None = None,
         retries: int = 2,
@@ -66,6 +71,7 @@ class VerifierPool:
     ) -> None:
         self._launcher = launcher
         self._verifier = verifier
+        self._named = dict(named or {})
         self._clock = clock
         self._retries = retries
         self._device = device
@@ -172,7 +178,7 @@ class VerifierPool:
             return (await self._call(seat, task, (response,)))[0]
         except _Died as died:
             if died.hung:
-                cause = f"timed out after {self._verifier.timeout_s:g} s; job killed"
+                cause = f"timed out after {self._timeout_s(task):g} s; job killed"
             else:
                 cause = "the verifier's process died under it"
             return failed_verdict(cause, infrastructure=not died.hung, detail=died.cause, verify_s=died.elapsed_s)
@@ -181,7 +187,7 @@ class VerifierPool:
         """Score on this seat's worker. Raises _Died; the next call then starts another."""
         worker = await self._worker(seat)
         started = self._clock.now()
-        backstop_s = 1.1 * self._verifier.timeout_s * len(responses) + _BACKSTOP_GRACE_S
+        backstop_s = 1.1 * self._timeout_s(task) * len(responses) + _BACKSTOP_GRACE_S
         try:
             async with asyncio.timeout(backstop_s):
                 return await worker.call("score", task, responses)
@@ -193,10 +199,13 @@ class VerifierPool:
         except WorkerDied as error:
             elapsed_s = self._clock.now() - started
             # the watchdog in the worker ends it no sooner than the limit; an earlier death had another cause
-            raise _Died(error.cause, elapsed_s >= self._verifier.timeout_s, elapsed_s) from None
+            raise _Died(error.cause, elapsed_s >= self._timeout_s(task), elapsed_s) from None
         except asyncio.CancelledError:
             worker.kill()  # the pool is being stopped in mid-job: don't wait for the job
             raise
+
+    def _timeout_s(self, task: Task) -> float:
+        return self._named.get(task.verifier, self._verifier).timeout_s
 
     async def _worker(self, seat: int) -> Worker:
         """The seat's live worker, restarted when it is dead. Raises HeadwayError when that fails."""
@@ -223,7 +232,10 @@ class VerifierPool:
         spec = WorkerSpec(
             name=name,
             factory=_FACTORY,
-            arguments={"verifier": self._verifier.model_dump()},
+            arguments={
+                "verifier": self._verifier.model_dump(),
+                "named": {name: settings.model_dump() for name, settings in self._named.items()},
+            },
             device=self._device or _every_core(),
             log_path=str(self._log_folder / f"{name}.log") if self._log_folder else None,
         )

@@ -7,7 +7,7 @@ from collections import deque
 from decimal import Context, Decimal, InvalidOperation
 from typing import Literal, get_args
 
-Extract = Literal["all", "last_line", "answer_tag"]
+Extract = Literal["all", "last_line", "answer_tag", "boxed"]
 EXTRACTS: tuple[Extract, ...] = get_args(Extract)
 
 # a sign counts only where no digit, letter or bracket precedes it: "5-3" ends in 3, "= -3" in -3
@@ -23,15 +23,32 @@ def extract_answer(response: str, extract: Extract) -> str | None:
     """The part of ``response`` that is compared; None when there is none.
 
     "all": the whole response; "last_line": its last line that isn't blank; "answer_tag": the inside of its last
-    ``<answer>...</answer>``.
+    ``<answer>...</answer>``; "boxed": the inside of its last ``\\boxed{...}``, braces balanced.
     """
     if extract == "all":
         return response
     if extract == "last_line":
         return response.rstrip().rpartition("\n")[2]
+    if extract == "boxed":
+        return _last_boxed(response)
     end = response.rfind("</answer>")
     start = response.rfind("<answer>", 0, max(end, 0))
     return response[start + len("<answer>") : end] if 0 <= start < end else None
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    inside = start + len("\\boxed{")
+    depth = 1
+    for position in range(inside, len(text)):
+        character = text[position]
+        if character in "{}" and text[position - 1] != "\\":  # an escaped one is shown and pairs with nothing
+            depth += 1 if character == "{" else -1
+            if not depth:
+                return text[inside:position]
+    return None
 
 
 def last_number(text: str, marker: str = "") -> Decimal | None:

@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 
 from headway.config import schema
+from headway.config.sources import VerifierSettings
 from headway.records.rollout import Verdict
 from headway.records.task import Task
-from headway.rollout.verifiers import failed_verdict, resolve_verifier, to_verdict
+from headway.rollout.verifiers import failed_verdict, resolve_named, to_verdict
 
 _LONGEST_DETAIL = 4000  # characters of a traceback that are kept: its end says what happened
 
@@ -29,18 +30,29 @@ class VerifierService:
     starts another and finds out which response did it.
     """
 
-    def __init__(self, context: Any, *, verifier: dict[str, Any]) -> None:
-        """``verifier``: a config.Verifier as plain types. Raises ConfigurationError when it can't be imported."""
-        self._settings = schema.Verifier.model_validate(verifier)
-        self._score = resolve_verifier(self._settings)
+    def __init__(
+        self, context: Any, *, verifier: dict[str, Any], named: dict[str, dict[str, Any]] | None = None
+    ) -> None:
+        """``verifier``: a config.Verifier as plain types; ``named``: those that tasks choose, by ``Task.verifier``.
+
+        Each is made once. Raises ConfigurationError, naming it, when one can't be imported or refuses a parameter.
+        """
+        settings: dict[str, VerifierSettings] = {"": schema.Verifier.model_validate(verifier)}
+        settings |= {name: VerifierSettings.model_validate(raw) for name, raw in (named or {}).items()}
+        self._verifiers = {name: (resolve_named(name, chosen), chosen.timeout_s) for name, chosen in settings.items()}
 
     def score(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
         """One Verdict per response, in order. A raise or an unusable return value costs only its response."""
+        if task.verifier not in self._verifiers:
+            known = ", ".join(name for name in self._verifiers if name) or "none"
+            cause = f"task {task.task_id} asks for the verifier {task.verifier!r}, and there is {known}"
+            return [failed_verdict(cause)] * len(responses)
         verdicts: list[Verdict] = []
-        with Watchdog(self._settings.timeout_s) as watchdog:
+        score, timeout_s = self._verifiers[task.verifier]
+        with Watchdog(timeout_s) as watchdog:
             for response in responses:
                 watchdog.restart()
-                verdicts.append(score_guarded(self._score, task, response))
+                verdicts.append(score_guarded(score, task, response))
         return verdicts
 
 

@@ -22,11 +22,12 @@ from typing import Any, SupportsFloat, cast
 
 import msgspec
 
-from headway.config import schema
+from headway.config.sources import VerifierSettings
 from headway.records.errors import ConfigurationError
 from headway.records.rollout import Failure, Verdict
 from headway.records.task import Task
 from headway.rollout.extraction import EXTRACTS, Extract, close, extract_answer, last_match, last_number
+from headway.rollout.math_answers import math_scorer
 from headway.runtime.imports import import_function
 from headway.tasks.entries import unpack_entry
 from headway.tasks.sources import build_generator
@@ -48,7 +49,7 @@ def register(name: str) -> Callable[[Callable[..., Scorer]], Callable[..., Score
     return add
 
 
-def resolve_verifier(verifier: schema.Verifier) -> Scorer:
+def resolve_verifier(verifier: VerifierSettings) -> Scorer:
     """The scorer that ``verifier`` names, with its parameters bound.
 
     Raises ConfigurationError: an unknown name (with the nearest), a module or function that can't be imported
@@ -62,6 +63,19 @@ def resolve_verifier(verifier: schema.Verifier) -> Scorer:
         return functools.partial(function, **parameters)
     _require_parameters(name, builder, (), parameters)
     return builder(**parameters)
+
+
+def resolve_named(key: str, verifier: VerifierSettings) -> Scorer:
+    """``resolve_verifier`` of what tasks choose by ``key`` (``Task.verifier``; "": the experiment's own), which errors
+    say instead of [verifier]."""
+    try:
+        return resolve_verifier(verifier)
+    except ConfigurationError as error:
+        if not key:
+            raise
+        own = key.startswith("{") or ":" in key
+        section = "a task source's or row's verifier." if own else f"verifiers.{key}."
+        raise ConfigurationError(section + str(error).removeprefix("verifier.")) from error
 
 
 def _require_parameters(
@@ -141,6 +155,23 @@ def regex(*, pattern: str, group: int | str | None = None, extract: Extract = "a
         return float(not task.answer or (last.group(chosen) or "").strip() == task.answer.strip())
 
     return score
+
+
+@register("math")
+def mathematics(*, extract: Extract = "all", float_rounding: int = 6, strict: bool = True) -> Scorer:
+    """1 when the answer equals ``task.answer`` as mathematics (the package math-verify), else 0 and the reason.
+
+    Both may be LaTeX ("\\frac{1}{2}", in dollars or \\boxed or bare) or plain ("1/2", "0.5", "50%"); of a response the
+    last boxed expression counts, or else what math-verify takes for the final answer in its last 4,000 characters.
+    ``float_rounding``: decimals that must agree where a side is no exact number. ``strict``: variables must have the
+    same names, and sets and tuples differ. A reference that can't be parsed fails the response, naming the task.
+    """
+    _require_extract(extract)
+    if isinstance(float_rounding, bool) or not isinstance(float_rounding, int) or float_rounding < 0:
+        raise ConfigurationError(f"verifier.parameters.float_rounding = {float_rounding!r}: must be an integer >= 0")
+    if not isinstance(strict, bool):
+        raise ConfigurationError(f"verifier.parameters.strict = {strict!r}: must be true or false")
+    return math_scorer(extract, float_rounding, strict)
 
 
 @register("reasoning-gym")

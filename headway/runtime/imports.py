@@ -51,6 +51,18 @@ def require_module(name: str, key: str, known: Collection[str]) -> None:
         raise ConfigurationError(f"{key} = {name!r}: there is no module {module_name!r} {where}; {_valid(known)}")
 
 
+def import_extra(module: str, extra: str, needed_by: str) -> Any:
+    """The module of a package that comes with ``headway[extra]``. Raises ConfigurationError, with how to install it,
+    when it isn't there; ``needed_by`` is what asks for it, as the experiment file says it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.replace("_", "-")
+        raise ConfigurationError(
+            f"{needed_by} needs the package {package} ({error}): pip install 'headway[{extra}]'"
+        ) from None
+
+
 def _split(name: str, key: str, known: Collection[str]) -> tuple[str, str]:
     module_name, colon, path = name.partition(":")
     if not colon:
@@ -85,4 +97,4 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 
 def _valid(known: Collection[str]) -> str:
-    return f"valid: {', '.join(sorted(known))} or module:function"
+    return f"valid: {', '.join(sorted(known))} or module:function" if known else "valid: module:function"

@@ -129,6 +129,8 @@ def scalars(line: LedgerLine) -> Iterator[tuple[str, float]]:
             yield f"evaluation/{line.split}_solve_rate", line.solve_rate
             yield f"evaluation/{line.split}_reward_mean", line.reward_mean
             yield f"evaluation/{line.split}_length_mean", line.length_mean
+            for label, score in line.by_source.items():
+                yield f"evaluation_by_source/{line.split} {label}", score.solve_rate
     elif isinstance(line, StepRecord):
         for group, names in SCALARS.items():
             for name in names:
@@ -138,6 +140,10 @@ def scalars(line: LedgerLine) -> Iterator[tuple[str, float]]:
             yield f"staleness/{name}_max", distribution.max
         for ending, count in line.endings.items():
             yield f"endings/{ending}", float(count)
+        for label, score in line.by_source.items():
+            if score.samples:
+                yield f"solve_rate_by_source/{label}", score.solve_rate
+                yield f"samples_by_source/{label}", float(score.samples)
         for boundary, count in line.failures.items():
             yield f"failures/{boundary}", float(count)
         for name, value in line.metrics.items():

@@ -1,35 +1,50 @@
-"""An endless, reshuffled, resumable walk through a list of tasks."""
+"""An endless, reshuffled, resumable walk through tasks, of one source or of several by weight."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
+from headway.tasks.mixture import Mixture
 
 
 class TaskCursor:
-    """Hands out tasks for ever: each epoch is a permutation drawn from (seed, epoch) alone.
+    """Hands out tasks for ever: each epoch of a source is a permutation drawn from (seed, epoch) alone, and sources
+    take turns by their weights (mixture.py).
 
-    Invariant: ``position`` (tasks handed out since the start) is the whole state, so a cursor made from
-    equal tasks and seed and ``seek``-ed to it goes on exactly where another stopped. Memory: one permutation.
+    Invariant: ``position`` (tasks handed out since the start) is the whole state, so a cursor made from equal tasks,
+    seed and weights and ``seek``-ed to it goes on exactly where another stopped. Memory: a permutation per source.
 
     Example: over 3 tasks positions 0-2 are each task once, 3-5 each once more in another order;
     ``cursor.seek(4)`` then ``next()`` gives what the fifth ``next()`` of a fresh cursor gives.
     """
 
-    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+    def __init__(self, tasks: Sequence[Task], seed: int, weights: Mapping[str, float] | None = None) -> None:
+        """``weights``: of each ``Task.source``; with fewer than two sources all tasks are one source.
+
+        Raises ConfigurationError when there are no tasks, or none of a source.
+        """
         if not tasks:
             raise ConfigurationError("there are no tasks to draw from")
-        self._tasks = tasks
-        self._seed = seed
+        if weights is None or len(weights) < 2:
+            self._walks = [_Walk(tasks, seed)]
+            self._mixture = Mixture([1.0])
+        else:
+            of_source: dict[str, list[Task]] = {name: [] for name in weights}
+            for task in tasks:
+                of_source[task.source].append(task)
+            # a seed of its own for each, or sources of one size would be shuffled alike
+            self._walks = [_Walk(members, f"{seed}:{name}") for name, members in of_source.items()]
+            self._mixture = Mixture(list(weights.values()))
+            for name, members in of_source.items():
+                if not members:
+                    raise ConfigurationError(f"{name}: there are no tasks to draw from")
         self._position = 0
-        self._epoch = -1  # the epoch ``_order`` belongs to
-        self._order: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
     @property
     def position(self) -> int:
@@ -38,26 +53,41 @@ class TaskCursor:
 
     @property
     def epoch(self) -> int:
-        """Full passes completed."""
-        return self._position // len(self._tasks)
+        """Full passes completed over every source."""
+        return min(count // len(walk.tasks) for count, walk in zip(self._mixture.counts, self._walks, strict=True))
 
     def next(self) -> Task:
         """Hand out one task and move on."""
-        epoch, offset = divmod(self._position, len(self._tasks))
-        if epoch != self._epoch:
-            self._order = permutation(len(self._tasks), self._seed, epoch)
-            self._epoch = epoch
+        chosen = self._mixture.next()
         self._position += 1
-        return self._tasks[int(self._order[offset])]
+        return self._walks[chosen].task(self._mixture.counts[chosen] - 1)
 
     def seek(self, position: int) -> None:
         """Go to ``position`` (>= 0), as if that many tasks had been handed out."""
         if position < 0:
             raise ValueError(f"position = {position}: must be >= 0")
+        self._mixture.seek(position)
         self._position = position
 
 
-def permutation(size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+class _Walk:
+    """One source's tasks, epoch after epoch."""
+
+    def __init__(self, tasks: Sequence[Task], seed: int | str) -> None:
+        self.tasks = tasks
+        self._seed = seed
+        self._epoch = -1  # the epoch ``_order`` belongs to
+        self._order: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+    def task(self, position: int) -> Task:
+        epoch, offset = divmod(position, len(self.tasks))
+        if epoch != self._epoch:
+            self._order = permutation(len(self.tasks), self._seed, epoch)
+            self._epoch = epoch
+        return self.tasks[int(self._order[offset])]
+
+
+def permutation(size: int, seed: int | str, epoch: int) -> npt.NDArray[np.int64]:
     """A permutation of ``range(size)`` [size] that depends on (size, seed, epoch) and nothing else.
 
     Indices are sorted by a keyed 64-bit mix (the finaliser of SplitMix64, Steele et al. 2014), so the order

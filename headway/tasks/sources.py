@@ -1,4 +1,4 @@
-"""Reading tasks: JSONL files and reasoning-gym generators, and keeping named sets apart."""
+"""Reading tasks: rows of files and data sets, reasoning-gym generators; keeping named sets apart."""
 
 from __future__ import annotations
 
@@ -6,55 +6,89 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
+from pydantic import ValidationError
 
-from headway.config.schema import TaskSource
+from headway.config.sources import TaskColumns, TaskSource, VerifierSettings
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.tasks.cursor import permutation
 from headway.tasks.entries import pack_entry
+from headway.tasks.rows import Rows, require_column, require_messages, require_text, short
 
 
 class TaskSet(msgspec.Struct, frozen=True, kw_only=True):
-    """The tasks of one source."""
+    """The tasks of one source, or of several."""
 
-    name: str  # what errors call it: a file's path, or "reasoning-gym:<generator>"
+    name: str  # what errors call it: the labels
     tasks: tuple[Task, ...]  # at least one; no two with equal task_id
     duplicates: int = 0  # tasks dropped because an earlier one had the same content
-    limited: int = 0  # tasks left out by the source's ``limit``
+    limited: int = 0  # tasks left out by the sources' ``limit``
+    left_out: int = 0  # rows for which ``convert`` returned None
 
 
-def load_tasks(source: TaskSource, seed: int = 0) -> list[Task]:
-    """The tasks of ``source``: ``read_tasks`` without the counts."""
-    return list(read_tasks(source, seed).tasks)
+def load_tasks(sources: TaskSource | Sequence[TaskSource], seed: int = 0) -> list[Task]:
+    """The tasks of all ``sources``, one source after the other: ``read_tasks`` without the counts."""
+    return list(read_tasks(sources, seed).tasks)
 
 
-def read_tasks(source: TaskSource, seed: int = 0) -> TaskSet:
-    """Read or generate the tasks of ``source``, in a fixed order.
+def read_tasks(sources: TaskSource | Sequence[TaskSource], seed: int = 0) -> TaskSet:
+    """Read or generate the tasks of ``sources``, in a fixed order; of equal tasks the first is kept.
 
-    ``seed`` (the run's) decides only which tasks a ``limit`` keeps. Raises ConfigurationError: a missing,
-    empty or malformed file (with file and line), an unknown generator (with the nearest names), bad parameters.
+    ``seed`` (the run's) decides only which tasks a ``limit`` keeps. Raises ConfigurationError: a missing, empty or
+    malformed file (with file and line) or data set (with its row), a missing column (with those there are), an
+    unknown generator (with the nearest names), bad parameters, a source that has no task of its own.
     """
-    if source.source == "jsonl":
-        name, read = source.path, _read_jsonl(Path(source.path))
-    else:
-        name, read = f"reasoning-gym:{source.name}", _generate(source)
+    unique: dict[str, Task] = {}
+    count = left_out = limited = 0
+    chosen = [sources] if isinstance(sources, TaskSource) else sources
+    for source in chosen:
+        read = _read(source, seed)
+        left_out += read.left_out
+        limited += read.limited
+        count += len(read.tasks) + read.duplicates
+        before = len(unique)
+        for task in read.tasks:
+            unique.setdefault(task.task_id, task)
+        if len(unique) == before:
+            raise ConfigurationError(f"{source.called} holds no task that isn't in the sources before it")
+    tasks = tuple(unique.values())
+    return TaskSet(
+        name=", ".join(source.called for source in chosen),
+        tasks=tasks,
+        duplicates=count - len(tasks),
+        limited=limited,
+        left_out=left_out,
+    )
+
+
+def _read(source: TaskSource, seed: int) -> TaskSet:
+    """The distinct tasks of one source."""
+    rows = Rows(source)
+    read = _generate(source) if source.source == "reasoning-gym" else _tasks_of(source, rows)
     unique: dict[str, Task] = {}
     count = 0
     for task in read:
         count += 1
         unique.setdefault(task.task_id, task)
     if not unique:
-        raise ConfigurationError(f"{name} holds no tasks")
+        why = f": {source.convert} left out all {rows.left_out:,} rows" if rows.left_out else ""
+        raise ConfigurationError(f"{source.called} holds no tasks{why}")
     tasks = tuple(unique.values())
     kept = tasks
     if source.limit is not None and source.limit < len(tasks):
         kept = tuple(tasks[i] for i in permutation(len(tasks), seed, 0)[: source.limit])
-    return TaskSet(name=name, tasks=kept, duplicates=count - len(tasks), limited=len(tasks) - len(kept))
+    return TaskSet(
+        name=source.called,
+        tasks=kept,
+        duplicates=count - len(tasks),
+        limited=len(tasks) - len(kept),
+        left_out=rows.left_out,
+    )
 
 
 def task_id(prompt: str, answer: str, metadata: Mapping[str, Any] | None = None) -> str:
@@ -76,67 +110,117 @@ def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
-# --- JSONL -----------------------------------------------------------------------------------------------
+# --- rows ------------------------------------------------------------------------------------------------
 
 
-def _read_jsonl(path: Path) -> Iterator[Task]:
-    for where, raw in read_objects(path):
-        yield _task_of(raw, where, str(path))
+def _tasks_of(source: TaskSource, rows: Rows) -> Iterator[Task]:
+    for where, raw in rows:
+        yield _task_of(raw, source.columns, where, source)
 
 
-def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file, each with ``file:line`` for errors; blank lines are skipped.
+def _task_of(raw: dict[str, Any], columns: TaskColumns, where: str, source: TaskSource) -> Task:
+    prompt, messages = _prompt_of(raw, columns.prompt, where)
+    answer = _answer_of(raw, columns.answer, where, exact=source.source == "jsonl")
+    own = _verifier_key(raw.get("verifier"), where)
+    everything = _metadata_of(raw, columns, where)
+    hashed = everything
+    if messages:
+        hashed = {**hashed, "messages": messages}
+    if own:
+        hashed = {**hashed, "verifier": own}
+    return Task(
+        task_id=task_id(prompt, answer, hashed),
+        prompt=prompt,
+        messages=messages,
+        answer=answer,
+        metadata=everything,
+        source=source.called,
+        verifier=own or verifier_key(source.verifier),
+    )
 
-    Raises ConfigurationError: no such file, a folder, a line that is not one JSON object.
-    """
+
+def _prompt_of(raw: dict[str, Any], column: str, where: str) -> tuple[str, tuple[dict[str, Any], ...]]:
+    if not isinstance(raw.get(column), list):
+        return require_text(raw, column, where), ()
+    messages = require_messages(raw[column], column, where)
+    if messages[-1]["role"] == "assistant":
+        raise ConfigurationError(
+            f'{where}: "{column}" ends with the assistant\'s message: that is what is to be sampled'
+        )
+    said = [message["content"] for message in messages if message["role"] == "user"]
+    if not any(said):
+        raise ConfigurationError(f'{where}: "{column}" holds no message of a user')
+    return "\n\n".join(said), messages  # the text of a single message is shared, not copied
+
+
+def _answer_of(raw: dict[str, Any], column: str | None, where: str, exact: bool) -> str:
+    """``exact``: numbers are refused, since the file's author can write "0.50" as it is meant."""
+    if column == "" or (column is None and "answer" not in raw):
+        return ""
+    name = column or "answer"
+    answer = require_column(raw, name, where)
+    if isinstance(answer, str):
+        return answer
+    if not exact and isinstance(answer, (int, float)) and not isinstance(answer, bool):
+        return str(answer)
+    if exact:
+        raise ConfigurationError(f'{where}: "{name}" = {short(answer)}: must be a string, so write it in quotes')
+    raise ConfigurationError(
+        f'{where}: "{name}" = {short(answer)}: must be a text or a number; columns.answer = "" takes none, and '
+        "'convert' can make one or leave the row out"
+    )
+
+
+def _metadata_of(raw: dict[str, Any], columns: TaskColumns, where: str) -> dict[str, Any]:
+    """What the verifier is given besides prompt and answer, in JSON types."""
+    if columns.metadata is not None:
+        kept = {name: require_column(raw, name, where) for name in columns.metadata}
+    else:
+        nested = raw.get("metadata", {})
+        if not isinstance(nested, dict):
+            raise ConfigurationError(f'{where}: "metadata" must be an object, got {type(nested).__name__}')
+        taken = (columns.prompt, columns.answer or "answer", "metadata", "verifier")
+        kept = {**{key: value for key, value in raw.items() if key not in taken}, **nested}
+    for name, value in kept.items():
+        if not _is_json(value):
+            raise ConfigurationError(
+                f'{where}: "{name}" holds a {type(value).__name__}, which has no JSON form; choose with '
+                "columns.metadata = [...] what the verifier is given"
+            )
+    return kept
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, (str, int, float))
+
+
+def _verifier_key(value: Any, where: str) -> str:
+    """The "verifier" of a row, a name or a table, as ``Task.verifier``."""
+    if value is None or value == "":
+        return ""
+    if isinstance(value, str):
+        return sys.intern(value)
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if text.strip():
-                    yield f"{path}:{number}", _parse_object(text, f"{path}:{number}")
-    except FileNotFoundError:
-        raise ConfigurationError(f"no such task file: {path}") from None
-    except OSError as error:
-        raise ConfigurationError(f"task file {path} can't be read: {error.strerror}") from None
+        return verifier_key(VerifierSettings.model_validate(value))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(("verifier", *map(str, first["loc"])))
+        valid = ", ".join(VerifierSettings.model_fields)
+        raise ConfigurationError(
+            f'{where}: "{key}" = {short(first["input"])}: {first["msg"]}; valid: the name of a verifier, or a table of '
+            f"{valid}"
+        ) from None
 
 
-def _parse_object(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        raw = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigurationError(f"{where}: expected a JSON object, got {type(raw).__name__}")
-    return raw
-
-
-def _task_of(raw: dict[str, Any], where: str, source: str) -> Task:
-    prompt = require_text(raw, "prompt", where)
-    answer = raw.get("answer", "")
-    if not isinstance(answer, str):
-        raise ConfigurationError(f'{where}: "answer" = {answer!r}: must be a string, so write it in quotes')
-    metadata = raw.get("metadata", {})
-    if not isinstance(metadata, dict):
-        raise ConfigurationError(f'{where}: "metadata" must be an object, got {type(metadata).__name__}')
-    rest = {key: value for key, value in raw.items() if key not in ("prompt", "answer", "metadata")}
-    everything = {**rest, **metadata}
-    name = task_id(prompt, answer, everything)
-    return Task(task_id=name, prompt=prompt, answer=answer, metadata=everything, source=source)
-
-
-def require_text(raw: Mapping[str, Any], key: str, where: str) -> str:
-    """The non-empty string ``raw[key]``; ConfigurationError naming ``where`` otherwise."""
-    if key not in raw:
-        near = difflib.get_close_matches(key, list(raw), n=1, cutoff=0.6)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; it has: {', '.join(sorted(raw)) or 'nothing'}"
-        raise ConfigurationError(f'{where}: missing "{key}"{hint}')
-    value = raw[key]
-    if not isinstance(value, str):
-        raise ConfigurationError(f'{where}: "{key}" = {value!r}: must be a string')
-    if not value:
-        raise ConfigurationError(f'{where}: "{key}" is empty')
-    return value
+def verifier_key(verifier: str | VerifierSettings | None) -> str:
+    """``Task.verifier`` for what a source or row chooses: a name as it is, a table as canonical JSON, "" for none."""
+    if verifier is None or isinstance(verifier, str):
+        return verifier or ""
+    return sys.intern(json.dumps(verifier.model_dump(), sort_keys=True))
 
 
 # --- reasoning-gym ---------------------------------------------------------------------------------------
@@ -158,7 +242,8 @@ def _generate(source: TaskSource) -> Iterator[Task]:
             prompt=prompt,
             answer=answer,
             metadata={"generator": source.name, "parameters": source.parameters, "entry": packed},
-            source=name,
+            source=source.called,
+            verifier=verifier_key(source.verifier),
         )
 
 

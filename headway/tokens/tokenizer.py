@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -55,7 +56,7 @@ class Tokenizer:
             raise ConfigurationError(
                 f"{origin}: end or padding token {outside[0]} is outside the vocabulary of {self.vocabulary_size}"
             )
-        self._render: Callable[..., str] | None = None
+        self._renders: dict[bool, Callable[..., str]] = {}  # with marks around generation blocks or without -> template
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -95,6 +96,20 @@ class Tokenizer:
         """Token ids of ``text``; ``add_special_tokens`` lets the tokenizer's post-processor add its own (a bos)."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of ``text`` (no special tokens added), and the characters each stands for: [first, behind).
+
+        Blanks that a token swallows without counting them are its own; the tokens of one character's bytes all have
+        that character.
+        """
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        spans: list[tuple[int, int]] = []
+        reached = 0
+        for first, end in encoding.offsets:
+            spans.append((min(first, reached), end))
+            reached = max(reached, end)
+        return encoding.ids, spans
+
     def decode(self, ids: Iterable[int], *, keep_special: bool = False) -> str:
         """Text of token ids; special tokens are left out unless ``keep_special``."""
         return self._backend.decode(list(ids), skip_special_tokens=not keep_special)
@@ -110,13 +125,17 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def render(self, prompt: str, template: Template = "raw") -> tuple[int, ...]:
-        """Prompt ids of a task: its text as it is ("raw"), or one user turn of the folder's chat template ("chat")."""
+    def render(self, prompt: str | Sequence[Mapping[str, Any]], template: Template = "raw") -> tuple[int, ...]:
+        """Prompt ids of a task: its text as it is ("raw"), or one user turn, or a conversation so far, by the folder's
+        chat template ("chat")."""
         if template == "raw":
+            if not isinstance(prompt, str):
+                raise ConfigurationError("template = 'raw' takes texts; a conversation needs 'chat'")
             return tuple(self.encode(prompt, add_special_tokens=True))
         if template != "chat":
             raise ConfigurationError(f"template = {template!r}: valid are 'raw' and 'chat'")
-        return tuple(self.encode(self.render_messages([{"role": "user", "content": prompt}])))
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return tuple(self.encode(self.render_messages(messages)))
 
     def render_messages(
         self,
@@ -127,15 +146,51 @@ class Tokenizer:
         **variables: Any,
     ) -> str:
         """The chat template's text for ``messages``. Raises ConfigurationError when there is none or it fails."""
+        return self._rendered(messages, tools, add_generation_prompt, marks=False, **variables)
+
+    def render_marked(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a whole conversation, and where the template's ``{% generation %}`` blocks stand in it:
+        [first character, behind the last). No blocks, or a template without them: an empty list."""
+        text = self._rendered(messages, tools, False, marks=False)
+        if "generation" not in (self._template or ""):
+            return text, []
+        marked = self._rendered(messages, tools, False, marks=True)
+        spans: list[tuple[int, int]] = []
+        plain, opened = 0, -1
+        for position, piece in enumerate(_MARK.split(marked)):
+            if position % 2 == 0:
+                plain += len(piece)
+            elif piece == _OPEN:
+                opened = plain
+            else:
+                spans.append((opened, plain))
+        if _MARK.sub("", marked) != text:
+            raise ConfigurationError(
+                f"{self._origin}: the chat template changes what its {{% generation %}} blocks hold after they end (a "
+                "filter around them?), so it can't be told what the assistant wrote: put the filter inside"
+            )
+        return text, [span for span in spans if span[0] < span[1]]
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        *,
+        marks: bool,
+        **variables: Any,
+    ) -> str:
         if self._template is None:
             raise ConfigurationError(
                 f"{self._origin}: no chat template (chat_template in tokenizer_config.json, or chat_template.jinja); "
                 "use template 'raw'"
             )
         try:
-            if self._render is None:
-                self._render = _environment().from_string(self._template).render
-            return self._render(
+            if marks not in self._renders:
+                self._renders[marks] = _environment(marks).from_string(self._template).render
+            return self._renders[marks](
                 messages=messages,
                 tools=tools,
                 documents=None,
@@ -245,8 +300,13 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     return value if isinstance(value, str) else None
 
 
+# Around what a generation block holds: private-use characters, which no text has by accident.
+_OPEN, _CLOSE = "\U0010f8a1\U0010f8a2", "\U0010f8a2\U0010f8a1"
+_MARK = re.compile(f"({_OPEN}|{_CLOSE})")
+
+
 class _Generation(Extension):
-    """``{% generation %}`` marks what the assistant wrote; rendering needs only its content."""
+    """``{% generation %}`` marks what the assistant wrote; plain rendering needs only its content."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
 
@@ -255,11 +315,20 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+class _MarkedGeneration(_Generation):
+    """The same with its beginning and end visible in the text, wherever a macro or a loop puts it."""
+
+    def parse(self, parser: Any) -> list[nodes.Node]:
+        content = super().parse(parser)
+        first, last = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_OPEN, _CLOSE))
+        return [first, *content, last]
+
+
+def _environment(marks: bool) -> ImmutableSandboxedEnvironment:
     """The sandbox that chat templates are written for: block trimming, loop controls, plain-JSON ``tojson``.
 
     Without ``strftime_now``: a prompt must be the same when its run resumes on another day. Templates that have a date
-    of their own to fall back on (Llama 3's) use it.
+    of their own to fall back on (Llama 3's) use it. ``marks``: generation blocks are marked in the text.
     """
 
     def refuse(message: str) -> NoReturn:
@@ -269,7 +338,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_MarkedGeneration if marks else _Generation, loopcontrols]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse

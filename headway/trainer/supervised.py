@@ -1,6 +1,6 @@
-"""Supervised fine-tuning: (prompt, solution) pairs, the loss on the solution only.
+"""Supervised fine-tuning: next-token cross-entropy over the tokens that are to be learned.
 
-Legend: ``_n`` one value per token, ``_s`` one value per pair.
+Legend: ``_n`` one value per token, ``_s`` one value per sequence.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from headway.algorithms.packing import pack
@@ -23,52 +21,12 @@ from headway.models.loading import DTYPES, weights_of
 from headway.records.errors import ConfigurationError, NoProgress
 from headway.records.generation import PublishedWeights
 from headway.records.training import MOST_SKIPPED_IN_A_ROW
-from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.checkpoints import CheckpointState
 from headway.trainer.learner import Learner, OptimiserSettings, Update
 from headway.trainer.ranks import Ranks
 from headway.trainer.schedules import learning_rate
 from headway.trainer.service import use_device, write_model_folder
 from headway.weights.shared_memory import Publisher
-
-
-class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the data file; other keys are ignored."""
-
-    prompt: str
-    solution: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairTokens:
-    """One training sequence: prompt, solution, eos."""
-
-    ids: list[int]
-    prompt_tokens: int
-
-
-def read_pairs(path: str | Path) -> list[Pair]:
-    """Read the JSONL file. Raises ConfigurationError naming file and line."""
-    file = Path(path)
-    decoder = msgspec.json.Decoder(Pair)
-    pairs: list[Pair] = []
-    try:
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    pairs.append(_decode(decoder, line, file, number))
-    except OSError as error:
-        raise ConfigurationError(f"sft.data = {str(file)!r}: {error.strerror}") from None
-    if not pairs:
-        raise ConfigurationError(f"sft.data = {str(file)!r} has no pairs; one JSON object a line is needed")
-    return pairs
-
-
-def _decode(decoder: msgspec.json.Decoder[Pair], line: bytes, file: Path, number: int) -> Pair:
-    try:
-        return decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{file}:{number}: {error}; 'prompt' and 'solution' texts are needed") from None
 
 
 class SupervisedService:
@@ -81,7 +39,6 @@ class SupervisedService:
         self.experiment = validate_experiment(experiment, "experiment")
         self.settings = self.experiment.sft
         trainer = self.experiment.trainer
-        self.tokenizer = Tokenizer.load(self.experiment.model.path)
         self.learner = Learner(
             self.experiment.model.path,
             dtype=trainer.dtype,
@@ -101,44 +58,18 @@ class SupervisedService:
         self._skipped_in_a_row = 0
         self._run_id = run_id
         self._publisher: Publisher | None = None
-        self._sequences: list[PairTokens] = []
+        self._token_ids_n = np.zeros(0, np.int32)
+        self._learned_n = np.zeros(0, np.bool_)
+        self._lengths_s = self._starts_s = np.zeros(0, np.int64)
         self._order: Iterator[int] = iter(())
 
-    def prepare(self) -> dict[str, float]:
-        """Read, tokenise and filter the pairs.
-
-        Returns kept, dropped_too_long, dropped_empty, too_long_share (of all pairs), longest (tokens, dropped ones
-        included), mean (tokens of the kept). Raises ConfigurationError when none is left.
-        """
-        kept: list[PairTokens] = []
-        too_long = empty = longest = 0
-        for pair in read_pairs(self.settings.data):
-            prompt = list(self.tokenizer.render(pair.prompt, self.experiment.model.template))
-            solution = self.tokenizer.encode(pair.solution)
-            if not prompt or not solution:
-                empty += 1
-                continue
-            ids = [*prompt, *solution, self.tokenizer.eos_id]
-            longest = max(longest, len(ids))
-            if len(ids) > self.settings.max_tokens:
-                too_long += 1
-                continue
-            kept.append(PairTokens(ids=ids, prompt_tokens=len(prompt)))
-        if not kept:
-            raise ConfigurationError(
-                f"sft.data = {self.settings.data!r}: no pair is left ({too_long} longer than sft.max_tokens = "
-                f"{self.settings.max_tokens}, {empty} with an empty prompt or solution)"
-            )
-        self._sequences = kept
-        self._order = _shuffled_for_ever(len(kept), self.experiment.run.seed)
-        return {
-            "kept": len(kept),
-            "dropped_too_long": too_long,
-            "dropped_empty": empty,
-            "too_long_share": too_long / (len(kept) + too_long + empty),
-            "longest": longest,
-            "mean": sum(len(sequence.ids) for sequence in kept) / len(kept),
-        }
+    def prepare(
+        self, token_ids_n: npt.NDArray[np.int32], learned_n: npt.NDArray[np.bool_], lengths_s: npt.NDArray[np.int64]
+    ) -> None:
+        """Take the sequences, one behind the other, with the tokens that carry loss (orchestrator/sft_data.py)."""
+        self._token_ids_n, self._learned_n = token_ids_n, learned_n
+        self._lengths_s, self._starts_s = lengths_s, np.cumsum(lengths_s) - lengths_s
+        self._order = _shuffled_for_ever(len(lengths_s), self.experiment.run.seed)
 
     def steps(self, count: int) -> dict[str, float]:
         """Take ``count`` optimiser steps.
@@ -147,7 +78,7 @@ class SupervisedService:
         tokens_per_s, effective_token_share (tokens with loss ÷ tokens computed), flops, seconds, and, since the
         start, skipped steps and epochs. Raises NoProgress after MOST_SKIPPED_IN_A_ROW skipped steps.
         """
-        if not self._sequences:
+        if not len(self._lengths_s):
             raise ConfigurationError("prepare() must come before steps()")
         started = time.perf_counter()
         losses: list[float] = []
@@ -155,8 +86,7 @@ class SupervisedService:
         flops = norm = rate = 0.0
         for _ in range(count):
             rate = self._learning_rate()
-            chosen = [self._sequences[next(self._order)] for _ in range(self.settings.batch_sequences)]
-            arrays = _pair_arrays(chosen)
+            arrays = self._arrays([next(self._order) for _ in range(self.settings.batch_sequences)])
             loss, step_flops = self._accumulate(arrays)
             update = self.learner.update(rate, loss)
             self._count(update)
@@ -178,7 +108,7 @@ class SupervisedService:
             "flops": flops,
             "seconds": seconds,
             "skipped": self.skipped,
-            "epochs": (self.version + self.skipped) * self.settings.batch_sequences / len(self._sequences),
+            "epochs": (self.version + self.skipped) * self.settings.batch_sequences / len(self._lengths_s),
         }
 
     def _count(self, update: Update) -> None:
@@ -218,6 +148,20 @@ class SupervisedService:
             self._publisher.close()
             self._publisher = None
 
+    def _arrays(self, chosen: list[int]) -> SampleArrays:
+        lengths_s = self._lengths_s[chosen]
+        places_n = np.concatenate([np.arange(self._lengths_s[i]) + self._starts_s[i] for i in chosen])
+        tokens = len(places_n)
+        return SampleArrays(
+            token_ids_n=self._token_ids_n[places_n].astype(np.int64),
+            loss_mask_n=self._learned_n[places_n],
+            behaviour_logprobs_n=np.zeros(tokens, np.float32),
+            advantages_n=np.zeros(tokens, np.float32),
+            versions_n=np.full(tokens, -1, np.int64),
+            lengths_s=lengths_s,
+            groups_s=np.arange(len(chosen)),
+        )
+
     def _accumulate(self, arrays: SampleArrays) -> tuple[float, float]:
         """Gradients of the batch's mean cross-entropy over loss tokens; returns it and the FLOP spent."""
         total = flops = 0.0
@@ -240,23 +184,6 @@ class SupervisedService:
             warmup_steps=settings.warmup_steps,
             total_steps=settings.steps,
         )
-
-
-def _pair_arrays(sequences: list[PairTokens]) -> SampleArrays:
-    lengths_s = np.fromiter((len(s.ids) for s in sequences), np.int64, len(sequences))
-    prompts_s = np.fromiter((s.prompt_tokens for s in sequences), np.int64, len(sequences))
-    token_ids_n = np.concatenate([np.asarray(s.ids, np.int64) for s in sequences])
-    starts_s = np.cumsum(lengths_s) - lengths_s
-    tokens = int(lengths_s.sum())
-    return SampleArrays(
-        token_ids_n=token_ids_n,
-        loss_mask_n=np.arange(tokens) >= np.repeat(starts_s + prompts_s, lengths_s),
-        behaviour_logprobs_n=np.zeros(tokens, np.float32),
-        advantages_n=np.zeros(tokens, np.float32),
-        versions_n=np.full(tokens, -1, np.int64),
-        lengths_s=lengths_s,
-        groups_s=np.arange(len(sequences)),
-    )
 
 
 def _shuffled_for_ever(count: int, seed: int) -> Iterator[int]:

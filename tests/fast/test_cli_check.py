@@ -6,13 +6,15 @@ import json
 import shutil
 import sys
 from collections import namedtuple
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headway.config.load import validate_experiment
-from headway.config.schema import Experiment, TaskSource
+from headway.config.schema import Experiment
+from headway.config.sources import TaskSource
 from headway.orchestrator import check as checking
 from headway.orchestrator.check import Finding, check
 from headway.records.task import Task
@@ -178,10 +180,11 @@ def test_splits_that_share_prompts(setup: Setup) -> None:
 def test_generated_training_tasks_make_room_for_held_out_ones(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     read = checking.read_tasks
 
-    def generate(source: TaskSource, seed: int) -> TaskSet:
-        if source.source == "jsonl":
-            return read(source, seed)
-        return TaskSet(name="made", tasks=tuple(Task(task_id=p, prompt=p) for p in prompts))
+    def generate(sources: Sequence[TaskSource], seed: int) -> TaskSet:
+        if sources[0].source == "jsonl":
+            return read(sources, seed)
+        made = tuple(Task(task_id=p, prompt=p, source=sources[0].called) for p in prompts)
+        return TaskSet(name="made", tasks=made)
 
     monkeypatch.setattr(checking, "read_tasks", generate)
     generated = {"tasks": {"train": {"source": "reasoning-gym", "name": "made"}}}
@@ -196,7 +199,7 @@ def test_missing_and_empty_task_files(setup: Setup) -> None:
     (setup.folder / "train.jsonl").unlink()
     (setup.folder / "test.jsonl").write_text("")
     found = setup.messages()
-    assert "no such task file" in found["tasks.train"]
+    assert "no such file" in found["tasks.train"]
     assert "no tasks" in found["tasks.test"]
 
 

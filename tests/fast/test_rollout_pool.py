@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from headway.config import schema
+from headway.config.sources import VerifierSettings
 from headway.records.errors import ConfigurationError, HeadwayError, RemoteError, WorkerDied
 from headway.records.rollout import Verdict
 from headway.records.task import Task
@@ -327,6 +328,19 @@ def test_specs_carry_settings_device_and_log(tmp_path: Any):
     assert first.device == "cpu:0"
     assert first.log_path == str(tmp_path / "verifier-0.log")
     assert schema.Verifier.model_validate(first.arguments["verifier"]) == schema.Verifier(workers=2, timeout_s=10.0)
+
+
+def test_each_verifier_has_its_own_time_limit():
+    task = Task(task_id="t", prompt="p", answer="good", verifier="slow")
+    named = {"slow": VerifierSettings(name="numeric", timeout_s=50.0)}
+
+    async def main(pool: VerifierPool, launcher: ScriptedLauncher, clock: Clock) -> Any:
+        assert launcher.specs[0].arguments["named"] == {"slow": named["slow"].model_dump()}
+        return [(await pool.verify(one, ["stuck"]))[0] for one in (TASK, task)]
+
+    default, slow = play(main, named=named)
+    assert default.failure.cause == "timed out after 10 s; job killed"
+    assert slow.failure.cause == "timed out after 50 s; job killed"
 
 
 class TestFakeVerifier:

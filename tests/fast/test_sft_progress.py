@@ -8,12 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_trainer import make_experiment
 
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.orchestrator import sft
+from headway.orchestrator.sft_data import SftTokens
 from headway.records.errors import ConfigurationError, NoProgress
 from headway.trainer.checkpoints import CheckpointState, write_folder
 
@@ -38,8 +40,6 @@ class Trainer:
     async def stop(self) -> None: ...
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        if method == "prepare":
-            return {"kept": 1}
         if method == "steps":
             self.steps += arguments[0]
             version = min(self.applied, self.steps)
@@ -53,6 +53,13 @@ class Trainer:
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     stand_in = Trainer(applied=0)
     monkeypatch.setattr(sft, "LocalLauncher", lambda *a, **k: stand_in)
+    one = SftTokens(
+        token_ids_n=np.zeros(2, np.int32),
+        learned_n=np.ones(2, bool),
+        lengths_s=np.full(1, 2),
+        counts={"kept": 1},
+    )
+    monkeypatch.setattr(sft, "read_sft_tokens", lambda experiment: one)
     return stand_in
 
 

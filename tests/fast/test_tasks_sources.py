@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.config.schema import TaskSource
+from headway.config.sources import TaskSource
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.tasks.entries import pack_entry, unpack_entry
@@ -111,11 +111,11 @@ class TestJsonl:
         assert load_tasks(TaskSource(path=str(tmp_path / "t.jsonl")))[0].prompt == "x"
 
     def test_missing_empty_and_folder(self, tmp_path: Path):
-        with pytest.raises(ConfigurationError, match="no such task file"):
+        with pytest.raises(ConfigurationError, match="no such file"):
             load_tasks(TaskSource(path=str(tmp_path / "none.jsonl")))
         with pytest.raises(ConfigurationError, match="holds no tasks"):
             load_tasks(jsonl(tmp_path / "empty.jsonl", ""))
-        with pytest.raises(ConfigurationError, match="can't be read"):
+        with pytest.raises(ConfigurationError, match="is a folder; source = 'datasets'"):
             load_tasks(TaskSource(path=str(tmp_path)))
 
 
@@ -125,7 +125,7 @@ class TestReasoningGym:
         assert here == [t.task_id for t in load_tasks(gym(seed=3))]
         assert here != [t.task_id for t in load_tasks(gym(seed=4))]
         code = (
-            "from headway.config.schema import TaskSource; from headway.tasks.sources import load_tasks; "
+            "from headway.config.sources import TaskSource; from headway.tasks.sources import load_tasks; "
             "s = TaskSource(source='reasoning-gym', name='basic_arithmetic', size=20, seed=3); "
             "print(*[t.task_id for t in load_tasks(s)])"
         )

@@ -11,14 +11,13 @@ import pytest
 import torch
 from tiny_trainer import Context, make_experiment, make_model
 
+from headway.orchestrator.sft_data import read_sft_tokens
 from headway.records.errors import ConfigurationError, NoProgress, StorageFailed
 from headway.records.training import MOST_SKIPPED_IN_A_ROW
 from headway.tokens.training import train_byte_fallback_tokenizer
 from headway.trainer.checkpoints import verify
 from headway.trainer.supervised import (
-    PairTokens,
     SupervisedService,
-    _pair_arrays,
     _shuffled_for_ever,
 )
 
@@ -37,18 +36,29 @@ def make(folder: Path, pairs: list[tuple[str, str]], **sft) -> SupervisedService
     return SupervisedService(Context, experiment=make_experiment(str(model), folder, sft=section), run_id="sft-test")
 
 
+def prepare(service: SupervisedService) -> dict[str, float]:
+    data = read_sft_tokens(service.experiment)
+    service.prepare(data.token_ids_n, data.learned_n, data.lengths_s)
+    return data.counts
+
+
 def test_counts_of_what_is_dropped(tmp_path: Path) -> None:
     service = make(tmp_path, [*PAIRS, ("", "5"), ("1+1=", ""), ("1+1=", "2 " * 200)], max_tokens=64)
-    counts = service.prepare()
+    counts = prepare(service)
     assert (counts["kept"], counts["dropped_empty"], counts["dropped_too_long"]) == (36, 2, 1)
     assert counts["too_long_share"] == pytest.approx(1 / 39)
     assert counts["longest"] > 200
     assert 3 < counts["mean"] < 10
 
 
-def test_only_solution_and_eos_carry_loss() -> None:
-    arrays = _pair_arrays([PairTokens(ids=[5, 6, 7, 1], prompt_tokens=2), PairTokens(ids=[8, 9, 1], prompt_tokens=1)])
-    assert arrays.loss_mask_n.tolist() == [False, False, True, True, False, True, True]
+def test_a_batch_is_cut_out_of_all_sequences(tmp_path: Path) -> None:
+    service = make(tmp_path, PAIRS)
+    learned = np.array([0, 0, 1, 1, 0, 1, 1, 0, 1], bool)
+    service.prepare(np.array([5, 6, 7, 1, 8, 9, 1, 4, 1], np.int32), learned, np.array([4, 3, 2]))
+    arrays = service._arrays([2, 0])
+    assert arrays.token_ids_n.tolist() == [4, 1, 5, 6, 7, 1]
+    assert arrays.loss_mask_n.tolist() == [False, True, False, False, True, True]
+    assert arrays.lengths_s.tolist() == [2, 4]
 
 
 def test_epochs_visit_everything_once_in_an_order_of_the_seed() -> None:
@@ -64,7 +74,7 @@ def test_learns_and_saves(tmp_path: Path) -> None:
     service = make(tmp_path, PAIRS)
     with pytest.raises(ConfigurationError, match="prepare"):
         service.steps(1)
-    service.prepare()
+    prepare(service)
     first = service.steps(1)
     last = service.steps(59)
     assert last["version"] == 60
@@ -86,14 +96,16 @@ def test_learns_and_saves(tmp_path: Path) -> None:
 
 def test_loss_is_the_mean_cross_entropy_of_solution_tokens(tmp_path: Path) -> None:
     service = make(tmp_path, PAIRS[:12], micro_batch_tokens=7)
-    service.prepare()
+    prepare(service)
     total, count = 0.0, 0
     with torch.no_grad():
-        for sequence in service._sequences:
-            logits = service.learner.model(torch.tensor(sequence.ids), [len(sequence.ids)])
+        for chosen in range(12):
+            sequence = service._arrays([chosen])
+            ids = sequence.token_ids_n.tolist()
+            logits = service.learner.model(torch.tensor(ids), [len(ids)])
             logprobs = torch.log_softmax(logits, -1)
-            targets = np.arange(sequence.prompt_tokens, len(sequence.ids))
-            total -= sum(float(logprobs[i - 1, sequence.ids[i]]) for i in targets)
+            targets = np.flatnonzero(sequence.loss_mask_n)
+            total -= sum(float(logprobs[i - 1, ids[i]]) for i in targets)
             count += len(targets)
     assert service.steps(1)["loss"] == pytest.approx(total / count, rel=1e-5)
 
@@ -101,25 +113,30 @@ def test_loss_is_the_mean_cross_entropy_of_solution_tokens(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "no pairs"),
-        ('{"prompt": "a"}\n', ":1:"),
+        ("", "no rows"),
+        ('{"prompt": "a"}\n', ":1: it has the columns prompt; needed: .prompt. and .solution., or .messages."),
+        ('{"prompt": "a", "solution": 3}\n', ":1: .solution. = 3: must be a string"),
         ("\n{broken\n", ":2:"),
-        ('{"prompt": "a", "solution": ""}', "no pair is left"),
+        ('{"prompt": "a", "solution": ""}', "no row is left"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', ":1: a conversation.*set model.template = 'chat'"),
+        ('{"messages": []}', ":1: .messages. = .*: must be a list"),
+        ('{"messages": [{"from": "human", "value": "a"}]}', ":1: .*role = None; it has: from, value; valid: system"),
+        ('{"messages": [{"role": "user", "content": [1]}]}', r":1: .messages..0.: content = \[1\]: must be a string"),
     ],
 )
 def test_bad_data_is_named(tmp_path: Path, content: str, message: str) -> None:
     service = make(tmp_path, PAIRS)
     (tmp_path / "pairs.jsonl").write_text(content)
     with pytest.raises(ConfigurationError, match=message):
-        service.prepare()
+        prepare(service)
     (tmp_path / "pairs.jsonl").unlink()
-    with pytest.raises(ConfigurationError, match="No such file"):
-        service.prepare()
+    with pytest.raises(ConfigurationError, match="no such file"):
+        prepare(service)
 
 
 def test_skipped_steps_make_no_version_and_too_many_end_it(tmp_path: Path) -> None:
     service = make(tmp_path, PAIRS)
-    service.prepare()
+    prepare(service)
     service.steps(2)
     update, poison = service.learner.update, [math.nan] * 3
     service.learner.update = lambda rate, loss: update(rate, poison.pop() if poison else loss)  # type: ignore[method-assign]

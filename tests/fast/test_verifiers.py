@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.config.schema import TaskSource, Verifier
+from headway.config.schema import Verifier
+from headway.config.sources import TaskSource
 from headway.records.errors import ConfigurationError
 from headway.records.rollout import Failure, Verdict
 from headway.records.task import Task
@@ -143,7 +144,7 @@ class TestBuiltIn:
         assert "source = 'reasoning-gym'" in verdict.failure.cause
 
     def test_register_refuses_a_taken_name(self):
-        assert set(VERIFIERS) == {"exact", "numeric", "regex", "reasoning-gym"}
+        assert set(VERIFIERS) == {"exact", "numeric", "math", "regex", "reasoning-gym"}
         with pytest.raises(ValueError, match="already registered"):
             register("exact")(lambda: lambda _task, _response: 0.0)
 
@@ -152,7 +153,7 @@ class TestBuiltIn:
     ("name", "parameters", "message"),
     [
         ("exat", {}, "'exat' is unknown; did you mean 'exact'"),
-        ("zzz", {}, "valid: exact, numeric, reasoning-gym, regex or module:function"),
+        ("zzz", {}, "valid: exact, math, numeric, reasoning-gym, regex or module:function"),
         ("exact", {"extrct": "all"}, "extrct.*valid: extract, strip"),
         ("exact", {"extract": "lastline"}, "extract = 'lastline': valid: all, last_line, answer_tag"),
         ("numeric", {"tolerance": -1}, "tolerance = -1: must be a finite number >= 0"),
@@ -292,3 +293,47 @@ class TestService:
     def test_a_configuration_that_cannot_be_resolved_is_an_error_at_the_start(self):
         with pytest.raises(ConfigurationError, match="nowhere can't be imported"):
             VerifierService(None, verifier={"name": "nowhere:f"})
+
+
+NAMED = {
+    "loose": {"name": "numeric", "parameters": {"tolerance": 1}},
+    "own": {"name": "test_verifiers:raises", "timeout_s": 3},
+}
+
+
+class TestChosenByTasks:
+    def test_the_task_decides_and_each_is_made_once(self, monkeypatch: pytest.MonkeyPatch):
+        made: list[object] = []
+        numeric = VERIFIERS["numeric"]
+        monkeypatch.setitem(VERIFIERS, "numeric", lambda **parameters: made.append(1) or numeric(**parameters))
+        service = VerifierService(None, verifier={"name": "exact"}, named=NAMED)
+        for _ in range(3):
+            rewards = [
+                service.score(Task(task_id="t", prompt="p", answer="15", verifier=name), ["16"])[0].reward
+                for name in ("", "loose")
+            ]
+            assert rewards == [0.0, 1.0]
+        assert len(made) == 1
+
+    def test_one_that_is_not_there_fails_the_responses_and_says_so(self):
+        service = VerifierService(None, verifier={"name": "exact"}, named=NAMED)
+        verdicts = service.score(Task(task_id="feed", prompt="p", verifier="strict"), ["1", "2"])
+        assert [verdict.failure.cause for verdict in verdicts if verdict.failure] == [
+            "task feed asks for the verifier 'strict', and there is loose, own"
+        ] * 2
+
+    @pytest.mark.parametrize(
+        ("key", "settings", "message"),
+        [
+            (
+                "loose",
+                {"name": "numeric", "parameters": {"tol": 1}},
+                r"^verifiers\.loose\.parameters = .*valid: extract, ",
+            ),
+            ("a:b", {"name": "a:b"}, r"^a task source's or row's verifier\.name = 'a:b': a can't be imported"),
+            ('{"name": "zzz"}', {"name": "zzz"}, r"^a task source's or row's verifier\.name = 'zzz' is unknown"),
+        ],
+    )
+    def test_one_that_cannot_be_made_is_named(self, key: str, settings: dict[str, Any], message: str):
+        with pytest.raises(ConfigurationError, match=message):
+            VerifierService(None, verifier={"name": "exact"}, named={key: settings})

@@ -15,7 +15,7 @@ import pytest
 from worker_processes import exists, run, until
 
 from headway.config import schema
-from headway.config.schema import TaskSource
+from headway.config.sources import TaskSource, VerifierSettings
 from headway.records.errors import ConfigurationError
 from headway.records.rollout import Verdict
 from headway.records.task import Task
@@ -36,12 +36,13 @@ async def pool(
     workers: int = 1,
     timeout_s: float = TIMEOUT_S,
     launcher: LocalLauncher | None = None,
+    named: dict[str, VerifierSettings] | None = None,
     **verifier: Any,
 ) -> AsyncIterator[Any]:
     fields = {"name": "verifier_functions:score", "parameters": {"folder": str(folder)}, **verifier}
     configured = schema.Verifier(workers=workers, timeout_s=timeout_s, **fields)
     clock = RealClock()
-    made = VerifierPool(launcher or LocalLauncher(clock), configured, clock, log_folder=folder)
+    made = VerifierPool(launcher or LocalLauncher(clock), configured, clock, named=named, log_folder=folder)
     await made.start()
     pids = made.pids
     try:
@@ -215,6 +216,21 @@ def test_reasoning_gym_through_the_pool(tmp_path: Path):
             for task in load_tasks(TaskSource.model_validate(source)):
                 right, wrong = await verifiers.verify(task, [task.answer, "no board"])
                 assert (right.reward, right.solved, wrong.solved) == (1.0, True, False)
+
+    run(main)
+
+
+def test_tasks_choose_their_verifier_and_mathematics_without_end_costs_its_response_alone(tmp_path: Path):
+    async def main() -> None:
+        named = {"maths": VerifierSettings(name="math", timeout_s=TIMEOUT_S)}
+        sum_, power = (Task(task_id="t", prompt="p", answer="1/2", verifier=name) for name in ("", "maths"))
+        async with pool(tmp_path, timeout_s=20.0, name="exact", parameters={}, named=named) as verifiers:
+            assert [v.solved for v in await verifiers.verify(sum_, ["1/2", "0.5"])] == [True, False]
+            right, endless, wrong = await verifiers.verify(power, ["\\boxed{0.5}", "$9^{9^{9^{9}}}$", "\\boxed{0.6}"])
+            assert (right.solved, wrong.solved, wrong.failure) == (True, False, None)
+            assert endless.failure is not None
+            assert endless.failure.cause == "timed out after 1 s; job killed"
+            assert not endless.failure.infrastructure
 
     run(main)
 

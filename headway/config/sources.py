@@ -1,0 +1,165 @@
+"""The parts of the experiment file that say where tasks and demonstrations come from, and who scores them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from headway.config.section import Positive, Seconds, Section
+
+_OTHER_FORMATS = (".parquet", ".arrow", ".csv")  # files that only source = "datasets" reads
+# key -> the sources it means something to; a key that isn't here means something to all
+_MEANT_FOR: Mapping[str, tuple[str, ...]] = {
+    "path": ("jsonl", "datasets"),
+    "name": ("datasets", "reasoning-gym"),
+    "subset": ("datasets",),
+    "split": ("datasets",),
+    "revision": ("datasets",),
+    "columns": ("jsonl", "datasets"),
+    "convert": ("jsonl", "datasets"),
+    "parameters": ("reasoning-gym",),
+    "size": ("reasoning-gym",),
+    "seed": ("reasoning-gym",),
+}
+
+
+class VerifierSettings(Section):
+    """A verifier that tasks choose by name: ``verifier = "NAME"`` in their source or their row."""
+
+    name: str = "exact"  # exact | numeric | math | regex | reasoning-gym | module:function
+    parameters: dict[str, Any] = {}  # keyword arguments of the verifier
+    timeout_s: Seconds = 10.0  # hard limit per response; the job is killed
+
+
+def _alternative(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "name"
+    return "table" if isinstance(value, (Mapping, VerifierSettings)) else None
+
+
+# By name, or as a table of its own.
+VerifierChoice = Annotated[
+    Annotated[str, Tag("name")] | Annotated[VerifierSettings, Tag("table")],
+    Discriminator(
+        _alternative, custom_error_type="verifier", custom_error_message="valid: a verifier's name, or a table"
+    ),
+]
+
+
+class TaskColumns(Section):
+    prompt: str = "prompt"  # a text, or a conversation: a list of {role, content} (needs model.template = "chat")
+    answer: str | None = None  # default: "answer" where there is one; "" takes none
+    metadata: tuple[str, ...] | None = None  # what else the verifier is given; default: every other column
+
+
+class SftColumns(Section):
+    prompt: str = "prompt"  # a text; with solution
+    solution: str = "solution"  # a text
+    messages: str = "messages"  # a list of {role, content}; rows that have it are conversations
+    tools: str = "tools"  # conversations: what the chat template is given as tools, where there is one
+
+
+class TaskSource(Section):
+    source: Literal["jsonl", "datasets", "reasoning-gym"] = "jsonl"  # docs/inputs.md
+    path: str = ""  # jsonl: the file; datasets: a file or folder on this machine
+    name: str = ""  # datasets: its name on the Hugging Face hub; reasoning-gym: the generator's
+    subset: str = ""  # datasets: which configuration of it, where there are several
+    split: str = ""  # datasets: train, test, ...; default: the only one, or else train
+    revision: str = ""  # datasets from the hub: a commit or tag, so that the data can't change under the run
+    columns: TaskColumns = TaskColumns()  # which column is what
+    convert: str = ""  # module:function from a row to {"prompt", "answer", ...}, or to None to leave it out
+    parameters: dict[str, Any] = {}  # reasoning-gym: the generator's parameters
+    size: Positive = 1000  # reasoning-gym: how many tasks to generate
+    seed: int = 0  # reasoning-gym: the generator's seed
+    limit: Positive | None = None  # use only the first so many tasks (after shuffling by run seed)
+    weight: Annotated[float, Field(gt=0)] = 1.0  # share of the training tasks drawn from it, beside the others' weights
+    label: str = ""  # what solve rates are told apart by; default: its path or name
+    verifier: VerifierChoice | None = None  # NAME of [verifiers.NAME], or a table; default: [verifier]
+
+    @model_validator(mode="after")
+    def _complete(self) -> TaskSource:
+        require_complete(self, self.source)
+        return self
+
+    @property
+    def called(self) -> str:
+        """The label, or what stands in for it."""
+        return self.label or self.path or (f"{self.source}:{self.name}" if self.source != "datasets" else self.name)
+
+
+class SftSource(Section):
+    source: Literal["jsonl", "datasets"] = "jsonl"  # docs/inputs.md
+    path: str = ""  # jsonl: the file; datasets: a file or folder on this machine
+    name: str = ""  # datasets: its name on the Hugging Face hub
+    subset: str = ""  # datasets: which configuration of it, where there are several
+    split: str = ""  # datasets: train, test, ...; default: the only one, or else train
+    revision: str = ""  # datasets from the hub: a commit or tag
+    columns: SftColumns = SftColumns()  # which column is what
+    convert: str = ""  # module:function from a row to one with the keys above, or to None
+
+    @model_validator(mode="after")
+    def _complete(self) -> SftSource:
+        require_complete(self, self.source)
+        return self
+
+    @property
+    def called(self) -> str:
+        """What errors call it."""
+        return self.path or self.name
+
+
+def require_complete(section: TaskSource | SftSource, source: str) -> None:
+    """Raise ValueError for a key that ``source`` needs and hasn't got, or that means nothing to it."""
+    for key, sources in _MEANT_FOR.items():
+        field = type(section).model_fields.get(key)
+        if field is not None and source not in sources and getattr(section, key) != field.default:
+            valid = " or ".join(f"'{name}'" for name in sources)
+            raise ValueError(f"{key!r} has no effect with source = '{source}': it belongs to source = {valid}")
+    if source == "jsonl":
+        if not section.path:
+            raise ValueError("source 'jsonl' needs 'path'")
+        if PurePath(section.path).suffix in _OTHER_FORMATS:
+            raise ValueError(f"{section.path!r} is no JSONL file: set source = 'datasets'")
+    if source == "reasoning-gym" and not section.name:
+        raise ValueError("source 'reasoning-gym' needs 'name'")
+    if source == "datasets" and bool(section.path) == bool(section.name):
+        raise ValueError("source 'datasets' needs either 'path', on this machine, or 'name', on the Hugging Face hub")
+    if section.path and section.revision:
+        raise ValueError("'revision' has no effect with 'path': it chooses a version on the Hugging Face hub")
+    if section.convert and section.columns != type(section.columns)():
+        raise ValueError("'columns' has no effect with 'convert', whose rows have the columns' default names")
+    if section.convert and ":" not in section.convert:
+        raise ValueError(f"convert = {section.convert!r}: expected module:function")
+
+
+def _path_or_table(value: Any) -> Any:
+    """The path of a JSONL file stands for the table that names it."""
+    return {"path": value} if isinstance(value, str) else value
+
+
+def _listed(value: Any) -> Any:
+    """One source is a list of one."""
+    items = cast("list[Any]", value) if isinstance(value, (list, tuple)) else [value]
+    return [_path_or_table(item) for item in items]
+
+
+def _told_apart(sources: tuple[TaskSource, ...]) -> tuple[TaskSource, ...]:
+    seen: set[str] = set()
+    for source in sources:
+        if source.called in seen:
+            raise ValueError(f"two sources are called {source.called!r}: give them a 'label' each")
+        seen.add(source.called)
+    return sources
+
+
+# One source, as a table (or the path of a JSONL file), or a list of several.
+TaskSources = Annotated[
+    tuple[TaskSource, ...], BeforeValidator(_listed), Field(min_length=1), AfterValidator(_told_apart)
+]
+
+
+# The path of a JSONL file, or a table.
+SftData = Annotated[SftSource | None, BeforeValidator(lambda value: _path_or_table(value or None))]

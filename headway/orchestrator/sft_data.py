@@ -1,0 +1,96 @@
+"""What `headway sft` trains on: demonstrations read, tokenised, filtered and counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.config.schema import Experiment
+from headway.records.errors import ConfigurationError
+from headway.tasks.demonstrations import Conversation, Pair, read_demonstrations
+from headway.tokens.conversation import Demonstration, encode_conversation, encode_pair
+from headway.tokens.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftTokens:
+    """All sequences, one behind the other. Legend: ``_n`` one value per token, ``_s`` one per sequence."""
+
+    token_ids_n: npt.NDArray[np.int32]
+    learned_n: npt.NDArray[np.bool_]  # its prediction carries loss
+    lengths_s: npt.NDArray[np.int64]
+    counts: dict[str, float]  # kept, dropped_too_long, dropped_empty, too_long_share, longest, mean, learned_share
+
+
+@dataclass
+class _Kept:
+    """Arrays that grow: a list of Python integers would take ten times the memory."""
+
+    ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    learned: list[npt.NDArray[np.bool_]] = field(default_factory=list)
+
+    def add(self, demonstration: Demonstration) -> None:
+        self.ids.append(np.asarray(demonstration.ids, np.int32))
+        self.learned.append(np.asarray(demonstration.learned, np.bool_))
+
+
+def read_sft_tokens(experiment: Experiment) -> SftTokens:
+    """Read ``sft.data`` and tokenise it for the model. Sequences longer than ``sft.max_tokens`` and those with nothing
+    to learn are dropped and counted (``longest`` and ``too_long_share`` count all).
+
+    Raises ConfigurationError, naming the row, for one that can't be used, and when none is left.
+    """
+    settings = experiment.sft
+    assert settings.data is not None
+    try:
+        tokenizer = Tokenizer.load(experiment.model.path)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"model.path, which sft begins with: {error}") from None
+    kept = _Kept()
+    too_long = empty = longest = 0
+    for where, row in read_demonstrations(settings.data):
+        try:
+            demonstration = _encode(row, tokenizer, experiment)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{where}: {error}") from None
+        if demonstration is None:
+            empty += 1
+            continue
+        longest = max(longest, len(demonstration.ids))
+        if len(demonstration.ids) > settings.max_tokens:
+            too_long += 1
+            continue
+        kept.add(demonstration)
+    total = len(kept.ids) + too_long + empty
+    if not kept.ids:
+        what = "no rows; pairs or conversations are needed" if not total else (
+            f"no row is left ({too_long} longer than sft.max_tokens = {settings.max_tokens}, {empty} with an empty "
+            "prompt or answer)"
+        )  # fmt: skip
+        raise ConfigurationError(f"sft.data = {settings.data.called!r}: {what}")
+    lengths_s = np.fromiter(map(len, kept.ids), np.int64, len(kept.ids))
+    learned_n = np.concatenate(kept.learned)
+    counts = {
+        "kept": len(kept.ids),
+        "dropped_too_long": too_long,
+        "dropped_empty": empty,
+        "too_long_share": too_long / total,
+        "longest": longest,
+        "mean": float(lengths_s.mean()),
+        "learned_share": float(learned_n.mean()),
+    }
+    return SftTokens(token_ids_n=np.concatenate(kept.ids), learned_n=learned_n, lengths_s=lengths_s, counts=counts)
+
+
+def _encode(row: Pair | Conversation, tokenizer: Tokenizer, experiment: Experiment) -> Demonstration | None:
+    template, train_on = experiment.model.template, experiment.sft.train_on
+    if isinstance(row, Pair):
+        return encode_pair(tokenizer, row.prompt, row.solution, template, train_on)
+    if template != "chat":
+        raise ConfigurationError(
+            f"a conversation, which the chat template renders, and model.template = {template!r} would prompt the "
+            "trained model without it: set model.template = 'chat'"
+        )
+    return encode_conversation(tokenizer, row.messages, row.tools, train_on)

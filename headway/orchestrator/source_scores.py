@@ -1,0 +1,45 @@
+"""How well each task source is solved, with the standard error that attempts at one task being alike calls for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from headway.records.ledger import SourceScore
+from headway.records.rollout import Rollout
+
+
+def source_scores(attempts: Iterable[tuple[str, Rollout]]) -> dict[str, SourceScore]:
+    """Label -> score of the (label of the task's source, rollout) pairs, in the order of their appearance; rollouts
+    that failed don't count. Empty for fewer than two sources: nothing is told apart."""
+    observed: dict[str, list[tuple[int, float]]] = {}
+    for label, rollout in attempts:
+        found = observed.setdefault(label, [])
+        if rollout.failure is None:
+            found.append((rollout.group, float(rollout.solved)))
+    if len(observed) < 2:
+        return {}
+    return {
+        label: SourceScore(
+            tasks=len({group for group, _ in found}),
+            samples=len(found),
+            solve_rate=sum(solved for _, solved in found) / max(len(found), 1),
+            standard_error=clustered_standard_error(found),
+        )
+        for label, found in observed.items()
+    }
+
+
+def clustered_standard_error(observations: Sequence[tuple[int, float]]) -> float:
+    """Standard error of the mean of (task, value) pairs: attempts at one task are alike, so tasks count, not attempts
+    (the cluster-robust estimate, Liang & Zeger, 1986). 0 for fewer than two tasks."""
+    if not observations:
+        return 0.0
+    mean = sum(value for _, value in observations) / len(observations)
+    sums: dict[int, float] = {}
+    for task, value in observations:
+        sums[task] = sums.get(task, 0.0) + value - mean
+    tasks = len(sums)
+    if tasks < 2:
+        return 0.0
+    return math.sqrt(tasks / (tasks - 1) * sum(deviation**2 for deviation in sums.values())) / len(observations)

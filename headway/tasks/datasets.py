@@ -1,0 +1,102 @@
+"""Rows of Hugging Face data sets: files and folders on this machine, or by name from the hub.
+
+What is on this machine is streamed from where it lies: no copy on the disk, one batch of rows in memory. From the hub
+the files are downloaded once, into the cache of the package ``datasets``, and mapped into memory from there.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from headway.config.sources import SftSource, TaskSource
+from headway.records.errors import ConfigurationError
+from headway.runtime.imports import import_extra
+
+_BUILDERS = {
+    ".parquet": "parquet",
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".arrow": "arrow",
+}  # suffix of a file -> its reader
+_MARKS_OF_SAVED = ("dataset_dict.json", "state.json")  # files that save_to_disk leaves in its folder
+
+
+def read_dataset(source: TaskSource | SftSource) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of ``source``, each with what errors call it ("gsm8k row 3", counted from 0), in their own order.
+
+    Raises ConfigurationError: the package is missing; no such file, folder or data set; an unknown subset or split
+    (with those there are); the hub can't be reached; a file that can't be read.
+    """
+    package = import_extra("datasets", "datasets", "source = 'datasets'")
+    name = source.called
+    try:
+        rows = _open_path(package, source) if source.path else _open_hub(package, source)
+        yield from ((f"{name} row {number}", dict(row)) for number, row in enumerate(rows))
+    except ConfigurationError:
+        raise
+    except ConnectionError as error:  # also what the package raises for a name that isn't in its cache
+        raise ConfigurationError(
+            f"{name}: the Hugging Face hub can't be reached ({_first_line(error)}): download it where there is a "
+            f'network (hf download {source.name} --repo-type dataset --local-dir FOLDER) and set path = "FOLDER" '
+            "instead of name"
+        ) from error
+    except Exception as error:  # the boundary to somebody else's package and files: all of it is bad input here
+        raise ConfigurationError(f"{name} can't be read: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _open_path(package: Any, source: TaskSource | SftSource) -> Iterable[Mapping[str, Any]]:
+    path = Path(source.path)
+    if not path.exists():
+        raise ConfigurationError(f"no such file or folder: {path}")
+    if path.is_dir() and any((path / mark).exists() for mark in _MARKS_OF_SAVED):
+        if source.subset:
+            raise ConfigurationError(f"{path} was written by save_to_disk, which keeps no subsets: leave 'subset' out")
+        return _split_of(package.load_from_disk(str(path)), source)
+    if path.is_dir():
+        return _split_of(_load(package, source, str(path), streaming=True), source)
+    builder = _BUILDERS.get(path.suffix)
+    if builder is None:
+        valid = ", ".join(_BUILDERS)
+        raise ConfigurationError(f"{path}: {path.suffix or 'no'} files can't be read; valid: {valid}, or a folder")
+    if source.split or source.subset:
+        raise ConfigurationError(f"{path} is a single file, without splits and subsets: leave 'split' and 'subset' out")
+    return package.load_dataset(builder, data_files=str(path), split="train", streaming=True)
+
+
+def _open_hub(package: Any, source: TaskSource | SftSource) -> Iterable[Mapping[str, Any]]:
+    # all splits are prepared at once; asking for one alone would still download the others' files
+    return _split_of(_load(package, source, source.name, revision=source.revision or None), source)
+
+
+def _load(package: Any, source: TaskSource | SftSource, where: str, **options: Any) -> Any:
+    try:
+        return package.load_dataset(where, source.subset or None, **options)
+    except ValueError as error:
+        if "BuilderConfig" in str(error) or "Config name is missing" in str(error):
+            problem = f"subset = {source.subset!r}" if source.subset else "'subset' is needed"
+            raise ConfigurationError(f"{source.called}: {problem}: {_first_line(error)}") from None
+        raise
+
+
+def _split_of(loaded: Any, source: TaskSource | SftSource) -> Iterable[Mapping[str, Any]]:
+    """The split that is wanted, of a data set or a dictionary of several."""
+    if not isinstance(loaded, Mapping):
+        if source.split and str(loaded.split) != source.split:
+            raise ConfigurationError(f"{source.called} is one data set without splits: leave 'split' out")
+        return loaded
+    names = [str(name) for name in loaded]
+    wanted = source.split or (names[0] if len(names) == 1 else "train")
+    if wanted not in names:
+        near = difflib.get_close_matches(wanted, names, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        asked = f"split = {wanted!r}" if source.split else "'split' is needed"
+        raise ConfigurationError(f"{source.called}: {asked}; {hint}it has: {', '.join(names)}")
+    return loaded[wanted]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,66 @@
+"""Demonstrations for `headway sft`: prompts with a solution, or whole conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from headway.config.sources import SftSource
+from headway.records.errors import ConfigurationError
+from headway.tasks.rows import Rows, require_column, require_messages, short
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One prompt and how it is to be answered; either may be empty, and then teaches nothing."""
+
+    prompt: str
+    solution: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """{role, content} messages, and what the chat template is given as tools."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+
+
+def read_demonstrations(source: SftSource) -> Iterator[tuple[str, Pair | Conversation]]:
+    """The rows of ``source``, each with what errors call it; further columns are ignored.
+
+    Raises ConfigurationError: what can't be read, and a row that is neither a pair nor a conversation (with the
+    columns it has).
+    """
+    columns = source.columns
+    for where, raw in Rows(source):
+        if columns.messages in raw:
+            messages = require_messages(raw[columns.messages], columns.messages, where)
+            yield where, Conversation(messages=messages, tools=_tools_of(raw.get(columns.tools), columns.tools, where))
+        elif columns.prompt in raw and columns.solution in raw:
+            prompt, solution = (_text(raw, key, where) for key in (columns.prompt, columns.solution))
+            yield where, Pair(prompt=prompt, solution=solution)
+        else:
+            raise ConfigurationError(
+                f'{where}: it has the columns {", ".join(sorted(raw)) or "(none)"}; needed: "{columns.prompt}" and '
+                f'"{columns.solution}", or "{columns.messages}"; sft.data.columns says which column is which'
+            )
+
+
+def _text(raw: Mapping[str, Any], key: str, where: str) -> str:
+    value = require_column(raw, key, where)
+    if not isinstance(value, str):
+        raise ConfigurationError(f"{where}: \"{key}\" = {short(value)}: must be a string; 'convert' can make one")
+    return value
+
+
+def _tools_of(value: Any, key: str, where: str) -> tuple[dict[str, Any], ...] | None:
+    if not value:
+        return None
+    items = cast("list[Any]", value) if isinstance(value, list) else [value]
+    if not all(isinstance(item, dict) for item in items):
+        raise ConfigurationError(
+            f"{where}: \"{key}\" = {short(value)}: must be a list of objects; 'convert' can make one"
+        )
+    return tuple(items)

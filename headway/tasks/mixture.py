@@ -1,0 +1,56 @@
+"""Which source the next task comes from, so that shares are kept at every moment and not only on average."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import gcd, lcm
+
+
+class Mixture:
+    """An endless sequence of sources in which none is ever a whole task ahead of or behind its share.
+
+    With n choices made and shares p_i, source i was chosen n p_i times, give or take at most 1 - 1 / (2k - 2) for k
+    sources: Tijdeman's rule for the chairman assignment problem (Discrete Mathematics 32, 1980). Of the sources whose
+    deficit n p_i - count_i has reached 1 / (2k - 2), the one that would overrun its bound first is chosen. All of
+    it is integer arithmetic, so the sequence repeats exactly after ``period`` choices, and ``seek`` costs at most one
+    period whatever the position.
+
+    Example: weights (3, 1) give 0, 0, 1, 0, 0, 0, 1, 0, ...: one in four, evenly spread.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        """``weights``: positive, not necessarily summing to 1; taken as the decimals they are written as."""
+        exact = [Fraction(str(weight)) for weight in weights]
+        if not exact or min(exact) <= 0:
+            raise ValueError(f"weights = {list(weights)}: must be positive")
+        scale = lcm(*(weight.denominator for weight in exact))
+        whole = [int(weight * scale) for weight in exact]
+        divisor = gcd(*whole)
+        self._weights = [weight // divisor for weight in whole]
+        self.period = sum(self._weights)
+        self.counts = [0] * len(whole)  # choices of each source so far
+
+    def next(self) -> int:
+        """Choose a source and move on; its index."""
+        if len(self.counts) == 1:
+            chosen = 0
+        else:
+            # everything times 2 (k - 1) x period: the threshold 1 / (2k - 2) becomes the period
+            scale, number = 2 * (len(self.counts) - 1), sum(self.counts) + 1
+            deficits = [
+                scale * (number * weight - count * self.period)
+                for weight, count in zip(self._weights, self.counts, strict=True)
+            ]
+            due = [i for i, deficit in enumerate(deficits) if deficit >= self.period]
+            bound = (scale - 1) * self.period
+            chosen = min(due, key=lambda i: (Fraction(bound - deficits[i], self._weights[i]), i))
+        self.counts[chosen] += 1
+        return chosen
+
+    def seek(self, position: int) -> None:
+        """Go to ``position`` (>= 0), as if that many choices had been made."""
+        periods, rest = divmod(position, self.period)
+        self.counts = [periods * weight for weight in self._weights]
+        for _ in range(rest):
+            self.next()

@@ -1,0 +1,129 @@
+"""Rows of a source, whatever it is made of: JSONL files, Hugging Face data sets, and a user's own conversion."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from headway.config.sources import SftSource, TaskSource
+from headway.records.errors import ConfigurationError
+from headway.runtime.imports import import_function
+from headway.tasks.datasets import read_dataset
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Rows:
+    """The rows of ``source``, each with what errors call it: file and line, or data set and row number.
+
+    Iterate once; ``left_out`` then says for how many rows ``convert`` returned None. Raises ConfigurationError while
+    iterating: whatever can't be read, a ``convert`` that can't be imported, raises or returns no table.
+    """
+
+    def __init__(self, source: TaskSource | SftSource) -> None:
+        self._source = source
+        self.left_out = 0
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        source = self._source
+        rows = read_objects(Path(source.path)) if source.source == "jsonl" else read_dataset(source)
+        if not source.convert:
+            yield from rows
+            return
+        convert = import_function(source.convert, "convert", ())
+        for where, raw in rows:
+            try:
+                converted = convert(raw)
+            except (Exception, SystemExit) as error:  # a user's function may raise anything
+                cause = f"{type(error).__name__}: {error}"
+                raise ConfigurationError(f"{where}: {source.convert} raised {cause}") from error
+            if converted is None:
+                self.left_out += 1
+            elif isinstance(converted, dict):
+                yield where, cast("dict[str, Any]", converted)
+            else:
+                what = type(converted).__name__
+                raise ConfigurationError(f"{where}: {source.convert} returned a {what}; valid: a dictionary or None")
+
+
+def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file, each with ``file:line`` for errors; blank lines are skipped.
+
+    Raises ConfigurationError: no such file, a folder, a line that is not one JSON object.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                if text.strip():
+                    yield f"{path}:{number}", _parse_object(text, f"{path}:{number}")
+    except FileNotFoundError:
+        raise ConfigurationError(f"no such file: {path}") from None
+    except IsADirectoryError:
+        raise ConfigurationError(f"{path} is a folder; source = 'datasets' reads data sets in folders") from None
+    except OSError as error:
+        raise ConfigurationError(f"{path} can't be read: {error.strerror}") from None
+
+
+def _parse_object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        raw = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigurationError(f"{where}: expected a JSON object, got {type(raw).__name__}")
+    return raw
+
+
+def require_column(raw: Mapping[str, Any], key: str, where: str) -> Any:
+    """``raw[key]``; ConfigurationError with the columns there are, or the nearest, otherwise."""
+    if key not in raw:
+        near = difflib.get_close_matches(key, list(raw), n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigurationError(f'{where}: missing "{key}"; {hint}it has: {", ".join(sorted(raw)) or "nothing"}')
+    return raw[key]
+
+
+def require_text(raw: Mapping[str, Any], key: str, where: str) -> str:
+    """The non-empty string ``raw[key]``; ConfigurationError naming ``where`` otherwise."""
+    value = require_column(raw, key, where)
+    if not isinstance(value, str):
+        raise ConfigurationError(f'{where}: "{key}" = {short(value)}: must be a string')
+    if not value:
+        raise ConfigurationError(f'{where}: "{key}" is empty')
+    return value
+
+
+def require_messages(value: Any, key: str, where: str) -> tuple[dict[str, Any], ...]:
+    """A conversation: at least one {role, content}, further keys kept unless None (data sets fill them in).
+
+    The content must be a string; an assistant's may be missing beside ``tool_calls``. Raises ConfigurationError.
+    """
+    if not isinstance(value, list) or not value:
+        raise ConfigurationError(f'{where}: "{key}" = {short(value)}: must be a list of {{"role", "content"}}')
+    messages: list[dict[str, Any]] = []
+    for number, raw in enumerate(cast("list[Any]", value)):
+        place = f'{where}: "{key}"[{number}]'
+        if not isinstance(raw, dict):
+            raise ConfigurationError(f'{place} = {short(raw)}: must be {{"role", "content"}}')
+        message = {str(name): item for name, item in cast("dict[Any, Any]", raw).items() if item is not None}
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            have = "" if "role" in message else f"; it has: {', '.join(message) or 'nothing'}"
+            raise ConfigurationError(f"{place}: role = {role!r}{have}; valid: {', '.join(ROLES)}")
+        if content is None and role == "assistant" and message.get("tool_calls"):
+            message["content"] = ""  # templates test and concatenate it
+        elif not isinstance(content, str):
+            raise ConfigurationError(f"{place}: content = {short(content)}: must be a string; 'convert' can make one")
+        messages.append(message)
+    return tuple(messages)
+
+
+def short(value: object) -> str:
+    """The value as errors show it: at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
