@@ -10,7 +10,7 @@ from headway.cli import experiment_options as experiments
 
 if TYPE_CHECKING:
     from headway.config.schema import Experiment
-    from headway.orchestrator.check import Finding
+    from headway.records.planning import Finding
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -22,7 +22,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command(
         "check",
         context_settings=experiments.OVERRIDES,
-        epilog="Example: headway check examples/arithmetic/experiment.toml",
+        epilog="Example: headway check examples/arithmetic/experiment.toml --no-calibrate",
     )(check)
     app.command(
         "eval",
@@ -49,6 +49,7 @@ def train(
         from headway.report.plan import print_plan
 
         print_plan(experiment)
+        typer.echo(f"\nheadway check {config}   predicts memory, rates and staleness")
         return
     from headway.orchestrator.train import train as run
     from headway.report.live import live_view
@@ -63,25 +64,39 @@ def check(
     context: typer.Context,
     config: str = experiments.CONFIG,
     resume: bool = typer.Option(False, "--resume", help="Check for going on with the run in run.directory."),
-    as_json: bool = typer.Option(False, "--json", help="Print the findings as a JSON list."),
+    calibrate: bool = typer.Option(
+        True, "--calibrate/--no-calibrate", help="Start the run's workers, measure some seconds, predict the rates."
+    ),
+    calibrate_s: float = typer.Option(10.0, "--calibrate-s", metavar="SECONDS", min=1.0, help="How long to measure."),
+    as_json: bool = typer.Option(False, "--json", help="Print findings, measurements and forecast as one JSON object."),
 ) -> None:
-    """Find what would stop or spoil the run before it starts; writes nothing. Exit code 2 when there is an error.
+    """Find what would stop or spoil the run, and predict its memory, rates and staleness. Writes nothing.
+
+    Exit code 2 when there is an error, 3 when a worker fails while the run is calibrated.
 
     Any key of the experiment file can be given as --section.key=value.
     """
     experiment = experiments.load(context, config)
-    from headway.orchestrator.check import check as find
+    from headway.orchestrator.preview import preview
+    from headway.report.preview import CalibrationProgress, print_preview
 
-    findings = find(experiment, resume=resume)
+    report = preview(
+        experiment,
+        resume=resume,
+        seconds=calibrate_s if calibrate else None,
+        on_progress=CalibrationProgress(quiet=as_json),
+        on_findings=(lambda findings: None) if as_json else _print_findings,
+    )
+    failed = any(finding.level == "error" for finding in report.findings)
     if as_json:
         import msgspec
 
-        typer.echo(msgspec.json.encode(findings).decode())
-    else:
-        _print_findings(findings)
-        if not findings:
-            typer.echo("Nothing found: the run can start.")
-    if any(finding.level == "error" for finding in findings):
+        typer.echo(msgspec.json.encode(report).decode())
+    elif not failed:
+        print_preview(report, experiment)
+        if not report.findings:
+            typer.echo("\nNothing found: the run can start.")
+    if failed:
         raise typer.Exit(2)
 
 

@@ -49,6 +49,11 @@ class Call:
         self.first_token_s = 0.0
 
     @property
+    def tokens(self) -> int:
+        """Response tokens so far."""
+        return len(self._ids)
+
+    @property
     def outstanding_tokens(self) -> int:
         """Prompt and still allowed response tokens: what it may cost a replica."""
         return len(self.request.prompt_ids) + max(0, self.request.sampling.max_tokens - len(self._ids))

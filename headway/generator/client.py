@@ -208,6 +208,10 @@ class GeneratorPool:
         for call in list(self._calls.values()):
             call.fail(HeadwayError("the generator pool is stopped"))
 
+    def tokens_so_far(self) -> list[int]:
+        """Response tokens of every open request, as far as they were streamed."""
+        return [call.tokens for call in self._calls.values()]
+
     @property
     def pids(self) -> list[int]:
         """Process ids of the live replicas, in order."""

@@ -1,24 +1,25 @@
-"""What can be known to go wrong before a run starts. Torch-free: only files, sizes and one verifier process."""
+"""What can be known to go wrong before a run starts. Torch-free: only files, sizes and one verifier process.
+
+``preview.py`` goes on from here: it starts the run's own workers for some seconds and predicts its rates.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Literal
-
-import msgspec
 
 from headway.algorithms.advantages import resolve as resolve_advantage
 from headway.config.load import require_resumable
 from headway.config.schema import LOSSES, Experiment
 from headway.models.configuration import DecoderConfig
+from headway.orchestrator.memory import existing, memory_findings, memory_places, memory_uses
 from headway.orchestrator.task_sets import SPLITS, generated_apart, named_verifiers, require_template
 from headway.records.errors import ConfigurationError, HeadwayError, RemoteError
+from headway.records.planning import Finding
 from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.runtime.devices import Device, parse_device
@@ -27,20 +28,7 @@ from headway.runtime.run_directory import RunDirectory
 from headway.tasks.sources import overlap, read_tasks
 from headway.tokens.tokenizer import Tokenizer
 
-Level = Literal["error", "warning", "info"]
-
-SHARED_MEMORY = Path("/dev/shm")
-_SHARED_SLOTS = 3  # versions kept in shared memory at once
-_FLOAT32_BYTES = 4
 _START_VERIFIER_S = 60.0  # a verifier's imports may be heavy
-
-
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing `check` found. An error means that the run would fail, hang or mean nothing."""
-
-    level: Level
-    key: str  # the configuration key to look at
-    message: str
 
 
 @dataclass
@@ -355,46 +343,14 @@ def _devices(inputs: _Inputs) -> Iterator[Finding]:
 def _space(inputs: _Inputs) -> Iterator[Finding]:
     if inputs.model is None:
         return
-    experiment, parameters = inputs.experiment, parameter_count(inputs.model)
-    # a checkpoint: the model and two moments, float32; one more than is kept while it is written; the best model
-    checkpoint = 3 * _FLOAT32_BYTES * parameters
-    needed = checkpoint * (experiment.checkpoint.keep_last + 1) + 2 * _FLOAT32_BYTES * parameters
-    folder = _existing(Path(experiment.run.directory))
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        yield _error("run.directory", f"{_gigabytes(free)} free at {folder}, but checkpoints need {_gigabytes(needed)}")
-    elif free < 2 * needed:
-        yield _warning(
-            "run.directory", f"only {_gigabytes(free)} free at {folder}; checkpoints alone need {_gigabytes(needed)}"
-        )
-    width = 2 if experiment.generator.dtype == "bfloat16" else _FLOAT32_BYTES
-    published = _SHARED_SLOTS * width * parameters
-    if not SHARED_MEMORY.is_dir() or shutil.disk_usage(SHARED_MEMORY).free < published:
-        yield _warning(
-            "weights.transport",
-            f"{SHARED_MEMORY} has no room for {_gigabytes(published)} of published weights: the temporary folder will "
-            "be used, which is slower",
-        )
+    try:
+        uses = memory_uses(inputs.experiment, inputs.model)
+    except ConfigurationError:
+        uses = []  # a device or a reference model that isn't there: said already
+    yield from memory_findings(uses, memory_places(uses))
+    folder = existing(Path(inputs.experiment.run.directory))
     if not os.access(folder, os.W_OK):
         yield _error("run.directory", f"{folder} can't be written to")
-
-
-def parameter_count(model: DecoderConfig) -> int:
-    """Number of weights, norms left out."""
-    embeddings = model.vocabulary_size * model.width * (1 if model.tied else 2)
-    return embeddings + model.layers * model.matmul_parameters_per_layer
-
-
-def _existing(path: Path) -> Path:
-    """``path`` or the nearest folder above it that exists."""
-    path = path.absolute()
-    while not path.is_dir():
-        path = path.parent
-    return path
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.1f} MB"
 
 
 # --- run directory and verifier --------------------------------------------------------------------------

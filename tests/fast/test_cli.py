@@ -253,9 +253,9 @@ def test_start_loads_nothing_heavy() -> None:
 
 def test_check_report_and_ledger_never_load_torch() -> None:
     code = (
-        "import sys, tempfile, headway.orchestrator.check, headway.report.page, headway.report.live\n"
+        "import sys, tempfile, headway.orchestrator.preview, headway.report.page, headway.report.live\n"
         "import headway.report.tables\n"
-        "import headway.report.show, headway.report.plan, headway.report.progress\n"
+        "import headway.report.show, headway.report.plan, headway.report.preview, headway.report.progress\n"
         "from headway.runtime.ledger import Ledger\n"
         "from headway.runtime.clock import RealClock\n"
         "ledger = Ledger(tempfile.mkdtemp(), True, RealClock()); ledger.event('start'); ledger.close()\n"

@@ -16,7 +16,9 @@ from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.config.sources import TaskSource
 from headway.orchestrator import check as checking
-from headway.orchestrator.check import Finding, check
+from headway.orchestrator import memory
+from headway.orchestrator.check import check
+from headway.records.planning import Finding
 from headway.records.task import Task
 from headway.runtime.run_directory import RunDirectory
 from headway.tasks.sources import TaskSet
@@ -291,12 +293,12 @@ def test_ranks_that_cannot_work_together(setup: Setup, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("free", "level"), [(10_000, "error"), (1_400_000, "warning")])
 def test_disk_space(setup: Setup, monkeypatch: pytest.MonkeyPatch, free: int, level: str) -> None:
-    monkeypatch.setattr(checking.shutil, "disk_usage", lambda path: Usage(10**12, 0, free))
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: Usage(10**12, 0, free))
     assert "checkpoints" in setup.messages(level)["run.directory"]
 
 
 def test_shared_memory(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "SHARED_MEMORY", setup.folder / "nowhere")
+    monkeypatch.setattr(memory, "SHARED_MEMORY", setup.folder / "nowhere")
     assert "temporary folder" in setup.messages("warning")["weights.transport"]
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from headway.config.load import validate_experiment
-from headway.orchestrator.check import Finding, check
+from headway.orchestrator.check import check
+from headway.records.planning import Finding
 
 pytestmark = pytest.mark.real
 

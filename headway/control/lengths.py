@@ -1,0 +1,173 @@
+"""Response lengths out of a sample that was cut off: those still growing say "longer than this", not "short".
+
+The product-limit estimator of Kaplan and Meier (1958): with d(t) responses that ended at t tokens and n(t) that had
+reached t, P(L > t) = product over s <= t of (1 - d(s) / n(s)).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from statistics import NormalDist
+
+import msgspec
+
+from headway.records.planning import LengthSummary
+
+
+class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
+    """P(L > t) as a step function up to the longest response seen, and an exponential tail from there to the limit.
+
+    The tail has the mean hazard of the seen part, -ln P(L > last) / last. Where nothing ended at all there is no
+    hazard to speak of: every response is taken to reach the limit.
+    """
+
+    tokens: tuple[int, ...]  # lengths at which responses ended, ascending
+    survival: tuple[float, ...]  # P(L > tokens[i]), falling
+    last_tokens: int  # longest observation, ended or not
+    limit_tokens: int  # max_response_tokens: no response is longer
+    finished: int
+    truncated: int  # ended at the limit
+    censored: int
+
+    @property
+    def tail_share(self) -> float:
+        """P(L > last): what the sample says nothing more about."""
+        return 0.0 if self.last_tokens >= self.limit_tokens else (self.survival[-1] if self.survival else 1.0)
+
+    @property
+    def _hazard(self) -> float:
+        share = self.tail_share
+        return -math.log(share) / self.last_tokens if 0 < share < 1 and self.last_tokens else 0.0
+
+    @property
+    def mean_least_tokens(self) -> float:
+        """Restricted mean: E[min(L, last)]."""
+        edges = [0, *self.tokens, self.last_tokens]
+        levels = [1.0, *self.survival]
+        return sum((end - start) * level for (start, end), level in zip(pairwise(edges), levels, strict=True))
+
+    @property
+    def mean_most_tokens(self) -> float:
+        return self.mean_least_tokens + self.tail_share * (self.limit_tokens - self.last_tokens)
+
+    @property
+    def mean_tokens(self) -> float:
+        """E[L], with the tail."""
+        hazard, room = self._hazard, self.limit_tokens - self.last_tokens
+        if not hazard:
+            return self.mean_most_tokens
+        return self.mean_least_tokens + self.tail_share * -math.expm1(-hazard * room) / hazard
+
+    def at(self, q: float) -> int:
+        """The q-quantile, 0 <= q < 1: the smallest t with P(L <= t) >= q; at least 1 token."""
+        left = 1.0 - q + 1e-12  # rounding must not push an exact share to the next length
+        index = bisect_left(self.survival, -left, key=lambda level: -level)  # the first level <= left
+        if index < len(self.survival):
+            return max(1, self.tokens[index])
+        if self.last_tokens >= self.limit_tokens:
+            return max(1, self.limit_tokens)
+        hazard = self._hazard
+        beyond = math.log(self.tail_share / left) / hazard if hazard and left > 0 else math.inf
+        return max(1, int(min(self.limit_tokens, self.last_tokens + max(0.0, beyond))))
+
+    def capped(self, limit_tokens: int) -> LengthDistribution:
+        """The same responses under a smaller limit: those beyond it end at it."""
+        limit = min(limit_tokens, self.limit_tokens)
+        if limit > self.last_tokens:
+            return msgspec.structs.replace(self, limit_tokens=limit)
+        kept = bisect_left(self.tokens, limit)
+        return msgspec.structs.replace(
+            self,
+            tokens=(*self.tokens[:kept], limit),
+            survival=(*self.survival[:kept], 0.0),
+            last_tokens=limit,
+            limit_tokens=limit,
+        )
+
+    def summary(self, group_correlation: float) -> LengthSummary:
+        p99 = self.at(0.99)
+        return LengthSummary(
+            finished=self.finished,
+            truncated=self.truncated,
+            censored=self.censored,
+            longest_tokens=self.last_tokens,
+            mean_tokens=self.mean_tokens,
+            mean_least_tokens=self.mean_least_tokens,
+            mean_most_tokens=self.mean_most_tokens,
+            p50_tokens=self.at(0.5),
+            p99_tokens=p99,
+            p99_seen=p99 <= self.last_tokens,
+            group_correlation=group_correlation,
+        )
+
+
+def length_distribution(observations: Iterable[tuple[int, bool]], limit_tokens: int) -> LengthDistribution:
+    """From (tokens, ended) pairs; not ended: cut off with that many tokens so far. Lengths beyond the limit count as
+    ended at it.
+
+    Example: (2, True), (3, False), (5, True): of three one ends at 2, so P(L > 2) = 2/3; the one cut at 3 says nothing
+    about what comes after; the only one that reached 5 ends there, so P(L > 5) = 0, and the mean is
+    2 x 1 + 3 x 2/3 = 4 tokens.
+    """
+    ended: Counter[int] = Counter()
+    cut: Counter[int] = Counter()
+    for tokens, is_end in observations:
+        if tokens >= limit_tokens:
+            ended[limit_tokens] += 1
+        else:
+            (ended if is_end else cut)[tokens] += 1
+    at_risk = ended.total() + cut.total()
+    tokens_out: list[int] = []
+    survival: list[float] = []
+    level = 1.0
+    for tokens in sorted(ended.keys() | cut.keys()):
+        if ended[tokens]:
+            level *= 1.0 - ended[tokens] / at_risk
+            tokens_out.append(tokens)
+            survival.append(level)
+        at_risk -= ended[tokens] + cut[tokens]
+    return LengthDistribution(
+        tokens=tuple(tokens_out),
+        survival=tuple(survival),
+        last_tokens=max([0, *ended, *cut]),
+        limit_tokens=limit_tokens,
+        finished=ended.total(),
+        truncated=ended[limit_tokens],
+        censored=cut.total(),
+    )
+
+
+def group_correlation(groups: Sequence[Sequence[int]]) -> float:
+    """How alike the lengths inside a group are, 0 to 1: the intraclass correlation of a one-way analysis of variance,
+    on normal scores of the lengths' ranks (so that one very long response doesn't decide it).
+
+    ``groups``: lengths of the members, groups of at least two. 0.0 where there are fewer than two groups.
+    """
+    usable = [group for group in groups if len(group) > 1]
+    count = sum(map(len, usable))
+    if len(usable) < 2:
+        return 0.0
+    score = _normal_scores([length for group in usable for length in group])
+    scores = [[score[length] for length in group] for group in usable]
+    mean = sum(map(sum, scores)) / count
+    means = [sum(group) / len(group) for group in scores]
+    between = sum(len(g) * (m - mean) ** 2 for g, m in zip(scores, means, strict=True)) / (len(scores) - 1)
+    within = sum((x - m) ** 2 for g, m in zip(scores, means, strict=True) for x in g) / (count - len(scores))
+    size = (count - sum(len(group) ** 2 for group in scores) / count) / (len(scores) - 1)
+    spread = between + (size - 1) * within
+    return min(1.0, max(0.0, (between - within) / spread)) if spread > 0 else 0.0
+
+
+def _normal_scores(lengths: Sequence[int]) -> dict[int, float]:
+    """Length -> standard normal quantile of its mid-rank."""
+    counts = Counter(lengths)
+    normal, below = NormalDist(), 0
+    scores: dict[int, float] = {}
+    for length in sorted(counts):
+        scores[length] = normal.inv_cdf((below + counts[length] / 2) / len(lengths))
+        below += counts[length]
+    return scores

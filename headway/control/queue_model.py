@@ -1,0 +1,328 @@
+"""The queue in the abstract: what admission, the staleness budget and two rates make of each other.
+
+A discrete-event simulation of the run with described latencies. Which groups may open and which form a batch is decided
+by the very rules of the run (``admission.credit``, ``staleness.select_batch``). Pure: no clock, and the same numbers
+for the same seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from statistics import NormalDist
+
+import msgspec
+
+from headway.control.admission import credit
+from headway.control.staleness import OpenGroup, OverduePolicy, select_batch
+from headway.records.planning import QueueOutcome
+
+_ROUNDING = 1e-9  # tokens of work
+_EVENTS = {"applied": 0, "verified": 1, "trained": 2, "published": 3}  # at the same moment, in this order
+_MAX_ROLLOUTS = 8_000  # simulated, about: bounds what a simulation costs
+_LEAST_STEPS, _MOST_STEPS = 8, 60
+_LARGEST_BATCH = 512  # samples; larger ones are simulated in proportion
+
+
+class QueueModel(msgspec.Struct, frozen=True, kw_only=True):
+    """One run, described. Times in seconds, lengths in tokens."""
+
+    groups_per_step: int
+    group_size: int
+    budget: int
+    overdue: OverduePolicy = "wait"
+    steps_per_publish: int = 1
+    slots: int  # of one replica
+    replicas: int = 1
+    concurrent_rollouts: int  # that may run or wait for a slot
+    length_at: Callable[[float], int]  # quantile function of the response lengths
+    group_correlation: float = 0.0  # of the lengths in a group (Gaussian copula)
+    prompt_tokens: float = 0.0
+    decode_fixed_s: float  # a decode step of one replica: fixed + its requests x request
+    decode_request_s: float
+    beside: float = 1.0  # a decode step takes so much longer while the trainer computes; inf: it stands still
+    train_fixed_s: float  # a training step: fixed + tokens x token
+    train_token_s: float
+    publish_s: float = 0.0
+    apply_s: float = 0.0
+    pause_s: float = 0.0
+    verify_response_s: float = 0.0
+    verifiers: int = 1
+    acceptance: float = 1.0  # share of finished groups that may be trained
+
+
+class _Group:
+    """An open group of the simulation."""
+
+    def __init__(self, index: int, admitted_version: int, size: int) -> None:
+        self.index = index
+        self.version = admitted_version  # once finished: of its oldest first token
+        self.first = math.inf  # lowest version a member started under
+        self.left = size  # members not finished
+        self.tokens = 0.0
+        self.finished = False
+
+
+class _Simulation:
+    """State between two events. ``work``: tokens that every running request has gained since the start."""
+
+    def __init__(self, model: QueueModel, seed: int) -> None:
+        self.model = model
+        self.random = random.Random(seed)
+        self.normal = NormalDist()
+        self.now = self.work = self.paused_until_s = 0.0
+        self.timers: list[tuple[float, int, int, str, list[_Group]]] = []
+        self.running: list[tuple[float, int, _Group]] = []  # (work at its end, serial, group)
+        self.waiting: deque[tuple[_Group, int]] = deque()  # members without a slot, with their lengths
+        self.open: dict[int, _Group] = {}
+        self.serial = self.admitted = self.finished = 0
+        self.version = self.published = self.applied = 0
+        self.busy = False  # the trainer computes
+        self.publishing = self.updating = False
+        self.missing = 0  # groups that must finish before looking for a batch makes sense
+        self.stalled = False  # a whole batch has finished, but older groups are due
+        self.accepted_debt = 0.0
+        self.verifier_free_s = [0.0] * model.verifiers
+        self.trained: list[int] = []  # staleness of each trained group
+        self.trainer_wait_s = self.straggler_s = self.generator_idle_s = self.filled_s = 0.0
+
+    # --- time -----------------------------------------------------------------------------------------------
+
+    def step_s(self) -> float:
+        """One token for every running request."""
+        model = self.model
+        one = model.decode_fixed_s + model.decode_request_s * len(self.running) / model.replicas
+        return max(one, 1e-12) * (model.beside if self.busy else 1.0)
+
+    def advance(self) -> None:
+        """Go to the next event and do what it says."""
+        due_s = self.timers[0][0] if self.timers else math.inf
+        if self.running:
+            resumed_s = max(self.now, self.paused_until_s)
+            end_s = resumed_s + max(0.0, self.running[0][0] - self.work) * self.step_s()
+            if end_s < due_s:
+                self._pass(end_s)
+                self.work = max(self.work, self.running[0][0])
+                return self._finish_members()
+        if due_s == math.inf:
+            raise ValueError("the simulated run stands still: nothing runs and nothing is due")
+        self._pass(due_s)
+        _, _, _, kind, groups = heapq.heappop(self.timers)
+        getattr(self, f"_{kind}")(groups)
+
+    def _pass(self, until_s: float) -> None:
+        elapsed_s = until_s - self.now
+        if not self.busy and not self.publishing:
+            self.trainer_wait_s += elapsed_s
+            self.straggler_s += elapsed_s if self.stalled else 0.0
+        standing = self.busy and math.isinf(self.model.beside)
+        if not self.running or standing:
+            self.generator_idle_s += elapsed_s
+        self.filled_s += elapsed_s * len(self.running)
+        decoding_s = until_s - max(self.now, min(self.paused_until_s, until_s))
+        if self.running and not standing:
+            self.work += decoding_s / self.step_s()
+        self.now = until_s
+
+    def _after(self, seconds: float, kind: str, groups: list[_Group]) -> None:
+        self.serial += 1
+        heapq.heappush(self.timers, (self.now + seconds, _EVENTS[kind], self.serial, kind, groups))
+
+    # --- generation -----------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        model = self.model
+        groups = credit(
+            open_groups=len(self.open),
+            completed_steps=self.version,
+            applied_version=self.applied,
+            groups_per_step=model.groups_per_step,
+            budget=model.budget,
+        )
+        free = model.concurrent_rollouts - len(self.running) - len(self.waiting)
+        for _ in range(min(groups, free // model.group_size)):
+            group = _Group(self.admitted, self.applied, model.group_size)
+            self.admitted += 1
+            self.open[group.index] = group
+            self.waiting.extend((group, length) for length in self._lengths())
+        while self.waiting and len(self.running) < model.slots * model.replicas:
+            group, length = self.waiting.popleft()
+            group.first = min(group.first, self.applied)
+            group.tokens += model.prompt_tokens + length
+            self.serial += 1
+            heapq.heappush(self.running, (self.work + length, self.serial, group))
+
+    def _lengths(self) -> list[int]:
+        model, normal = self.model, self.random.normalvariate
+        common, own = math.sqrt(model.group_correlation), math.sqrt(1.0 - model.group_correlation)
+        shared = normal(0.0, 1.0)
+        scores = (common * shared + own * normal(0.0, 1.0) for _ in range(model.group_size))
+        return [model.length_at(min(self.normal.cdf(score), 1.0 - 1e-12)) for score in scores]
+
+    def _finish_members(self) -> None:
+        while self.running and self.running[0][0] <= self.work + _ROUNDING:
+            group = heapq.heappop(self.running)[2]
+            group.left -= 1
+            if not group.left:
+                self._verify(group)
+
+    def _verify(self, group: _Group) -> None:
+        start_s = max(self.now, heapq.heappop(self.verifier_free_s))
+        end_s = start_s + self.model.verify_response_s * self.model.group_size
+        heapq.heappush(self.verifier_free_s, end_s)
+        self._after(end_s - self.now, "verified", [group])
+
+    def _verified(self, groups: list[_Group]) -> None:
+        for group in groups:
+            if group.index not in self.open:
+                continue  # overdue
+            self.accepted_debt += self.model.acceptance
+            self.missing -= 1
+            if self.accepted_debt < 1.0 - 1e-9:
+                del self.open[group.index]
+                continue
+            self.accepted_debt -= 1.0
+            group.finished, group.version = True, int(max(group.version, group.first))
+            self.finished += 1
+
+    # --- training -------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Begin a step when the trainer is free and the budget lets a batch form."""
+        model = self.model
+        if self.busy or self.publishing or self.finished < model.groups_per_step or self.missing > 0:
+            return
+        candidates = [
+            OpenGroup(
+                index=group.index,
+                first_version=group.version,
+                state="finished" if group.finished else "running",
+                last_version=self.applied if group.finished else None,
+            )
+            for group in self.open.values()
+        ]
+        chosen = select_batch(self.version, candidates, model.groups_per_step, model.budget, model.overdue)
+        for index in chosen.overdue:
+            self._end_overdue(self.open.pop(index))
+        self.missing, self.stalled = chosen.missing, not chosen.groups
+        if not chosen.groups:
+            return
+        batch = [self.open[index] for index in chosen.groups]
+        self.trained += [self.version - group.version for group in batch]
+        self.busy = True
+        tokens = sum(group.tokens for group in batch)
+        self._after(model.train_fixed_s + tokens * model.train_token_s, "trained", batch)
+
+    def _end_overdue(self, group: _Group) -> None:
+        if group.finished:
+            self.finished -= 1
+            return
+        self.running = [entry for entry in self.running if entry[2] is not group]
+        heapq.heapify(self.running)
+        self.waiting = deque(entry for entry in self.waiting if entry[0] is not group)
+
+    def _trained(self, groups: list[_Group]) -> None:
+        for group in groups:
+            del self.open[group.index]
+        self.finished -= len(groups)
+        self.version += 1
+        self.busy = False
+        if self.version % self.model.steps_per_publish == 0:
+            self.publishing = True
+            if not self.updating:  # else: when the last version is in place
+                self._after(self.model.publish_s, "published", [])
+
+    def _published(self, _: list[_Group]) -> None:
+        self.published, self.updating = self.version, True
+        self.publishing = self.model.budget == 0  # synchronous: wait until it is applied
+        self.paused_until_s = max(self.paused_until_s, self.now + self.model.pause_s)
+        self._after(self.model.apply_s, "applied", [])
+
+    def _applied(self, _: list[_Group]) -> None:
+        self.applied, self.updating = self.published, False
+        if self.publishing and self.model.budget == 0:
+            self.publishing = False
+        elif self.publishing:
+            self._after(self.model.publish_s, "published", [])
+
+
+def simulate(model: QueueModel, *, seed: int = 0) -> QueueOutcome:
+    """Run ``model`` until it is in steady state, then long enough to count (8 to 60 steps, by batch size).
+
+    Batches of more than 512 samples are simulated in proportion: fewer groups in fewer slots, each as much slower.
+    Raises ValueError for a model under which the run would stand still (a budget below steps_per_publish - 1).
+    """
+    scale, model = _scaled_down(model)
+    per_step = model.groups_per_step * model.group_size
+    counted = max(_LEAST_STEPS, min(_MOST_STEPS, int(_MAX_ROLLOUTS * model.acceptance) // per_step))
+    warm = model.budget + max(2, counted // 4)
+    simulation = _Simulation(model, seed)
+    _run_to(simulation, warm)
+    before = _totals(simulation)
+    trained = len(simulation.trained)
+    _run_to(simulation, warm + counted)
+    elapsed_s, waited_s, straggler_s, idle_s, filled_s = (
+        after - then for after, then in zip(_totals(simulation), before, strict=True)
+    )
+    elapsed_s = max(elapsed_s, 1e-12)
+    ages = simulation.trained[trained:]
+    return QueueOutcome(
+        samples_per_s=scale * counted * per_step / elapsed_s,
+        trainer_wait=waited_s / elapsed_s,
+        straggler_wait=straggler_s / elapsed_s,
+        generator_wait=idle_s / elapsed_s,
+        slots_filled=filled_s / elapsed_s / (model.slots * model.replicas),
+        staleness_mean=sum(ages) / max(1, len(ages)),
+        staleness_max=max(ages, default=0),
+    )
+
+
+def _totals(simulation: _Simulation) -> tuple[float, ...]:
+    waits = (simulation.trainer_wait_s, simulation.straggler_s, simulation.generator_idle_s)
+    return (simulation.now, *waits, simulation.filled_s)
+
+
+def _scaled_down(model: QueueModel) -> tuple[float, QueueModel]:
+    """(factor, the same queue with batch, slots and concurrency divided by it)."""
+    wanted = model.groups_per_step * model.group_size / _LARGEST_BATCH
+    groups = max(1, round(model.groups_per_step / max(1.0, wanted)))
+    scale = model.groups_per_step / groups
+    if scale <= 1.0 or model.slots / scale < 1.0:
+        return 1.0, model
+    slots = max(1, round(model.slots / scale))
+    return scale, msgspec.structs.replace(
+        model,
+        groups_per_step=groups,
+        slots=slots,
+        concurrent_rollouts=max(model.group_size, round(model.concurrent_rollouts / scale)),
+        decode_request_s=model.decode_request_s * model.slots / slots,
+        train_token_s=model.train_token_s * scale,
+        verify_response_s=model.verify_response_s * scale,
+    )
+
+
+def _run_to(simulation: _Simulation, version: int) -> None:
+    while simulation.version < version:
+        simulation.admit()
+        simulation.train()
+        simulation.advance()
+
+
+def needed_budget(*, longest_tokens: float, concurrency: int, samples_per_step: int, mean_tokens: float) -> int:
+    """The smallest eta under which ``wait`` does not stall on the longest response:
+
+        eta >= L_max x concurrency / (samples_per_step x L_mean)
+
+    While one response grows to L_max tokens, its neighbours in ``concurrency`` slots end L_max x concurrency / L_mean
+    times in the mean: so many samples, so many steps. An upper bound where fewer of them are trained (filters, a slower
+    trainer). Raises ValueError for arguments that are not positive.
+    """
+    if min(longest_tokens, concurrency, samples_per_step, mean_tokens) <= 0:
+        raise ValueError(
+            f"longest {longest_tokens}, concurrency {concurrency}, samples per step {samples_per_step}, "
+            f"mean {mean_tokens}: all must be positive"
+        )
+    return math.ceil(longest_tokens * concurrency / (samples_per_step * mean_tokens) - 1e-9)

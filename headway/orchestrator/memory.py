@@ -1,0 +1,305 @@
+"""What the run's processes and files will need, before any of them exists. Torch-free: sizes alone.
+
+All numbers are what is needed *at most*: every KV slot full, the largest micro-batch. ``P`` parameters, ``b`` bytes of
+a number in the dtype in question, ``L`` layers, ``d`` width, ``H``/``K`` query and KV heads of ``e`` dimensions, ``f``
+intermediate width, ``V`` vocabulary.
+
+- generator replica: weights P·b (4·P while they are loaded); KV cache 2·L·slots·K·context·e·b; the buffer new versions
+  are read into P·b (in the machine's memory, on a GPU as well); for one step the activations of a prefill, 8192 tokens
+  or the longest prompt if that is more, and the float32 logits of every slot with what sampling makes of them
+- trainer rank: float32 weights, gradients and two moments 16·P; the reference model P·b; activations of a micro-batch
+  (``activation_bytes``); logits of one chunk. With several ranks gradients are summed in one more copy, 4·P
+- published weights: 3 versions of P·b in /dev/shm; the system shows them once more in every process that reads them
+- checkpoints: 12·P each (weights and two moments), one more than is kept while it is written, and the best model twice
+- buffer: payloads stay until a durable checkpoint covers them, ~14 bytes a token
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from headway.config.schema import Experiment
+from headway.models.configuration import DecoderConfig
+from headway.records.planning import Finding, MemoryPlace, MemoryUse
+from headway.runtime.devices import parse_device
+from headway.weights.leftovers import SHARED_MEMORY
+
+GIB = 2**30
+FULL = 0.9  # of what is free: beyond it, a warning
+
+# Resident memory of a process before it holds any model: Python, and torch where it is used. Measured on Linux with
+# torch's CPU build: 246, 331, 82 and 44 MiB, and rounded up (a CUDA build adds the libraries it loads).
+BASE_BYTES = {"generator": 280 << 20, "trainer": 350 << 20, "orchestrator": 110 << 20, "verifier": 60 << 20}
+CUDA_CONTEXT_BYTES = 600 << 20  # of GPU memory, for the context and its libraries
+
+_PREFILL_TOKENS = 8192  # of one engine step (generator/engine.py)
+_CHUNK_LOGITS = 1 << 25  # values of one chunk of logits (trainer/learner.py)
+_PUBLISHED_VERSIONS = 3  # slots of weights/shared_memory.py
+_LOGIT_COPIES = 5  # of a chunk: logits, log-softmax, entropy's two, a gradient; 4 bytes each
+_SAMPLING_BYTES = 20  # of one logit: log-softmax and probabilities in float32, their sums in float64, the logits
+_TOKEN_BYTES_IN_MEMORY = 90  # of a response token in the orchestrator: id, log-probability, mask as Python objects
+_TOKEN_BYTES_ON_DISK = 14
+
+
+def bytes_of(dtype: str) -> int:
+    """Bytes of one number."""
+    return 2 if dtype in ("bfloat16", "float16") else 4
+
+
+def parameter_count(model: DecoderConfig) -> int:
+    """Number of weights, norms left out."""
+    embeddings = model.vocabulary_size * model.width * (1 if model.tied else 2)
+    return embeddings + model.layers * model.matmul_parameters_per_layer
+
+
+def activation_bytes(model: DecoderConfig, tokens: int, dtype: str) -> int:
+    """What the backward of one micro-batch of ``tokens`` needs, logits left out.
+
+    Kept of each token in each layer, in numbers of the products' dtype: the two norms' outputs before and after their
+    weight 4·d, padded query, key and value (H + 2K)·e, the attention's output as it leaves, is put together and is
+    projected 3·H·e, gate and up 2·f, their product f; and the normed query and key (H + K)·e in float32. On top the
+    largest of them three times over, for the layer in which the backward is.
+    """
+    product, heads = bytes_of(dtype), model.heads * model.head_dim
+    joint = (model.heads + 2 * model.kv_heads) * model.head_dim
+    kept = product * (4 * model.width + joint + 3 * heads + 3 * model.intermediate)
+    kept += 4 * (model.heads + model.kv_heads) * model.head_dim
+    passing = 3 * 4 * max(2 * model.intermediate, joint) + 3 * 4 * model.width
+    return tokens * (model.layers * kept + passing)
+
+
+def memory_uses(experiment: Experiment, model: DecoderConfig) -> list[MemoryUse]:
+    """What each process and kind of file needs, and where."""
+    uses = [*_generators(experiment, model), *_trainers(experiment, model)]
+    queue, rollout, run = experiment.queue, experiment.rollout, Path(experiment.run.directory)
+    open_rollouts = queue.groups_per_step * (queue.budget + 1) * rollout.group_size
+    open_tokens = open_rollouts * experiment.max_sequence_tokens
+    parts = {"base": BASE_BYTES["orchestrator"], "open rollouts": open_tokens * _TOKEN_BYTES_IN_MEMORY}
+    uses.append(MemoryUse(name="orchestrator", place="memory", parts=parts))
+    workers = experiment.verifier.workers
+    parts = {"base": workers * BASE_BYTES["verifier"]}
+    uses.append(MemoryUse(name=f"{workers} verifier" + "s" * (workers > 1), place="memory", parts=parts))
+    parameters = parameter_count(model)
+    parts = {"versions": _PUBLISHED_VERSIONS * parameters * bytes_of(experiment.generator.dtype)}
+    uses.append(MemoryUse(name="published weights", place=str(SHARED_MEMORY), parts=parts))
+    kept = experiment.checkpoint.keep_last + 1
+    parts = {"checkpoints": kept * 12 * parameters, "best": 2 * 4 * parameters}
+    uses.append(MemoryUse(name="checkpoints", place=str(run), parts=parts))
+    steps = min(experiment.run.steps, experiment.checkpoint.every_steps * kept)
+    trained = steps * queue.groups_per_step * rollout.group_size * experiment.max_sequence_tokens
+    parts = {"payloads": (trained + open_tokens) * _TOKEN_BYTES_ON_DISK}
+    uses.append(MemoryUse(name="buffer", place=str(run), parts=parts))
+    return uses
+
+
+def _generators(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUse]:
+    settings, weights = experiment.generator, parameter_count(model)
+    width = bytes_of(settings.dtype)
+    context = min(experiment.max_sequence_tokens, model.max_positions)
+    if settings.kv_capacity_tokens is not None:
+        context = min(context, settings.kv_capacity_tokens)  # slots are this long even where few can be full at once
+    kv = 2 * model.layers * settings.slots * model.kv_heads * context * model.head_dim * width
+    prefilled = max(_PREFILL_TOKENS, experiment.rollout.max_prompt_tokens)
+    prefilled = min(prefilled, settings.slots * experiment.rollout.max_prompt_tokens)
+    joint = (model.heads + 2 * model.kv_heads) * model.head_dim
+    activations = prefilled * width * (3 * model.width + 2 * joint + 3 * model.intermediate)
+    on_device = {
+        "weights": 4 * weights,  # in bfloat16 half of it stays
+        "KV cache": kv,
+        "activations": activations + settings.slots * model.vocabulary_size * _SAMPLING_BYTES,
+    }
+    on_host = {"base": BASE_BYTES["generator"], "update buffer": weights * width}
+    for index, device in enumerate(settings.devices):
+        yield from _on_device(f"generator-{index}", device, on_device, on_host)
+
+
+def _trainers(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUse]:
+    settings, weights = experiment.trainer, parameter_count(model)
+    tokens = max(settings.micro_batch_tokens, experiment.max_sequence_tokens)
+    ranks = len(settings.devices)
+    samples = experiment.queue.groups_per_step * experiment.rollout.group_size
+    tokens = min(tokens, -(-samples // max(1, ranks)) * experiment.max_sequence_tokens)
+    logits = min(_CHUNK_LOGITS, tokens * model.vocabulary_size)
+    on_device = {
+        "weights": 4 * weights,
+        "gradients": 4 * weights * (2 if ranks > 1 else 1),
+        "AdamW": 8 * weights,
+        "activations": activation_bytes(model, tokens, settings.dtype),
+        "logits": 4 * logits * _LOGIT_COPIES,
+    }
+    if experiment.algorithm.kl_coefficient > 0:
+        reference = model
+        if experiment.model.reference:
+            reference = DecoderConfig.from_pretrained(Path(experiment.model.reference))
+        on_device["reference"] = parameter_count(reference) * bytes_of(settings.dtype)
+    on_host = {"base": BASE_BYTES["trainer"]}
+    for rank, device in enumerate(settings.devices):
+        yield from _on_device(f"trainer-{rank}", device, on_device, on_host)
+
+
+def _on_device(name: str, device: str, on_device: dict[str, int], on_host: dict[str, int]) -> Iterator[MemoryUse]:
+    if parse_device(device).kind == "cpu":
+        yield MemoryUse(name=name, place="memory", parts=on_host | on_device)
+    else:
+        yield MemoryUse(name=name, place=device, parts={"context": CUDA_CONTEXT_BYTES} | on_device)
+        yield MemoryUse(name=name, place="memory", parts=on_host)
+
+
+# --- what is there ---------------------------------------------------------------------------------------
+
+
+def memory_places(uses: list[MemoryUse]) -> list[MemoryPlace]:
+    """What is needed in each place, and what is there."""
+    needed: dict[str, int] = {}
+    for use in uses:
+        needed[use.place] = needed.get(use.place, 0) + use.total_bytes
+    places: list[MemoryPlace] = []
+    for name, total in needed.items():
+        if name == "memory":
+            found = machine_memory()
+        elif name.startswith("cuda:"):
+            found = gpu_memory(parse_device(name).first)
+        elif name == str(SHARED_MEMORY) and not SHARED_MEMORY.is_dir():
+            found = (0, 0)
+        else:
+            found = _disk(Path(name))
+        capacity, available = found if found is not None else (None, None)
+        places.append(MemoryPlace(name=name, needed_bytes=total, capacity_bytes=capacity, available_bytes=available))
+    return places
+
+
+def machine_memory() -> tuple[int, int] | None:
+    """(in all, available) bytes of main memory; a container's limit where that is less. None: can't be told."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
+    if "MemTotal" not in kib or "MemAvailable" not in kib:
+        return None
+    total, available = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
+    for limit_file, used_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in (limit_file, used_file))
+        if limit is not None and limit < total:
+            total, available = limit, min(available, max(0, limit - (used or 0)))
+    return total, available
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # "max": no limit
+        return None
+
+
+def gpu_memory(index: int) -> tuple[int, int] | None:
+    """(in all, free) bytes of a GPU, as its driver's tool says; ``index`` counts in CUDA_VISIBLE_DEVICES. None: no such
+    tool, or no such GPU."""
+    visible = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
+    name = visible[index] if index < len(visible) else str(index)
+    command = ["nvidia-smi", f"--id={name}", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        total, free = (int(value) << 20 for value in answer.strip().split(","))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return total, free
+
+
+def _disk(path: Path) -> tuple[int, int] | None:
+    try:
+        usage = shutil.disk_usage(existing(path))
+    except OSError:
+        return None
+    return usage.total, usage.free
+
+
+def existing(path: Path) -> Path:
+    """``path`` or the nearest folder above it that exists."""
+    path = path.absolute()
+    while not path.is_dir():
+        path = path.parent
+    return path
+
+
+# --- findings --------------------------------------------------------------------------------------------
+
+
+def memory_findings(uses: list[MemoryUse], places: list[MemoryPlace]) -> Iterator[Finding]:
+    """What can't fit (an error), and what fills more than ``FULL`` of what is free now (a warning)."""
+    for place in places:
+        if place.capacity_bytes is not None and place.available_bytes is not None:
+            there = [use for use in uses if use.place == place.name]
+            if place.name == str(SHARED_MEMORY):
+                yield from _shared_memory_finding(place, place.available_bytes)
+            elif place.name == "memory" or place.name.startswith("cuda:"):
+                yield from _memory_finding(there, place, place.capacity_bytes, place.available_bytes)
+            else:
+                yield from _disk_finding(there, place, place.available_bytes)
+
+
+def _shared_memory_finding(place: MemoryPlace, free: int) -> Iterator[Finding]:
+    if place.needed_bytes > free:
+        yield Finding(
+            level="warning",
+            key="weights.transport",
+            message=f"{place.name} has no room for {gibibytes(place.needed_bytes)} of published weights: the temporary "
+            "folder will be used, which is slower",
+        )
+
+
+def _memory_finding(uses: list[MemoryUse], place: MemoryPlace, capacity: int, free: int) -> Iterator[Finding]:
+    largest = max(uses, key=lambda use: use.total_bytes)
+    purpose = max(largest.parts, key=lambda part: largest.parts[part])
+    needs = f"up to {gibibytes(place.needed_bytes)} of {place.name} needed (most by {largest.name}: {purpose})"
+    if place.needed_bytes > capacity:
+        message = f"{needs}, but there are only {gibibytes(capacity)}"
+        yield Finding(level="error", key=_key(largest, purpose), message=message)
+    elif place.needed_bytes > FULL * free:
+        message = f"{needs}, and {gibibytes(free)} are free now"
+        yield Finding(level="warning", key=_key(largest, purpose), message=message)
+
+
+def _disk_finding(uses: list[MemoryUse], place: MemoryPlace, free: int) -> Iterator[Finding]:
+    """Checkpoints are sure to come; the buffer is as large as stated only if every response is as long as allowed."""
+    checkpoints = sum(use.total_bytes for use in uses if use.name == "checkpoints")
+    at = existing(Path(place.name))
+    if checkpoints > free:
+        message = f"{gibibytes(free)} free at {at}, but checkpoints need {gibibytes(checkpoints)}"
+        yield Finding(level="error", key="run.directory", message=message)
+    elif place.needed_bytes > FULL * free:
+        message = (
+            f"only {gibibytes(free)} free at {at}; checkpoints need {gibibytes(checkpoints)}, the buffer up to "
+            f"{gibibytes(place.needed_bytes - checkpoints)}"
+        )
+        yield Finding(level="warning", key="run.directory", message=message)
+
+
+def _key(use: MemoryUse, purpose: str) -> str:
+    if use.name.startswith("generator"):
+        return "generator.slots" if purpose in ("KV cache", "activations") else "model.path"
+    if use.name.startswith("trainer"):
+        return "trainer.micro_batch_tokens" if purpose in ("activations", "logits") else "model.path"
+    return "queue.budget" if use.name == "orchestrator" else "verifier.workers"
+
+
+def gibibytes(size: float) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"
+
+
+def peak_resident_bytes(process_id: int) -> int | None:
+    """Peak resident memory of a live process, without what it shares through /dev/shm (published weights, which are
+    counted there, once); None when it is gone."""
+    try:
+        lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
+        sizes = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+        return (int(sizes["VmHWM"][0]) - int(sizes["RssShmem"][0])) << 10
+    except (OSError, KeyError, ValueError):
+        return None

@@ -1,0 +1,110 @@
+"""How long training steps take: real steps of the real trainer, on batches made up from responses that were seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+from headway.config.schema import Experiment
+from headway.control.lengths import LengthDistribution
+from headway.control.summaries import quantile
+from headway.records.clients import Trainer
+from headway.records.generation import VersionSpan
+from headway.records.rollout import Rollout, Sample
+from headway.records.training import TrainBatch
+from headway.runtime.clock import Clock
+
+_LOGPROB = -0.5  # of every made-up token, nats
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """A training step takes ``fixed_s`` + tokens x ``token_s``."""
+
+    samples: int  # of the largest batch timed
+    tokens_per_s: float  # of that batch, prompts and responses
+    fixed_s: float
+    token_s: float
+    version: int  # of the trainer afterwards
+
+
+async def time_steps(
+    trainer: Trainer,
+    experiment: Experiment,
+    seen: Sequence[Rollout],
+    lengths: LengthDistribution,
+    clock: Clock,
+    seconds: float,
+) -> StepTimes:
+    """Time steps of ever larger batches, up to a whole one, for about ``seconds``.
+
+    The weights change, in the trainer's memory alone. Responses of the lengths expected are put together from ``seen``
+    ones; with none seen, from repeated ids.
+    """
+    ranks = len(experiment.trainer.devices)
+    full = experiment.queue.groups_per_step * experiment.rollout.group_size
+    deadline = clock.now() + seconds
+    timed: dict[int, list[tuple[int, float]]] = {}  # samples -> (tokens, seconds) of each step
+    count, version = min(full, 2 * ranks), 0
+    while True:
+        batch = _batch(version, count, experiment, seen, lengths)
+        tokens = sum(len(s.rollout.prompt_ids) + len(s.rollout.response_ids) for s in batch.samples)
+        started = clock.now()
+        report = await trainer.train_step(batch)
+        elapsed_s = clock.now() - started
+        version = report.version
+        timed.setdefault(count, []).append((tokens, elapsed_s))
+        left_s = deadline - clock.now()
+        if left_s < elapsed_s:
+            break
+        if count < full and len(timed[count]) > 1:  # the first step of all pays for new memory
+            count = min(full, max(count + 1, int(count * min(8.0, left_s / (2.0 * elapsed_s)))))
+    return _fit(timed, version)
+
+
+def _fit(timed: dict[int, list[tuple[int, float]]], version: int) -> StepTimes:
+    """From the largest batches, and the next smaller ones for the part that doesn't grow with them. The first step of
+    a size is left out where there are others: it pays for memory."""
+    sizes = sorted(timed)
+    points: list[tuple[float, float]] = []
+    for size in sizes[-2:]:
+        steps = timed[size][1:] or timed[size]
+        points.append((quantile([t for t, _ in steps], 0.5), quantile([s for _, s in steps], 0.5)))
+    tokens, step_s = points[-1]
+    token_s = step_s / tokens
+    if len(points) == 2 and tokens > points[0][0]:
+        token_s = min(token_s, max(0.0, (step_s - points[0][1]) / (tokens - points[0][0])))
+    return StepTimes(
+        samples=sizes[-1],
+        tokens_per_s=tokens / step_s,
+        fixed_s=max(0.0, step_s - token_s * tokens),
+        token_s=token_s,
+        version=version,
+    )
+
+
+def _batch(
+    step: int, count: int, experiment: Experiment, seen: Sequence[Rollout], lengths: LengthDistribution
+) -> TrainBatch:
+    """``count`` samples whose lengths are evenly spread quantiles of the distribution."""
+    size = experiment.rollout.group_size
+    pool = [rollout for rollout in seen if rollout.response_ids]
+    ids = [token for rollout in pool for token in rollout.response_ids] or [1]
+    samples: list[Sample] = []
+    for index in range(count):
+        tokens = lengths.at((index + 0.5) / count)
+        start = (index * 7919) % len(ids)
+        response = tuple(islice(cycle(ids[start:] + ids[:start]), tokens))
+        prompt = pool[index % len(pool)].prompt_ids if pool else (1,)
+        rollout = Rollout(
+            group=step * count + index // size,
+            member=index % size,
+            prompt_ids=prompt,
+            response_ids=response,
+            response_logprobs=(_LOGPROB,) * tokens,
+            response_mask=(True,) * tokens,
+            versions=(VersionSpan(version=step, tokens=tokens),),
+        )
+        samples.append(Sample(rollout=rollout, advantage=1.0 if index % 2 else -1.0))
+    return TrainBatch(step=step, samples=tuple(samples))

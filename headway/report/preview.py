@@ -1,0 +1,210 @@
+"""What `headway check` prints: memory, calibration, forecast, as tables a person reads from top to bottom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headway.config.schema import Experiment
+from headway.records.planning import Calibration, CheckReport, Forecast, LengthSummary, MemoryPlace, MemoryUse
+from headway.report.formats import duration, quantity
+
+_BINDS = {
+    "generator": "the generator",
+    "trainer": "the trainer",
+    "verifier": "the verifiers",
+    "kv": "the generator's KV cache",
+    "admission": "the staleness budget (admission)",
+    "nothing": "nothing in particular",
+}
+
+Rows = list[tuple[str, str]]
+
+
+class CalibrationProgress:
+    """Called with what is being done; says so on standard error, with the time it began."""
+
+    def __init__(self, *, quiet: bool = False, now: Callable[[], float] = time.monotonic) -> None:
+        self._console = None if quiet else Console(stderr=True, highlight=False)
+        self._now = now
+        self._started_s = now()
+
+    def __call__(self, doing: str) -> None:
+        if self._console is not None:
+            self._console.print(Text(f"{self._now() - self._started_s:5.1f} s  {doing}", style="dim"), soft_wrap=True)
+
+
+def print_preview(report: CheckReport, experiment: Experiment, console: Console | None = None) -> None:
+    """The tables of a check without errors."""
+    console = console or Console(highlight=False)
+    if report.memory:
+        console.print(memory_table(report.memory, report.places))
+    if report.calibration is not None:
+        _print_rows(console, "Measured", calibration_rows(report.calibration, experiment))
+    if report.forecast is not None:
+        _print_rows(console, "Predicted", forecast_rows(report.forecast, experiment))
+
+
+def _print_rows(console: Console, title: str, rows: Rows) -> None:
+    table = Table.grid(padding=(0, 3))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for label, value in rows:
+        table.add_row(label, Text(value))
+    console.print(Text(f"\n{title}", style="bold underline"))
+    console.print(table)
+
+
+# --- memory ----------------------------------------------------------------------------------------------
+
+
+def memory_table(uses: list[MemoryUse], places: list[MemoryPlace]) -> Table:
+    """What each process and file needs at most; processes that were calibrated with the peak seen so far."""
+    measured = any(use.measured_bytes is not None for use in uses)
+    table = Table(
+        box=None, padding=(0, 3, 0, 0), title="Memory at most", title_justify="left", title_style="bold underline"
+    )
+    table.add_column("")
+    table.add_column("GiB", justify="right")
+    if measured:
+        table.add_column("seen", justify="right")
+    table.add_column("of which (GiB)")
+    for place in places:
+        for use in uses:
+            if use.place == place.name:
+                seen = [_gib(use.measured_bytes) if use.measured_bytes is not None else ""] if measured else []
+                table.add_row(Text(use.name), _gib(use.total_bytes), *seen, Text(_parts(use)))
+        there = "size unknown" if place.available_bytes is None else f"{_gib(place.available_bytes)} free"
+        if place.capacity_bytes is not None:
+            there += f" of {_gib(place.capacity_bytes)}"
+        line = [Text(f"= {place.name}", style="bold"), Text(_gib(place.needed_bytes), style="bold")]
+        table.add_row(*line, *([""] if measured else []), Text(there, style="bold"))
+    return table
+
+
+def _parts(use: MemoryUse) -> str:
+    ordered = sorted(use.parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {_gib(size)}" for name, size in ordered)
+
+
+def _gib(size: int) -> str:
+    gib = size / 2**30
+    return f"{gib:,.0f}" if gib >= 100 else f"{gib:.1f}" if gib >= 10 else f"{gib:.3f}" if gib < 0.1 else f"{gib:.2f}"
+
+
+# --- calibration -----------------------------------------------------------------------------------------
+
+
+def calibration_rows(measured: Calibration, experiment: Experiment) -> Rows:
+    """What the workers did."""
+    decode = f"{quantity(measured.decode_tokens_per_s)} tokens/s with {measured.decode_running:.0f} requests"
+    beside = measured.decode_beside_tokens_per_s
+    if beside is not None and measured.decode_tokens_per_s:
+        decode += f"; {quantity(beside)} beside the trainer ({beside / measured.decode_tokens_per_s - 1:+.0%})"
+    full = experiment.queue.groups_per_step * experiment.rollout.group_size
+    timed = (
+        "a whole step" if measured.train_samples == full else f"{measured.train_samples} of {full} samples of a step"
+    )
+    rows = [
+        ("took", f"{duration(measured.measured_s)}, after {duration(measured.start_s)} for starting the workers"),
+        ("responses", _lengths(measured.lengths)),
+        ("prompts", f"{measured.prompt_tokens:.0f} tokens, {quantity(measured.prefill_tokens_per_s)} tokens/s"),
+        ("decoding", decode),
+        ("training", f"{quantity(measured.train_tokens_per_s)} tokens/s, prompts included ({timed})"),
+        (
+            "measured",
+            "generator alone first, then both at once"
+            if measured.at_once
+            else "one after the other: generator and trainer share devices and take turns",
+        ),
+        (
+            "weights",
+            f"publish {duration(measured.publish_s)}, apply {duration(measured.apply_s)}, of which decoding pauses "
+            f"{duration(measured.pause_s)}",
+        ),
+    ]
+    if measured.verify_response_s:
+        rows.append(("verifying", f"{measured.verify_response_s * 1e3:.2f} ms a response"))
+    return rows
+
+
+def _lengths(lengths: LengthSummary) -> str:
+    seen = f"{lengths.finished:,} ended, {lengths.censored:,} cut off by the calibration's end"
+    if not lengths.finished:
+        return f"{seen}; the longest had {lengths.longest_tokens} tokens: lengths are unknown"
+    mean = f"mean {lengths.mean_tokens:.0f} tokens"
+    if lengths.mean_most_tokens > 1.05 * lengths.mean_least_tokens:
+        mean += f" (between {lengths.mean_least_tokens:.0f} and {lengths.mean_most_tokens:.0f})"
+    p99 = f"p99 {lengths.p99_tokens}" + ("" if lengths.p99_seen else " (extrapolated)")
+    truncated = f", {lengths.truncated:,} at the limit" if lengths.truncated else ""
+    return f"{mean}, median {lengths.p50_tokens}, {p99}; {seen}{truncated}"
+
+
+# --- forecast --------------------------------------------------------------------------------------------
+
+
+def forecast_rows(predicted: Forecast, experiment: Experiment) -> Rows:
+    """What the run will do."""
+    outcome, budget = predicted.outcome, experiment.queue.budget
+    share = outcome.samples_per_s / max(predicted.ideal_per_s, 1e-9)
+    if predicted.acceptance is None:
+        effective = "filtering unknown (too few groups ended): taken as none"
+    else:
+        effective = f"effective {quantity(predicted.effective_per_s)} ({predicted.acceptance:.0%} of groups trainable)"
+    rows = [
+        ("production", f"{quantity(predicted.production_per_s)} samples/s; {effective}"),
+        ("consumption", f"{quantity(predicted.consumption_per_s)} samples/s if the trainer never waits"),
+        ("balance", _balance(predicted)),
+        (
+            "trained",
+            f"{quantity(outcome.samples_per_s)} samples/s, {share:.0%} of the ideal {quantity(predicted.ideal_per_s)}",
+        ),
+        ("waits", f"trainer {outcome.trainer_wait:.0%}, generator {outcome.generator_wait:.0%}"),
+        (
+            "staleness",
+            f"{outcome.staleness_mean:.1f} versions in the mean, {outcome.staleness_max} at most (budget {budget})",
+        ),
+        ("time", _time(predicted, experiment)),
+        ("budget", _budget(predicted, experiment)),
+        ("binds", f"{_BINDS[predicted.binding]}: {predicted.reason}"),
+    ]
+    for number, change in enumerate(predicted.changes, start=1):
+        needs = f"; needs {change.needs}" if change.needs else ""
+        rows.append((f"change {number}", f"{change.key} = {change.value}: {change.gain:+.0%} samples/s{needs}"))
+    if not predicted.changes:
+        rows.append(("change", "none of those tried alone gains 3 % or more"))
+    return rows
+
+
+def _balance(predicted: Forecast) -> str:
+    if predicted.shared_devices:
+        return "both sides take turns on the same devices: 1 / (1 / production + 1 / consumption)"
+    return f"effective production / consumption = {predicted.balance:.2f}"
+
+
+def _time(predicted: Forecast, experiment: Experiment) -> str:
+    run = experiment.run
+    steps = round(predicted.training_s * predicted.steps_per_h / 3600)
+    until = f"{steps:,} of {run.steps:,} steps when the time is up" if steps < run.steps else f"{run.steps:,} steps"
+    held = f" and {duration(predicted.evaluation_s)} of held evaluation" if predicted.evaluation_s else ""
+    return (
+        f"{predicted.steps_per_h:,.0f} steps/h; {until}, {duration(predicted.training_s)}{held} "
+        "(checkpoints not counted)"
+    )
+
+
+def _budget(predicted: Forecast, experiment: Experiment) -> str:
+    longest = "max_response_tokens" if predicted.longest_is == "limit" else "p99"
+    shares = ", ".join(
+        f"η = {entry.budget} reaches {entry.share:.0%}"
+        + (" (configured)" if entry.budget == experiment.queue.budget else "")
+        for entry in predicted.budgets
+    )
+    return (
+        f"η ≥ {predicted.needed_budget} lets the longest responses ({predicted.longest_tokens} tokens: {longest}) end "
+        f"in time; of the ideal rate {shares}"
+    )

@@ -1,0 +1,153 @@
+"""What a run will need, by arithmetic, and what is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.config.load import validate_experiment
+from headway.config.schema import Experiment
+from headway.models.configuration import DecoderConfig
+from headway.orchestrator import memory
+from headway.orchestrator.memory import memory_findings, memory_places, memory_uses, parameter_count
+from headway.records.planning import Finding, MemoryPlace, MemoryUse
+
+GIB = 2**30
+
+MODEL = DecoderConfig(
+    vocabulary_size=1000,
+    width=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    intermediate=128,
+    max_positions=4096,
+    tied=True,
+)
+PARAMETERS = 1000 * 64 + 2 * ((4 + 2 * 2 + 4) * 16 * 64 + 3 * 64 * 128)
+
+
+def experiment(folder: Path, **sections: dict[str, Any]) -> Experiment:
+    raw: dict[str, Any] = {
+        "run": {"directory": str(folder / "run")},
+        "model": {"path": "m"},
+        "tasks": {"train": {"path": "t"}},
+        "rollout": {"max_prompt_tokens": 100, "max_response_tokens": 400},
+        "generator": {"slots": 10},
+    }
+    for name, values in sections.items():
+        raw[name] = raw.get(name, {}) | values
+    return validate_experiment(raw, "test")
+
+
+def uses_of(folder: Path, **sections: dict[str, Any]) -> dict[str, MemoryUse]:
+    return {f"{use.name} {use.place}": use for use in memory_uses(experiment(folder, **sections), MODEL)}
+
+
+def test_parameters() -> None:
+    assert parameter_count(MODEL) == PARAMETERS
+
+
+def test_a_generator_on_cores(tmp_path: Path) -> None:
+    parts = uses_of(tmp_path)["generator-0 memory"].parts
+    assert parts["weights"] == parts["update buffer"] == 4 * PARAMETERS
+    assert parts["KV cache"] == 2 * 2 * 10 * 2 * 500 * 16 * 4  # two of: layers, slots, heads, tokens, numbers, bytes
+    half = uses_of(tmp_path, generator={"dtype": "bfloat16"})["generator-0 memory"].parts
+    assert half["KV cache"] == parts["KV cache"] // 2
+    short = uses_of(tmp_path, generator={"kv_capacity_tokens": 250})["generator-0 memory"].parts
+    assert short["KV cache"] == parts["KV cache"] // 2
+
+
+def test_a_trainer_rank_on_cores(tmp_path: Path) -> None:
+    parts = uses_of(tmp_path)["trainer-0 memory"].parts
+    assert parts["weights"] + parts["gradients"] + parts["AdamW"] == 16 * PARAMETERS
+    assert "reference" not in parts
+    assert parts["logits"] == 5 * 4 * 16384 * 1000
+    penalised = uses_of(tmp_path, algorithm={"kl_coefficient": 0.1})["trainer-0 memory"].parts
+    assert penalised["reference"] == 4 * PARAMETERS
+    two = uses_of(tmp_path, trainer={"devices": ["cpu:0", "cpu:1"]})
+    assert two["trainer-1 memory"].parts["gradients"] == 8 * PARAMETERS
+    twice = uses_of(tmp_path, trainer={"micro_batch_tokens": 32768 // 2 * 2, "dtype": "bfloat16"})
+    assert twice["trainer-0 memory"].parts["activations"] < 2 * parts["activations"]
+    assert memory.activation_bytes(MODEL, 2000, "float32") == 2 * memory.activation_bytes(MODEL, 1000, "float32")
+
+
+def test_a_small_batch_needs_no_more_than_its_tokens(tmp_path: Path) -> None:
+    small = uses_of(tmp_path, queue={"groups_per_step": 1}, rollout={"group_size": 2})["trainer-0 memory"].parts
+    assert small["activations"] == memory.activation_bytes(MODEL, 1000, "float32")
+
+
+def test_on_a_gpu_the_host_keeps_the_process(tmp_path: Path) -> None:
+    uses = uses_of(tmp_path, generator={"devices": ["cuda:0"]}, trainer={"devices": ["cuda:0"]})
+    assert uses["generator-0 cuda:0"].parts["weights"] == 4 * PARAMETERS
+    assert "KV cache" not in uses["generator-0 memory"].parts
+    assert uses["generator-0 memory"].parts["update buffer"] == 4 * PARAMETERS
+    needed = {place.name: place.needed_bytes for place in memory_places(list(uses.values()))}
+    together = uses["generator-0 cuda:0"].total_bytes + uses["trainer-0 cuda:0"].total_bytes
+    assert needed["cuda:0"] == together
+
+
+def test_files(tmp_path: Path) -> None:
+    uses = memory_uses(experiment(tmp_path, checkpoint={"keep_last": 3}), MODEL)
+    files = {use.name: use for use in uses}
+    assert files["published weights"].total_bytes == 3 * 4 * PARAMETERS
+    assert files["checkpoints"].parts["checkpoints"] == 4 * 12 * PARAMETERS
+    assert files["buffer"].place == str(tmp_path / "run")
+
+
+# --- what is there ---------------------------------------------------------------------------------------
+
+
+def find(place: str, needed: int, capacity: int, available: int, name: str = "generator-0") -> list[Finding]:
+    use = MemoryUse(name=name, place=place, parts={"KV cache": needed})
+    there = MemoryPlace(name=place, needed_bytes=needed, capacity_bytes=capacity, available_bytes=available)
+    return list(memory_findings([use], [there]))
+
+
+@pytest.mark.parametrize("place", ["memory", "cuda:0"])
+def test_what_cannot_fit_is_an_error_and_what_hardly_fits_a_warning(place: str) -> None:
+    [error] = find(place, 11 * GIB, 10 * GIB, 9 * GIB)
+    assert error.level == "error"
+    assert error.key == "generator.slots"
+    assert f"up to 11.00 GiB of {place} needed (most by generator-0: KV cache)" in error.message
+    assert "only 10.00 GiB" in error.message
+    [warning] = find(place, 91 * GIB, 200 * GIB, 100 * GIB)
+    assert warning.level == "warning"
+    assert "100.00 GiB are free now" in warning.message
+    assert find(place, 89 * GIB, 200 * GIB, 100 * GIB) == []
+
+
+def test_a_place_of_unknown_size_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "gpu_memory", lambda index: None)
+    uses = memory_uses(experiment(tmp_path, generator={"devices": ["cuda:0"], "slots": 10**7}), MODEL)
+    places = memory_places(uses)
+    assert next(place for place in places if place.name == "cuda:0").capacity_bytes is None
+    assert not [finding for finding in memory_findings(uses, places) if "cuda" in finding.message]
+
+
+def test_a_container_is_as_large_as_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = memory.machine_memory()
+    assert real is not None
+    monkeypatch.setattr(memory, "_number", lambda file: {"memory.max": GIB, "memory.current": GIB // 4}.get(file.name))
+    assert memory.machine_memory() == (GIB, GIB * 3 // 4)
+
+
+def test_a_gpu_is_asked_by_its_visible_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    class Answer:
+        stdout = "81559, 80000\n"
+
+    def run(command: list[str], **_: object) -> Answer:
+        asked.append(command)
+        return Answer()
+
+    monkeypatch.setattr(memory.subprocess, "run", run)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert memory.gpu_memory(1) == (81559 << 20, 80000 << 20)
+    assert "--id=5" in asked[0]
+    monkeypatch.setattr(memory.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(FileNotFoundError()))
+    assert memory.gpu_memory(0) is None
