@@ -150,7 +150,7 @@ def experiment(settings: Settings, name: str, budget: int = 2) -> Experiment:
             },
             "checkpoint": {"every_steps": 1_000_000},
             "evaluation": {"before": False, "after": False},
-            "ledger": {"tensorboard": False},
+            "ledger": {"trackers": []},
         },
         "benchmark",
     )

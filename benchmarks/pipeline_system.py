@@ -14,7 +14,7 @@ from pipeline_load import Shape
 from pipeline_machine import Snapshot, Usage, between, snapshot
 
 from headway.config.schema import Experiment
-from headway.orchestrator.train import wire
+from headway.orchestrator.train import observing, wire
 from headway.records.ledger import LedgerLine, StepRecord
 from headway.records.training import TrainBatch
 from headway.runtime.clock import RealClock
@@ -99,9 +99,10 @@ async def measure(settings: Experiment, shape: Shape, steps: int) -> Steady:
     watch = Watch(settings.queue.budget + 1, steps)
     try:
         async with AsyncExitStack() as stack:
-            ledger = stack.enter_context(Ledger(directory.path, settings.ledger.tensorboard, clock))
+            ledger = stack.enter_context(Ledger(directory.path, clock))
             ledger.subscribe(watch)
-            run = await wire(settings, directory, ledger, clock, stack, shape.force)
+            observers = observing(settings, directory, ledger, clock, stack)
+            run = await wire(settings, directory, ledger, clock, stack, shape.force, observers)
             await run.begin()
 
             async def end_when_done() -> None:

@@ -286,7 +286,7 @@ def experiment(
         "trainer": {"devices": ["cpu:1"], "learning_rate": 1e-5, "beta2": BETA2, "micro_batch_tokens": 2048},
         "checkpoint": {"every_steps": 1_000_000},
         "evaluation": {"before": False, "after": False},
-        "ledger": {"tensorboard": False},
+        "ledger": {"trackers": []},
     }
     for section, keys in changes.items():
         raw[section] = raw.get(section, {}) | keys

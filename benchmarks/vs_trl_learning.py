@@ -92,7 +92,7 @@ def learn_headway(
         budget=arguments.budget,
         changes={
             "run": {"seed": seed},
-            "ledger": {"tensorboard": False, "samples_per_step": BATCH},
+            "ledger": {"trackers": [], "samples_per_step": BATCH},
             "trainer": {"learning_rate": LEARNING_RATE, "warmup_steps": WARMUP_STEPS},
         },
     )

@@ -1,4 +1,4 @@
-"""`headway report` and `headway show`: reading what a run left, while it goes on or after it ended."""
+"""`headway report`, `headway show` and `headway trace`: reading what a run left, while it goes on or after it ended."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ RUN = typer.Argument(..., metavar="RUN", help="The run's folder.", show_default=
 
 def add_commands(app: typer.Typer) -> None:
     app.command("report", epilog="Example: headway report runs/arithmetic/rl")(report)
+    app.command("trace", epilog="Example: headway trace runs/arithmetic/rl --from-step 40 --to-step 45")(trace)
     app.command("show", epilog="Example: headway show runs/arithmetic/rl --step 40 --unsolved")(show)
 
 
@@ -46,3 +47,15 @@ def show(
     from headway.report.show import Selection, show_samples
 
     show_samples(run, Selection(step=step, group=group, solved=solved, limit=limit), as_json=as_json)
+
+
+def trace(
+    run: str = RUN,
+    out: str = typer.Option("", "--out", "-o", metavar="FILE", help="The trace; default RUN/trace.json."),
+    from_step: int | None = typer.Option(None, "--from-step", min=0, metavar="N", help="First step to show."),
+    to_step: int | None = typer.Option(None, "--to-step", min=0, metavar="N", help="Last step to show."),
+) -> None:
+    """Write who ran when, worker by worker and rollout by rollout, for https://ui.perfetto.dev. Default: 30 steps."""
+    from headway.report.trace import describe, write_trace
+
+    typer.echo(describe(write_trace(run, out or None, from_step, to_step)))

@@ -20,6 +20,7 @@ Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]  # 
 ADVANTAGES = ("group_mean", "group_mean_std", "leave_one_out", "batch_mean_std", "group_mean_batch_std")
 LOSSES = ("ppo_clip", "decoupled_ppo", "gspo", "cispo", "dppo", "reinforce")
 
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Preset = Literal["grpo", "dr_grpo", "dapo", "reinforce++", "reinforce++-baseline", "rloo", "gspo", "cispo", "areal"]
 
 
@@ -176,8 +177,34 @@ class Evaluation(Section):
 
 
 class Ledger(Section):
-    tensorboard: bool = True  # event files in RUN/tensorboard
+    """What a run says of itself, beside RUN/ledger.jsonl: docs/monitoring.md."""
+
+    trackers: tuple[Tracker, ...] = (
+        "tensorboard",
+    )  # the others need headway[wandb], headway[mlflow], headway[trackio]
+    project: str = "headway"  # trackers: the project (MLflow: the experiment) the run is filed under
+    name: str = ""  # trackers: the run's name; default: the last part of run.directory
+    group: str = ""  # trackers: what runs are compared in, say the seeds of one setting
+    tags: tuple[str, ...] = ()  # trackers: labels to find the run by
+    table_every_steps: NonNegative = 10  # trackers: kept rollouts, text and all, as a table; 0: texts stay here
+    prometheus: str = ""  # HOST:PORT that serves /metrics while the run goes on; port 0: any free one; "": nowhere
+    trace: bool = True  # RUN/trace.jsonl: who ran when, for `headway trace` (at most 128 MB)
     samples_per_step: NonNegative = 2  # rollouts kept per step for `headway show`
+
+    @field_validator("trackers")
+    @classmethod
+    def _once(cls, value: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError("a tracker is named twice")
+        return value
+
+    @field_validator("prometheus", mode="before")
+    @classmethod
+    def _address(cls, value: Any) -> Any:
+        host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+        if value != "" and not (host and port.isdecimal() and int(port) < 1 << 16):
+            raise ValueError("valid: HOST:PORT, say 127.0.0.1:9464")
+        return value
 
 
 class Sft(Section):
@@ -314,7 +341,14 @@ RESUMABLE_KEYS: frozenset[str] = frozenset(
         "evaluation.after",
         "evaluation.samples_per_task",
         "evaluation.stop_at_solve_rate",
-        "ledger.tensorboard",
+        "ledger.trackers",
+        "ledger.project",
+        "ledger.name",
+        "ledger.group",
+        "ledger.tags",
+        "ledger.table_every_steps",
+        "ledger.prometheus",
+        "ledger.trace",
         "ledger.samples_per_step",
     }
 )

@@ -36,3 +36,15 @@ def distribution(weighted: Iterable[tuple[int, int]]) -> Distribution:
         return Distribution()
     mean = sum(value * count for value, count in counts.items()) / total
     return Distribution(mean=mean, max=max(counts), histogram={str(v): counts[v] for v in sorted(counts)})
+
+
+def length_histogram(lengths: Iterable[int]) -> dict[str, int]:
+    """Upper bound of a bucket -> how many lengths are in it; four buckets for every doubling (exact up to 8), so a
+    bucket is at most a quarter as wide as its lower bound."""
+    counts = Counter(_bucket_end(length) for length in lengths)
+    return {str(end): counts[end] for end in sorted(counts)}
+
+
+def _bucket_end(length: int) -> int:
+    width = 1 << max(0, (length - 1).bit_length() - 3)
+    return -(-length // width) * width

@@ -13,6 +13,7 @@ import msgspec
 
 from headway.config.schema import Experiment
 from headway.control.routing import ReplicaLoad, choose_replica
+from headway.generator.activity import ActivitySpan
 from headway.generator.calls import Call
 from headway.generator.counters import accumulated
 from headway.records.errors import HeadwayError, RemoteError, WeightsCorrupt, WorkerDied
@@ -24,6 +25,7 @@ from headway.records.generation import (
     PublishedWeights,
     TokenDelta,
 )
+from headway.records.trace import Span, WorkerState
 from headway.runtime.clock import Clock
 from headway.runtime.devices import parse_device
 from headway.runtime.workers import Launcher, Worker, WorkerSpec
@@ -62,6 +64,7 @@ class _Replica:
         self.flushing = False
         self.live_since_s = 0.0
         self.served_s = 0.0  # how long its dead incarnations were live, together
+        self.restarts = 0
         self.deaths: deque[float] = deque()  # and failed restarts: served_s at each that is not forgiven
         self.past = EngineStatistics()  # counters of its dead incarnations
         self.present = EngineStatistics()  # last seen of the present one
@@ -194,6 +197,21 @@ class GeneratorPool:
         self._require_running()
         await asyncio.gather(*(self._refresh(replica) for replica in self._replicas if replica.live))
         return [accumulated(replica.past, replica.present) for replica in self._replicas]
+
+    async def activity(self) -> list[Span]:
+        """What every live replica has been doing since this was last asked, on a track of its name."""
+        live = [(replica.spec.name, replica.worker) for replica in self._replicas if replica.live and replica.worker]
+        found = await asyncio.gather(*(_activity(worker) for _, worker in live))
+        return [
+            Span(track=name, name=state, start_s=start_s, end_s=end_s)
+            for (name, _), spans in zip(live, found, strict=True)
+            for state, start_s, end_s in spans
+        ]
+
+    @property
+    def worker_states(self) -> list[WorkerState]:
+        """Every replica's health."""
+        return [WorkerState(name=r.spec.name, up=r.live, restarts=r.restarts) for r in self._replicas]
 
     async def stop(self) -> None:
         """Stop all replicas; whoever still waits gets HeadwayError."""
@@ -367,6 +385,7 @@ class GeneratorPool:
                 await self._discard(replica)
                 continue
             self._go_live(replica)
+            replica.restarts += 1
             await self._tell_lent(replica)
             held, self._held = self._held, []
             for call in held:
@@ -451,6 +470,12 @@ async def _call(worker: Worker, method: str, *args: Any) -> Any:
         cause = f"{method} gave no result in {_CALL_TIMEOUT_S:g} s"
         worker.kill(cause)
         raise WorkerDied(worker.name, cause) from None
+
+
+async def _activity(worker: Worker) -> list[ActivitySpan]:
+    with contextlib.suppress(WorkerDied):
+        return await _call(worker, "activity")
+    return []
 
 
 def _own_cause(error: BaseException) -> BaseException:

@@ -140,6 +140,11 @@ class TorchEngine:
         return deltas
 
     @property
+    def open_requests(self) -> int:
+        """How many requests run or wait."""
+        return len(self._open)
+
+    @property
     def ready_deltas(self) -> int:
         """How many deltas ``take_deltas(running=False)`` would give."""
         return len(self._deltas)

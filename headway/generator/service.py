@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from headway.generator.activity import Activity, ActivitySpan
 from headway.generator.engine import TorchEngine
 from headway.models.loading import load_model, product_dtype
 from headway.records.generation import (
@@ -62,6 +63,7 @@ class GeneratorService:
             prefill_tokens_per_step=prefill_tokens_per_step,
             native_kernels=native_kernels,
         )
+        self._activity = Activity()
         self._subscriber = Subscriber()
         self._encoder = msgspec.msgpack.Encoder()
         self._requests = msgspec.msgpack.Decoder(list[GenerationRequest])
@@ -81,10 +83,11 @@ class GeneratorService:
     def update_weights(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         """Fetch, verify and apply a version between two decode steps. Raises WeightsCorrupt, with nothing changed."""
         started = time.monotonic()
-        with self._engine.paused():  # ticks and calls share one thread: fetching pauses decoding as well
-            tensors = self._subscriber.fetch(published)
-        fetch_s = time.monotonic() - started
-        applied = self._engine.update_weights(tensors, published.version, mode)
+        with self._activity.during("update"):
+            with self._engine.paused():  # ticks and calls share one thread: fetching pauses decoding as well
+                tensors = self._subscriber.fetch(published)
+            fetch_s = time.monotonic() - started
+            applied = self._engine.update_weights(tensors, published.version, mode)
         return msgspec.structs.replace(applied, fetch_s=fetch_s, pause_s=applied.pause_s + fetch_s)
 
     def lend(self, lent: bool) -> None:
@@ -106,9 +109,18 @@ class GeneratorService:
             lent_idle_s += engine.idle_s - self._idle_before_s
         return msgspec.structs.replace(engine, idle_s=engine.idle_s - lent_idle_s, lent_s=lent_s)
 
+    def activity(self) -> list[ActivitySpan]:
+        """What it has been doing since this was last asked."""
+        return self._activity.take()
+
     def tick(self) -> bool:
         """One engine step, and an event when one is due. False: nothing to do until the next call."""
-        worked = self._lent_since_s is None and self._engine.step()
+        lent = self._lent_since_s is not None
+        if self._engine.open_requests and not lent:
+            self._activity.be("busy")
+        worked = not lent and self._engine.step()
+        if not worked:
+            self._activity.be("lent" if lent else "idle")
         now = time.monotonic()
         if self._engine.ready_deltas and self._ready_since_s is None:
             self._ready_since_s = now

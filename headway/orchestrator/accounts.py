@@ -20,6 +20,7 @@ def end_finished(run: RunContext, group: FinishedGroup, ending: Ending, reason: 
     for rollout in group.valid:
         run.state.books.end(group.group.index, rollout.member, ending, reason)
         _enter_length(run, rollout, ending)
+    run.meter.ended(group.group, ending, run.state.version, finished=True)
 
 
 def _enter_length(run: RunContext, rollout: Rollout, ending: Ending) -> None:
@@ -32,3 +33,4 @@ def end_running(run: RunContext, group: Group, ending: Ending, reason: str) -> N
     count as 0: the scheduling part of the length bias is then at least the share that was cut."""
     run.state.books.end_group(group.index, ending, reason)
     run.meter.length_bias.end(group.index, ending, 0, complete=False, count=group.size)
+    run.meter.ended(group, ending, run.state.version, finished=False)

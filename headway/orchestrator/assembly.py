@@ -18,6 +18,7 @@ from headway.orchestrator.task_sets import training_weights
 from headway.records.clients import Generator, Trainer, Verifier
 from headway.records.ledger import LedgerLine
 from headway.records.task import Task
+from headway.records.trace import TraceLine
 from headway.rollout.single_turn import Generate, SingleTurn
 from headway.runtime.clock import Clock
 from headway.tasks.cursor import TaskCursor
@@ -38,6 +39,7 @@ class Actors:
     evaluation_tasks: Mapping[str, list[Task]] = field(default_factory=dict)  # split -> tasks
     record: Callable[[LedgerLine], None]  # the ledger
     keep_sample: Callable[[dict[str, object]], None] = lambda line: None
+    observe: Callable[[TraceLine], None] | None = None  # told who ran when
     wrap_generate: WrapGenerate | None = None  # put between rollouts and generator (a benchmark sets lengths there)
 
 
@@ -77,7 +79,7 @@ def assemble(
         tasks=TaskCursor(actors.train_tasks, experiment.run.seed, training_weights(experiment)),
         tokenizer=actors.tokenizer,
         rollouts=rollouts(),
-        meter=Meter(experiment, clock),
+        meter=Meter(experiment, clock, observe=actors.observe),
         record=actors.record,
         keep_sample=actors.keep_sample,
         directory=experiment.run.directory,

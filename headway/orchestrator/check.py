@@ -22,7 +22,9 @@ from headway.records.errors import ConfigurationError, HeadwayError, RemoteError
 from headway.records.planning import Finding
 from headway.records.rollout import Verdict
 from headway.records.task import Task
+from headway.runtime.addresses import is_loopback, require_free
 from headway.runtime.devices import Device, parse_device
+from headway.runtime.exporters import missing_packages
 from headway.runtime.imports import require_module
 from headway.runtime.run_directory import RunDirectory
 from headway.tasks.sources import overlap, read_tasks
@@ -50,7 +52,19 @@ def check(experiment: Experiment, *, resume: bool = False, smoke_test: bool = Tr
     """
     inputs = _Inputs(experiment, resume)
     findings: list[Finding] = []
-    for one in (_model, _reference, _tokenizer, _tasks, _prompts, _sizes, _functions, _devices, _space, _run_directory):
+    for one in (
+        _model,
+        _reference,
+        _tokenizer,
+        _tasks,
+        _prompts,
+        _sizes,
+        _functions,
+        _devices,
+        _space,
+        _run_directory,
+        _exporters,
+    ):
         findings += _guarded(one, inputs)
     if smoke_test and inputs.tasks:
         findings += _guarded(_verifier, inputs)
@@ -375,6 +389,21 @@ def _run_directory(inputs: _Inputs) -> Iterator[Finding]:
             require_resumable(directory.read_experiment(), inputs.experiment)
         except ConfigurationError as error:
             yield _error("run.directory", str(error))
+
+
+def _exporters(inputs: _Inputs) -> Iterator[Finding]:
+    """Packages of the trackers and the address of `/metrics`; the trackers' own servers are not asked."""
+    address = inputs.experiment.ledger.prometheus
+    for problem in missing_packages(inputs.experiment):
+        key, _, message = problem.partition(": ")
+        yield _error(key, message)
+    if address:
+        try:
+            require_free(address)
+        except ConfigurationError as error:
+            yield _error("ledger.prometheus", str(error))
+        if not is_loopback(address):
+            yield _warning("ledger.prometheus", f"{address}: whoever reaches this machine can read the run's metrics")
 
 
 def _verifier(inputs: _Inputs) -> Iterator[Finding]:

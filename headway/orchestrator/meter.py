@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +13,13 @@ import numpy as np
 from headway.config.schema import Experiment
 from headway.control.learning_signal import is_zero_variance, solve_rate_histogram
 from headway.control.length_bias import LengthBias
-from headway.control.summaries import distribution, quantile
+from headway.control.summaries import distribution, length_histogram, quantile
 from headway.orchestrator.source_scores import source_scores
 from headway.orchestrator.state import RunState
 from headway.records.generation import AppliedWeights, EngineStatistics
 from headway.records.ledger import Distribution, StepRecord
-from headway.records.rollout import FinishedGroup, Rollout
+from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
+from headway.records.trace import GroupEnd, GroupTrace, RolloutTrace, Span, StepTrace, TraceLine
 from headway.records.training import StepReport
 from headway.runtime.clock import Clock
 
@@ -41,7 +42,15 @@ class Interval:
 class Meter:
     """Everything measured by the orchestrator itself, on its injected clock (DESIGN rule 9)."""
 
-    def __init__(self, experiment: Experiment, clock: Clock, peak_flops_per_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        clock: Clock,
+        peak_flops_per_s: float = 0.0,
+        observe: Callable[[TraceLine], None] | None = None,
+    ) -> None:
+        """``observe`` is told who ran when."""
+        self._observe = observe
         self._experiment = experiment
         self._clock = clock
         queue = experiment.queue
@@ -68,19 +77,40 @@ class Meter:
         self._interval.finished.append(group)
         if accepted:
             self._interval.accepted += len(group.rollouts)
+        if self._observe is not None:
+            self._observe(group_trace(group, self._clock.now()))
+
+    def ended(self, group: Group, ending: Ending, step: int, *, finished: bool) -> None:
+        """A group ended while the trainer was at version ``step``; ``finished``: it had been verified."""
+        if self._observe is not None:
+            now_s = _tidy(self._clock.now())
+            admitted_s = _tidy(group.admitted_s)
+            self._observe(GroupEnd(index=group.index, ending=ending, step=step, time_s=now_s, admitted_s=admitted_s,
+                                   finished=finished))  # fmt: skip
 
     def waited(self, seconds: float) -> None:
         self._interval.wait_s += seconds
+        self._span("trainer-0", "wait", seconds)
 
     def published(self, seconds: float) -> None:
         self._interval.publish_s += seconds
+        self._span("trainer-0", "publish", seconds)
 
     def applied(self, seconds: float, reports: Sequence[AppliedWeights]) -> None:
         self._interval.apply_s += seconds
         self._interval.apply_pause_s = max([self._interval.apply_pause_s, *(r.pause_s for r in reports)])
+        version = max((report.version for report in reports), default=self.applied_version)
+        self._span("weights", f"apply version {version}", seconds)
 
     def checkpointed(self, seconds: float) -> None:
         self._interval.checkpoint_s += seconds
+        self._span("trainer-0", "checkpoint", seconds)
+
+    def _span(self, track: str, name: str, seconds: float) -> None:
+        """What has taken ``seconds`` until now."""
+        if self._observe is not None:
+            end_s = self._clock.now()
+            self._observe(Span(track=track, name=name, start_s=_tidy(end_s - seconds), end_s=_tidy(end_s)))
 
     # -- the step's record ---------------------------------------------------------------------------
 
@@ -100,6 +130,8 @@ class Meter:
         step_s = max(self._interval.started_s - interval.started_s, 1e-9)
         samples = sum(len(group.valid) for group in trained)
         produced = sum(len(group.rollouts) for group in interval.finished)
+        if self._observe is not None:
+            self._observe(_step_trace(report, interval.started_s, self._interval.started_s, samples))
         bias = self.length_bias.statistics()
         endings, failures = state.books.take_recent()
         return StepRecord(
@@ -180,6 +212,46 @@ class Meter:
         )
 
 
+def group_trace(finished: FinishedGroup, now_s: float) -> GroupTrace:
+    """Who of a group did what when."""
+    group = finished.group
+    return GroupTrace(
+        index=group.index,
+        task=group.task.task_id,
+        admitted_s=_tidy(group.admitted_s),
+        admitted_version=group.admitted_version,
+        finished_s=_tidy(now_s),
+        rollouts=tuple(
+            RolloutTrace(
+                member=r.member,
+                first_token_s=_tidy(r.first_token_s),
+                generated_s=_tidy(r.generated_s),
+                finished_s=_tidy(r.finished_s),
+                verify_s=_tidy(r.verify_s),
+                tokens=len(r.response_ids),
+                first_version=r.first_version,
+                last_version=r.last_version,
+                reward=r.reward,
+                resumes=r.resumes,
+                reprefills=r.reprefills,
+                failure="" if r.failure is None else r.failure.boundary,
+            )
+            for r in finished.rollouts
+        ),
+    )
+
+
+def _step_trace(report: StepReport, start_s: float, end_s: float, samples: int) -> StepTrace:
+    ranks = report.rank_compute_s or (report.compute_s,)
+    return StepTrace(step=report.step, version=report.version, start_s=_tidy(start_s), end_s=_tidy(end_s),
+                     rank_compute_s=tuple(map(_tidy, ranks)), samples=samples, skipped=report.skipped)  # fmt: skip
+
+
+def _tidy(seconds: float) -> float:
+    """To the microsecond: the rest only makes the file longer."""
+    return round(seconds, 6)
+
+
 def _mfu(report: StepReport, peak_flops_per_s: float) -> float:
     return report.flops / report.compute_s / peak_flops_per_s if report.compute_s and peak_flops_per_s else 0.0
 
@@ -236,6 +308,7 @@ def _length_fields(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "length_p50": quantile(lengths, 0.5),
         "length_p99": quantile(lengths, 0.99),
         "length_max": max(lengths),
+        "length_histogram": length_histogram(lengths),
         "truncated_share": sum(r.truncated for r in rollouts) / len(rollouts),
     }
 

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -15,16 +16,20 @@ from typing import Any
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
+from headway.orchestrator.pulse import pulsing
 from headway.orchestrator.run import Run
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
 from headway.records.errors import Interrupted
 from headway.records.ledger import LedgerLine, RunSummary
+from headway.records.trace import Pulse, TraceLine, WorkerState
 from headway.rollout.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
+from headway.runtime.exporters import start_exports
 from headway.runtime.ledger import Ledger, read_ledger
 from headway.runtime.line_file import LineFile
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.summary import recorded_steps, summarise
+from headway.runtime.trace_file import TraceFile
 from headway.runtime.workers import LocalLauncher
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.checkpoints import remove_leftovers
@@ -60,17 +65,19 @@ def run_identity(directory: str | Path) -> str:
 async def _train(experiment: Experiment, directory: RunDirectory, resume: bool, on_line: OnLine | None) -> RunSummary:
     clock = RealClock()
     async with _interruptible() as interrupts, AsyncExitStack() as stack:
-        ledger = stack.enter_context(Ledger(directory.path, experiment.ledger.tensorboard, clock))
+        ledger = stack.enter_context(Ledger(directory.path, clock))
         if on_line is not None:
             ledger.subscribe(on_line)
         try:
-            interrupts.run = run = await wire(experiment, directory, ledger, clock, stack)
+            observers = observing(experiment, directory, ledger, clock, stack, resume=resume)
+            interrupts.run = run = await wire(experiment, directory, ledger, clock, stack, observers=observers)
         # Raised again: this captures nothing, it only takes the folder back when a verifier can't be imported or a
         # device is missing, so that the same command starts anew. Not after Ctrl-C, which says that --resume goes on.
         except Exception:
             if not resume:
                 directory.withdraw()
             raise
+        observers.announce()
         await run.begin(recorded_steps(read_ledger(directory.path)))
         await run.train()
         await run.conclude()
@@ -81,6 +88,42 @@ async def _train(experiment: Experiment, directory: RunDirectory, resume: bool, 
                 f"stopped at version {run.context.state.version}; continue with: headway train ... --resume"
             )
         return summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observers:
+    """Who watches a run beside its ledger; neither is waited for."""
+
+    observe: Callable[[TraceLine], None] | None = None  # told who ran when
+    sample: Callable[[dict[str, object]], None] = lambda row: None  # told of every kept rollout
+    announce: Callable[[], None] = lambda: None  # says in the ledger where to look
+
+
+def observing(
+    experiment: Experiment,
+    directory: RunDirectory,
+    ledger: Ledger,
+    clock: Clock,
+    stack: AsyncExitStack,
+    *,
+    resume: bool = False,
+) -> Observers:
+    """Start the trackers, `/metrics` and the trace that ``experiment`` asks for; ``stack`` ends them.
+    Raises ConfigurationError when one can't be started."""
+    exports = stack.enter_context(start_exports(experiment, directory, ledger, resume=resume))
+    trace = None
+    if experiment.ledger.trace:
+        trace = stack.enter_context(TraceFile(directory.path, clock, time.time(), on_failure=ledger.event))
+        ledger.subscribe(trace.on_line)
+
+    def observe(line: TraceLine) -> None:
+        if trace is not None:
+            trace.write(line)
+        if isinstance(line, Pulse):
+            exports.pulse(line)
+
+    wanted = trace is not None or exports.wants_pulses
+    return Observers(observe=observe if wanted else None, sample=exports.sample, announce=exports.announce)
 
 
 @dataclass
@@ -127,6 +170,7 @@ async def wire(
     clock: Clock,
     stack: AsyncExitStack,
     wrap_generate: WrapGenerate | None = None,
+    observers: Observers = Observers(),
 ) -> Run:
     """Start every actor of the run; ``stack`` stops them in reverse order. ``wrap_generate`` is put between
     rollouts and generator (a benchmark sets the lengths there)."""
@@ -137,6 +181,7 @@ async def wire(
 
     def keep_sample(line: dict[str, object]) -> None:
         samples.append(json.dumps(line, ensure_ascii=False).encode())
+        observers.sample(line)
 
     def worker_event(name: str, detail: str, **data: Any) -> None:
         run.context.event(name, detail, **data)
@@ -144,9 +189,15 @@ async def wire(
     trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs)
     generator = GeneratorPool(launcher, experiment, clock, on_event=worker_event, log_directory=directory.logs)
     retries = experiment.rollout.retries
-    named = named_verifiers(experiment, sets)
+    named, observe = named_verifiers(experiment, sets), observers.observe
     verifier = VerifierPool(
-        launcher, experiment.verifier, clock, named=named, log_folder=directory.logs, retries=retries
+        launcher,
+        experiment.verifier,
+        clock,
+        named=named,
+        log_folder=directory.logs,
+        retries=retries,
+        observe=observe,
     )
     actors = Actors(
         generator=generator,
@@ -157,6 +208,7 @@ async def wire(
         evaluation_tasks=sets,
         record=ledger.record,
         keep_sample=keep_sample,
+        observe=observe,
         wrap_generate=wrap_generate,
     )
     run = assemble(experiment, actors, clock, directory.buffer, stack)
@@ -164,4 +216,10 @@ async def wire(
         stack.push_async_callback(actor.stop)
     await asyncio.gather(trainer.start(), generator.start(), verifier.start())
     run.context.meter.peak_flops_per_s = await trainer.measure_peak()
+    if observe is not None:
+
+        def workers() -> list[WorkerState]:
+            return [*generator.worker_states, *trainer.worker_states, *verifier.worker_states]
+
+        await stack.enter_async_context(pulsing(run.context, observe, generator.activity, workers))
     return run

@@ -78,6 +78,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     length_p50: float = 0.0
     length_p99: float = 0.0
     length_max: int = 0
+    length_histogram: dict[str, int] = {}  # last length of a bucket -> responses; four buckets for every doubling
     truncated_share: float = 0.0
     # length bias: two-sample KS over closed admission cohorts, cumulative
     length_bias_ks: float = 0.0

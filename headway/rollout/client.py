@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,6 +13,7 @@ from headway.config.sources import VerifierSettings
 from headway.records.errors import ConfigurationError, HeadwayError, RemoteError, WorkerDied
 from headway.records.rollout import Verdict
 from headway.records.task import Task
+from headway.records.trace import Span, WorkerState
 from headway.rollout.verifiers import failed_verdict
 from headway.runtime.channel import Channel, ChannelClosed, ChannelStatistics
 from headway.runtime.clock import Clock
@@ -68,7 +69,10 @@ class VerifierPool:
         log_folder: Path | None = None,
         retries: int = 2,
         queue_groups: int | None = None,
+        observe: Callable[[Span], None] | None = None,
     ) -> None:
+        """``observe`` is told of every call of a worker."""
+        self._observe = observe
         self._launcher = launcher
         self._verifier = verifier
         self._named = dict(named or {})
@@ -80,7 +84,7 @@ class VerifierPool:
         self._workers: list[Worker | None] = [None] * verifier.workers
         self._seats: list[asyncio.Task[None]] = []
         self._open: set[asyncio.Future[list[Verdict]]] = set()
-        self.restarts = 0  # workers replaced so far
+        self._restarts = [0] * verifier.workers  # by seat
 
     async def start(self) -> None:
         """Start all workers. Raises ConfigurationError when the verifier can't be imported or refuses a parameter."""
@@ -118,9 +122,22 @@ class VerifierPool:
         self._workers = [None] * len(self._workers)
         await asyncio.gather(*(worker.stop(_STOP_GRACE_S) for worker in workers))
 
+    @property
+    def restarts(self) -> int:
+        """Workers replaced so far."""
+        return sum(self._restarts)
+
     def statistics(self) -> ChannelStatistics:
         """The queue's statistics: used, capacity, peak, waiters, age of the oldest group."""
         return self._jobs.statistics()
+
+    @property
+    def worker_states(self) -> list[WorkerState]:
+        """Every worker's health; one that died is replaced when the next job needs it."""
+        return [
+            WorkerState(name=f"verifier-{seat}", up=worker is not None and worker.alive, restarts=self._restarts[seat])
+            for seat, worker in enumerate(self._workers)
+        ]
 
     @property
     def pids(self) -> list[int]:
@@ -190,7 +207,12 @@ class VerifierPool:
         backstop_s = 1.1 * self._timeout_s(task) * len(responses) + _BACKSTOP_GRACE_S
         try:
             async with asyncio.timeout(backstop_s):
-                return await worker.call("score", task, responses)
+                verdicts = await worker.call("score", task, responses)
+            if self._observe is not None:
+                ended = self._clock.now()
+                name = f"score {len(responses)}"
+                self._observe(Span(track=worker.name, name=name, start_s=round(started, 6), end_s=round(ended, 6)))
+            return verdicts
         except TimeoutError:
             elapsed_s = self._clock.now() - started
             worker.kill()
@@ -223,7 +245,7 @@ class VerifierPool:
                     raise HeadwayError(f"verifier-{seat} could not be restarted: {error}") from error
                 await self._clock.sleep(_START_RETRY_S)
             else:
-                self.restarts += 1
+                self._restarts[seat] += 1
                 return worker
 
     async def _launch(self, seat: int) -> Worker:

@@ -1,4 +1,4 @@
-"""The ledger: an append-only JSONL file of everything a run measured, and its subscribers and exporters."""
+"""The ledger: an append-only JSONL file of everything a run measured, and its subscribers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine
 
 if TYPE_CHECKING:
     from headway.runtime.clock import Clock
-    from headway.runtime.tensorboard import TensorBoardExporter
 
 FILE_NAME = "ledger.jsonl"
 
@@ -46,15 +45,13 @@ class Ledger:
     Example: ``ledger.record(StepRecord(step=0, version=1)); ledger.event("checkpoint", step=1)``.
     """
 
-    def __init__(self, run_dir: str | Path, tensorboard: bool, clock: Clock) -> None:
-        """Open the ledger of ``run_dir``. ``tensorboard`` also writes ``RUN/tensorboard``. ``clock`` stamps events
-        and paces TensorBoard's flushes. Raises ConfigurationError when an earlier ledger there is damaged."""
+    def __init__(self, run_dir: str | Path, clock: Clock) -> None:
+        """Open the ledger of ``run_dir``; ``clock`` stamps events. Raises ConfigurationError when an earlier ledger
+        there is damaged."""
         self.path = Path(run_dir) / FILE_NAME
         self._clock = clock
         self._opened_s = clock.now()
         self._subscribers: list[Subscriber] = []
-        self._tensorboard_dir = Path(run_dir) / "tensorboard" if tensorboard else None
-        self._exporter: TensorBoardExporter | None = None
         self._fd: int | None = _open_for_append(self.path)
 
     def subscribe(self, subscriber: Subscriber) -> None:
@@ -62,10 +59,8 @@ class Ledger:
         self._subscribers.append(subscriber)
 
     def record(self, line: LedgerLine) -> None:
-        """Append ``line``, then hand it to TensorBoard and the subscribers. Raises HeadwayError on a full disk."""
+        """Append ``line``, then hand it to the subscribers. Raises HeadwayError on a full disk."""
         self._append(_encoder.encode(line) + b"\n")
-        if self._tensorboard_dir is not None:
-            self._export(line, self._tensorboard_dir)
         for subscriber in tuple(self._subscribers):
             try:
                 subscriber(line)
@@ -80,10 +75,7 @@ class Ledger:
         self.record(EventRecord(event=event, detail=detail, step=step, time_s=time_s, data=data))
 
     def close(self) -> None:
-        """Flush TensorBoard and close the file; a second call does nothing."""
-        if self._exporter is not None:
-            self._exporter.close()
-            self._exporter = None
+        """Close the file; a second call does nothing."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -100,14 +92,6 @@ class Ledger:
         if reason:
             os.ftruncate(self._fd, before)
             raise HeadwayError(f"{self.path} can't be written: {reason}")
-
-    def _export(self, line: LedgerLine, folder: Path) -> None:
-        if self._exporter is None:
-            # Imported here: protobuf costs a third of a second that a run without TensorBoard needn't pay.
-            from headway.runtime.tensorboard import TensorBoardExporter
-
-            self._exporter = TensorBoardExporter(folder, first_step=line.step, clock=self._clock)
-        self._exporter.export(line)
 
     def __enter__(self) -> Ledger:
         return self

@@ -31,7 +31,7 @@ class RunDirectory:
 
         with RunDirectory(experiment.run.directory) as run:
             run.begin(experiment, resume=False)
-            ledger = Ledger(run.path, tensorboard=True, clock=clock)
+            ledger = Ledger(run.path, clock)
     """
 
     def __init__(self, path: str | Path) -> None:

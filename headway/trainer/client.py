@@ -11,9 +11,12 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from headway.config.schema import Experiment
 from headway.records.errors import HeadwayError, RemoteError
 from headway.records.generation import PublishedWeights
+from headway.records.trace import WorkerState
 from headway.records.training import CheckpointInfo, StepReport, TrainBatch
 from headway.runtime.workers import Launcher, Worker, WorkerGroup, WorkerSpec
 
@@ -44,6 +47,14 @@ class TrainerClient:
         self._log_directory = log_directory
         self._group: WorkerGroup | None = None
         self._rendezvous = ""
+        self._restarts = 0
+
+    @property
+    def worker_states(self) -> list[WorkerState]:
+        """Every rank's health."""
+        alive = {worker.name: worker.alive for worker in self.workers}
+        names = [f"trainer-{rank}" for rank in range(len(self._experiment.trainer.devices))]
+        return [WorkerState(name=name, up=alive.get(name, False), restarts=self._restarts) for name in names]
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -69,11 +80,13 @@ class TrainerClient:
 
     async def restart(self) -> None:
         """Replace every rank by a new process with the initial weights."""
+        self._restarts += 1
         await self.kill()
         await self.start()
 
     async def train_step(self, batch: TrainBatch) -> StepReport:
-        return (await self._all("train_step", batch))[0]
+        reports: list[StepReport] = await self._all("train_step", batch)
+        return msgspec.structs.replace(reports[0], rank_compute_s=tuple(report.compute_s for report in reports))
 
     async def publish(self, version: int) -> PublishedWeights:
         return await self._first("publish", version)

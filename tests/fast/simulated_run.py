@@ -18,6 +18,7 @@ from headway.orchestrator.assembly import Actors, assemble
 from headway.records.generation import GenerationRequest
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.records.task import Task
+from headway.records.trace import TraceLine
 from headway.rollout.fake import FakeVerifier
 from headway.runtime.clock import Clock, run_virtual
 from headway.runtime.summary import recorded_steps
@@ -91,11 +92,13 @@ def simulate(
     interrupt_s: float | None = None,
     kills_s: tuple[float, ...] = (),
     spoil: Callable[[FakeTrainer], None] = lambda trainer: None,
+    observe: Callable[[Clock], Callable[[TraceLine], None]] | None = None,
 ) -> Outcome:
     """Run ``experiment`` to its end in virtual time.
 
     ``interrupt_s``: Ctrl-C so long after the start. ``kills_s``: the orchestrator is killed so long after each of its
-    starts, and resumed. ``spoil``: changes the first trainer, say into one that dies.
+    starts, and resumed. ``spoil``: changes the first trainer, say into one that dies. ``observe``: makes, for each
+    process of the run, what is told who ran when.
     """
     longest = experiment.rollout.max_response_tokens
 
@@ -123,6 +126,7 @@ def simulate(
                     tokenizer=PlainTokenizer(),  # type: ignore[arg-type]  (stands in for a tokenizer folder)
                     train_tasks=[Task(task_id=str(i), prompt=str(i)) for i in range(50)],
                     record=lines.append,
+                    observe=observe and observe(clock),
                 )
                 outcome = await _session(resolved, actors, clock, lines, trainer, kill_s, interrupt_s)
                 if outcome is not None:

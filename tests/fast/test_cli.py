@@ -18,7 +18,7 @@ from headway.cli.texts import read_texts
 from headway.records.errors import ConfigurationError, Interrupted, WorkerDied
 from headway.runtime.summary import summarise
 
-COMMANDS = ("init-model", "sft", "train", "check", "eval", "report", "show")
+COMMANDS = ("init-model", "sft", "train", "check", "eval", "report", "show", "trace")
 
 
 def plain(text: str) -> str:
@@ -253,12 +253,12 @@ def test_start_loads_nothing_heavy() -> None:
 
 def test_check_report_and_ledger_never_load_torch() -> None:
     code = (
-        "import sys, tempfile, headway.orchestrator.preview, headway.report.page, headway.report.live\n"
+        "import sys, headway.orchestrator.preview, headway.report.page, headway.report.live\n"
         "import headway.report.tables\n"
         "import headway.report.show, headway.report.plan, headway.report.preview, headway.report.progress\n"
-        "from headway.runtime.ledger import Ledger\n"
-        "from headway.runtime.clock import RealClock\n"
-        "ledger = Ledger(tempfile.mkdtemp(), True, RealClock()); ledger.event('start'); ledger.close()\n"
+        "import headway.report.trace, headway.runtime.prometheus, headway.runtime.tracker_tensorboard as tracker\n"
+        "import headway.runtime.tracker_wandb, headway.runtime.tracker_mlflow\n"
+        "tracker._tensorboardx()\n"
         "assert 'tensorboardX' in sys.modules\n"
         "print('torch' in sys.modules)"
     )

@@ -32,8 +32,8 @@ class ManualClock:
         self.time_s += seconds
 
 
-def open_ledger(folder: Path, tensorboard: bool = False, clock: ManualClock | None = None) -> Ledger:
-    return Ledger(folder, tensorboard, clock or ManualClock())
+def open_ledger(folder: Path, clock: ManualClock | None = None) -> Ledger:
+    return Ledger(folder, clock or ManualClock())
 
 
 def steps_of(lines: list[LedgerLine]) -> list[int]:
@@ -303,30 +303,3 @@ def test_skipped_steps_train_nothing_but_take_time() -> None:
     summary = summarise(lines)
     assert summary.samples_trained == 8
     assert summary.trained_per_s == pytest.approx(4.0)
-
-
-# --- TensorBoard -----------------------------------------------------------------------------------------
-
-
-def test_tensorboard_gets_grouped_scalars_and_histograms(tmp_path: Path) -> None:
-    from tensorboardX.proto import event_pb2
-    from tensorboardX.record_writer import masked_crc32c
-
-    with open_ledger(tmp_path, tensorboard=True) as ledger:
-        for line in synthetic_lines(steps=3):
-            ledger.record(line)
-        ledger.record(StepRecord(step=3, version=3, skipped=True, metrics={"loss": math.nan}))
-    (file,) = (tmp_path / "tensorboard").iterdir()
-    data, tags = file.read_bytes(), set()
-    position = 0
-    while position < len(data):
-        length = int.from_bytes(data[position : position + 8], "little")
-        header = data[position : position + 8]
-        assert int.from_bytes(data[position + 8 : position + 12], "little") == masked_crc32c(header)
-        event = event_pb2.Event.FromString(data[position + 12 : position + 12 + length])
-        tags |= {value.tag for value in event.summary.value}
-        position += length + 16
-    assert {"rates/consumption_per_s", "wait/trainer_wait_ratio", "queue/buffered_groups", "reward/solve_rate"} <= tags
-    assert {"length/length_p99", "loss/loss", "loss/entropy", "ratio/ratio_p99", "mismatch/mismatch_k3"} <= tags
-    assert {"staleness/trajectory_max", "staleness/trajectory", "endings/filtered"} <= tags
-    assert "evaluation/test_solve_rate" in tags

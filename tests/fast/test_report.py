@@ -24,9 +24,9 @@ from headway.report.plots import PLOTS, Evidence, render
 from headway.report.run_view import as_json, view_run
 from headway.report.series import Series, pooled_histogram, smoothed
 from headway.report.verdict import judge, judge_balance, judge_learning
+from headway.runtime.metrics import scalars
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.summary import evaluations, summarise
-from headway.runtime.tensorboard import scalars
 
 # --- verdict ---------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ def test_an_evaluation_whose_every_attempt_failed_measured_nothing() -> None:
     assert "not measured" in page_module._evaluations([lines[0]])
     assert "not measured" not in page_module._evaluations([lines[1]])
     assert live.evaluation_line(lines[0]).startswith("validation before: solve rate not measured (500 tasks")
-    assert list(scalars(lines[0])) == []
+    assert scalars(lines[0]) == {}
     plot = next(plot for plot in PLOTS if plot.title == "Solve rate")
     assert render(plot, Evidence(Series([]), [lines[0], lines[4]], 4)) is None
 

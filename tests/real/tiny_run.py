@@ -86,7 +86,7 @@ def write_experiment(folder: Path, **sections: dict[str, Any]) -> Path:
         "queue": {"groups_per_step": 4, "budget": 2, "filter_zero_variance": False},
         "checkpoint": {"every_steps": 3},
         "evaluation": {"before": False, "after": False},
-        "ledger": {"tensorboard": False},
+        "ledger": {"trackers": []},
     }
     for name, values in sections.items():
         raw[name] = {**raw.get(name, {}), **values}

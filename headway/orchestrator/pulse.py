@@ -1,0 +1,68 @@
+"""The pulse of a run: queue and workers, looked at about once a second. For people and machines that watch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+
+from headway.orchestrator.context import RunContext
+from headway.records.errors import HeadwayError
+from headway.records.trace import Pulse, Span, TraceLine, WorkerState
+
+PULSE_S = 1.0
+
+Activity = Callable[[], Awaitable[list[Span]]]
+Workers = Callable[[], Iterable[WorkerState]]
+
+
+async def take_pulse(run: RunContext, workers: Workers) -> Pulse:
+    """Queue, engines and workers now. Raises HeadwayError when no engine can be asked."""
+    state = run.state
+    engines = await run.generator.statistics()
+    return Pulse(
+        time_s=round(run.clock.now(), 6),
+        version=state.version,
+        applied_version=await run.generator.applied_version(),
+        open_groups=state.open_groups,
+        running_groups=len(state.running),
+        parked_groups=state.parked_groups,
+        buffered_groups=len(state.finished),
+        oldest_age_s=round(state.oldest_age_s(), 3),
+        slots=sum(engine.slots for engine in engines),
+        running_rollouts=sum(engine.running for engine in engines),
+        waiting_rollouts=sum(engine.waiting for engine in engines),
+        kv_used_tokens=sum(engine.kv_used_tokens for engine in engines),
+        kv_capacity_tokens=sum(engine.kv_capacity_tokens for engine in engines),
+        workers=tuple(workers()),
+    )
+
+
+@contextlib.asynccontextmanager
+async def pulsing(
+    run: RunContext, observe: Callable[[TraceLine], None], activity: Activity, workers: Workers
+) -> AsyncIterator[None]:
+    """Tell ``observe`` every PULSE_S, in the block, what the replicas did and how queue and workers stand. Not one of
+    the run's loops: nothing waits for it, and whatever it fails at, it tries again."""
+
+    async def beat() -> None:
+        with contextlib.suppress(HeadwayError):  # no replica can be asked: the loops deal with that
+            for span in await activity():
+                observe(span)
+            observe(await take_pulse(run, workers))
+
+    async def keep_beating() -> None:
+        while True:
+            await beat()
+            await run.clock.sleep(PULSE_S)
+
+    task = asyncio.create_task(keep_beating(), name="pulse")
+    try:
+        yield
+        with contextlib.suppress(TimeoutError):  # a run that ends in order: the last moments as well
+            async with asyncio.timeout(PULSE_S):
+                await beat()
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

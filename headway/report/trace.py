@@ -1,0 +1,234 @@
+"""`headway trace`: a run's trace as Chrome trace events, for ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from headway.records.errors import ConfigurationError, HeadwayError
+from headway.records.trace import GroupEnd, GroupTrace, Mark, Pulse, Span, StepTrace, TraceLine, TraceSession
+from headway.report.formats import duration
+from headway.report.trace_events import TraceEvents
+from headway.report.trace_groups import GroupLife, draw_groups
+from headway.runtime.trace_file import read_trace
+
+STEPS = 30  # shown unless asked for others
+GROUPS = 20_000  # the newest; a browser gets slow beyond
+
+_TRAINER, _GENERATOR, _VERIFIERS, _OTHER, _QUEUE = "trainer", "generator", "verifiers", "weights, evaluation", "queue"
+_PROCESSES = {"trainer": _TRAINER, "generator": _GENERATOR, "verifier": _VERIFIERS}
+
+Line = TypeVar("Line", Span, StepTrace, Pulse, Mark)
+
+
+@dataclass
+class Timeline:
+    """A trace with every time in seconds since 1970, so that sessions of a resumed run fall in order."""
+
+    steps: list[StepTrace] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    pulses: list[Pulse] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    groups: dict[int, GroupLife] = field(default_factory=dict)
+    end_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What `write_trace` did."""
+
+    path: Path
+    events: int
+    first_step: int  # -1: no step was completed yet
+    last_step: int
+    seconds: float
+    left_out: str  # in words; "" when all is there
+
+
+def write_trace(
+    run_dir: str | Path, out: str | Path | None = None, first_step: int | None = None, last_step: int | None = None
+) -> Written:
+    """Write the steps from ``first_step`` to ``last_step`` (default: the newest STEPS of the trace) of the run at
+    ``run_dir`` to ``out`` (default: RUN/trace.json).
+
+    Raises ConfigurationError when there is no trace or none of these steps is in it, HeadwayError on a full disk.
+    """
+    timeline = timeline_of(read_trace(run_dir))
+    path = Path(out) if out is not None else Path(run_dir) / "trace.json"
+    steps, from_s, until_s = _window(timeline, first_step, last_step)
+    events = TraceEvents((_QUEUE, _TRAINER, _GENERATOR, _VERIFIERS, _OTHER))
+    _draw_workers(events, timeline, from_s, until_s)
+    lives = [life for life in timeline.groups.values() if life.start_s < until_s and life.end_s > from_s]
+    lives.sort(key=lambda life: life.start_s)
+    draw_groups(events, lives[-GROUPS:], timeline.steps)
+    _draw_queue(events, timeline, from_s, until_s)
+    _write(path, events.as_json({"run": str(run_dir)}))
+    numbers = [step.step for step in steps]
+    return Written(
+        path=path,
+        events=len(events),
+        first_step=min(numbers, default=-1),
+        last_step=max(numbers, default=-1),
+        seconds=events.duration_s,
+        left_out=_left_out(timeline, steps, len(lives)),
+    )
+
+
+def describe(written: Written) -> str:
+    """What was written, and what to do with it, in words."""
+    steps = f"steps {written.first_step} to {written.last_step}" if written.first_step >= 0 else "no step yet"
+    lines = [f"trace: {written.path} ({written.events:,} events, {steps}, {duration(written.seconds)})"]
+    if written.left_out:
+        lines.append(f"left out: {written.left_out}; --from-step and --to-step choose others")
+    lines.append("open it at https://ui.perfetto.dev")
+    return "\n".join(lines)
+
+
+def timeline_of(lines: Sequence[TraceLine]) -> Timeline:
+    """``lines`` in seconds since 1970, by kind."""
+    timeline = Timeline()
+    offset, session_s = 0.0, -float("inf")
+    for line in lines:
+        if isinstance(line, TraceSession):
+            offset, session_s = line.unix_s - line.clock_s, line.unix_s
+            timeline.end_s = max(timeline.end_s, session_s)
+        elif isinstance(line, GroupTrace):
+            life = timeline.groups[line.index] = GroupLife.finished(line, offset, session_s)
+            timeline.end_s = max(timeline.end_s, life.end_s)
+        elif isinstance(line, GroupEnd):
+            _end_group(timeline, line, offset, session_s)
+            timeline.end_s = max(timeline.end_s, line.time_s + offset)
+        else:
+            _place(timeline, line, offset)
+    for life in timeline.groups.values():
+        if not life.ending:
+            life.end_s = timeline.end_s  # buffered still
+    return timeline
+
+
+def _end_group(timeline: Timeline, line: GroupEnd, offset: float, session_s: float) -> None:
+    life = timeline.groups.get(line.index)
+    if life is None:
+        if line.finished:
+            return  # its own line is in a part of the trace that is gone
+        life = timeline.groups[line.index] = GroupLife.cut(line, offset, session_s)
+    life.ending, life.step, life.end_s = line.ending, line.step, max(life.start_s, line.time_s + offset)
+
+
+def _place(timeline: Timeline, line: Span | StepTrace | Pulse | Mark, offset: float) -> None:
+    moved = {name: getattr(line, name) + offset for name in ("start_s", "end_s", "time_s") if hasattr(line, name)}
+    placed = msgspec.structs.replace(line, **moved)
+    timeline.end_s = max([timeline.end_s, *moved.values()])
+    if isinstance(placed, StepTrace):
+        timeline.steps.append(placed)
+    elif isinstance(placed, Span):
+        timeline.spans.append(placed)
+    elif isinstance(placed, Pulse):
+        timeline.pulses.append(placed)
+    else:
+        timeline.marks.append(placed)
+
+
+def _window(timeline: Timeline, first: int | None, last: int | None) -> tuple[list[StepTrace], float, float]:
+    """The steps to show, and from when to when. What precedes the first step of all, or follows the last, belongs to
+    it."""
+    steps = timeline.steps
+    if not steps:
+        if first is not None or last is not None:
+            raise ConfigurationError("no step is completed yet: leave --from-step and --to-step out")
+        return [], -float("inf"), float("inf")
+    if first is None and last is None:
+        chosen = steps[-STEPS:]
+    else:
+        low = 0 if first is None else first
+        chosen = [step for step in steps if low <= step.step and (last is None or step.step <= last)]
+    if not chosen:
+        held = sorted({step.step for step in steps})
+        raise ConfigurationError(
+            f"no step between --from-step {first} and --to-step {last}: the trace holds steps {held[0]} to {held[-1]}"
+        )
+    from_s = -float("inf") if chosen[0] is steps[0] else chosen[0].start_s
+    until_s = float("inf") if chosen[-1] is steps[-1] else chosen[-1].end_s
+    return chosen, from_s, until_s
+
+
+def _draw_workers(events: TraceEvents, timeline: Timeline, from_s: float, until_s: float) -> None:
+    spans = _joined(timeline.spans)
+    ranks = max((len(step.rank_compute_s) for step in timeline.steps), default=1)
+    for step in timeline.steps:
+        for rank, compute_s in enumerate(step.rank_compute_s):
+            name = f"step {step.step}" + (" (skipped)" if step.skipped else "")
+            start_s = max(step.start_s, step.end_s - compute_s)
+            spans.append(Span(track=f"trainer-{rank}", name=name, start_s=start_s, end_s=step.end_s, step=step.step))
+    for span in [span for span in spans if span.track == "trainer-0" and span.name == "wait"]:
+        spans += [msgspec.structs.replace(span, track=f"trainer-{rank}") for rank in range(1, ranks)]
+    trained = {f"step {step.step}": step.samples for step in timeline.steps}
+    for span in sorted(spans, key=lambda span: (span.track, span.start_s)):
+        if span.start_s < until_s and span.end_s > from_s:
+            process = _PROCESSES.get(span.track.rpartition("-")[0], _OTHER)
+            arguments = {"samples": trained[span.name]} if span.name in trained else {}
+            events.slice(process, span.track, span.name, span.start_s, span.end_s, arguments)
+    for mark in timeline.marks:
+        if from_s <= mark.time_s <= until_s:
+            events.instant(_OTHER, "events", mark.event, mark.time_s, {"detail": mark.detail})
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """``spans`` with those joined that only the pulse had cut: of one track and name, without a gap."""
+    joined: list[Span] = []
+    newest: dict[str, int] = {}  # track -> its newest span's place
+    for span in spans:
+        place = newest.get(span.track)
+        if place is not None:
+            before = joined[place]
+            if before.name == span.name and abs(span.start_s - before.end_s) < 1e-6:
+                joined[place] = msgspec.structs.replace(before, end_s=span.end_s)
+                continue
+        newest[span.track] = len(joined)
+        joined.append(span)
+    return joined
+
+
+def _draw_queue(events: TraceEvents, timeline: Timeline, from_s: float, until_s: float) -> None:
+    for pulse in timeline.pulses:
+        if from_s <= pulse.time_s <= until_s:
+            for name, values in _counters(pulse):
+                events.counter(_QUEUE, name, pulse.time_s, values)
+
+
+def _counters(pulse: Pulse) -> Iterator[tuple[str, dict[str, float]]]:
+    running = pulse.running_groups - pulse.parked_groups
+    yield "groups", {"buffered": pulse.buffered_groups, "running": running, "parked": pulse.parked_groups}
+    yield "rollouts", {"running": pulse.running_rollouts, "waiting": pulse.waiting_rollouts}
+    yield "version", {"trained": pulse.version}
+    yield "version applied", {"applied": pulse.applied_version}
+    yield "KV tokens", {"used": pulse.kv_used_tokens}
+    yield "oldest buffered group, s", {"age": pulse.oldest_age_s}
+
+
+def _left_out(timeline: Timeline, steps: Sequence[StepTrace], groups: int) -> str:
+    parts: list[str] = []
+    if len(steps) < len(timeline.steps):
+        held = [step.step for step in timeline.steps]
+        parts.append(f"{len(timeline.steps) - len(steps)} other steps ({min(held)} to {max(held)} are in the trace)")
+    if groups > GROUPS:
+        parts.append(f"the oldest {groups - GROUPS} of {groups} groups")
+    return ", ".join(parts)
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(msgspec.json.encode(document))
+        os.replace(temporary, path)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigurationError(f"--out {path} can't be written: {error.strerror}") from None
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise HeadwayError(f"{path} can't be written: {error.strerror}") from None

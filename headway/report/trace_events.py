@@ -1,0 +1,107 @@
+"""Chrome trace events: slices, counters and instants on named tracks.
+
+Format: Trace Event Format (JSON object form, "X", "C", "i" and "M" events; times in microseconds).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+_LEAST_S = 1e-6  # shorter slices can't be seen, and rounding would make them overlap
+
+
+class TraceEvents:
+    """Events of one trace. Times are seconds of any one clock; the file counts from the earliest.
+
+    Invariant: slices of a track are either nested or apart: one that begins inside an open slice is cut to its end.
+    Slices of a track must come in order of their start, an outer one before its inner ones.
+
+    Example: ``slice("trainer", "trainer-0", "step 3", 12.0, 12.5)``.
+    """
+
+    def __init__(self, processes: Sequence[str] = ()) -> None:
+        """``processes``: shown in this order, others after them."""
+        self._events: list[dict[str, Any]] = []
+        self._processes = {name: number for number, name in enumerate(processes, start=1)}
+        self._tracks: Counter[str] = Counter()  # process -> its tracks so far
+        self._threads: dict[tuple[str, str], tuple[int, int]] = {}  # -> process and thread id
+        self._open: dict[tuple[int, int], list[tuple[float, float]]] = {}  # track -> slices not over yet, outer first
+        self._begun: dict[tuple[int, int], float] = {}  # track -> start of its newest slice
+        self._first_s = float("inf")
+        self._last_s = -float("inf")
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    @property
+    def duration_s(self) -> float:
+        """From the first event to the last."""
+        return max(0.0, self._last_s - self._first_s)
+
+    def slice(
+        self, process: str, track: str, name: str, start_s: float, end_s: float, arguments: dict[str, Any] | None = None
+    ) -> None:
+        """Something that took from ``start_s`` to ``end_s``."""
+        place = self._track(process, track)
+        stack = self._open.setdefault(place, [])
+        start_s = max(start_s, self._begun.get(place, start_s))
+        while stack and stack[-1][1] <= start_s:
+            stack.pop()
+        # What begins inside another ends with it at the latest; what only touches its end begins after it.
+        while stack and end_s > (outer_s := stack[-1][1]):
+            if outer_s - start_s < end_s - outer_s:
+                stack.pop()
+                start_s = outer_s
+            else:
+                end_s = outer_s
+        if end_s - start_s < _LEAST_S:
+            return
+        stack.append((start_s, end_s))
+        self._begun[place] = start_s
+        self._add({"ph": "X", "name": name, "args": arguments or {}}, place, start_s, end_s)
+
+    def counter(self, process: str, name: str, time_s: float, values: dict[str, float]) -> None:
+        """Values that hold from ``time_s`` on."""
+        self._add({"ph": "C", "name": name, "args": values}, self._track(process, ""), time_s, time_s)
+
+    def instant(self, process: str, track: str, name: str, time_s: float, arguments: dict[str, Any]) -> None:
+        """Something that happened at ``time_s``."""
+        event = {"ph": "i", "s": "t", "name": name, "args": arguments}
+        self._add(event, self._track(process, track), time_s, time_s)
+
+    def as_json(self, about: dict[str, str]) -> dict[str, Any]:
+        """The file's content as JSON types."""
+        events: list[dict[str, Any]] = []
+        for name, number in self._processes.items():
+            if not self._tracks[name]:
+                continue
+            events.append({"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}})
+            events.append({"ph": "M", "pid": number, "name": "process_sort_index", "args": {"sort_index": number}})
+        for (_, track), (process, thread) in self._threads.items():
+            if track:
+                names = {"ph": "M", "pid": process, "tid": thread}
+                events.append({**names, "name": "thread_name", "args": {"name": track}})
+                events.append({**names, "name": "thread_sort_index", "args": {"sort_index": thread}})
+        for event in self._events:
+            start_us = self._microseconds(event.pop("start_s"))
+            end_us = self._microseconds(event.pop("end_s"))
+            events.append(event | {"ts": start_us} | ({"dur": end_us - start_us} if event["ph"] == "X" else {}))
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+    def _microseconds(self, time_s: float) -> int:
+        return round((time_s - self._first_s) * 1e6)
+
+    def _track(self, process: str, track: str) -> tuple[int, int]:
+        place = self._threads.get((process, track))
+        if place is None:
+            self._tracks[process] += 1
+            number = self._processes.setdefault(process, len(self._processes) + 1)
+            place = self._threads[process, track] = (number, self._tracks[process])
+        return place
+
+    def _add(self, event: dict[str, Any], place: tuple[int, int], start_s: float, end_s: float) -> None:
+        self._first_s = min(self._first_s, start_s)
+        self._last_s = max(self._last_s, end_s)
+        self._events.append(event | {"pid": place[0], "tid": place[1], "start_s": start_s, "end_s": end_s})

@@ -1,0 +1,141 @@
+"""Groups and rollouts on the tracks of a trace."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headway.records.trace import GroupEnd, GroupTrace, RolloutTrace, StepTrace
+from headway.report.trace_events import TraceEvents
+
+_GROUPS, _ROLLOUTS = "groups", "rollouts"
+
+
+@dataclass(kw_only=True)
+class GroupLife:
+    """One group from its admission to its end, in seconds since 1970."""
+
+    index: int
+    start_s: float
+    finished_s: float | None  # verified; None: never
+    end_s: float
+    trace: GroupTrace | None
+    offset: float  # of the times in ``trace``
+    ending: str = ""  # "": buffered still
+    step: int = -1  # that trained it
+
+    @classmethod
+    def finished(cls, line: GroupTrace, offset: float, session_s: float) -> GroupLife:
+        """``session_s``: when the session began. A group of an earlier one was generated anew, so it starts there."""
+        finished_s = line.finished_s + offset
+        start_s = min(max(line.admitted_s + offset, session_s), finished_s)
+        return cls(
+            index=line.index, start_s=start_s, finished_s=finished_s, end_s=finished_s, trace=line, offset=offset
+        )
+
+    @classmethod
+    def cut(cls, line: GroupEnd, offset: float, session_s: float) -> GroupLife:
+        """A group that ended while it ran."""
+        end_s = line.time_s + offset
+        start_s = min(max(line.admitted_s + offset, session_s), end_s)
+        return cls(index=line.index, start_s=start_s, finished_s=None, end_s=end_s, trace=None, offset=offset)
+
+    @property
+    def staleness(self) -> int | None:
+        """Of its oldest trajectory, at the step that trained it."""
+        versions = [r.first_version for r in self.trace.rollouts if r.first_version >= 0] if self.trace else []
+        return self.step - min(versions) if versions and self.ending == "trained" else None
+
+
+class Lanes:
+    """The fewest parallel lanes in which intervals, given in order of their start, don't overlap."""
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self._taken: list[tuple[float, int]] = []  # (end, lane)
+        self._count = 0
+
+    def take(self, start_s: float, end_s: float) -> int:
+        """The lowest lane that is free from ``start_s`` to ``end_s``."""
+        while self._taken and self._taken[0][0] <= start_s:
+            heapq.heappush(self._free, heapq.heappop(self._taken)[1])
+        if self._free:
+            lane = heapq.heappop(self._free)
+        else:
+            lane, self._count = self._count, self._count + 1
+        heapq.heappush(self._taken, (end_s, lane))
+        return lane
+
+
+def draw_groups(events: TraceEvents, lives: Sequence[GroupLife], steps: Sequence[StepTrace]) -> None:
+    """``lives``, in order of their start: one slice a group, over its whole life, and one a rollout, until it is
+    verified; the members of a group lie side by side."""
+    computing = {s.step: max(s.start_s, s.end_s - max(s.rank_compute_s, default=0.0)) for s in steps if not s.skipped}
+    lanes, blocks = Lanes(), Lanes()
+    for life in lives:
+        track = f"group lane {lanes.take(life.start_s, life.end_s):03d}"
+        _draw_group(events, track, life, computing.get(life.step))
+    for life in lives:
+        if life.trace is not None and life.finished_s is not None:
+            block = blocks.take(life.start_s, life.finished_s)
+            for rollout in life.trace.rollouts:
+                _draw_rollout(events, f"lane {block:03d} member {rollout.member:02d}", life, rollout)
+
+
+def _draw_group(events: TraceEvents, track: str, life: GroupLife, computing_s: float | None) -> None:
+    arguments: dict[str, object] = {"ending": life.ending or "buffered"}
+    if life.trace is not None:
+        arguments |= {"task": life.trace.task, "admitted at version": life.trace.admitted_version}
+        rewards = [r.reward for r in life.trace.rollouts if not r.failure]
+        arguments |= {"mean reward": round(sum(rewards) / len(rewards), 4) if rewards else None}
+    if life.ending == "trained":
+        arguments |= {"step": life.step, "staleness": life.staleness}
+    name = f"group {life.index}" + ("" if life.ending in ("", "trained") else f" ({life.ending})")
+    events.slice(_GROUPS, track, name, life.start_s, life.end_s, arguments)
+    if life.trace is None or life.finished_s is None:
+        return
+    generated_s = max((r.generated_s for r in life.trace.rollouts), default=0.0) + life.offset
+    generated_s = min(max(generated_s, life.start_s), life.finished_s)
+    trained_s = life.end_s if life.ending != "trained" or computing_s is None else max(computing_s, life.finished_s)
+    for what, start_s, end_s in (
+        ("generating", life.start_s, generated_s),
+        ("verifying", generated_s, life.finished_s),
+        ("buffered", life.finished_s, trained_s),
+        (f"step {life.step}", trained_s, life.end_s),
+    ):
+        events.slice(_GROUPS, track, what, start_s, end_s)
+
+
+def _draw_rollout(events: TraceEvents, track: str, life: GroupLife, rollout: RolloutTrace) -> None:
+    assert life.trace is not None
+    assert life.finished_s is not None
+    last_generated_s = max(r.generated_s for r in life.trace.rollouts)
+
+    def moment(clock_s: float) -> float:
+        return min(max(clock_s + life.offset, life.start_s), life.finished_s or life.end_s)
+
+    generated_s = moment(rollout.generated_s)
+    first_token_s = min(moment(rollout.first_token_s), generated_s) if rollout.first_token_s else generated_s
+    verifying_s = moment(last_generated_s)
+    finished_s = max(moment(rollout.finished_s), verifying_s if not rollout.failure else generated_s)
+    arguments = {
+        "tokens": rollout.tokens,
+        "reward": rollout.reward,
+        "versions": f"{rollout.first_version} to {rollout.last_version}",
+        "staleness": life.step - rollout.first_version if life.ending == "trained" else None,
+        "ending": "failed" if rollout.failure else life.ending or "buffered",
+        "failed at": rollout.failure or None,
+        "resumes": rollout.resumes,
+        "prefilled again": rollout.reprefills,
+        "verifier, s": rollout.verify_s,
+    }
+    name = f"rollout {life.index}-{rollout.member}"
+    events.slice(_ROLLOUTS, track, name, life.start_s, finished_s, arguments)
+    for what, start_s, end_s in (
+        ("queued", life.start_s, first_token_s),
+        ("generating", first_token_s, generated_s),
+        ("waits for its group", generated_s, verifying_s),
+        ("verifying", verifying_s, finished_s),
+    ):
+        events.slice(_ROLLOUTS, track, what, start_s, end_s)

@@ -1,0 +1,37 @@
+"""``HOST:PORT`` of an HTTP server of ours."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from headway.records.errors import ConfigurationError
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach it."""
+    host, _ = split_address(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def require_free(address: str) -> None:
+    """Raise ConfigurationError when nothing can listen at ``address``."""
+    host, port = split_address(address)
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(target)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{address}: {error.strerror}; valid: an address of this machine and a free port (port 0 takes any)"
+        ) from None

@@ -1,0 +1,144 @@
+"""Ledger lines as named numbers: the one set of names that every tracker and `/metrics` use.
+
+A name is ``group/quantity_unit``. A quantity without a unit is a share, a count of what its group is about, or has
+none (a reward, a loss).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from headway.records.ledger import Distribution, EvaluationRecord, LedgerLine, StepRecord
+
+# name -> (field of StepRecord, what it is)
+STEP_METRICS: dict[str, tuple[str, str]] = {
+    "rates/consumption_samples_per_s": ("consumption_per_s", "what the trainer would take if it never waited"),
+    "rates/production_samples_per_s": ("production_per_s", "rollouts finished"),
+    "rates/effective_production_samples_per_s": ("effective_production_per_s", "production times acceptance rate"),
+    "rates/generated_tokens_per_s": ("generated_tokens_per_s", "sampled by all replicas"),
+    "rates/trained_tokens_per_s": ("trained_tokens_per_s", "tokens that carry loss"),
+    "rates/trained_flop_per_s": ("flops_per_s", "model FLOP of the trainer over the whole step"),
+    "rates/computed_token_share": ("computed_token_share", "tokens the trainer computed of those in its samples"),
+    "rates/mfu_step": ("mfu_step", "share of the measured peak, over the whole step"),
+    "rates/mfu_compute": ("mfu_compute", "share of the measured peak, over the trainer's compute"),
+    "wait/trainer_ratio": ("trainer_wait_ratio", "share of the step the trainer waited for a batch"),
+    "wait/generator_ratio": ("generator_wait_ratio", "share of the step the replicas had nothing to do"),
+    "wait/generator_lent_ratio": ("generator_lent_ratio", "share of the step its devices were lent to the trainer"),
+    "time/step_s": ("step_s", "the whole step"),
+    "time/trainer_wait_s": ("trainer_wait_s", "waiting for a batch"),
+    "time/trainer_compute_s": ("trainer_compute_s", "inside the training step"),
+    "time/publish_s": ("publish_s", "publishing weights"),
+    "time/apply_s": ("apply_s", "until every replica had applied the version"),
+    "time/apply_pause_s": ("apply_pause_s", "worst replica: no token could be generated"),
+    "time/checkpoint_s": ("checkpoint_s", "writing a checkpoint"),
+    "time/orchestrator_cpu_s": ("orchestrator_cpu_s", "CPU of the orchestrator's process, exporters included"),
+    "time/verify_s": ("verify_s", "inside the verifiers, summed over responses"),
+    "queue/open_groups": ("open_groups", "running, parked and buffered"),
+    "queue/running_groups": ("running_groups", "being generated or verified"),
+    "queue/parked_groups": ("parked_groups", "waiting to be resumed"),
+    "queue/buffered_groups": ("buffered_groups", "finished, waiting for the trainer"),
+    "queue/buffer_capacity_groups": ("buffer_capacity_groups", "places in the buffer"),
+    "queue/oldest_age_s": ("oldest_age_s", "age of the longest-buffered group"),
+    "queue/kv_used_tokens": ("kv_used_tokens", "KV tokens in use, all replicas"),
+    "queue/kv_capacity_tokens": ("kv_capacity_tokens", "KV tokens there are, all replicas"),
+    "queue/running_rollouts": ("running_rollouts", "requests that hold a slot"),
+    "queue/waiting_rollouts": ("waiting_rollouts", "requests that wait for a slot"),
+    "queue/slots": ("slots", "slots of all replicas"),
+    "reward/mean": ("reward_mean", "over the groups finished in the step"),
+    "reward/std": ("reward_std", "over the groups finished in the step"),
+    "reward/solve_rate": ("solve_rate", "share of responses that solve their task"),
+    "reward/zero_variance_share": ("zero_variance_share", "share of groups whose rewards are all equal"),
+    "length/mean_tokens": ("length_mean", "of responses"),
+    "length/p50_tokens": ("length_p50", "of responses"),
+    "length/p99_tokens": ("length_p99", "of responses"),
+    "length/max_tokens": ("length_max", "of responses"),
+    "length/truncated_share": ("truncated_share", "responses cut at the limit"),
+    "length_bias/ks": ("length_bias_ks", "KS distance of trained from all completed lengths"),
+    "length_bias/scheduling_ks": ("length_bias_scheduling_ks", "the part scheduling causes"),
+    "length_bias/filter_ks": ("length_bias_filter_ks", "the part filters cause"),
+    "length_bias/pruning_ks": ("length_bias_pruning_ks", "the part pruning causes"),
+    "length_bias/censored_share": ("censored_share", "admitted rollouts in cohorts not closed yet"),
+}
+STALENESS = {"staleness/trajectory_steps": "trajectory_staleness", "staleness/token_steps": "token_staleness"}
+LENGTHS = "length/tokens"
+
+_UNUSUAL = re.compile(r"[^\w./-]")
+
+
+class Histogram(NamedTuple):
+    """Counts between edges: ``counts[i]`` values lie in (edges[i], edges[i + 1]]."""
+
+    edges: list[float]  # [N + 1], ascending
+    counts: list[int]  # [N]
+
+
+def scalars(line: LedgerLine) -> dict[str, float]:
+    """Name -> value of every finite number of ``line``; nothing for an event."""
+    return {name: value for name, value in _scalars(line) if math.isfinite(value)}
+
+
+def _scalars(line: LedgerLine) -> Iterator[tuple[str, float]]:
+    if isinstance(line, EvaluationRecord):
+        if line.samples:  # else it measured nothing
+            prefix = f"evaluation/{line.split}"
+            yield f"{prefix}_solve_rate", line.solve_rate
+            yield f"{prefix}_solve_rate_standard_error", line.standard_error
+            yield f"{prefix}_reward_mean", line.reward_mean
+            yield f"{prefix}_length_mean_tokens", line.length_mean
+            yield f"{prefix}_duration_s", line.duration_s
+            for label, score in line.by_source.items():
+                yield f"evaluation_by_source/{line.split}_{_UNUSUAL.sub('_', label)}_solve_rate", score.solve_rate
+    elif isinstance(line, StepRecord):
+        for name, (field, _) in STEP_METRICS.items():
+            yield name, float(getattr(line, field))
+        for name, field in STALENESS.items():
+            distribution: Distribution = getattr(line, field)
+            kind = name.removesuffix("_steps")
+            yield f"{kind}_mean_steps", distribution.mean
+            yield f"{kind}_max_steps", distribution.max
+        for ending, count in line.endings.items():
+            yield f"endings/{ending}_rollouts", float(count)
+        for boundary, count in line.failures.items():
+            yield f"failures/{boundary}_rollouts", float(count)
+        for label, score in line.by_source.items():
+            if score.samples:
+                source = _UNUSUAL.sub("_", label)
+                yield f"by_source/{source}_solve_rate", score.solve_rate
+                yield f"by_source/{source}_samples", float(score.samples)
+        for name, value in line.metrics.items():
+            yield f"{_metric_group(name)}/{_UNUSUAL.sub('_', name)}", value
+
+
+def _metric_group(name: str) -> str:
+    if name.startswith("ratio") or name.startswith("clip"):
+        return "ratio"
+    if name.startswith("mismatch"):
+        return "mismatch"
+    return "optimiser" if name in ("grad_norm", "learning_rate") else "loss"
+
+
+def histograms(line: LedgerLine) -> dict[str, Histogram]:
+    """Name -> histogram of a step: staleness by trajectory and by token (steps), response lengths (tokens)."""
+    if not isinstance(line, StepRecord):
+        return {}
+    found = {name: _of_values(getattr(line, field).histogram) for name, field in STALENESS.items()}
+    found[LENGTHS] = _of_buckets(line.length_histogram)
+    return {name: histogram for name, histogram in found.items() if histogram.counts}
+
+
+def _of_values(counts: dict[str, int]) -> Histogram:
+    """One bucket for every integer from the least to the greatest."""
+    by_value = {int(value): count for value, count in counts.items() if count > 0}
+    if not by_value:
+        return Histogram([], [])
+    values = range(min(by_value), max(by_value) + 1)
+    return Histogram([values[0] - 0.5, *(v + 0.5 for v in values)], [by_value.get(v, 0) for v in values])
+
+
+def _of_buckets(counts: dict[str, int]) -> Histogram:
+    """Buckets by their upper bound; empty ones are joined to the next."""
+    ends = sorted(int(end) for end, count in counts.items() if count > 0)
+    return Histogram([0.0, *map(float, ends)], [counts[str(end)] for end in ends]) if ends else Histogram([], [])

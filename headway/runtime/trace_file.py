@@ -1,0 +1,134 @@
+"""``RUN/trace.jsonl``: who ran when. Written while the run goes on; read by `headway trace`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headway.records.errors import ConfigurationError, HeadwayError
+from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine
+from headway.records.trace import Mark, Span, TraceLine, TraceSession
+from headway.runtime.line_file import LineFile
+
+if TYPE_CHECKING:
+    from headway.runtime.clock import Clock
+
+FILE_NAME = "trace.jsonl"
+OLD_NAME = "trace.old.jsonl"  # the file before: together they hold the newest part of a long run
+SEGMENT_BYTES = 64 << 20
+EVENT_TRACE_FAILED = "trace_failed"
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(TraceLine)
+
+
+class TraceFile:
+    """Writer of one run's trace. A trace is never worth a run: what can't be written ends the trace, not the run,
+    and ``on_failure(event, detail)`` is told.
+
+    Invariant: at most two files of about SEGMENT_BYTES, each beginning with the session its times belong to.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        clock: Clock,
+        unix_s: float,
+        *,
+        on_failure: Callable[[str, str], None] = lambda event, detail: None,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        """``unix_s``: the time of day now. Raises ConfigurationError when the file can't be opened."""
+        self.path = Path(run_dir) / FILE_NAME
+        self._on_failure = on_failure
+        self._clock = clock
+        self._session = TraceSession(clock_s=clock.now(), unix_s=unix_s)
+        self._segment_bytes = segment_bytes
+        self._file: LineFile | None = None
+        self._size = 0
+        self._open()
+
+    def write(self, line: TraceLine) -> None:
+        """Append ``line``; never raises."""
+        if self._file is None:
+            return
+        try:
+            if self._size >= self._segment_bytes:
+                self._rotate()
+            data = _encoder.encode(line)
+            self._file.append(data)
+            self._size += len(data) + 1
+        except (OSError, HeadwayError) as error:
+            self.close()
+            self._on_failure(EVENT_TRACE_FAILED, f"the trace ends here: {error}")
+
+    def on_line(self, line: LedgerLine) -> None:
+        """A subscriber of the ledger: evaluations and events at their place in the trace."""
+        now_s = self._clock.now()
+        if isinstance(line, EvaluationRecord):
+            name = f"{line.split} {line.phase}"
+            start_s = now_s - line.duration_s
+            self.write(Span(track="evaluation", name=name, start_s=start_s, end_s=now_s, step=line.step))
+        elif isinstance(line, EventRecord):
+            self.write(Mark(event=line.event, detail=line.detail[:300], time_s=now_s))
+
+    def close(self) -> None:
+        """Again is a no-op."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.__exit__(None, None, None)
+
+    def _open(self) -> None:
+        self._file = LineFile(self.path)
+        self._size = os.path.getsize(self.path)
+        data = _encoder.encode(self._session)
+        self._file.append(data)
+        self._size += len(data) + 1
+
+    def _rotate(self) -> None:
+        self.close()
+        os.replace(self.path, self.path.with_name(OLD_NAME))
+        self._open()
+
+    def __enter__(self) -> TraceFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_trace(run_dir: str | Path) -> list[TraceLine]:
+    """The lines of a run's trace, oldest first. A torn last line, from a kill or from reading while the run writes, is
+    left out. Raises ConfigurationError when there is no trace or a line inside it is damaged."""
+    folder = Path(run_dir)
+    path = folder / FILE_NAME
+    if not folder.is_dir():
+        raise ConfigurationError(f"{run_dir} holds no run: there is no such folder")
+    data: dict[Path, bytes] = {}
+    for name in (folder / OLD_NAME, path):
+        with contextlib.suppress(FileNotFoundError):
+            data[name] = name.read_bytes()
+    if path not in data:
+        what = "no trace" if (folder / "ledger.jsonl").exists() else "no run"
+        hint = "; ledger.trace may be false" if what == "no trace" else ""
+        raise ConfigurationError(f"{run_dir} holds {what}: there is no {path}{hint}")
+    return [line for name, text in data.items() for line in _lines(name, text)]
+
+
+def _lines(path: Path, data: bytes) -> list[TraceLine]:
+    lines: list[TraceLine] = []
+    whole = data.split(b"\n")[:-1]  # what follows the last line break is torn, or empty
+    for number, text in enumerate(whole, start=1):
+        try:
+            lines.append(_decoder.decode(text))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"{path}, line {number} is damaged: {error}") from None
+    return lines

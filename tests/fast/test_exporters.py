@@ -1,0 +1,226 @@
+"""Exporters: no line waits for one, what is lost is counted and told once, a resumed run goes on in the same run."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from simulated_run import experiment_of
+from synthetic_run import evaluation, step_record
+from test_ledger import ManualClock
+
+from headway.config.schema import Experiment
+from headway.records.errors import ConfigurationError
+from headway.records.ledger import EventRecord
+from headway.records.trace import Pulse
+from headway.runtime import exporters
+from headway.runtime.exporters import EXPORTERS, Exporter, Exports, Start, start_exports
+from headway.runtime.ledger import Ledger, read_ledger
+from headway.runtime.metrics import STEP_METRICS, histograms, scalars
+from headway.runtime.run_directory import RunDirectory
+
+
+class Recorder(Exporter):
+    """Keeps what it is given; ``gate`` holds it up, ``broken`` makes it raise."""
+
+    wants_pulses = True
+
+    def __init__(self, broken: bool = False) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.broken = broken
+
+    def _call(self, name: str, value: Any) -> None:
+        self.gate.wait(10.0)
+        if self.broken:
+            raise OSError("no route to host")
+        self.calls.append((name, value))
+
+    def log(self, step: int, values: dict[str, float], shapes: Any) -> None:
+        self._call("log", step)
+
+    def event(self, event: EventRecord) -> None:
+        self._call("event", event.event)
+
+    def table(self, step: int, rows: Any) -> None:
+        self._call("table", [row["member"] for row in rows])
+
+    def pulse(self, pulse: Pulse) -> None:
+        self._call("pulse", pulse.version)
+
+    def finish(self, status: str) -> None:
+        self.calls.append(("finish", status))
+
+
+def exporting(ledger: Ledger, capacity: int = 100, table_every_steps: int = 0, **named: Exporter) -> Exports:
+    exports = Exports(named, ledger, capacity=capacity, table_every_steps=table_every_steps)
+    ledger.subscribe(exports.take)
+    return exports
+
+
+def events_of(folder: Path) -> list[EventRecord]:
+    return [line for line in read_ledger(folder) if isinstance(line, EventRecord)]
+
+
+def test_everyone_gets_every_line_in_order(tmp_path: Path) -> None:
+    first, second = Recorder(), Recorder()
+    with Ledger(tmp_path, ManualClock()) as ledger, exporting(ledger, a=first, b=second) as exports:
+        ledger.record(EventRecord(event="start"))
+        for step in range(5):
+            ledger.record(step_record(step))
+        exports.pulse(Pulse(time_s=0, version=5, applied_version=5, open_groups=0, running_groups=0,
+                            parked_groups=0, buffered_groups=0, oldest_age_s=0))  # fmt: skip
+        ledger.record(evaluation("after", 5, 0.5))
+    expected = [("event", "start"), *(("log", step) for step in range(5)), ("pulse", 5), ("log", 5)]
+    assert first.calls == second.calls == [*expected, ("finish", "finished")]
+
+
+def test_a_failing_exporter_costs_its_lines_and_is_told_of_once(tmp_path: Path) -> None:
+    good, bad = Recorder(), Recorder(broken=True)
+    with Ledger(tmp_path, ManualClock()) as ledger, exporting(ledger, good=good, bad=bad):
+        for step in range(6):
+            ledger.record(step_record(step))
+            wait_until(lambda seen=step: len(good.calls) > seen)
+    told = [event for event in events_of(tmp_path) if event.event.startswith("exporter")]
+    assert [event.event for event in told] == ["exporter_failed", "exporter_lost"]
+    assert "bad: OSError: no route to host" in told[0].detail
+    assert told[1].data["lines"] == 7  # six steps, and the event that told of the first
+    assert sum(name == "log" for name, _ in good.calls) == 6
+
+
+def test_a_hanging_exporter_is_never_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporters, "FINISH_S", 0.05)
+    stuck = Recorder()
+    stuck.gate.clear()
+    with Ledger(tmp_path, ManualClock()) as ledger, exporting(ledger, capacity=10, stuck=stuck):
+        started = time.monotonic()
+        for step in range(200):
+            ledger.record(step_record(step))
+        assert time.monotonic() - started < 2.0
+    stuck.gate.set()
+    lost = events_of(tmp_path)[-1]
+    assert lost.event == "exporter_lost"
+    assert int(lost.data["lines"]) >= 190
+    assert sum(event.event == "exporter_failed" for event in events_of(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(("error", "status"), [(ValueError("x"), "failed"), (KeyboardInterrupt(), "interrupted")])
+def test_how_the_run_ended_is_passed_on(tmp_path: Path, error: BaseException, status: str) -> None:
+    recorder = Recorder()
+    with Ledger(tmp_path, ManualClock()) as ledger, pytest.raises(type(error)), exporting(ledger, a=recorder):
+        raise error
+    assert recorder.calls == [("finish", status)]
+
+
+def test_kept_rollouts_come_as_tables_of_several_steps(tmp_path: Path) -> None:
+    recorder = Recorder()
+    with Ledger(tmp_path, ManualClock()) as ledger, exporting(ledger, table_every_steps=3, a=recorder) as exports:
+        for step in range(7):
+            exports.sample({"member": step})
+            ledger.record(step_record(step))
+    assert [rows for name, rows in recorder.calls if name == "table"] == [[0], [1, 2, 3], [4, 5, 6]]
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+# --- starting --------------------------------------------------------------------------------------------
+
+
+def begun(tmp_path: Path, **ledger: Any) -> tuple[Experiment, RunDirectory]:
+    experiment = experiment_of(tmp_path / "run", ledger=ledger)
+    directory = RunDirectory(tmp_path / "run")
+    directory.begin(experiment, resume=directory.holds_run())
+    return experiment, directory
+
+
+def test_a_missing_package_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXPORTERS, "trackio", ("nowhere:Nothing", "no_such_package", "headway[trackio]"))
+    experiment, directory = begun(tmp_path, trackers=["tensorboard", "trackio"])
+    with directory, Ledger(directory.path, ManualClock()) as ledger:
+        with pytest.raises(ConfigurationError, match=r"ledger.trackers: 'trackio' needs .* pip install 'headway\[tr"):
+            start_exports(experiment, directory, ledger, resume=False)
+        assert not (directory.path / "trackers.json").exists()
+
+
+def test_an_exporter_that_fails_to_start_ends_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Recorder] = []
+
+    def build(start: Start) -> Recorder:
+        if started:
+            raise RuntimeError("no such project")
+        started.append(Recorder())
+        return started[0]
+
+    monkeypatch.setattr(exporters.importlib, "import_module", lambda name: SimpleNamespace(Build=build))
+    monkeypatch.setitem(EXPORTERS, "wandb", ("fake:Build", "json", ""))
+    monkeypatch.setitem(EXPORTERS, "mlflow", ("fake:Build", "json", ""))
+    experiment, directory = begun(tmp_path, trackers=["wandb", "mlflow"])
+    refusal = pytest.raises(ConfigurationError, match="'mlflow' can't be started: RuntimeError: no such project")
+    with directory, Ledger(directory.path, ManualClock()) as ledger, refusal:
+        start_exports(experiment, directory, ledger, resume=False)
+    assert started[0].calls == [("finish", "failed")]
+
+
+def test_a_resumed_run_goes_on_in_the_same_tracker_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids: list[str | None] = []
+
+    class Counted(Recorder):
+        def __init__(self, start: Start) -> None:
+            super().__init__()
+            ids.append(start.run_id)
+            self.run_id = start.run_id or f"new-{len(ids)}"
+
+    monkeypatch.setattr(exporters.importlib, "import_module", lambda name: SimpleNamespace(Build=Counted))
+    monkeypatch.setitem(EXPORTERS, "wandb", ("fake:Build", "json", ""))
+    for resume in (False, True, True):
+        experiment, directory = begun(tmp_path, trackers=["wandb"])
+        with directory, Ledger(directory.path, ManualClock()) as ledger:
+            start_exports(experiment, directory, ledger, resume=resume).close()
+    assert ids == [None, "new-1", "new-1"]
+    assert json.loads((tmp_path / "run" / "trackers.json").read_text()) == {"wandb": "new-1"}
+
+
+# --- names -----------------------------------------------------------------------------------------------
+
+
+def test_every_number_of_a_step_has_a_name() -> None:
+    step = step_record(3, failures={"engine": 2}, length_histogram={"8": 3, "10": 1, "20": 2})
+    values = scalars(step)
+    assert STEP_METRICS.keys() <= values.keys()
+    assert values["rates/consumption_samples_per_s"] == step.consumption_per_s
+    assert values["failures/engine_rollouts"] == 2
+    named = {field for field, _ in STEP_METRICS.values()}
+    other = {"step", "version", "skipped", "time_s", "samples", "groups", "trajectory_staleness",
+             "token_staleness", "endings", "failures", "solve_rate_histogram", "length_histogram",
+             "peak_flops_per_s", "metrics"}  # fmt: skip
+    assert named | other == set(step.__struct_fields__), "give a new field of StepRecord a name in STEP_METRICS"
+
+
+def test_names_that_trackers_refuse_are_mended() -> None:
+    assert "loss/my_metric____" in scalars(step_record(0, metrics={"my metric (%)": 1.0}))
+
+
+def test_histograms_keep_every_count() -> None:
+    step = step_record(3, length_histogram={"8": 3, "10": 1, "20": 2})
+    shapes = histograms(step)
+    assert shapes["length/tokens"].edges == [0, 8, 10, 20]
+    assert shapes["length/tokens"].counts == [3, 1, 2]
+    assert shapes["staleness/trajectory_steps"].edges == [-0.5, 0.5, 1.5, 2.5, 3.5]
+    assert shapes["staleness/trajectory_steps"].counts == [10, 30, 20, 4]
+    assert histograms(EventRecord(event="start")) == {}
+
+
+def test_an_evaluation_that_measured_nothing_has_no_numbers() -> None:
+    assert scalars(evaluation("during", 3, 0.0, samples=0)) == {}
+    assert scalars(evaluation("during", 3, 0.5))["evaluation/test_solve_rate"] == 0.5
