@@ -65,12 +65,10 @@ class Model:
 
 
 MODELS = {
-    "2.4M": Model(width=256, layers=4, heads=4, kv_heads=2, intermediate=512, vocabulary=512, sequences=32, rounds=7),
-    "48M": Model(width=768, layers=7, heads=12, kv_heads=4, intermediate=2048, vocabulary=4096, sequences=8, rounds=4),
+    "2.4M": Model(width=256, layers=4, heads=4, kv_heads=2, intermediate=512, vocabulary=512, sequences=32, rounds=9),
+    "48M": Model(width=768, layers=7, heads=12, kv_heads=4, intermediate=2048, vocabulary=4096, sequences=8, rounds=3),
 }
-QUICK = {
-    "tiny": Model(width=64, layers=2, heads=2, kv_heads=1, intermediate=96, vocabulary=64, sequences=2, rounds=2)
-}
+QUICK = {"tiny": Model(width=64, layers=2, heads=2, kv_heads=1, intermediate=96, vocabulary=64, sequences=2, rounds=2)}
 PROMPTS = {"128:128": (128, 128), "512:128": (512, 128)}  # prompt and completion tokens
 QUICK_PROMPTS = {"16:16": (16, 16)}
 
@@ -250,7 +248,7 @@ def gradient_difference(trainers: dict[bool, TrainerService], given: TrainBatch)
     gradients: list[torch.Tensor] = []
     for one in trainers.values():
         one.policy.accumulate_gradients(build_arrays(given))
-        gradients.append(torch.cat([p.grad.flatten() for p in one.learner.parameters if p.grad is not None]))
+        gradients.append(torch.cat([gradient.flatten() for gradient in one.learner.gradients()]))
         one.learner.optimiser.zero_grad(set_to_none=False)
     return float((gradients[0] - gradients[1]).abs().max() / gradients[0].abs().max())
 
@@ -267,14 +265,16 @@ def measure(threads: int, quick: bool) -> dict[str, Any]:
             ratio = row["over_plain"]
             print(
                 f"{name:5} {dtype:8} {threads} thread(s): {row['tokens_per_s']:8.0f} tokens/s, MFU {row['mfu']:.3f} of "
-                f"{row['peak_gflops_per_s']:.0f} GFLOP/s; plain {row['plain_tokens_per_s']:8.0f}, {row['plain_mfu']:.3f}; "
+                f"{row['peak_gflops_per_s']:.0f} GFLOP/s; plain {row['plain_tokens_per_s']:8.0f}, "
+                f"{row['plain_mfu']:.3f}; "
                 f"ours / plain {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})",
                 flush=True,
             )
     size = next(iter(models.values()))
     for name, (prompt, response) in prompts.items():
         for dtype in chosen:
-            row = sharing(size, dtype, prompt, response, 1 if quick else 2, 2 if quick else 5)
+            groups = max(1, 4096 // (GROUP * (prompt + response)))
+            row = sharing(size, dtype, prompt, response, 1 if quick else groups, 2 if quick else 4)
             found["sharing"][f"{name} {dtype} {threads}"] = row
             ratio = row["speedup"]
             print(

@@ -32,12 +32,16 @@ class CpuAttention(torch.autograd.Function):
     def forward(ctx: Any, qkv: Tensor, sizes: Sizes, plan: AttentionPlan) -> Tensor:
         heads, _, head_dim = sizes
         wide = _widened(qkv)
-        out = wide.new_empty(plan.tokens, heads * head_dim)
-        lse = wide.new_empty(plan.tokens, heads)
-        for bucket in plan.buckets:
-            out_bhle, lse_bhl = _flash(*_split_heads(bucket.take(wide), sizes), 0.0, True)
-            bucket.put(out, out_bhle.transpose(1, 2))
-            bucket.put(lse, lse_bhl.transpose(1, 2))
+        if len(plan.buckets) == 1 and plan.buckets[0].first == 0:  # nothing was moved, nothing has to be moved back
+            out_bhle, lse_bhl = _flash(*_split_heads(plan.buckets[0].take(wide), sizes), 0.0, True)
+            out, lse = (x.transpose(1, 2).reshape(plan.tokens, -1) for x in (out_bhle, lse_bhl))
+        else:
+            out = wide.new_empty(plan.tokens, heads * head_dim)
+            lse = wide.new_empty(plan.tokens, heads)
+            for bucket in plan.buckets:
+                out_bhle, lse_bhl = _flash(*_split_heads(bucket.take(wide), sizes), 0.0, True)
+                bucket.put(out, out_bhle.transpose(1, 2))
+                bucket.put(lse, lse_bhl.transpose(1, 2))
         if plan.shared:
             _merge_prefixes(wide, out, lse, sizes, plan)
         out = out.to(qkv.dtype)

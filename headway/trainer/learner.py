@@ -9,6 +9,7 @@ import contextlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,9 +72,6 @@ class Learner:
         self.settings = settings
         self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         self.parameters = list(self.model.parameters())
-        for parameter in self.parameters:
-            # Kept for good: fresh gradient memory every step means page faults.
-            parameter.grad = torch.zeros_like(parameter)
         self.optimiser = torch.optim.AdamW(
             self.parameters,
             lr=0.0,
@@ -118,7 +116,7 @@ class Learner:
 
         A loss or gradient norm that isn't finite on any rank skips the step on all of them.
         """
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        gradients = self.gradients()
         self.ranks.sum_all_(gradients)
         total = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
         norm_tensor = torch.nn.utils.get_total_norm(gradients)
@@ -130,9 +128,17 @@ class Learner:
             for group in self.optimiser.param_groups:
                 group["lr"] = learning_rate
             self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=False)
+        # The next backward hands its gradients over instead of adding them to zeros: two passes over memory less.
+        self.optimiser.zero_grad(set_to_none=True)
         reason = "" if finite else f"loss {total}, gradient norm {norm}: not finite"
         return Update(applied=finite, reason=reason, grad_norm=norm)
+
+    def gradients(self) -> list[Tensor]:
+        """Of all parameters: zeros for those that no micro-batch of this rank reached."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def load_weights(self, model_path: str | Path) -> None:
         """Overwrite the weights with those of the model folder; the optimiser keeps its state."""
@@ -178,11 +184,7 @@ def token_logprobs(
     """
 
     def head(hidden_cd: Tensor, targets_c: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs_cv = torch.log_softmax(model.head(hidden_cd).float() / temperature, dim=-1)
-        with torch.no_grad():
-            # Where p is 0, p log p is 0 as well, not 0 x -inf.
-            entropy_c = -(logprobs_cv.exp() * logprobs_cv.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
-        return logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1), entropy_c
+        return _ChosenLogprobs.apply(model.head(hidden_cd), targets_c, temperature)  # pyright: ignore[reportReturnType]
 
     rows = max(1, chunk_logits // model.config.vocabulary_size)
     if hidden_md.shape[0] <= rows:
@@ -192,3 +194,30 @@ def token_logprobs(
         for hidden_cd, targets_c in zip(hidden_md.split(rows), targets_m.split(rows), strict=True)
     ]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    """Logits [C, V] to the log-probability of each target [C] and the entropy [C] (without gradient) of softmax(z/T),
+    in float32 at least. Of everything of size [C, V] only the probabilities are kept: d log p_y / dz = (1_y - p) / T.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_cv: Tensor, targets_c: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        wide_cv = logits_cv if logits_cv.dtype == torch.float64 else logits_cv.float()
+        logprobs_cv = torch.log_softmax(wide_cv if temperature == 1.0 else wide_cv / temperature, dim=-1)
+        chosen_c = logprobs_cv.gather(-1, targets_c[:, None]).squeeze(-1)
+        probabilities_cv = logprobs_cv.exp()
+        # Where p is 0, p log p is 0 as well, not 0 x -inf.
+        finite_cv = logprobs_cv.clamp_(min=torch.finfo(logprobs_cv.dtype).min)
+        entropy_c = finite_cv.mul_(probabilities_cv).sum(-1).neg_()
+        ctx.save_for_backward(probabilities_cv, targets_c)
+        ctx.temperature, ctx.dtype = temperature, logits_cv.dtype
+        ctx.mark_non_differentiable(entropy_c)
+        return chosen_c, entropy_c
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        probabilities_cv, targets_c = ctx.saved_tensors
+        grad_c1 = grads[0][:, None] / ctx.temperature
+        grad_cv = (probabilities_cv * -grad_c1).scatter_add_(-1, targets_c[:, None], grad_c1)
+        return grad_cv.to(ctx.dtype), None, None

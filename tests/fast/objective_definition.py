@@ -25,7 +25,7 @@ def gradient(trainer: TrainerService, arrays: SampleArrays, step: int = 0) -> to
     """What the trainer accumulates over the batch as one optimiser step."""
     trainer.learner.optimiser.zero_grad(set_to_none=False)
     trainer.policy.accumulate_gradients(arrays, step)
-    return torch.cat([p.grad.flatten().clone() for p in trainer.learner.parameters if p.grad is not None])
+    return torch.cat([gradient.flatten().clone() for gradient in trainer.learner.gradients()])
 
 
 def response_logprobs(model: Decoder, rollout: Rollout, temperature: float) -> torch.Tensor:
