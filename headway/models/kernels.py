@@ -61,7 +61,7 @@ def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """
     if torch.is_grad_enabled():
         return _RmsNorm.apply(x_nd, weight, epsilon)  # pyright: ignore[reportReturnType]
-    if (fast := native.active(x_nd)) is not None:
+    if (fast := native.active(x_nd, weight)) is not None:
         return fast.rms_norm(x_nd, weight, epsilon)
     unit = _normalise(x_nd, epsilon)[0].to(product_dtype(x_nd))
     return unit.mul_(weight.to(unit.dtype))  # rounded as with gradient: log-probabilities agree to the bit
@@ -134,7 +134,7 @@ def norm_rotate(
     rotated by position (RoFormer, Eq. 34). Rotated pairs are neighbours; cos and sin are float32 [N, 1, Dh / 2]."""
     if torch.is_grad_enabled():
         return _NormRotate.apply(qkv, q_norm, k_norm, cos, sin, sizes)  # pyright: ignore[reportReturnType]
-    if (fast := native.active(qkv)) is not None:
+    if (fast := native.active(qkv, q_norm)) is not None:
         fast.norm_rotate(qkv, q_norm, k_norm, cos, sin, sizes)
     else:
         _norm_rotate(qkv, q_norm, k_norm, torch.complex(cos, sin), sizes)

@@ -129,9 +129,12 @@ class Kernels:
 _active: Kernels | None = None
 
 
-def active(x: Tensor) -> Kernels | None:
-    """The kernels to compute ``x`` with, inside ``using``; None: plain torch."""
-    return _active if _active is not None and x.dtype == _active.dtype else None
+def active(x: Tensor, weight: Tensor | None = None) -> Kernels | None:
+    """The kernels to compute ``x`` with, inside ``using``; None: plain torch, as for dtypes that aren't theirs."""
+    fast = _active
+    if fast is None or x.dtype != fast.dtype or (weight is not None and weight.dtype != fast.dtype):
+        return None
+    return fast
 
 
 @contextmanager

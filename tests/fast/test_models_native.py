@@ -46,6 +46,9 @@ def test_element_wise_parts(dtype, rows, width):
     assert close(got[0], plain[0], dtype)
     assert close(got[1], plain[1], dtype)
     assert native.active(x) is None
+    with native.using(fast):
+        assert native.active(x, weight) is fast
+        assert native.active(x, weight.double()) is None
 
 
 @DTYPES
