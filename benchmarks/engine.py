@@ -51,7 +51,7 @@ import torch
 from headway.generator.engine import TorchEngine
 from headway.models.configuration import DecoderConfig
 from headway.models.initialise import initialise_parameters
-from headway.models.loading import build, load_model, product_dtype, save_model, weights_of
+from headway.models.loading import build, load_for_generation, save_model, weights_of
 from headway.models.peak import measure_peak_flops
 from headway.records.generation import GenerationRequest, SamplingParameters, UpdateMode
 
@@ -90,7 +90,7 @@ class Ours:
     title = "Headway"
 
     def __init__(self, folder: Path, dtype: str, slots: int) -> None:
-        self.model = load_model(folder, dtype).to(product_dtype(dtype, "cpu"))
+        self.model = load_for_generation(folder, dtype, "cpu")
         self._engine = TorchEngine(self.model, slots=slots, max_context_tokens=CONTEXT_TOKENS)
 
     def run(self, prompts: list[list[int]], new_tokens: int, seed: int) -> Round:

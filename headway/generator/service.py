@@ -10,7 +10,7 @@ import msgspec
 
 from headway.generator.activity import Activity, ActivitySpan
 from headway.generator.engine import TorchEngine
-from headway.models.loading import load_model, product_dtype
+from headway.models.loading import load_for_generation
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
@@ -49,8 +49,7 @@ class GeneratorService:
         prefill_tokens_per_step: int = 8192,
     ) -> None:
         self._context = context
-        device = context.device.torch_device()
-        model = load_model(model_path, dtype, device).to(product_dtype(dtype, device))
+        model = load_for_generation(model_path, dtype, context.device.torch_device())
         has_tokenizer = (Path(model_path) / "tokenizer.json").is_file()
         self._engine = TorchEngine(
             model,

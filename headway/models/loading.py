@@ -61,12 +61,24 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "float32", device: s
     return model
 
 
-def product_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch.dtype:
-    """What a model with weights of ``dtype`` computes fastest in on ``device``: itself, but float32 for bfloat16 on a
-    CPU without instructions for it, where its products take about ten times as long. Widening changes no weight."""
-    kind = parse_dtype(dtype)
-    lacking = torch.device(device).type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.float32 if lacking and kind == torch.bfloat16 else kind
+def load_for_generation(path: str | Path, dtype: str | torch.dtype, device: str | torch.device) -> Decoder:
+    """As `load_model`, laid out for products of few rows.
+
+    On a CPU without instructions for bfloat16, bfloat16 weights are widened to float32: products take a tenth of the
+    time there, and no weight changes. Float32 matrices of a CPU are stored column by column: a product of few rows then
+    needs 3 to 11 % less time (measured in the engine, 1 to 64 rows). Names, shapes and values stay; so do updates in
+    place.
+    """
+    model = load_model(path, dtype, device)
+    if torch.device(device).type != "cpu":
+        return model
+    if model.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        model = model.to(torch.float32)
+    if model.dtype == torch.float32:
+        for parameter in model.parameters():
+            if parameter.ndim == 2 and parameter is not model.embedding_weight:  # rows are looked up there
+                parameter.data = parameter.data.t().contiguous().t()
+    return model
 
 
 def build(config: DecoderConfig, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu") -> Decoder:

@@ -12,6 +12,7 @@ import torch
 from headway.generator.engine import TorchEngine
 from headway.generator.sampling import RowSampling, counter_uniform, sample_tokens
 from headway.models import kernels, native
+from headway.models.loading import copy_weights, load_for_generation, load_model, save_model, weights_of
 from tests.conformance.engine import Session, model_of, request
 from tests.conformance.reference import random_model
 
@@ -154,3 +155,24 @@ def test_bfloat16_engine_with_and_without():
         session.submit(request("a", [2, 3, 4], max_tokens=10))
         logprobs.append(session.run()["a"].response)
     assert abs(logprobs[0].logprobs[0] - logprobs[1].logprobs[0]) < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_loaded_for_generation_is_the_same_model(tmp_path, dtype, tied):
+    """Other strides, and bfloat16 widened where the CPU lacks it: equal weights, outputs, and updates in place."""
+    save_model(random_model(5, tied=tied), tmp_path / "model")
+    plain = load_model(tmp_path / "model", dtype)
+    laid_out = load_for_generation(tmp_path / "model", dtype, "cpu")
+    wide = dtype == "float32" or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert laid_out.dtype == (torch.float32 if wide else torch.bfloat16)
+    ids = torch.arange(7)
+    for source in (plain, random_model(6, tied=tied).to(plain.dtype)):
+        copy_weights(laid_out, weights_of(source))
+        for name, parameter in source.named_parameters():
+            assert torch.equal(laid_out.get_parameter(name), parameter.to(laid_out.dtype)), name
+        with torch.no_grad():
+            expected = copy.deepcopy(source).to(laid_out.dtype)(ids, [7])
+            assert torch.allclose(laid_out(ids, [7]), expected, atol=1e-4 if wide else 0.1)
+    if wide:
+        assert laid_out.layers[0].down_weight.stride(0) == 1
