@@ -2,7 +2,7 @@
 
     PEER_PYTHON benchmarks/engine_peers.py vllm|hf MODEL_FOLDER DTYPE CORE MAX_REQUESTS CONTEXT_TOKENS
 
-Reads rounds from stdin, a JSON object a line: ``prompts`` (lists of ids), ``new_tokens``, ``seed``. Answers each with
+Reads rounds from stdin, a JSON object a line: ``prompts`` (lists of ids), ``new_tokens``. Answers each with
 ``tokens``, ``seconds`` and ``mean_logprob`` of what was sampled; the first line out says ``ready`` and what runs.
 `benchmarks/engine.py` starts it; it imports nothing of Headway.
 """
@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,7 @@ def vllm(model: str, dtype: str, core: int, requests: int, context: int) -> tupl
         seed=0,
     )
 
-    def generate(prompts: list[list[int]], new_tokens: int, seed: int) -> Round:
+    def generate(prompts: list[list[int]], new_tokens: int) -> Round:
         how = SamplingParams(
             temperature=1.0, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False, seed=None
         )
@@ -74,7 +75,7 @@ def hf(model: str, dtype: str, core: int, requests: int, context: int) -> tuple[
     manager = network.init_continuous_batching(generation_config=how, continuous_batching_config=settings)
     manager.start()
 
-    def generate(prompts: list[list[int]], new_tokens: int, seed: int) -> Round:
+    def generate(prompts: list[list[int]], new_tokens: int) -> Round:
         started = time.perf_counter()
         manager.add_requests(inputs=prompts, max_new_tokens=new_tokens)
         done: list[Any] = []
@@ -100,7 +101,11 @@ def main() -> None:
     title, generate = {"vllm": vllm, "hf": hf}[name](model, dtype, int(core), int(requests), int(context))
     print(json.dumps({"ready": title}), file=answers)
     for line in sys.stdin:
-        tokens, seconds, mean = generate(**json.loads(line))
+        try:
+            tokens, seconds, mean = generate(**json.loads(line))
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)  # a library's thread would keep the process, and the benchmark waiting
         print(json.dumps({"tokens": tokens, "seconds": seconds, "mean_logprob": mean}), file=answers)
 
 
