@@ -138,6 +138,8 @@ def train(settings: PeerSettings) -> Watch:
     picked = [rows[i % len(rows)] for i in range(groups)]
     dataset = Dataset.from_list([{"prompt": row["prompt"], "answer": row.get("answer", "")} for row in picked])
     dtype = torch.bfloat16 if settings.precision == "bfloat16" else torch.float32
+    if settings.engine == "vllm":
+        _choose_vllm_dtype(settings)
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype),
         reward_funcs=score,
@@ -149,6 +151,16 @@ def train(settings: PeerSettings) -> Watch:
     watch_generation(trainer, settings, watch)
     trainer.train()
     return watch
+
+
+def _choose_vllm_dtype(settings: PeerSettings) -> None:
+    """TRL leaves it to the model folder, which says float32."""
+    from functools import partial
+
+    from trl.generation import vllm_generation
+
+    name = "float32" if settings.precision == "float32" else "bfloat16"
+    vllm_generation.LLM = partial(vllm_generation.LLM, dtype=name)
 
 
 def configuration(settings: PeerSettings) -> Any:

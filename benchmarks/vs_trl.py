@@ -11,11 +11,12 @@ TRL needs an environment of its own (its dependencies' versions differ), made on
     peer/bin/pip install trl==1.16.0 torch==2.13.0                 # vLLM may be left out: then drop the vllm variants
 
 **speed** Both train the same model (2.4 M parameters, random) on 64 completions a step in groups of 8, with the same
-prompts, reward (a coin decided by the response: no group is uniform, nothing is filtered), learning rate and clipping.
-Response lengths are forced, the same ones on both sides. Cases: ``fixed``, 128 tokens each; ``tail``, log-normal with
-p99 = 8 x median; ``prefix``, 128 tokens after prompts of 128. TRL has both cores, alone, and alternates between
+prompts, reward (a coin decided by the response: 1 group in 128 is uniform, none is filtered), learning rate and
+clipping. Response lengths are forced, the same on both sides. Cases: ``fixed``, 128 tokens each; ``tail``, log-normal
+with p99 = 8 x median; ``prefix``, 128 tokens after prompts of 128. TRL has both cores, alone, and alternates between
 generating and training; Headway has the same two: generator on one, trainer on the other, orchestrator and verifier
-wherever there is room. Each side in several variants: all of them in the first round, the best of each in the others.
+wherever there is room. Each side in several variants: all of them in the first round, the best of each in the others;
+one of TRL's that fails is reported and left out.
 Warm-up steps are left out. ``samples_per_s_ratio*`` = Headway / TRL, the median over the rounds.
 
 **learning** Both go on from one cold start of examples/arithmetic, equal in samples, optimiser and clipping.
@@ -35,31 +36,23 @@ import os
 import random
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipeline_load import Shape
 from pipeline_system import Steady, measure
+from vs_trl_sides import BATCH, BETA2, CLIP, GROUP, HERE, PeerFailed, experiment, headway, run_peer
 
-from headway.config.load import validate_experiment
-from headway.config.schema import Experiment
-from headway.runtime.devices import ALLOCATOR_ENVIRONMENT, machine_cores
+from headway.runtime.devices import machine_cores
 
-HERE = Path(__file__).resolve().parent
-GROUP = 8
-BATCH = 64
 BUDGET = 4  # steps a sample may be old
 PEER_WARMUP = 2  # steps
 EARLIEST_STEP = 4  # of the window: TRL's warm-up, the longest of any variant, comes before
-PEER_START_S, PEER_STEP_S = 120.0, 20.0  # more than this is taken for a hang
-CLIP = 0.2
-BETA2 = 0.99
 MODEL = {"layers": 4, "width": 256, "heads": 4, "kv-heads": 2, "intermediate": 512}
+TINY = {"layers": 1, "width": 64, "heads": 2, "kv-heads": 1, "intermediate": 128}
 
 
 @dataclass(frozen=True)
@@ -72,10 +65,12 @@ class Case:
     median_tokens: int  # of a response
     spread: float  # standard deviation of the logarithm of its length
     longest_tokens: int
+    model: Mapping[str, int] = field(default_factory=lambda: MODEL)
 
     @property
     def shape(self) -> Shape:
-        sizes = MODEL["layers"], MODEL["width"], MODEL["heads"], MODEL["intermediate"]
+        of = self.model
+        sizes = of["layers"], of["width"], of["heads"], of["intermediate"]
         return Shape(*sizes, self.prompt_tokens, self.median_tokens, self.spread, self.longest_tokens)
 
 
@@ -83,7 +78,7 @@ CASES = {
     "fixed": Case("samples_per_s_ratio_fixed", 1.6, 16, 128, 0.0, 128),
     "tail": Case("samples_per_s_ratio", 2.0, 16, 32, math.log(8) / 2.326, 256),  # 2.326: 99 % quantile of a normal
     "prefix": Case("samples_per_s_ratio_prefix", None, 128, 128, 0.0, 128),
-    "quick": Case("samples_per_s_ratio_quick", None, 8, 8, 0.5, 24),
+    "quick": Case("samples_per_s_ratio_quick", None, 8, 8, 0.5, 24, TINY),
 }
 
 # name -> keys of trl_peer.PeerSettings
@@ -153,8 +148,14 @@ class Speed:
             sides = [(self.headway, ours, self._headway), (self.peers, theirs, self._peer)]
             for found, names, run in sides if number % 2 == 0 else reversed(sides):
                 for name in names:
-                    found.setdefault(name, []).append(one := run(name))
                     side = "Headway" if found is self.headway else "TRL"
+                    try:
+                        found.setdefault(name, []).append(one := run(name))
+                    except PeerFailed as error:
+                        if not found[name]:
+                            del found[name]
+                        print(f"round {number + 1}  {side:8} {name:32} failed: {error}", flush=True)
+                        continue
                     print(
                         f"round {number + 1}  {side:8} {name:32} {one.per_s:7.1f} samples/s  mean length "
                         f"{one.mean_length:5.1f}  {one.note}; CPU used by others {one.foreign_cores:.3f} cores",
@@ -197,7 +198,7 @@ class Speed:
         rng = random.Random(0)
         prompts = ["".join(rng.choices("0123456789+-=", k=self.case.prompt_tokens)) for _ in range(4096)]
         tasks.write_text("".join(json.dumps({"prompt": prompt, "answer": ""}) + "\n" for prompt in prompts))
-        sizes = MODEL | {"max-positions": self.case.prompt_tokens + self.case.longest_tokens + 8}
+        sizes = {**self.case.model, "max-positions": self.case.prompt_tokens + self.case.longest_tokens + 8}
         headway(
             *("init-model", str(model), "--texts", str(tasks), "--character-level"),
             *(f"--{name}={value}" for name, value in sizes.items()),
@@ -262,71 +263,6 @@ def best(found: dict[str, list[Measured]]) -> list[str]:
     return [max(found, key=lambda name: found[name][0].per_s)] if found else []
 
 
-def experiment(
-    directory: Path,
-    *,
-    model: Path,
-    tasks: Path,
-    reward: str,
-    tokens: tuple[int, int],
-    steps: int,
-    budget: int,
-    changes: dict[str, dict[str, Any]],
-) -> Experiment:
-    """Headway's settings: what trl_peer.configuration says to TRL. ``tokens``: most of a prompt and of a response."""
-    raw: dict[str, dict[str, Any]] = {
-        "run": {"directory": str(directory), "steps": steps},
-        "model": {"path": str(model)},
-        "tasks": {"train": {"path": str(tasks)}},
-        "verifier": {"name": "trl_task:verify", "parameters": {"reward": reward}},
-        "rollout": {"group_size": GROUP, "max_prompt_tokens": tokens[0], "max_response_tokens": tokens[1]},
-        "generator": {"devices": ["cpu:0"]},
-        "queue": {"groups_per_step": BATCH // GROUP, "budget": budget, "filter_zero_variance": False},
-        "algorithm": {"loss": "ppo_clip", "clip_low": CLIP, "clip_high": CLIP, "advantage": "group_mean_std"},
-        "trainer": {"devices": ["cpu:1"], "learning_rate": 1e-5, "beta2": BETA2, "micro_batch_tokens": 2048},
-        "checkpoint": {"every_steps": 1_000_000},
-        "evaluation": {"before": False, "after": False},
-        "ledger": {"trackers": []},
-    }
-    for section, keys in changes.items():
-        raw[section] = raw.get(section, {}) | keys
-    return validate_experiment(raw, "benchmark")
-
-
-def headway(*arguments: str) -> str:
-    """A `headway` command in a process of its own: the orchestrator, which is this process, never loads torch."""
-    done = subprocess.run([sys.executable, "-m", "headway.cli.main", *arguments], stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"headway {arguments[0]} ended with {done.returncode}")
-    return done.stdout
-
-
-def run_peer(python: str, settings_path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """One run of trl_peer.py; its result. Raises SystemExit with the end of its output when it fails."""
-    settings_path.write_text(json.dumps(settings))
-    log = settings_path.with_suffix(".log")
-    limit_s = PEER_START_S + PEER_STEP_S * settings["steps"]
-    command = [python, str(HERE / "trl_peer.py"), str(settings_path)]
-    with log.open("w") as file:
-        try:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=file, text=True, timeout=limit_s, env=peer_environment()
-            )
-        except subprocess.TimeoutExpired:
-            raise SystemExit(f"TRL did not end within {limit_s:.0f} s:\n{log.read_text()[-3000:]}") from None
-        except OSError as error:
-            raise SystemExit(f"--peer-python {python}: {error.strerror}") from None
-    if done.returncode:
-        raise SystemExit(f"TRL ended with {done.returncode}:\n{log.read_text()[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def peer_environment() -> dict[str, str]:
-    """The allocator settings Headway's workers have; none of our own modules."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    return kept | ALLOCATOR_ENVIRONMENT
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter of TRL's environment; default: no TRL")
@@ -366,6 +302,8 @@ def main() -> None:
             arguments.steps = arguments.steps or 12
             result = Speed(arguments, folder, CASES[arguments.case]).run()
         print(json.dumps(result))
+    except PeerFailed as error:
+        raise SystemExit(str(error)) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vs_trl import BATCH, BETA2, CLIP, GROUP, HERE, experiment, headway, run_peer
+from vs_trl_sides import BATCH, BETA2, CLIP, GROUP, HERE, experiment, headway, run_peer
 
 from headway.orchestrator.train import train
 from headway.records.ledger import StepRecord
@@ -28,8 +28,10 @@ QUARTERS = 4
 
 def learn(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All seeds on both sides, alternating which goes first; returns the result."""
-    cold = cold_start(arguments.cold_start or folder / "cold")
     steps = arguments.steps or 100
+    if steps < QUARTERS:
+        raise SystemExit(f"--steps {steps}: at least {QUARTERS}, to have a last quarter")
+    cold = cold_start(arguments.cold_start or folder / "cold")
     ours: list[list[float]] = []
     theirs: list[list[float]] = []
     for seed in arguments.seeds:
