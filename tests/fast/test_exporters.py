@@ -16,7 +16,7 @@ from test_ledger import ManualClock
 
 from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
-from headway.records.ledger import EventRecord
+from headway.records.ledger import EventRecord, SourceScore
 from headway.records.trace import Pulse
 from headway.runtime import exporters
 from headway.runtime.exporters import EXPORTERS, Exporter, Exports, Start, start_exports
@@ -195,15 +195,17 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run(tmp_path: Path, monkeypat
 
 
 def test_every_number_of_a_step_has_a_name() -> None:
-    step = step_record(3, failures={"engine": 2}, length_histogram={"8": 3, "10": 1, "20": 2})
+    step = step_record(3, failures={"engine": 2}, length_histogram={"8": 3, "10": 1, "20": 2},
+                       by_source={"sums (easy)": SourceScore(tasks=2, samples=4, solve_rate=0.25, standard_error=0.1)})  # fmt: skip
     values = scalars(step)
     assert STEP_METRICS.keys() <= values.keys()
     assert values["rates/consumption_samples_per_s"] == step.consumption_per_s
     assert values["failures/engine_rollouts"] == 2
+    assert values["by_source/sums__easy__solve_rate"] == 0.25
     named = {field for field, _ in STEP_METRICS.values()}
     other = {"step", "version", "skipped", "time_s", "samples", "groups", "trajectory_staleness",
              "token_staleness", "endings", "failures", "solve_rate_histogram", "length_histogram",
-             "peak_flops_per_s", "metrics"}  # fmt: skip
+             "by_source", "peak_flops_per_s", "metrics"}  # fmt: skip
     assert named | other == set(step.__struct_fields__), "give a new field of StepRecord a name in STEP_METRICS"
 
 
