@@ -25,18 +25,31 @@ def init_model(
     texts: list[str] = typer.Option(
         ..., "--texts", metavar="FILE", help="JSONL; every text in its objects trains the tokenizer. May be repeated."
     ),
+    family: str = typer.Option(
+        "qwen3",
+        metavar="NAME",
+        help="llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3; with experts qwen3_moe, mixtral.",
+    ),
     vocabulary_size: int = typer.Option(512, metavar="N", help="Most tokens the tokenizer may have."),
     character_level: bool = typer.Option(False, "--character-level", help="One token per character: no merges."),
     layers: int = typer.Option(3, metavar="N", help="Decoder blocks."),
     width: int = typer.Option(96, metavar="N", help="Hidden size."),
     heads: int = typer.Option(4, metavar="N", help="Query heads; divides the width."),
     kv_heads: int = typer.Option(2, metavar="N", help="Key/value heads; divides the query heads."),
-    intermediate: int = typer.Option(256, metavar="N", help="Feed-forward size."),
+    intermediate: int = typer.Option(256, metavar="N", help="Feed-forward size (of one expert)."),
     max_positions: int = typer.Option(1024, metavar="N", help="Context, tokens."),
+    window: int | None = typer.Option(
+        None,
+        metavar="N",
+        help="Sliding window, tokens. Default: a quarter of the context for gemma2 and gemma3, else none.",
+        show_default=False,
+    ),
+    experts: int = typer.Option(8, metavar="N", help="Experts of a layer."),
+    experts_per_token: int = typer.Option(2, metavar="N", help="Experts a token goes through."),
     tied: bool = typer.Option(True, metavar="", help="One matrix for embedding and output."),
     seed: int = typer.Option(0, metavar="N", help="Of the random weights."),
 ) -> None:
-    """Write a small, randomly initialised Qwen3-style model with its own tokenizer, so that no network is needed."""
+    """Write a small, randomly initialised model with its own tokenizer, so that no network is needed."""
     from headway.cli.texts import read_texts
 
     corpus = read_texts(texts)  # before torch is loaded: a wrong path shows at once
@@ -54,11 +67,16 @@ def init_model(
         max_positions=max_positions,
         tied=tied,
         seed=seed,
+        family=family,
+        window=window,
+        experts=experts,
+        experts_per_token=experts_per_token,
         character_level=character_level,
     )
-    embeddings = made.vocabulary_size * made.width * (1 if made.tied else 2)
-    parameters = embeddings + made.layers * made.matmul_parameters_per_layer
-    typer.echo(f"{output}: {parameters / 1e6:.2f} M parameters, vocabulary of {made.vocabulary_size}")
+    size = f"{made.matrix_parameters() / 1e6:.2f} M parameters"
+    if made.mixture is not None:
+        size += f" ({made.matrix_parameters(active=True) / 1e6:.2f} M for each token)"
+    typer.echo(f"{output}: {size}, vocabulary of {made.vocabulary_size}")
 
 
 def sft(

@@ -12,13 +12,14 @@ from typing import NamedTuple, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headway.generator.kv_cache import SlotCache
 from headway.generator.sampling import RowSampling, sample_tokens
 from headway.models import native
+from headway.models.configuration import Scores
 from headway.models.decoder import Decoder, DecoderLayer
+from headway.models.masked import causal_attention, masked_attention, seen
 
 KV_BUCKET_TOKENS = 32  # the KV range looked at grows in these steps
 
@@ -61,6 +62,8 @@ class ModelRunner:
         self.model = model
         self._layers = cast("list[DecoderLayer]", list(model.layers))
         self.fixed_shapes = fixed_shapes
+        for layer in self._layers:
+            layer.fixed_shapes = fixed_shapes
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         with torch.inference_mode():
@@ -74,10 +77,12 @@ class ModelRunner:
             self.cache = SlotCache(
                 len(self._layers), slots, self.kv_heads, context_tokens, self.head_dimension, self.dtype, self.device
             )
-        self._scale = self.head_dimension**-0.5
         self._kernels = native.kernels_for(self.dtype, self.device) if native_kernels else None
         fits = native.attention_fits(self.heads // self.kv_heads, self.head_dimension)
         self._attention_kernels = self._kernels if fits else None
+        self._plain_windows = {
+            layer.kind.scores.window for layer in self._layers if not self._natively(layer.kind.scores)
+        }
 
     @torch.inference_mode()
     def prefill(self, prefills: Sequence[Prefill]) -> None:
@@ -133,12 +138,14 @@ class ModelRunner:
         assert position is not None
         x_nd = self.model.embed(ids)
         cos, sin = self._cos[position], self._sin[position]
-        rows = bias = None
-        if position_n is not None and self._attention_kernels is None:
+        rows = None
+        biases: dict[int | None, Tensor] = {}
+        if position_n is not None and self._plain_windows:
             rows = self.cache.rows(position_n)
-            bias = self._bias(position_n, reach, x_nd.dtype)
+            biases = {window: self._bias(position_n, reach, x_nd.dtype, window) for window in self._plain_windows}
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
+            scores = layer.kind.scores
             q, k, v = layer.project_qkv(x_nd, cos, sin)
             self._store_prefills(index, k, v, blocks)
             if index == last:  # prefilled rows are needed no further than their KV
@@ -146,13 +153,13 @@ class ModelRunner:
                     return None
                 x_nd, blocks = x_nd[:n], ()
             parts: list[Tensor] = []
-            if rows is not None and bias is not None:
+            if position_n is not None and self._natively(scores):
+                parts.append(self._native_attention(index, q[:n], k[:n], v[:n], None, position_n, scores, write=True))
+            elif rows is not None:
                 self.cache.flat_keys[index].index_copy_(0, rows, k[:n].reshape(-1, self.head_dimension))
                 self.cache.flat_values[index].index_copy_(0, rows, v[:n].reshape(-1, self.head_dimension))
-                parts.append(self._decode_attention(index, q[:n], bias, reach))
-            elif position_n is not None:
-                parts.append(self._native_attention(index, q[:n], k[:n], v[:n], None, position_n, write=True))
-            parts.extend(self._prefill_attention(index, q, k, v, block, position) for block in blocks)
+                parts.append(self._decode_attention(index, q[:n], biases[scores.window], reach, scores))
+            parts.extend(self._prefill_attention(index, q, k, v, block, position, scores) for block in blocks)
             x_nd = layer.finish(x_nd, parts[0] if len(parts) == 1 else torch.cat(parts))
         return x_nd
 
@@ -183,28 +190,44 @@ class ModelRunner:
         position = np.concatenate([np.arange(one.start, len(one.ids)) for one in ordered])
         return torch.from_numpy(ids).to(self.device), torch.from_numpy(position).to(self.device), tuple(blocks)
 
-    def _bias(self, position_n: Tensor, reach: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask [n, 1, 1, t]: 0 up to the row's own position, -inf after it."""
+    def _natively(self, scores: Scores) -> bool:
+        """Whether decode rows of a layer with such scores are attended by the native kernels."""
+        return self._attention_kernels is not None and scores.softcap is None
+
+    def _bias(self, position_n: Tensor, reach: int, dtype: torch.dtype, window: int | None) -> Tensor:
+        """Additive mask [n, 1, 1, t]: 0 up to the row's own position as far back as the window, -inf elsewhere."""
         bias = torch.zeros((len(position_n), reach), dtype=dtype, device=self.device)
         bias.masked_fill_(self._position_t[None, :reach] > position_n[:, None], float("-inf"))
+        if window is not None and window < reach:
+            bias.masked_fill_(self._position_t[None, :reach] <= position_n[:, None] - window, float("-inf"))
         return bias[:, None, None, :]
 
-    def _decode_attention(self, index: int, q_nhc: Tensor, bias: Tensor, reach: int) -> Tensor:
+    def _decode_attention(self, index: int, q_nhc: Tensor, bias: Tensor, reach: int, scores: Scores) -> Tensor:
         """The g queries of a KV head stand in the query-length axis, so KV is never repeated."""
         n = len(q_nhc)
         q = q_nhc.reshape(n, self.kv_heads, -1, self.head_dimension)
         keys = self.cache.keys[index][:n, :, :reach]
         values = self.cache.values[index][:n, :, :reach]
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=self._scale)
+        out = masked_attention(q, keys, values, bias, scores)
         return out.reshape(n, -1)
 
     def _native_attention(
-        self, index: int, q: Tensor, k: Tensor, v: Tensor, slot_n: Tensor | None, position_n: Tensor, write: bool
+        self,
+        index: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slot_n: Tensor | None,
+        position_n: Tensor,
+        scores: Scores,
+        write: bool,
     ) -> Tensor:
-        """Each row as long as it is, whatever its neighbours are."""
+        """Each row as long as it is, or as its window is, whatever its neighbours are."""
         assert self._attention_kernels is not None
         keys, values = self.cache.keys[index], self.cache.values[index]
-        return self._attention_kernels.attention(q, k, v, keys, values, slot_n, position_n, self._scale, write)
+        return self._attention_kernels.attention(
+            q, k, v, keys, values, slot_n, position_n, scores.scale, write, scores.window
+        )
 
     def _store_prefills(self, index: int, k: Tensor, v: Tensor, blocks: Sequence[_Block]) -> None:
         for block in blocks:
@@ -215,20 +238,19 @@ class ModelRunner:
                 cache[block.slots, :, block.start : end] = rows if block.source is None else rows[block.source]
 
     def _prefill_attention(
-        self, index: int, q: Tensor, k: Tensor, v: Tensor, block: _Block, position: Tensor
+        self, index: int, q: Tensor, k: Tensor, v: Tensor, block: _Block, position: Tensor, scores: Scores
     ) -> Tensor:
         q, k, v = (one[block.rows] for one in (q, k, v))
-        if block.start and self._attention_kernels is not None:
+        if block.start and self._natively(scores):
             slot_n = block.own.repeat_interleave(block.length)
-            return self._native_attention(index, q, k, v, slot_n, position[block.rows], write=False)
+            return self._native_attention(index, q, k, v, slot_n, position[block.rows], scores, write=False)
         shape = (block.count, block.length, -1, self.head_dimension)
         q, k, v = (one.view(shape).transpose(1, 2) for one in (q, k, v))
-        mask = None
         if block.start:  # the whole context from the cache, where this block's own part has just been written
             end = block.start + block.length
             k, v = self.cache.keys[index][block.own, :, :end], self.cache.values[index][block.own, :, :end]
-            mask = self._position_t[:end] <= self._position_t[block.start : end, None]
-        out = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, scale=self._scale, enable_gqa=self.heads != self.kv_heads
-        )
+            mask = seen(end, scores.window, self.device, block.start)
+            out = masked_attention(q, k, v, mask, scores)
+        else:
+            out = causal_attention(q, k, v, scores)
         return out.transpose(1, 2).reshape(block.count * block.length, -1)

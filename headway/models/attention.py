@@ -18,10 +18,11 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from headway.models.configuration import Scores
 from headway.models.cpu_attention import CpuAttention
 from headway.models.kernels import PadDocuments, UnpadDocuments
+from headway.models.masked import causal_attention
 
 PADDING_RATIO = 1.25  # a bucket holds documents at least 1/1.25 as long as its longest
 NOTHING = -1  # in place of a piece's index: it continues none
@@ -213,14 +214,18 @@ def _split(sizes: Tensor, order: Tensor) -> list[Tensor]:
     return [order[a:b] for a, b in itertools.pairwise(cuts)]
 
 
-def packed_attention(qkv: Tensor, heads: int, kv_heads: int, head_dim: int, plan: AttentionPlan) -> Tensor:
+def packed_attention(
+    qkv: Tensor, heads: int, kv_heads: int, head_dim: int, plan: AttentionPlan, scores: Scores
+) -> Tensor:
     """Causal attention of each document to itself, from the joint projection [N, (Hq+2Hkv)*Dh] to [N, Hq*Dh]."""
-    if qkv.device.type == "cpu":
+    if qkv.device.type == "cpu" and scores == Scores(scale=head_dim**-0.5):
         return CpuAttention.apply(qkv, (heads, kv_heads, head_dim), plan)  # pyright: ignore[reportReturnType]
-    return padded_attention(qkv, heads, kv_heads, head_dim, plan)
+    return padded_attention(qkv, heads, kv_heads, head_dim, plan, scores)
 
 
-def padded_attention(qkv: Tensor, heads: int, kv_heads: int, head_dim: int, plan: AttentionPlan) -> Tensor:
+def padded_attention(
+    qkv: Tensor, heads: int, kv_heads: int, head_dim: int, plan: AttentionPlan, scores: Scores
+) -> Tensor:
     """As `packed_attention`, by PyTorch's own attention on whole documents: a shared prefix is attended from anew by
     each of them, all else about it is still computed once. Padding stands after a document, so causality hides it.
     """
@@ -230,6 +235,6 @@ def padded_attention(qkv: Tensor, heads: int, kv_heads: int, head_dim: int, plan
     for bucket, block in zip(buckets, blocks, strict=True):  # pyright: ignore[reportArgumentType]
         padded = block.view(bucket.documents, bucket.length, -1, head_dim).transpose(1, 2)
         q, k, v = padded.split((heads, kv_heads, kv_heads), dim=1)
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+        out = causal_attention(q, k, v, scores)
         outputs.append(out.transpose(1, 2).reshape(bucket.documents * bucket.length, -1))
     return UnpadDocuments.apply(scatter_n, *outputs)  # pyright: ignore[reportReturnType]

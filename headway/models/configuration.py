@@ -1,44 +1,61 @@
-"""What a dense Llama or Qwen3 decoder is made of, read from a Hugging Face ``config.json``; torch-free."""
+"""What a decoder is made of, read from a Hugging Face ``config.json``; torch-free."""
 
 from __future__ import annotations
 
 import json
-import math
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from headway.models.families import FAMILIES, Family, family_of, read_window, refuse_unsupported
+from headway.models.rope import RopeScaling, frequencies, read_rope
 from headway.records.errors import ConfigurationError
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
-ROPE_TYPES = ("default", "llama3")
+__all__ = ["DecoderConfig", "LayerKind", "Mixture", "RopeScaling", "Scores", "SlidingWindow", "read_json"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3's frequency scaling: long wavelengths are stretched, short ones kept, those between blended."""
+class SlidingWindow:
+    """In the layers it covers, a token attends to itself and the ``tokens - 1`` before it."""
 
-    factor: float
-    low_frequency_factor: float
-    high_frequency_factor: float
-    original_max_positions: int
+    tokens: int
+    layers: tuple[int, ...]
 
-    def scale(self, frequency: float) -> float:
-        """Scaled angular frequency (radians per position) of one rotary pair."""
-        wavelength = 2 * math.pi / frequency
-        if wavelength < self.original_max_positions / self.high_frequency_factor:
-            return frequency
-        if wavelength > self.original_max_positions / self.low_frequency_factor:
-            return frequency / self.factor
-        blend = (self.original_max_positions / wavelength - self.low_frequency_factor) / (
-            self.high_frequency_factor - self.low_frequency_factor
-        )
-        return (1 - blend) * frequency / self.factor + blend * frequency
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """A mixture of experts: each token goes through the ``per_token`` experts its router finds likeliest."""
+
+    experts: int
+    per_token: int
+    intermediate: int  # feed-forward size of one expert
+    normalised: bool = True  # the chosen experts' weights add up to 1
+    dense_layers: tuple[int, ...] = ()  # layers with one feed-forward of DecoderConfig.intermediate instead
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """How a layer's attention scores come from queries and keys."""
+
+    scale: float  # of the product of query and key
+    window: int | None = None  # tokens a query sees, itself included; None: all before it
+    softcap: float | None = None  # c: a score s becomes c tanh(s / c) (Gemma 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """What differs from layer to layer."""
+
+    scores: Scores
+    rope: int  # which of the model's rotary embeddings
+    sparse: bool  # a mixture of experts
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and switches of one decoder; the same fields for both architectures."""
+    """Sizes and switches of one decoder; ``family`` holds what its architecture fixes."""
 
     vocabulary_size: int
     width: int
@@ -51,11 +68,17 @@ class DecoderConfig:
     architecture: str = "Qwen3ForCausalLM"
     tied: bool = True  # the output head is the embedding matrix
     qk_norm: bool = True  # RMSNorm over each head's query and key
-    attention_bias: bool = False
+    attention_bias: bool = False  # of query, key and value
     mlp_bias: bool = False
     norm_epsilon: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None  # of the layers with a window, never scaled; None: as all others
+    window: SlidingWindow | None = None
+    query_scale: float | None = None  # scores are divided by its square root; None: by that of head_dim
+    attention_softcap: float | None = None  # of the scores
+    final_softcap: float | None = None  # c: a logit z becomes c tanh(z / c)
+    mixture: Mixture | None = None
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
@@ -68,6 +91,32 @@ class DecoderConfig:
             raise ConfigurationError(f"heads = {self.heads} must be a multiple of kv_heads = {self.kv_heads}")
         if self.head_dim % 2:
             raise ConfigurationError(f"head_dim = {self.head_dim}: rotary embedding needs an even number")
+        if self.architecture not in FAMILIES:
+            raise ConfigurationError(
+                f"architecture = {self.architecture!r} is not supported; supported: {', '.join(FAMILIES)}"
+            )
+        if (m := self.mixture) is not None and not 1 <= m.per_token <= m.experts:
+            raise ConfigurationError(f"{m.per_token} experts for each token of {m.experts}: must be 1 to {m.experts}")
+        if m is not None and m.intermediate < 1:
+            raise ConfigurationError(f"an expert's intermediate = {m.intermediate}: must be at least 1")
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.architecture]
+
+    @property
+    def output_bias(self) -> bool:
+        return self.attention_bias and self.family.output_bias
+
+    def layer(self, index: int) -> LayerKind:
+        windowed = self.window is not None and index in self.window.layers
+        window = self.window.tokens if self.window is not None and windowed else None
+        scale = (self.query_scale or self.head_dim) ** -0.5
+        return LayerKind(
+            scores=Scores(scale=scale, window=window, softcap=self.attention_softcap),
+            rope=1 if windowed and self.local_rope_theta is not None else 0,
+            sparse=self.mixture is not None and index not in self.mixture.dense_layers,
+        )
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> DecoderConfig:
@@ -81,31 +130,35 @@ class DecoderConfig:
     @classmethod
     def from_mapping(cls, raw: dict[str, Any]) -> DecoderConfig:
         """Read the content of a ``config.json``; missing keys take the architecture's own defaults."""
-        architecture = _architecture(raw)
-        qwen = ARCHITECTURES[architecture] == "qwen3"
-        _refuse_unsupported(raw)
+        family = family_of(raw)
+        refuse_unsupported(raw, family)
         width, heads = _integer(raw, "hidden_size"), _integer(raw, "num_attention_heads")
+        layers = _integer(raw, "num_hidden_layers")
         kv_heads = raw.get("num_key_value_heads")
-        head_dim = raw.get("head_dim") or (128 if qwen else width // heads)
-        theta, scaling = _rope(raw)
+        max_positions = int(raw.get("max_position_embeddings") or family.default_max_positions)
+        bias = family.attention_bias
+        tokens, covered = read_window(raw, family, layers)
+        window = None if tokens is None else SlidingWindow(tokens=tokens, layers=covered)
         eos = raw.get("eos_token_id")
         return cls(
-            architecture=architecture,
+            architecture=family.architecture,
             vocabulary_size=_integer(raw, "vocab_size"),
             width=width,
-            layers=_integer(raw, "num_hidden_layers"),
+            layers=layers,
             heads=heads,
             kv_heads=heads if kv_heads is None else int(kv_heads),
-            head_dim=int(head_dim),
+            head_dim=int(raw.get("head_dim") or family.default_head_dim or width // heads),
             intermediate=_integer(raw, "intermediate_size"),
-            max_positions=int(raw.get("max_position_embeddings") or (32768 if qwen else 2048)),
-            tied=bool(raw.get("tie_word_embeddings", False)),
-            qk_norm=qwen,
-            attention_bias=bool(raw.get("attention_bias", False)),
-            mlp_bias=bool(raw.get("mlp_bias", False)) and not qwen,
-            norm_epsilon=float(raw.get("rms_norm_eps", 1e-6)),
-            rope_theta=theta,
-            rope_scaling=scaling,
+            max_positions=max_positions,
+            tied=bool(raw.get("tie_word_embeddings", family.default_tied)),
+            qk_norm=family.qk_norm,
+            attention_bias=bool(raw.get("attention_bias", False)) if bias is None else bias,
+            mlp_bias=bool(raw.get("mlp_bias", False)) and family.mlp_bias,
+            norm_epsilon=float(raw.get("rms_norm_eps", family.default_epsilon)),
+            window=window,
+            **_ropes(raw, family, max_positions, window),
+            **_scores(raw, family),
+            mixture=_mixture(raw, family, layers),
             bos_token_id=raw.get("bos_token_id"),
             eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
             pad_token_id=raw.get("pad_token_id"),
@@ -113,18 +166,10 @@ class DecoderConfig:
 
     def to_mapping(self, dtype: str) -> dict[str, Any]:
         """The content of a ``config.json`` that transformers (4 and 5) and `from_mapping` read alike."""
-        rope: dict[str, Any] = {"rope_type": "default"}
-        if (scaling := self.rope_scaling) is not None:
-            rope = {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_frequency_factor,
-                "high_freq_factor": scaling.high_frequency_factor,
-                "original_max_position_embeddings": scaling.original_max_positions,
-            }
+        family = self.family
         raw: dict[str, Any] = {
             "architectures": [self.architecture],
-            "model_type": ARCHITECTURES[self.architecture],
+            "model_type": family.model_type,
             "vocab_size": self.vocabulary_size,
             "hidden_size": self.width,
             "num_hidden_layers": self.layers,
@@ -133,51 +178,130 @@ class DecoderConfig:
             "head_dim": self.head_dim,
             "intermediate_size": self.intermediate,
             "max_position_embeddings": self.max_positions,
-            "hidden_act": "silu",
+            family.activation_key: family.activation_names[0],
             "tie_word_embeddings": self.tied,
             "attention_bias": self.attention_bias,
             "attention_dropout": 0.0,
             "rms_norm_eps": self.norm_epsilon,
-            "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_theta": self.rope_theta, **rope},
-            "rope_scaling": None if self.rope_scaling is None else rope,
+            **self._rope_mapping(),
             "bos_token_id": self.bos_token_id,
             "eos_token_id": list(self.eos_token_id) if isinstance(self.eos_token_id, tuple) else self.eos_token_id,
             "pad_token_id": self.pad_token_id,
             "torch_dtype": dtype,
             "dtype": dtype,
             "use_cache": True,
+            **self._window_mapping(),
+            **self._score_mapping(),
+            **self._mixture_mapping(),
         }
-        if ARCHITECTURES[self.architecture] == "llama":
+        if family.mlp_bias:
             raw["mlp_bias"] = self.mlp_bias
-        else:
-            raw["use_sliding_window"] = False
         return raw
 
-    def rope_frequencies(self) -> list[float]:
-        """Angular frequency of each rotary pair, [head_dim / 2], radians per position (RoFormer, Eq. 15)."""
-        frequencies = [self.rope_theta ** (-2 * i / self.head_dim) for i in range(self.head_dim // 2)]
-        return frequencies if self.rope_scaling is None else [self.rope_scaling.scale(f) for f in frequencies]
+    def _rope_mapping(self) -> dict[str, Any]:
+        scaling = {"rope_type": "default"} if self.rope_scaling is None else self.rope_scaling.to_mapping()
+        parameters: dict[str, Any] = {"rope_theta": self.rope_theta, **scaling}
+        raw = {"rope_theta": self.rope_theta, "rope_scaling": None if self.rope_scaling is None else scaling}
+        if not self.family.local_rope:
+            return {**raw, "rope_parameters": parameters}
+        local = self.rope_theta if self.local_rope_theta is None else self.local_rope_theta
+        both = {"full_attention": parameters, "sliding_attention": {"rope_theta": local, "rope_type": "default"}}
+        return {**raw, "rope_local_base_freq": local, "rope_parameters": both}
+
+    def _window_mapping(self) -> dict[str, Any]:
+        family, window = self.family, self.window
+        if family.windowed == "none":
+            return {}
+        raw: dict[str, Any] = {"sliding_window": None if window is None else window.tokens}
+        if family.window_switch:
+            raw["use_sliding_window"] = window is not None
+        if isinstance(family.windowed, int) or (window is not None and family.windowed == "upper"):
+            windows = (self.layer(index).scores.window for index in range(self.layers))
+            raw["layer_types"] = ["full_attention" if one is None else "sliding_attention" for one in windows]
+        if window is not None and family.windowed == "upper":
+            raw["max_window_layers"] = window.layers[0]
+        return raw
+
+    def _score_mapping(self) -> dict[str, Any]:
+        raw: dict[str, Any] = {}
+        if self.family.query_scale:
+            scale = float(self.query_scale or self.head_dim)
+            raw["query_pre_attn_scalar"] = int(scale) if scale.is_integer() else scale  # transformers 5 wants an int
+        if self.family.attention_softcap:
+            raw["attn_logit_softcapping"] = self.attention_softcap
+        if self.family.final_softcap:
+            raw["final_logit_softcapping"] = self.final_softcap
+        return raw
+
+    def _mixture_mapping(self) -> dict[str, Any]:
+        mixture, family = self.mixture, self.family
+        if mixture is None:
+            return {} if family.experts is None else {"num_experts": 0, "num_local_experts": 0}
+        raw: dict[str, Any] = {"num_local_experts": mixture.experts, "num_experts_per_tok": mixture.per_token}
+        if family.expert_size_key != "intermediate_size":
+            raw["num_experts"] = mixture.experts  # transformers 4 reads this one, 5 either
+            raw["norm_topk_prob"] = mixture.normalised
+            raw["decoder_sparse_step"] = 1
+            raw["mlp_only_layers"] = list(mixture.dense_layers)
+        raw[family.expert_size_key] = mixture.intermediate
+        return raw
+
+    def rope_frequencies(self) -> list[list[float]]:
+        """Angular frequency of each rotary pair, radians per position: [1 or 2][head_dim / 2], the second for layers
+        with a window where those have an embedding of their own."""
+        ropes = [frequencies(self.rope_theta, self.head_dim, self.rope_scaling)]
+        if self.local_rope_theta is not None:
+            ropes.append(frequencies(self.local_rope_theta, self.head_dim, None))
+        return ropes
+
+    def rope_magnitudes(self) -> list[float]:
+        """By what each of `rope_frequencies` scales queries and keys."""
+        return [1.0 if self.rope_scaling is None else self.rope_scaling.magnitude, 1.0][: len(self.rope_frequencies())]
+
+    def matmul_parameters(self, index: int, *, active: bool = False) -> int:
+        """Weights of layer ``index`` that take part in matrix products; ``active``: those that one token meets."""
+        attention = (2 * self.heads + 2 * self.kv_heads) * self.head_dim * self.width
+        if (mixture := self.mixture) is None or not self.layer(index).sparse:
+            return attention + 3 * self.width * self.intermediate
+        experts = mixture.per_token if active else mixture.experts
+        return attention + self.width * mixture.experts + experts * 3 * self.width * mixture.intermediate
 
     @property
-    def matmul_parameters_per_layer(self) -> int:
-        """Weights that take part in a layer's matrix products."""
-        attention = (2 * self.heads + 2 * self.kv_heads) * self.head_dim * self.width
-        return attention + 3 * self.width * self.intermediate
+    def active_intermediate(self) -> int:
+        """Feed-forward size that one token meets in the widest layer."""
+        mixture = self.mixture
+        sparse = 0 if mixture is None else mixture.per_token * mixture.intermediate
+        return sparse if mixture is not None and not mixture.dense_layers else max(sparse, self.intermediate)
+
+    def matrix_parameters(self, *, active: bool = False) -> int:
+        """Weights of all matrices (norms and biases left out); ``active``: those that one token meets."""
+        layers = sum(self.matmul_parameters(index, active=active) for index in range(self.layers))
+        return self.vocabulary_size * self.width * (1 if self.tied else 2) + layers
 
     def flops(self, lengths: list[int], head_tokens: int | None = None, continues: list[int] | None = None) -> float:
-        """Model FLOP of one forward pass over documents of ``lengths`` tokens (causal: half the square).
+        """Model FLOP of one forward pass over documents of ``lengths`` tokens (causal: half the square; a window:
+        what it covers; of a mixture: the experts a token goes through).
 
         ``head_tokens``: positions whose logits are computed; default all. ``continues``: for each piece the index of
         the piece it continues and attends to as well, or -1. Backward costs twice as much again.
         """
         tokens = sum(lengths)
-        pairs = sum(n * (n + 1) // 2 for n in lengths)
-        pairs += sum(n * lengths[of] for n, of in zip(lengths, continues or [], strict=False) if of >= 0)
-        per_token = 2 * self.layers * self.matmul_parameters_per_layer
-        per_pair = 4 * self.layers * self.heads * self.head_dim
+        before = [0 if of < 0 else lengths[of] for of in continues or [-1] * len(lengths)]
+        pairs = sum(
+            count * (_pairs(first + n, window) - _pairs(first, window))
+            for window, count in self._layers_by_window.items()
+            for first, n in zip(before, lengths, strict=True)
+        )
         head = 2 * self.vocabulary_size * self.width * (tokens if head_tokens is None else head_tokens)
-        return float(per_token * tokens + per_pair * pairs + head)
+        return float(2 * self._active_parameters * tokens + 4 * self.heads * self.head_dim * pairs + head)
+
+    @cached_property
+    def _active_parameters(self) -> int:
+        return sum(self.matmul_parameters(index, active=True) for index in range(self.layers))
+
+    @cached_property
+    def _layers_by_window(self) -> Counter[int | None]:
+        return Counter(self.layer(index).scores.window for index in range(self.layers))
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -194,15 +318,10 @@ def read_json(file: Path) -> dict[str, Any]:
     return raw
 
 
-def _architecture(raw: dict[str, Any]) -> str:
-    named = raw.get("architectures") or []
-    known = [name for name in named if name in ARCHITECTURES]
-    if not known and not named:
-        known = [name for name, model_type in ARCHITECTURES.items() if model_type == raw.get("model_type")]
-    if not known:
-        given = named or raw.get("model_type")
-        raise ConfigurationError(f"architectures = {given!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    return known[0]
+def _pairs(length: int, window: int | None) -> int:
+    """How many (query, key) pairs a causal document of ``length`` tokens has."""
+    reach = length if window is None else min(length, window)
+    return reach * (reach + 1) // 2 + (length - reach) * reach
 
 
 def _integer(raw: dict[str, Any], key: str) -> int:
@@ -212,34 +331,58 @@ def _integer(raw: dict[str, Any], key: str) -> int:
     return value
 
 
-def _refuse_unsupported(raw: dict[str, Any]) -> None:
-    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or []):
-        raise ConfigurationError("sliding-window attention is not supported; supported: full attention in every layer")
-    activation = raw.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ConfigurationError(f"hidden_act = {activation!r} is not supported; supported: 'silu'")
-    if raw.get("quantization_config"):
-        raise ConfigurationError("quantization_config: quantised weights are not supported; supported: float weights")
+def _ropes(raw: dict[str, Any], family: Family, max_positions: int, window: SlidingWindow | None) -> dict[str, Any]:
+    """Theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    parameters: dict[str, Any] = raw.get("rope_parameters") or {}
+    local: dict[str, Any] = {}
+    if family.local_rope:
+        local = parameters.get("sliding_attention") or {}
+        parameters = parameters.get("full_attention") or {}
+    default = float(raw.get("rope_theta") or family.default_theta)
+    theta, scaling = read_rope({**(raw.get("rope_scaling") or {}), **parameters}, default, max_positions)
+    found: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
+    if family.local_rope and window is not None:
+        local_default = float(raw.get("rope_local_base_freq") or 10000.0)
+        found["local_rope_theta"], local_scaling = read_rope(local, local_default, max_positions)
+        if local_scaling is not None:
+            raise ConfigurationError("rope_parameters.sliding_attention: only rope type 'default' is supported there")
+    return found
 
 
-def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Rope theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    rope: dict[str, Any] = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta", raw.get("rope_theta") or 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise ConfigurationError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ConfigurationError("partial_rotary_factor: only whole-head rotation (1.0) is supported")
-    if kind == "default":
-        return theta, None
-    try:
-        scaling = RopeScaling(
-            factor=float(rope["factor"]),
-            low_frequency_factor=float(rope["low_freq_factor"]),
-            high_frequency_factor=float(rope["high_freq_factor"]),
-            original_max_positions=int(rope["original_max_position_embeddings"]),
-        )
-    except KeyError as error:
-        raise ConfigurationError(f"rope type 'llama3' needs {error.args[0]!r}") from None
-    return theta, scaling
+def _scores(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Scale and soft caps of scores and logits; a cap that is left out has Gemma 2's value there and none elsewhere."""
+    found: dict[str, Any] = {}
+    if family.query_scale:
+        found["query_scale"] = _positive(raw, "query_pre_attn_scalar", 256.0)
+    if family.attention_softcap:
+        found["attention_softcap"] = _positive(raw, "attn_logit_softcapping", 50.0)
+    if family.final_softcap:
+        found["final_softcap"] = _positive(raw, "final_logit_softcapping", 30.0 if family.attention_softcap else None)
+    return found
+
+
+def _positive(raw: dict[str, Any], key: str, default: float | None) -> float | None:
+    value = raw.get(key, default)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ConfigurationError(f"{key} = {value!r}: a positive number is needed")
+    return float(value)
+
+
+def _mixture(raw: dict[str, Any], family: Family, layers: int) -> Mixture | None:
+    if family.experts is None:
+        return None
+    key = "num_experts" if raw.get("num_local_experts") is None else "num_local_experts"  # transformers 4, 5
+    if raw.get(key) == 0:
+        return None
+    step = int(raw.get("decoder_sparse_step") or 1)
+    dense = {int(index) for index in raw.get("mlp_only_layers") or ()}
+    normalised = family.expert_size_key == "intermediate_size" or bool(raw.get("norm_topk_prob", False))
+    return Mixture(
+        experts=_integer(raw, key),
+        per_token=_integer(raw, "num_experts_per_tok"),
+        intermediate=_integer(raw, family.expert_size_key),
+        normalised=normalised,
+        dense_layers=tuple(i for i in range(layers) if i in dense or (i + 1) % step),
+    )

@@ -1,4 +1,4 @@
-"""The dense decoder of Llama and Qwen3: one class, computed on packed tokens.
+"""The decoder of every family in `families.py`: one class, computed on packed tokens.
 
 Shape suffixes: n packed tokens of all documents, d width, h query heads, g key/value heads, e head dimension,
 v vocabulary.
@@ -15,39 +15,55 @@ from torch.utils.checkpoint import checkpoint
 
 from headway.models.attention import AttentionPlan, packed_attention
 from headway.models.configuration import DecoderConfig
-from headway.models.kernels import gated_silu, norm_rotate, product_dtype, rms_norm
+from headway.models.experts import mix, mix_in_fixed_shapes, route
+from headway.models.kernels import GATED, norm_rotate, product_dtype, rms_norm, with_offset
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderLayer"]
 
 
 class DecoderLayer(nn.Module):
-    """One block: x + attention(norm(x)), then x + MLP(norm(x)). Query, key and value share one matrix, so do
-    gate and up: fewer and larger products. `loading.py` maps them to Hugging Face's names."""
+    """One block: x + attention(norm(x)), then x + MLP(norm(x)), where the family says so with a norm before each sum.
+    Query, key and value share one matrix, so do gate and up, and all experts of a mixture: fewer and larger products.
+    `layout.py` maps them to Hugging Face's names."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         c = self.config = config
+        self.family = config.family
+        self.kind = config.layer(index)
+        self.fixed_shapes = False  # a mixture's products have the same shapes wherever tokens are sent
         self.input_norm = nn.Parameter(torch.ones(c.width))
         self.qkv_weight = nn.Parameter(torch.empty((c.heads + 2 * c.kv_heads) * c.head_dim, c.width))
         self.output_weight = nn.Parameter(torch.empty(c.width, c.heads * c.head_dim))
         self.post_norm = nn.Parameter(torch.ones(c.width))
-        self.gate_up_weight = nn.Parameter(torch.empty(2 * c.intermediate, c.width))
-        self.down_weight = nn.Parameter(torch.empty(c.width, c.intermediate))
+        if c.mixture is not None and self.kind.sparse:
+            experts, inner = c.mixture.experts, c.mixture.intermediate
+            self.router_weight = nn.Parameter(torch.empty(experts, c.width))
+            self.gate_up_weight = nn.Parameter(torch.empty(experts, 2 * inner, c.width))
+            self.down_weight = nn.Parameter(torch.empty(experts, c.width, inner))
+        else:
+            self.gate_up_weight = nn.Parameter(torch.empty(2 * c.intermediate, c.width))
+            self.down_weight = nn.Parameter(torch.empty(c.width, c.intermediate))
         self.q_norm = nn.Parameter(torch.ones(c.head_dim)) if c.qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(c.head_dim)) if c.qk_norm else None
         qkv_rows = self.qkv_weight.shape[0]
         self.qkv_bias = nn.Parameter(torch.zeros(qkv_rows)) if c.attention_bias else None
-        self.output_bias = nn.Parameter(torch.zeros(c.width)) if c.attention_bias else None
+        self.output_bias = nn.Parameter(torch.zeros(c.width)) if c.output_bias else None
         self.gate_up_bias = nn.Parameter(torch.zeros(2 * c.intermediate)) if c.mlp_bias else None
         self.down_bias = nn.Parameter(torch.zeros(c.width)) if c.mlp_bias else None
+        self.attention_output_norm = nn.Parameter(torch.ones(c.width)) if self.family.output_norms else None
+        self.mlp_output_norm = nn.Parameter(torch.ones(c.width)) if self.family.output_norms else None
 
     def _project(self, x_nd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Query, key and value side by side, [N, (Hq + 2 Hkv) Dh]."""
-        c = self.config
-        hidden_nd = rms_norm(x_nd, self.input_norm, c.norm_epsilon)
+        c, offset, rope = self.config, self.family.norm_offset, self.kind.rope
+        hidden_nd = rms_norm(x_nd, self.input_norm, c.norm_epsilon, offset)
         qkv = functional.linear(hidden_nd, self.qkv_weight, self.qkv_bias)
         sizes = (c.heads, c.kv_heads, c.head_dim, c.norm_epsilon)
-        return norm_rotate(qkv, self.q_norm, self.k_norm, cos, sin, sizes)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if offset and q_norm is not None and k_norm is not None:
+            q_norm, k_norm = with_offset(q_norm, offset), with_offset(k_norm, offset)
+        return norm_rotate(qkv, q_norm, k_norm, cos[:, rope : rope + 1], sin[:, rope : rope + 1], sizes)
 
     def project_qkv(self, x_nd: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query [N, Hq, Dh], key and value [N, Hkv, Dh] of the residual stream x [N, d], norms and rope applied.
@@ -62,16 +78,33 @@ class DecoderLayer(nn.Module):
 
     def finish(self, x_nd: Tensor, attention_nhd: Tensor) -> Tensor:
         """The rest of the block after attention [N, Hq*Dh]: output projection, residual, norm, MLP, residual."""
-        x_nd = _add_linear(x_nd, attention_nhd, self.output_weight, self.output_bias)
-        hidden_nd = rms_norm(x_nd, self.post_norm, self.config.norm_epsilon)
+        x_nd = self._add(x_nd, attention_nhd, self.output_weight, self.output_bias, self.attention_output_norm)
+        hidden_nd = rms_norm(x_nd, self.post_norm, self.config.norm_epsilon, self.family.norm_offset)
+        gated = GATED[self.family.activation]
+        if self.config.mixture is not None and self.kind.sparse:
+            return x_nd + self._mix(hidden_nd, gated)
         gate_up = functional.linear(hidden_nd, self.gate_up_weight, self.gate_up_bias)
-        return _add_linear(x_nd, gated_silu(gate_up), self.down_weight, self.down_bias)
+        return self._add(x_nd, gated(gate_up), self.down_weight, self.down_bias, self.mlp_output_norm)
+
+    def _mix(self, hidden_nd: Tensor, gated: Callable[[Tensor], Tensor]) -> Tensor:
+        assert self.config.mixture is not None
+        m = self.config.mixture
+        chosen_nk, weights_nk = route(hidden_nd, self.router_weight, m.per_token, m.normalised)
+        how = mix_in_fixed_shapes if self.fixed_shapes else mix
+        return how(hidden_nd, chosen_nk, weights_nk, self.gate_up_weight, self.down_weight, gated)
+
+    def _add(self, x_nd: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
+        """The residual stream and what comes to it: a product, normed where the family norms it."""
+        if norm is None:
+            return _add_linear(x_nd, inner, weight, bias)
+        out_nd = functional.linear(inner, weight, bias)
+        return x_nd + rms_norm(out_nd, norm, self.config.norm_epsilon, self.family.norm_offset)
 
     def forward(self, x_nd: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
         """The whole block on packed documents: residual stream [N, d] to [N, d]."""
         c = self.config
         qkv = self._project(x_nd, cos, sin)
-        return self.finish(x_nd, packed_attention(qkv, c.heads, c.kv_heads, c.head_dim, plan))
+        return self.finish(x_nd, packed_attention(qkv, c.heads, c.kv_heads, c.head_dim, plan, self.kind.scores))
 
 
 def _add_linear(x_nd: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -83,7 +116,7 @@ def _add_linear(x_nd: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None
 
 
 class Decoder(nn.Module):
-    """A dense causal language model. Parameters are uninitialised until `loading` or `initialise` fills them.
+    """A causal language model. Parameters are uninitialised until `loading` or `initialise` fills them.
 
     A tied head has no parameter of its own: it *is* ``embedding_weight``, so no copy, cast or update can part them.
     """
@@ -95,7 +128,7 @@ class Decoder(nn.Module):
         self.config = config
         self.checkpoints_layers = False  # gradient checkpointing: a layer is computed again in the backward
         self.embedding_weight = nn.Parameter(torch.empty(config.vocabulary_size, config.width))
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.layers))
         self.final_norm = nn.Parameter(torch.ones(config.width))
         self.head_weight = None if config.tied else nn.Parameter(torch.empty(config.vocabulary_size, config.width))
         frequencies = torch.tensor(config.rope_frequencies(), dtype=torch.float32)
@@ -118,17 +151,28 @@ class Decoder(nn.Module):
 
     def embed(self, ids_n: Tensor) -> Tensor:
         """Token ids [N] (int64) to the residual stream [N, d]."""
-        return functional.embedding(ids_n, self.embedding_weight)
+        x_nd = functional.embedding(ids_n, self.embedding_weight)
+        if not self.config.family.scaled_embedding:
+            return x_nd
+        return x_nd * torch.tensor(self.config.width**0.5, dtype=x_nd.dtype).item()  # rounded as these models expect
 
     def rope(self, positions_n: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each float32 [N, 1, Dh / 2], for positions [N]; shared by all layers."""
+        """cos and sin, each float32 [N, R, Dh / 2], for positions [N]: of the model's R rotary embeddings (1 or 2),
+        each layer takes its own."""
         angles = positions_n.to(torch.float32)[:, None, None] * self._frequencies
-        return angles.cos(), angles.sin()
+        cos, sin = angles.cos(), angles.sin()
+        magnitudes = self.config.rope_magnitudes()
+        if any(magnitude != 1 for magnitude in magnitudes):
+            scale = torch.tensor(magnitudes, device=cos.device)[:, None]
+            cos, sin = cos * scale, sin * scale
+        return cos, sin
 
     def head(self, x_nd: Tensor) -> Tensor:
         """Final norm and output head: residual stream [N, d] to logits [N, V]."""
+        c = self.config
         weight = self.embedding_weight if self.head_weight is None else self.head_weight
-        return functional.linear(rms_norm(x_nd, self.final_norm, self.config.norm_epsilon), weight)
+        logits = functional.linear(rms_norm(x_nd, self.final_norm, c.norm_epsilon, c.family.norm_offset), weight)
+        return logits if c.final_softcap is None else (logits / c.final_softcap).tanh() * c.final_softcap
 
     def forward_packed(self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None) -> Tensor:
         """Residual stream [N, d] after the last layer (before `head`) of documents laid end to end.

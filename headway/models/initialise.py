@@ -1,4 +1,4 @@
-"""A small, randomly initialised Qwen3-style model with its own tokenizer, so that everything runs without a network."""
+"""A small, randomly initialised model of any family, with its own tokenizer: everything runs without a network."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from headway.models.configuration import DecoderConfig
+from headway.models.configuration import DecoderConfig, Mixture, SlidingWindow
 from headway.models.decoder import Decoder
+from headway.models.families import Family, family_named
 from headway.models.loading import build, remove_scratch, save_model
 from headway.records.errors import ConfigurationError
 from headway.tokens.training import BOS, EOS, PAD, train_byte_fallback_tokenizer
@@ -32,16 +33,25 @@ def initialise_model(
     tied: bool = True,
     seed: int = 0,
     *,
+    family: str = "qwen3",
     head_dim: int | None = None,
-    rope_theta: float = 10000.0,
+    rope_theta: float | None = None,
+    window: int | None = None,
+    experts: int = 8,
+    experts_per_token: int = 2,
     character_level: bool = False,
 ) -> DecoderConfig:
     """Write a complete model folder at ``output`` (config, safetensors, tokenizer); it must not exist yet.
 
     ``vocabulary_size`` bounds the tokenizer trained on ``texts``; the model's vocabulary is what the tokenizer came
-    to, rounded up to 8. ``character_level``: no merges. Equal arguments give equal files.
+    to, rounded up to 8. ``character_level``: no merges. ``window``: sliding window in tokens, on the layers where the
+    family has one (default: a quarter of the context for Gemma 2 and 3, none elsewhere). ``experts`` and
+    ``experts_per_token`` count in families with a mixture, where ``intermediate`` is the size of one expert;
+    ``rope_theta``: default the family's.
+    Equal arguments give equal files.
     Raises ConfigurationError for sizes that don't fit together or an output that exists.
     """
+    kind = family_named(family)
     target = Path(output)
     remove_scratch(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -60,6 +70,16 @@ def initialise_model(
     try:
         tokenizer = train_byte_fallback_tokenizer(corpus, vocabulary_size, scratch, character_level=character_level)
         config = DecoderConfig(
+            architecture=kind.architecture,
+            qk_norm=kind.qk_norm,
+            attention_bias=bool(kind.attention_bias),
+            norm_epsilon=kind.default_epsilon,
+            window=_window(kind, window, layers, max_positions),
+            local_rope_theta=10000.0 if kind.local_rope else None,
+            attention_softcap=50.0 if kind.attention_softcap else None,
+            final_softcap=30.0 if kind.attention_softcap else None,
+            query_scale=float(head_dim) if kind.query_scale else None,
+            mixture=_mixture(kind, experts, experts_per_token, intermediate),
             vocabulary_size=-(-tokenizer.vocabulary_size // 8) * 8,
             width=width,
             layers=layers,
@@ -69,7 +89,7 @@ def initialise_model(
             intermediate=intermediate,
             max_positions=max_positions,
             tied=tied,
-            rope_theta=rope_theta,
+            rope_theta=rope_theta or kind.default_theta,
             bos_token_id=tokenizer.token_id(BOS),
             eos_token_id=tokenizer.eos_id,
             pad_token_id=tokenizer.token_id(PAD),
@@ -90,6 +110,29 @@ def initialise_model(
     return config
 
 
+def _window(kind: Family, tokens: int | None, layers: int, max_positions: int) -> SlidingWindow | None:
+    """All layers, or all but every second (Gemma 2) or third (Gemma 3, which has it sixfold: more than small models
+    have)."""
+    if kind.windowed == "none":
+        if tokens is not None:
+            raise ConfigurationError(f"window = {tokens}: the family {kind.name!r} has no sliding window")
+        return None
+    if tokens is None and isinstance(kind.windowed, int):
+        tokens = max(1, max_positions // 4)
+    if tokens is None:
+        return None
+    if tokens < 1:
+        raise ConfigurationError(f"window = {tokens}: must be at least 1")
+    every = min(kind.windowed, 3) if isinstance(kind.windowed, int) else layers + 1
+    return SlidingWindow(tokens=tokens, layers=tuple(index for index in range(layers) if (index + 1) % every))
+
+
+def _mixture(kind: Family, experts: int, per_token: int, intermediate: int) -> Mixture | None:
+    if kind.experts is None:
+        return None
+    return Mixture(experts=experts, per_token=per_token, intermediate=intermediate)
+
+
 def initialise_parameters(model: Decoder, seed: int) -> None:
     """Fill every parameter in place, deterministically by ``seed`` and independent of device and dtype.
 
@@ -107,9 +150,9 @@ def initialise_parameters(model: Decoder, seed: int) -> None:
         for name, parameter in model.named_parameters():
             leaf = name.rsplit(".", 1)[-1]
             if leaf.endswith("norm"):
-                parameter.fill_(1.0)
+                parameter.fill_(1.0 - model.config.family.norm_offset)
             elif leaf.endswith("bias"):
                 parameter.zero_()
             else:
-                scale = 1 / math.sqrt(parameter.shape[1])
+                scale = 1 / math.sqrt(parameter.shape[-1])
                 fill(parameter, scale * residual if leaf in ("output_weight", "down_weight") else scale)

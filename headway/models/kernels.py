@@ -6,6 +6,7 @@ g key/value heads, e head dimension, f intermediate width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,31 +41,47 @@ def _normalise_backward(grad: Tensor, unit: Tensor, inverse: Tensor, weight: Ten
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_nd: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def forward(ctx: Any, x_nd: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
         unit, inverse = _normalise(x_nd, epsilon)
+        out = offset_product(unit, weight, offset, product_dtype(x_nd)) if offset else None
         unit = unit.to(product_dtype(x_nd))
-        ctx.dtype = x_nd.dtype
+        ctx.dtype, ctx.offset = x_nd.dtype, offset
         ctx.save_for_backward(unit, inverse, weight)
-        return unit * weight.to(unit.dtype)
+        return unit * weight.to(unit.dtype) if out is None else out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         unit, inverse, weight = ctx.saved_tensors
-        grad_x, per_weight = _normalise_backward(_wide(grads[0]), _wide(unit), inverse, _wide(weight))
-        return grad_x.to(ctx.dtype), per_weight.sum(0).to(weight.dtype), None
+        wide = with_offset(weight, ctx.offset) if ctx.offset else _wide(weight)
+        grad_x, per_weight = _normalise_backward(_wide(grads[0]), _wide(unit), inverse, wide)
+        return grad_x.to(ctx.dtype), per_weight.sum(0).to(weight.dtype), None, None
 
 
-def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
     """RMSNorm over the last axis of [N, d], computed in float32 (Zhang & Sennrich 2019, Eq. 4).
 
-    The result has the dtype the following matrix product wants: autocast's, else that of x.
+    The result has the dtype the following matrix product wants: autocast's, else that of x. ``offset`` is added to
+    the weight (Gemma: 1).
     """
     if torch.is_grad_enabled():
-        return _RmsNorm.apply(x_nd, weight, epsilon)  # pyright: ignore[reportReturnType]
-    if (fast := native.active(x_nd, weight)) is not None:
+        return _RmsNorm.apply(x_nd, weight, epsilon, offset)  # pyright: ignore[reportReturnType]
+    if not offset and (fast := native.active(x_nd, weight)) is not None:
         return fast.rms_norm(x_nd, weight, epsilon)
-    unit = _normalise(x_nd, epsilon)[0].to(product_dtype(x_nd))
+    unit = _normalise(x_nd, epsilon)[0]
+    if offset:
+        return offset_product(unit, weight, offset, product_dtype(x_nd))
+    unit = unit.to(product_dtype(x_nd))
     return unit.mul_(weight.to(unit.dtype))  # rounded as with gradient: log-probabilities agree to the bit
+
+
+def offset_product(unit: Tensor, weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
+    """``unit * (weight + offset)``, rounded once at the end: in bfloat16 1 + weight would lose most of the weight."""
+    return (unit * with_offset(weight, offset)).to(dtype)
+
+
+def with_offset(weight: Tensor, offset: float) -> Tensor:
+    """``weight + offset`` in at least float32."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -141,32 +158,56 @@ def norm_rotate(
     return qkv
 
 
-class _GatedSilu(torch.autograd.Function):
+def _gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def _silu_gradient(grad: Tensor, x: Tensor, out: Tensor) -> None:
+    torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=out)
+
+
+def _gelu_gradient(grad: Tensor, x: Tensor, out: Tensor) -> None:
+    torch.ops.aten.gelu_backward.grad_input(grad, x, approximate="tanh", grad_input=out)
+
+
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, activation: Any, gradient: Any) -> Tensor:
         ctx.save_for_backward(gate_up)
+        ctx.activation, ctx.gradient = activation, gradient
         gate_nf, up_nf = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate_nf).mul_(up_nf)
+        return activation(gate_nf).mul_(up_nf)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (gate_up,) = ctx.saved_tensors
         gate_nf, up_nf = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)
         grad_gate, grad_up = out.chunk(2, dim=-1)
-        torch.ops.aten.silu_backward.grad_input(grads[0] * up_nf, gate_nf, grad_input=grad_gate)
-        torch.mul(functional.silu(gate_nf), grads[0], out=grad_up)
-        return out
+        ctx.gradient(grads[0] * up_nf, gate_nf, grad_gate)
+        torch.mul(ctx.activation(gate_nf), grads[0], out=grad_up)
+        return out, None, None
 
 
 def gated_silu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate and up side by side: [N, 2f] to [N, f] (Shazeer 2020, SwiGLU)."""
     if torch.is_grad_enabled():
-        return _GatedSilu.apply(gate_up)  # pyright: ignore[reportReturnType]
+        return _Gated.apply(gate_up, functional.silu, _silu_gradient)  # pyright: ignore[reportReturnType]
     if (fast := native.active(gate_up)) is not None:
         return fast.gated_silu(gate_up)
     gate_nf, up_nf = gate_up.chunk(2, dim=-1)
     return functional.silu(gate_nf).mul_(up_nf)
+
+
+def gated_gelu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, gelu by its tanh approximation: [N, 2f] to [N, f] (Shazeer 2020, GEGLU)."""
+    if torch.is_grad_enabled():
+        return _Gated.apply(gate_up, _gelu, _gelu_gradient)  # pyright: ignore[reportReturnType]
+    gate_nf, up_nf = gate_up.chunk(2, dim=-1)
+    return _gelu(gate_nf).mul_(up_nf)
+
+
+GATED: dict[str, Callable[[Tensor], Tensor]] = {"silu": gated_silu, "gelu_tanh": gated_gelu}
 
 
 class PadDocuments(torch.autograd.Function):

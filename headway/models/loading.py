@@ -7,8 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headway.models.configuration import DecoderConfig, read_json
-from headway.models.decoder import Decoder, DecoderLayer
+from headway.models.decoder import Decoder
+from headway.models.layout import Entry, fused_expert_entries, hugging_face_entries
 from headway.records.errors import ConfigurationError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -30,6 +30,8 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer.model",
     "generation_config.json",
 )
 
@@ -50,12 +52,17 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "float32", device: s
     """
     folder = Path(path)
     model = build(DecoderConfig.from_pretrained(folder), dtype, device)
-    targets = {entry.name: entry for entry in hugging_face_entries(model)}
+    where = _stored_tensors(folder)
+    targets = _targets(model, where)
+    _check_names(folder, model.config, set(targets), set(where))
+    by_file: dict[Path, list[str]] = {}
+    for name in sorted(targets):
+        by_file.setdefault(where[name], []).append(name)
     with torch.no_grad():
-        for name, file in _locate(folder, model.config, set(targets)):
+        for file, names in by_file.items():
             try:
                 with safe_open(file, framework="pt") as content:
-                    _fill(targets, name, content, file)
+                    _fill(targets, names, content, file)
             except (SafetensorError, OSError) as error:
                 raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
     return model
@@ -97,32 +104,41 @@ def _fill(targets: Mapping[str, Entry], names: list[str], content: Any, file: Pa
         target.view.copy_(stored.view(target.view.shape))
 
 
-def _locate(folder: Path, config: DecoderConfig, wanted: set[str]) -> Iterator[tuple[list[str], Path]]:
-    """Which file holds which wanted tensors."""
+def _stored_tensors(folder: Path) -> dict[str, Path]:
+    """Which file holds which tensor."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        where = {name: folder / file for name, file in read_json(index).get("weight_map", {}).items()}
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ConfigurationError(f"{folder}: no *.safetensors file (other weight formats are not read)")
-        where = {}
-        for file in files:
-            try:
-                with safe_open(file, framework="pt") as content:
-                    where.update(dict.fromkeys(content.keys(), file))
-            except (SafetensorError, OSError) as error:
-                raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
-    if missing := sorted(wanted - where.keys()):
+        return {name: folder / file for name, file in read_json(index).get("weight_map", {}).items()}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigurationError(f"{folder}: no *.safetensors file (other weight formats are not read)")
+    where: dict[str, Path] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as content:
+                where.update(dict.fromkeys(content.keys(), file))
+        except (SafetensorError, OSError) as error:
+            raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
+    return where
+
+
+def _targets(model: Decoder, stored: Mapping[str, Path]) -> dict[str, Entry]:
+    """What is to be read, by name: mixtures expert by expert, or as one tensor where that is what is stored."""
+    targets = {entry.name: entry for entry in hugging_face_entries(model)}
+    for fused, replaced in fused_expert_entries(model):
+        if fused.name in stored:
+            targets[fused.name] = fused
+            for name in replaced:
+                del targets[name]
+    return targets
+
+
+def _check_names(folder: Path, config: DecoderConfig, wanted: set[str], stored: set[str]) -> None:
+    if missing := sorted(wanted - stored):
         raise ConfigurationError(f"{folder}: tensors missing: {_some(missing)}")
-    extra = sorted(n for n in where.keys() - wanted if not _ignorable(n, config))
+    extra = sorted(name for name in stored - wanted if not _ignorable(name, config))
     if extra:
         raise ConfigurationError(f"{folder}: tensors this architecture does not have: {_some(extra)}")
-    by_file: dict[Path, list[str]] = {}
-    for name in sorted(wanted):
-        by_file.setdefault(where[name], []).append(name)
-    for file, names in by_file.items():
-        yield names, file
 
 
 def _ignorable(name: str, config: DecoderConfig) -> bool:
@@ -131,63 +147,6 @@ def _ignorable(name: str, config: DecoderConfig) -> bool:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Hugging Face's name and shape of a tensor, and the view of the parameter that holds it in that order."""
-
-    name: str
-    shape: tuple[int, ...]
-    view: Tensor  # as many elements, in the same order when flattened; not contiguous where rotary pairs are reordered
-
-
-def hugging_face_entries(model: Decoder) -> Iterator[Entry]:
-    """Every tensor of the model under Hugging Face's name. A tied head is not repeated."""
-    yield _entry("model.embed_tokens.weight", model.embedding_weight)
-    for index, layer in enumerate(model.layers):
-        assert isinstance(layer, DecoderLayer)
-        yield from _layer_entries(layer, f"model.layers.{index}.")
-    yield _entry("model.norm.weight", model.final_norm)
-    if model.head_weight is not None:
-        yield _entry("lm_head.weight", model.head_weight)
-
-
-def _entry(name: str, parameter: Tensor, rotary_dim: int | None = None) -> Entry:
-    """``rotary_dim``: the head dimension, where the first axis runs over heads whose rotary pairs are neighbours
-    here, and first and second halves in Hugging Face's order."""
-    view = parameter.detach()
-    shape = tuple(view.shape)
-    if rotary_dim is not None:
-        view = view.unflatten(0, (-1, rotary_dim // 2, 2)).transpose(1, 2)
-    return Entry(name, shape, view)
-
-
-def _layer_entries(layer: DecoderLayer, prefix: str) -> Iterator[Entry]:
-    config = layer.config
-    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    yield _entry(prefix + "input_layernorm.weight", layer.input_norm)
-    yield _entry(prefix + "post_attention_layernorm.weight", layer.post_norm)
-    for kind, attention, output, gate_up, down in (
-        ("weight", layer.qkv_weight, layer.output_weight, layer.gate_up_weight, layer.down_weight),
-        ("bias", layer.qkv_bias, layer.output_bias, layer.gate_up_bias, layer.down_bias),
-    ):
-        if attention is not None:
-            q, k, v = attention.split((query, key, key))
-            yield _entry(f"{prefix}self_attn.q_proj.{kind}", q, config.head_dim)
-            yield _entry(f"{prefix}self_attn.k_proj.{kind}", k, config.head_dim)
-            yield _entry(f"{prefix}self_attn.v_proj.{kind}", v)
-        if output is not None:
-            yield _entry(f"{prefix}self_attn.o_proj.{kind}", output)
-        if gate_up is not None:
-            gate, up = gate_up.chunk(2)
-            yield _entry(f"{prefix}mlp.gate_proj.{kind}", gate)
-            yield _entry(f"{prefix}mlp.up_proj.{kind}", up)
-        if down is not None:
-            yield _entry(f"{prefix}mlp.down_proj.{kind}", down)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        yield _entry(prefix + "self_attn.q_norm.weight", layer.q_norm, config.head_dim)
-        yield _entry(prefix + "self_attn.k_norm.weight", layer.k_norm, config.head_dim)
 
 
 def save_model(model: Decoder, path: str | Path, tokenizer_source: str | Path | None = None) -> None:

@@ -52,8 +52,7 @@ def bytes_of(dtype: str) -> int:
 
 def parameter_count(model: DecoderConfig) -> int:
     """Number of weights, norms left out."""
-    embeddings = model.vocabulary_size * model.width * (1 if model.tied else 2)
-    return embeddings + model.layers * model.matmul_parameters_per_layer
+    return model.matrix_parameters()
 
 
 def activation_bytes(model: DecoderConfig, tokens: int, dtype: str) -> int:
@@ -66,9 +65,9 @@ def activation_bytes(model: DecoderConfig, tokens: int, dtype: str) -> int:
     """
     product, heads = bytes_of(dtype), model.heads * model.head_dim
     joint = (model.heads + 2 * model.kv_heads) * model.head_dim
-    kept = product * (4 * model.width + joint + 3 * heads + 3 * model.intermediate)
+    kept = product * (4 * model.width + joint + 3 * heads + 3 * model.active_intermediate)
     kept += 4 * (model.heads + model.kv_heads) * model.head_dim
-    passing = 3 * 4 * max(2 * model.intermediate, joint) + 3 * 4 * model.width
+    passing = 3 * 4 * max(2 * model.active_intermediate, joint) + 3 * 4 * model.width
     return tokens * (model.layers * kept + passing)
 
 
@@ -106,7 +105,7 @@ def _generators(experiment: Experiment, model: DecoderConfig) -> Iterator[Memory
     prefilled = max(_PREFILL_TOKENS, experiment.rollout.max_prompt_tokens)
     prefilled = min(prefilled, settings.slots * experiment.rollout.max_prompt_tokens)
     joint = (model.heads + 2 * model.kv_heads) * model.head_dim
-    activations = prefilled * width * (3 * model.width + 2 * joint + 3 * model.intermediate)
+    activations = prefilled * width * (3 * model.width + 2 * joint + 3 * model.active_intermediate)
     on_device = {
         "weights": 4 * weights,  # in bfloat16 half of it stays
         "KV cache": kv,

@@ -12,11 +12,13 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from headway.records.errors import ConfigurationError
 
 Template = Literal["raw", "chat"]
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -62,23 +64,21 @@ class Tokenizer:
     def load(cls, path: str | Path) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and, for eos, generation_config.json and config.json.
 
-        Raises ConfigurationError for a missing or unreadable file and when no eos is defined.
+        Text is split and joined as tokenizer.json says, whatever class tokenizer_config.json names. Raises
+        ConfigurationError for a missing or unreadable file and when no eos is defined.
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
-            missing = "folder" if not folder.is_dir() else "file"
-            raise ConfigurationError(f"no such {missing}: {folder if missing == 'folder' else file}")
+            raise ConfigurationError(_missing(folder, file))
         try:
             backend = Backend.from_file(str(file))
         except Exception as error:  # tokenizers raises plain Exception for any malformed file
             raise ConfigurationError(f"{file}: not a readable tokenizer: {error}") from None
         settings = _json_object(folder / "tokenizer_config.json")
-        special = {
-            name: text
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if (text := _token_text(settings.get(name))) is not None
-        }
+        _add_tokens(backend, settings, folder / "tokenizer_config.json")
+        named = {**_json_object(folder / "special_tokens_map.json"), **settings}
+        special = {name: text for name in _NAMED_TOKENS if (text := _token_text(named.get(name))) is not None}
         eos_ids = _token_id(backend, special.get("eos_token"), file)
         for name in ("generation_config.json", "config.json"):
             eos_ids += _id_list(_json_object(folder / name).get("eos_token_id"), folder / name)
@@ -252,6 +252,35 @@ class IncrementalDecoder:
         self.stopped = min(found)[1] if found else None
 
 
+def _missing(folder: Path, file: Path) -> str:
+    if not folder.is_dir():
+        return f"no such folder: {folder}"
+    message = f"no such file: {file}"
+    if other := [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]:
+        message += (
+            f"; {other[0]} alone is not read: transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) "
+            "writes tokenizer.json out of it"
+        )
+    return message
+
+
+def _add_tokens(backend: Backend, settings: Mapping[str, Any], file: Path) -> None:
+    """Tokens that only tokenizer_config.json knows (added to a model after its tokenizer.json was written)."""
+    listed: Mapping[str, Mapping[str, Any]] = settings.get("added_tokens_decoder") or {}
+    for key, entry in sorted(listed.items(), key=lambda item: int(item[0])):
+        text = _token_text(dict(entry))
+        if text is None or backend.token_to_id(text) is not None:
+            continue
+        options = {name: bool(entry.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+        special = bool(entry.get("special", False))
+        (backend.add_special_tokens if special else backend.add_tokens)([AddedToken(text, special=special, **options)])
+        if backend.token_to_id(text) != int(key):
+            raise ConfigurationError(
+                f"{file}: added_tokens_decoder gives {text!r} the id {key}, but tokenizer.json leaves it "
+                f"{backend.token_to_id(text)}: the two files don't belong together"
+            )
+
+
 def _json_object(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
@@ -293,7 +322,7 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    value = settings.get("chat_template")
+    value = _json_object(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
     if isinstance(value, list):
         named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
         value = named.get("default") or next(iter(named.values()), None)

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headway.models.configuration import DecoderConfig
+from headway.models.configuration import DecoderConfig, Mixture, SlidingWindow
 from headway.models.decoder import Decoder
+from headway.models.families import family_named
 from headway.models.loading import build
 from headway.records.generation import VersionSpan
 
+WINDOW = SlidingWindow(tokens=6, layers=(0,))  # most sequences are longer
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"qk_norm": True},
+    "mistral": {"window": SlidingWindow(tokens=6, layers=(0, 1))},
+    "qwen2": {"attention_bias": True, "window": SlidingWindow(tokens=6, layers=(1,))},
+    "gemma2": {"window": WINDOW, "attention_softcap": 3.0, "final_softcap": 5.0, "query_scale": 5.0},
+    "gemma3": {"window": WINDOW, "qk_norm": True, "rope_theta": 1e6, "local_rope_theta": 1e4, "query_scale": 5.0},
+    "qwen3_moe": {"qk_norm": True, "mixture": Mixture(experts=4, per_token=2, intermediate=24)},
+    "mixtral": {"mixture": Mixture(experts=4, per_token=1, intermediate=24), "window": WINDOW},
+}
+
 
 def random_model(
-    seed: int, *, vocabulary: int = 40, width: int = 32, qk_norm: bool = True, tied: bool = True
+    seed: int, *, vocabulary: int = 40, width: int = 32, tied: bool = True, family: str = "qwen3"
 ) -> Decoder:
     """A small model whose next-token distributions are far from uniform and differ a lot between seeds."""
     model = build(
@@ -27,9 +41,9 @@ def random_model(
             head_dim=8,
             intermediate=48,
             max_positions=512,
-            architecture="Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLM",
+            architecture=family_named(family).architecture,
             tied=tied,
-            qk_norm=qk_norm,
+            **{"qk_norm": False, **FAMILIES[family]},
         )
     )
     generator = torch.Generator().manual_seed(seed)
@@ -74,7 +88,13 @@ def replayed_logprobs(
             keys = torch.stack([pair[0] for pair in past], 1)  # [k, t, c]
             values = torch.stack([pair[1] for pair in past], 1)
             grouped = q[0].view(keys.shape[0], -1, keys.shape[-1])  # [k, g, c]
-            weights = torch.softmax(grouped @ keys.transpose(1, 2) / keys.shape[-1] ** 0.5, dim=-1)
+            scores = layer.kind.scores
+            products = scores.scale * grouped @ keys.transpose(1, 2)
+            if scores.softcap is not None:
+                products = scores.softcap * torch.tanh(products / scores.softcap)
+            if scores.window is not None:
+                products[..., : -scores.window] = -torch.inf
+            weights = torch.softmax(products, dim=-1)
             x = layer.finish(x, (weights @ values).reshape(1, -1))  # type: ignore[operator]
         if position >= len(prompt) - 1:
             scaled = torch.log_softmax(model.head(x)[0].float() / (temperature or 1.0), dim=-1)

@@ -247,10 +247,10 @@ def test_bfloat16_engine_stays_near_float32():
         assert (torch.tensor(result.response.logprobs) - expected).abs().mean() < 0.1
 
 
-@pytest.mark.parametrize(("qk_norm", "tied"), [(False, True), (False, False), (True, False)])
-def test_llama_and_untied_models(qk_norm, tied):
-    model = random_model(8, vocabulary=VOCABULARY, qk_norm=qk_norm, tied=tied)
-    other = random_model(9, vocabulary=VOCABULARY, qk_norm=qk_norm, tied=tied)
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("llama", False), ("qwen3", False)])
+def test_llama_and_untied_models(family, tied):
+    model = random_model(8, vocabulary=VOCABULARY, family=family, tied=tied)
+    other = random_model(9, vocabulary=VOCABULARY, family=family, tied=tied)
     engine = make_engine(model=copy.deepcopy(model))
     session = Session(engine)
     session.submit(request("a", max_tokens=10), request("b", [1] * 20, max_tokens=10))

@@ -195,8 +195,9 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run(tmp_path: Path, monkeypat
 
 
 def test_every_number_of_a_step_has_a_name() -> None:
-    step = step_record(3, failures={"engine": 2}, length_histogram={"8": 3, "10": 1, "20": 2},
-                       by_source={"sums (easy)": SourceScore(tasks=2, samples=4, solve_rate=0.25, standard_error=0.1)})  # fmt: skip
+    easy = SourceScore(tasks=2, samples=4, solve_rate=0.25, standard_error=0.1)
+    lengths = {"8": 3, "10": 1, "20": 2}
+    step = step_record(3, failures={"engine": 2}, length_histogram=lengths, by_source={"sums (easy)": easy})
     values = scalars(step)
     assert STEP_METRICS.keys() <= values.keys()
     assert values["rates/consumption_samples_per_s"] == step.consumption_per_s

@@ -18,11 +18,14 @@ from headway.algorithms.packing import Plan, pack
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays, build_arrays, shared_prefixes, slice_micro_batch
 from headway.algorithms.shared_packing import computed_tokens, pack_families
 from headway.models.attention import NOTHING, AttentionPlan, packed_attention, padded_attention
+from headway.models.configuration import Scores
 from headway.trainer.service import TrainerService
 
 torch.set_num_threads(1)
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 6
+PLAIN = Scores(scale=HEAD_DIM**-0.5)
+KINDS = (PLAIN, Scores(scale=0.7, window=3), Scores(scale=0.7, window=5, softcap=2.0))
 FAMILIES = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 9), min_size=1, max_size=4)), max_size=4)
 
 
@@ -37,23 +40,33 @@ def layout(whole: list[int], families: list[tuple[int, list[int]]]) -> tuple[lis
     return lengths, continues
 
 
-def dense_attention(qkv: torch.Tensor, lengths: list[int], continues: list[int]) -> torch.Tensor:
+def dense_attention(qkv: torch.Tensor, lengths: list[int], continues: list[int], kind: Scores) -> torch.Tensor:
     """The definition: one softmax under a mask of who may see whom."""
     piece = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     parent = torch.tensor(continues)[piece]
     order = torch.arange(len(piece))
     visible = (piece[:, None] == piece) & (order[:, None] >= order) | (parent[:, None] == piece)
+    if kind.window is not None:
+        positions = AttentionPlan.build(lengths, continues=continues).positions_n
+        visible &= positions[:, None] - positions < kind.window
     q, k, v = qkv.view(len(qkv), -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
-    scores = torch.einsum("qhe,khe->hqk", q, k) / math.sqrt(HEAD_DIM)
+    scores = torch.einsum("qhe,khe->hqk", q, k) * kind.scale
+    if kind.softcap is not None:
+        scores = kind.softcap * torch.tanh(scores / kind.softcap)
     weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
     return torch.einsum("hqk,khe->qhe", weights, v).flatten(1)
 
 
 @pytest.mark.parametrize("attention", [packed_attention, padded_attention])
 @settings(deadline=None, max_examples=25)
-@given(whole=st.lists(st.integers(1, 12), max_size=3), families=FAMILIES, seed=st.integers(0, 99))
-def test_attention_and_its_gradient_match_one_masked_softmax(attention: Callable, whole, families, seed) -> None:
+@given(
+    whole=st.lists(st.integers(1, 12), max_size=3),
+    families=FAMILIES,
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 99),
+)
+def test_attention_and_its_gradient_match_one_masked_softmax(attention: Callable, whole, families, kind, seed) -> None:
     lengths, continues = layout(whole, families)
     if not lengths:
         return
@@ -66,8 +79,8 @@ def test_attention_and_its_gradient_match_one_masked_softmax(attention: Callable
     assert plan.positions_n.tolist() == [
         i + (lengths[of] if of >= 0 else 0) for n, of in zip(lengths, continues, strict=True) for i in range(n)
     ]
-    mine = attention(qkv, HEADS, KV_HEADS, HEAD_DIM, plan)
-    exact = dense_attention(qkv, lengths, continues)
+    mine = attention(qkv, HEADS, KV_HEADS, HEAD_DIM, plan, kind)
+    exact = dense_attention(qkv, lengths, continues, kind)
     torch.testing.assert_close(mine, exact, rtol=0, atol=1e-12)
     of_mine, of_exact = (torch.autograd.grad(out, qkv, upstream)[0] for out in (mine, exact))
     torch.testing.assert_close(of_mine, of_exact, rtol=0, atol=1e-11)
@@ -81,7 +94,7 @@ def test_narrow_dtypes_are_attended_in_float32(dtype: torch.dtype) -> None:
     found = []
     for rows in (exact, exact.float()):
         leaf = rows.clone().requires_grad_()
-        out = packed_attention(leaf, HEADS, KV_HEADS, HEAD_DIM, plan)
+        out = packed_attention(leaf, HEADS, KV_HEADS, HEAD_DIM, plan, PLAIN)
         out.sum().backward()
         assert leaf.grad is not None
         found.append((out.detach().to(dtype), leaf.grad.to(dtype)))

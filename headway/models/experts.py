@@ -1,0 +1,94 @@
+"""A mixture of experts on packed tokens: each token goes through the few experts its router finds likeliest.
+
+Tokens are sorted by expert and multiplied group by group, so that only chosen experts are computed. Gradients are
+autograd's own, the router's included.
+
+Shape suffixes: n packed tokens, d width, x experts, k experts of a token, m = n * k (token, expert) pairs,
+f intermediate size of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from headway.models.kernels import product_dtype
+
+
+def route(hidden_nd: Tensor, router_xd: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    """The experts of each token, likeliest first, and their weights: int64 and float [N, K].
+
+    Weights are probabilities of the softmax over all experts; ``normalised`` makes the chosen ones add up to 1.
+    Computed in float32 (float64 where the hidden states are) under autocast too: a rounding error here is another
+    expert, not another last digit.
+    """
+    wide = torch.promote_types(hidden_nd.dtype, torch.float32)
+    with torch.autocast(hidden_nd.device.type, enabled=False):
+        probabilities_nx = torch.softmax(functional.linear(hidden_nd.to(wide), router_xd.to(wide)), dim=-1)
+        weights_nk, chosen_nk = probabilities_nx.topk(per_token, dim=-1)
+        if normalised:
+            weights_nk = weights_nk / weights_nk.sum(-1, keepdim=True)
+    return chosen_nk, weights_nk
+
+
+def mix(
+    hidden_nd: Tensor,
+    chosen_nk: Tensor,
+    weights_nk: Tensor,
+    gate_up_xfd: Tensor,
+    down_xdf: Tensor,
+    gated: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The weighted sum of what each token's experts make of it, [N, d].
+
+    ``gate_up_xfd`` [X, 2f, d] and ``down_xdf`` [X, d, f]: all experts' matrices; ``gated``: [M, 2f] to [M, f].
+    """
+    n, k = chosen_nk.shape
+    sorted_m, order_m = torch.sort(chosen_nk.reshape(-1), stable=True)
+    # Where each expert's rows end; a bincount would make the host wait for a GPU.
+    ends_x = torch.searchsorted(sorted_m, torch.arange(len(gate_up_xfd), device=sorted_m.device), right=True)
+    inner_mf = gated(_grouped_linear(hidden_nd.index_select(0, order_m // k), gate_up_xfd, ends_x))
+    out_md = _grouped_linear(inner_mf, down_xdf, ends_x)
+    # Back to the tokens' order first, then summed: the same bits however the pairs were sorted.
+    position_m = torch.empty_like(order_m).scatter_(0, order_m, torch.arange(n * k, device=order_m.device))
+    out_nkd = out_md.index_select(0, position_m).view(n, k, -1)
+    return (out_nkd * weights_nk[..., None].to(out_nkd.dtype)).sum(1)
+
+
+def mix_in_fixed_shapes(
+    hidden_nd: Tensor,
+    chosen_nk: Tensor,
+    weights_nk: Tensor,
+    gate_up_xfd: Tensor,
+    down_xdf: Tensor,
+    gated: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """`mix` in products whose shapes don't depend on the routing: every chosen expert on all rows. Slower; a row's
+    bits don't depend on where its neighbours are sent."""
+    out_nd = torch.zeros_like(hidden_nd)
+    weights_nx = weights_nk.new_zeros(len(hidden_nd), len(gate_up_xfd)).scatter_(1, chosen_nk, weights_nk)
+    for expert in torch.unique(chosen_nk).tolist():
+        inner_nf = gated(functional.linear(hidden_nd, gate_up_xfd[expert]))
+        weight_n1 = weights_nx[:, expert, None].to(hidden_nd.dtype)
+        mine_nd = functional.linear(inner_nf, down_xdf[expert]) * weight_n1
+        out_nd += torch.where(weight_n1 > 0, mine_nd, 0.0)
+    return out_nd
+
+
+def _grouped_linear(rows_md: Tensor, weights_xfd: Tensor, ends_x: Tensor) -> Tensor:
+    """Rows [M, d], those before ``ends_x[0]`` through the first matrix and so on, [M, f]."""
+    dtype = product_dtype(rows_md)
+    rows_md, weights_xfd = rows_md.to(dtype), weights_xfd.to(dtype)
+    if _aligned(weights_xfd):
+        return functional.grouped_mm(rows_md, weights_xfd.transpose(1, 2), offs=ends_x.to(torch.int32))
+    parts = rows_md.tensor_split(ends_x[:-1].tolist())
+    return torch.cat([functional.linear(part, one) for part, one in zip(parts, weights_xfd.unbind(0), strict=True)])
+
+
+def _aligned(weights_xfd: Tensor) -> bool:
+    """Whether torch's grouped product takes these: rows of whole 16 bytes, of at most 4 bytes an element."""
+    bytes_ = weights_xfd.element_size()
+    return bytes_ <= 4 and all(size * bytes_ % 16 == 0 for size in weights_xfd.shape[1:])

@@ -1,0 +1,100 @@
+"""Hugging Face's names and shapes of a model's tensors, and where the decoder holds each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headway.models.decoder import Decoder, DecoderLayer
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Hugging Face's name and shape of a tensor, and the view of the parameter that holds it in that order."""
+
+    name: str
+    shape: tuple[int, ...]
+    view: Tensor  # as many elements, in the same order when flattened; not contiguous where rotary pairs are reordered
+
+
+def hugging_face_entries(model: Decoder) -> Iterator[Entry]:
+    """Every tensor of the model under Hugging Face's name. A tied head is not repeated."""
+    yield _entry("model.embed_tokens.weight", model.embedding_weight)
+    for prefix, layer in _layers(model):
+        yield from _layer_entries(layer, prefix)
+        if layer.kind.sparse:
+            yield from _expert_entries(layer, prefix)
+    yield _entry("model.norm.weight", model.final_norm)
+    if model.head_weight is not None:
+        yield _entry("lm_head.weight", model.head_weight)
+
+
+def fused_expert_entries(model: Decoder) -> Iterator[tuple[Entry, list[str]]]:
+    """The tensors of mixtures as transformers 5 holds them in memory, all experts of a layer in one, each with the
+    names of the tensors on disk whose place it takes."""
+    for prefix, layer in _layers(model):
+        names = layer.family.experts
+        if names is None or not layer.kind.sparse:
+            continue
+        numbers = range(len(layer.gate_up_weight))
+        gates = [prefix + name.format(number) for number in numbers for name in (names.gate, names.up)]
+        yield _entry(prefix + names.fused_gate_up, layer.gate_up_weight), gates
+        yield _entry(prefix + names.fused_down, layer.down_weight), [prefix + names.down.format(n) for n in numbers]
+        if names.fused_router != names.router:
+            yield _entry(prefix + names.fused_router, layer.router_weight), [prefix + names.router]
+
+
+def _layers(model: Decoder) -> Iterator[tuple[str, DecoderLayer]]:
+    for index, layer in enumerate(model.layers):
+        assert isinstance(layer, DecoderLayer)
+        yield f"model.layers.{index}.", layer
+
+
+def _entry(name: str, parameter: Tensor, rotary_dim: int | None = None) -> Entry:
+    """``rotary_dim``: the head dimension, where the first axis runs over heads whose rotary pairs are neighbours
+    here, and first and second halves in Hugging Face's order."""
+    view = parameter.detach()
+    shape = tuple(view.shape)
+    if rotary_dim is not None:
+        view = view.unflatten(0, (-1, rotary_dim // 2, 2)).transpose(1, 2)
+    return Entry(name, shape, view)
+
+
+def _layer_entries(layer: DecoderLayer, prefix: str) -> Iterator[Entry]:
+    config, sparse = layer.config, layer.kind.sparse
+    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    for name, theirs in layer.family.norm_names().items():
+        yield _entry(f"{prefix}{theirs}.weight", getattr(layer, name))
+    for kind, attention, output, gate_up, down in (
+        ("weight", layer.qkv_weight, layer.output_weight, layer.gate_up_weight, layer.down_weight),
+        ("bias", layer.qkv_bias, layer.output_bias, layer.gate_up_bias, layer.down_bias),
+    ):
+        if attention is not None:
+            q, k, v = attention.split((query, key, key))
+            yield _entry(f"{prefix}self_attn.q_proj.{kind}", q, config.head_dim)
+            yield _entry(f"{prefix}self_attn.k_proj.{kind}", k, config.head_dim)
+            yield _entry(f"{prefix}self_attn.v_proj.{kind}", v)
+        if output is not None:
+            yield _entry(f"{prefix}self_attn.o_proj.{kind}", output)
+        if gate_up is not None and not sparse:
+            gate, up = gate_up.chunk(2)
+            yield _entry(f"{prefix}mlp.gate_proj.{kind}", gate)
+            yield _entry(f"{prefix}mlp.up_proj.{kind}", up)
+        if down is not None and not sparse:
+            yield _entry(f"{prefix}mlp.down_proj.{kind}", down)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        yield _entry(prefix + "self_attn.q_norm.weight", layer.q_norm, config.head_dim)
+        yield _entry(prefix + "self_attn.k_norm.weight", layer.k_norm, config.head_dim)
+
+
+def _expert_entries(layer: DecoderLayer, prefix: str) -> Iterator[Entry]:
+    names = layer.family.experts
+    assert names is not None
+    yield _entry(prefix + names.router, layer.router_weight)
+    for number, (gate_up, down) in enumerate(zip(layer.gate_up_weight, layer.down_weight, strict=True)):
+        gate, up = gate_up.chunk(2)
+        yield _entry(prefix + names.gate.format(number), gate)
+        yield _entry(prefix + names.up.format(number), up)
+        yield _entry(prefix + names.down.format(number), down)

@@ -1,0 +1,83 @@
+"""Causal attention with a sliding window or soft-capped scores, and the plain kind where a layer has neither.
+
+Shape suffixes: b documents, h query heads, g key/value heads, l queries, t keys, e head dimension, w window.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from headway.models.configuration import Scores
+
+
+def causal_attention(q_bhle: Tensor, k_bgle: Tensor, v_bgle: Tensor, scores: Scores) -> Tensor:
+    """Attention of documents of equal length to themselves, [b, h, l, e].
+
+    A window costs what it covers: beyond twice its size the documents are cut into blocks.
+    """
+    length = q_bhle.shape[2]
+    window = scores.window if scores.window is not None and scores.window < length else None
+    if window is not None and length > 2 * window:
+        return _windowed_in_blocks(q_bhle, k_bgle, v_bgle, scores, window)
+    if window is None and scores.softcap is None:
+        gqa = q_bhle.shape[1] != k_bgle.shape[1]
+        return functional.scaled_dot_product_attention(
+            q_bhle, k_bgle, v_bgle, is_causal=True, scale=scores.scale, enable_gqa=gqa
+        )
+    return masked_attention(q_bhle, k_bgle, v_bgle, seen(length, window, q_bhle.device), scores)
+
+
+def seen(length: int, window: int | None, device: torch.device, first: int = 0) -> Tensor:
+    """Which of a document's keys its queries from ``first`` on see: bool [length - first, length]."""
+    key_t = torch.arange(length, device=device)
+    query_l1 = key_t[first:, None]
+    mask = key_t <= query_l1
+    return mask if window is None else mask & (key_t > query_l1 - window)
+
+
+def masked_attention(q_bhle: Tensor, k_bgte: Tensor, v_bgte: Tensor, mask: Tensor, scores: Scores) -> Tensor:
+    """Attention under ``mask``, [l, t] or [b, 1, l, t]: bool (True: seen) or added to the scores; [b, h, l, e].
+
+    The mask holds the window: ``scores`` gives scale and soft cap alone.
+    """
+    heads, kv_heads = q_bhle.shape[1], k_bgte.shape[1]
+    if (cap := scores.softcap) is None:
+        return functional.scaled_dot_product_attention(
+            q_bhle, k_bgte, v_bgte, attn_mask=mask, scale=scores.scale, enable_gqa=heads != kv_heads
+        )
+    b, _, length, e = q_bhle.shape
+    grouped = q_bhle.reshape(b, kv_heads, -1, e)  # the queries of one key head beside each other: keys are not repeated
+    products = grouped @ k_bgte.transpose(2, 3)
+    wide = products.to(torch.promote_types(products.dtype, torch.float32))
+    capped = (wide * (scores.scale / cap)).tanh() * cap
+    capped = capped.view(b, kv_heads, -1, length, k_bgte.shape[2])
+    if mask.ndim == 4:
+        mask = mask[:, :, None]
+    capped = capped.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else capped + mask
+    weights = torch.softmax(capped, dim=-1).to(v_bgte.dtype).flatten(2, 3)
+    return (weights @ v_bgte).reshape(b, heads, length, e)
+
+
+def _windowed_in_blocks(q_bhle: Tensor, k_bgle: Tensor, v_bgle: Tensor, scores: Scores, window: int) -> Tensor:
+    """Blocks of ``window`` queries, each with the keys of its own and the previous block: all that they can see."""
+    b, heads, length, e = q_bhle.shape
+    blocks = -(-length // window)
+    filled = blocks * window - length
+    q = functional.pad(q_bhle, (0, 0, 0, filled)).unflatten(2, (blocks, window)).transpose(1, 2).flatten(0, 1)
+    k, v = (_with_previous(x, blocks, window, filled) for x in (k_bgle, v_bgle))
+    query = torch.arange(window, device=q.device)[:, None]
+    key = torch.arange(2 * window, device=q.device)[None, :]
+    band = (key > query) & (key <= query + window)  # [w, 2w]
+    mask = band.expand(blocks, 1, window, 2 * window).clone()
+    mask[0] &= key >= window  # nothing stands before the first block
+    out = masked_attention(q, k, v, mask.repeat(b, 1, 1, 1), scores)
+    return out.unflatten(0, (b, blocks)).transpose(1, 2).reshape(b, heads, -1, e)[:, :, :length]
+
+
+def _with_previous(x_bgle: Tensor, blocks: int, window: int, filled: int) -> Tensor:
+    """Each block's keys or values after those of the block before it: [b * blocks, g, 2w, e]."""
+    padded = functional.pad(x_bgle, (0, 0, window, filled)).unflatten(2, (blocks + 1, window))
+    both = torch.cat((padded[:, :, :-1], padded[:, :, 1:]), dim=3)
+    return both.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,179 @@
+"""Rotary frequencies, and how they are scaled for contexts longer than a model was first trained on; torch-free."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from headway.records.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Position interpolation: every frequency divided by the same factor (Chen et al. 2023)."""
+
+    factor: float
+
+    def frequencies(self, theta: float, head_dim: int) -> list[float]:
+        return [frequency / self.factor for frequency in unscaled(theta, head_dim)]
+
+    @property
+    def magnitude(self) -> float:
+        return 1.0
+
+    def to_mapping(self) -> dict[str, Any]:
+        return {"rope_type": "linear", "factor": self.factor}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3's frequency scaling: long wavelengths are stretched, short ones kept, those between blended."""
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_max_positions: int
+
+    def frequencies(self, theta: float, head_dim: int) -> list[float]:
+        return [self._scale(frequency) for frequency in unscaled(theta, head_dim)]
+
+    @property
+    def magnitude(self) -> float:
+        return 1.0
+
+    def _scale(self, frequency: float) -> float:
+        wavelength = 2 * math.pi / frequency
+        if wavelength < self.original_max_positions / self.high_frequency_factor:
+            return frequency
+        if wavelength > self.original_max_positions / self.low_frequency_factor:
+            return frequency / self.factor
+        blend = (self.original_max_positions / wavelength - self.low_frequency_factor) / (
+            self.high_frequency_factor - self.low_frequency_factor
+        )
+        return (1 - blend) * frequency / self.factor + blend * frequency
+
+    def to_mapping(self) -> dict[str, Any]:
+        return {
+            "rope_type": "llama3",
+            "factor": self.factor,
+            "low_freq_factor": self.low_frequency_factor,
+            "high_freq_factor": self.high_frequency_factor,
+            "original_max_position_embeddings": self.original_max_positions,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023): pairs that turn more than ``fast_turns`` times within the original context keep their
+    frequency, those that turn less than ``slow_turns`` times are interpolated, those between blended; queries and keys
+    grow by ``attention_factor`` each. Computed as transformers does, whose models it must agree with."""
+
+    factor: float
+    original_max_positions: int
+    attention_factor: float
+    fast_turns: float = 32.0
+    slow_turns: float = 1.0
+    whole_pairs: bool = True  # the ends of the blend are rounded outwards to whole pairs
+
+    def frequencies(self, theta: float, head_dim: int) -> list[float]:
+        low, high = (self._pair_that_turns(turns, theta, head_dim) for turns in (self.fast_turns, self.slow_turns))
+        if self.whole_pairs:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        span = high - low or 0.001
+        blends = [min(max((pair - low) / span, 0.0), 1.0) for pair in range(head_dim // 2)]
+        plain = unscaled(theta, head_dim)
+        return [f * (1 - blend) + f / self.factor * blend for f, blend in zip(plain, blends, strict=True)]
+
+    def _pair_that_turns(self, turns: float, theta: float, head_dim: int) -> float:
+        """Which rotary pair (a fraction) turns so many times within the original context."""
+        return head_dim * math.log(self.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    @property
+    def magnitude(self) -> float:
+        return self.attention_factor
+
+    def to_mapping(self) -> dict[str, Any]:
+        return {
+            "rope_type": "yarn",
+            "factor": self.factor,
+            "original_max_position_embeddings": self.original_max_positions,
+            "attention_factor": self.attention_factor,
+            "beta_fast": self.fast_turns,
+            "beta_slow": self.slow_turns,
+            "truncate": self.whole_pairs,
+        }
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+def unscaled(theta: float, head_dim: int) -> list[float]:
+    """Angular frequency of each rotary pair, [head_dim / 2], radians per position (RoFormer, Eq. 15)."""
+    return [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+
+
+def frequencies(theta: float, head_dim: int, scaling: RopeScaling | None) -> list[float]:
+    return unscaled(theta, head_dim) if scaling is None else scaling.frequencies(theta, head_dim)
+
+
+def read_rope(raw: dict[str, Any], theta: float, max_positions: int) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling out of one ``rope_parameters`` or ``rope_scaling``; ``theta`` where it names none.
+
+    Raises ConfigurationError for a type that is not computed or a value that is missing.
+    """
+    theta = float(raw.get("rope_theta") or theta)
+    kind = raw.get("rope_type", raw.get("type", "default"))
+    if raw.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigurationError("partial_rotary_factor: only whole-head rotation (1.0) is supported")
+    if kind == "default":
+        return theta, None
+    if kind not in _READERS:
+        supported = ", ".join(("default", *_READERS))
+        raise ConfigurationError(f"rope type {kind!r} is not supported; supported: {supported}")
+    try:
+        return theta, _READERS[kind](raw, max_positions)
+    except KeyError as error:
+        raise ConfigurationError(f"rope type {kind!r} needs {error.args[0]!r}") from None
+
+
+def _linear(raw: dict[str, Any], _: int) -> LinearScaling:
+    return LinearScaling(factor=float(raw["factor"]))
+
+
+def _llama3(raw: dict[str, Any], max_positions: int) -> Llama3Scaling:
+    return Llama3Scaling(
+        factor=float(raw["factor"]),
+        low_frequency_factor=float(raw["low_freq_factor"]),
+        high_frequency_factor=float(raw["high_freq_factor"]),
+        original_max_positions=int(raw.get("original_max_position_embeddings") or max_positions),
+    )
+
+
+def _yarn(raw: dict[str, Any], max_positions: int) -> YarnScaling:
+    original = int(raw.get("original_max_position_embeddings") or max_positions)
+    factor = float(raw["factor"]) if raw.get("factor") is not None else max_positions / original
+    attention = raw.get("attention_factor")
+    if attention is None:
+        mscale, mscale_all = raw.get("mscale"), raw.get("mscale_all_dim")
+        if mscale and mscale_all:
+            attention = _growth(factor, mscale) / _growth(factor, mscale_all)
+        else:
+            attention = _growth(factor, 1.0)
+    return YarnScaling(
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=float(attention),
+        fast_turns=float(raw.get("beta_fast") or 32.0),
+        slow_turns=float(raw.get("beta_slow") or 1.0),
+        whole_pairs=bool(raw.get("truncate", True)),
+    )
+
+
+def _growth(factor: float, weight: float) -> float:
+    """By how much queries and keys grow with the context (YaRN, Eq. 22)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+_READERS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
