@@ -65,7 +65,7 @@ class Model:
 
 
 MODELS = {
-    "2.4M": Model(width=256, layers=4, heads=4, kv_heads=2, intermediate=512, vocabulary=512, sequences=32, rounds=9),
+    "2.4M": Model(width=256, layers=4, heads=4, kv_heads=2, intermediate=512, vocabulary=512, sequences=32, rounds=5),
     "48M": Model(width=768, layers=7, heads=12, kv_heads=4, intermediate=2048, vocabulary=4096, sequences=8, rounds=3),
 }
 QUICK = {"tiny": Model(width=64, layers=2, heads=2, kv_heads=1, intermediate=96, vocabulary=64, sequences=2, rounds=2)}
@@ -274,7 +274,7 @@ def measure(threads: int, quick: bool) -> dict[str, Any]:
     for name, (prompt, response) in prompts.items():
         for dtype in chosen:
             groups = max(1, 4096 // (GROUP * (prompt + response)))
-            row = sharing(size, dtype, prompt, response, 1 if quick else groups, 2 if quick else 4)
+            row = sharing(size, dtype, prompt, response, 1 if quick else groups, 2 if quick else 3)
             found["sharing"][f"{name} {dtype} {threads}"] = row
             ratio = row["speedup"]
             print(
