@@ -23,7 +23,7 @@ from headway.records.planning import Finding
 from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.runtime.addresses import is_loopback, require_free
-from headway.runtime.devices import Device, parse_device
+from headway.runtime.devices import Device, cpu_multiplies_bfloat16, parse_device
 from headway.runtime.exporters import missing_packages
 from headway.runtime.imports import require_module
 from headway.runtime.run_directory import RunDirectory
@@ -335,6 +335,9 @@ def _devices(inputs: _Inputs) -> Iterator[Finding]:
             else:
                 devices.append((key, device))
     ranks = [device for key, device in devices if key == "trainer.devices"]
+    slow = experiment.trainer.dtype == "bfloat16" and not cpu_multiplies_bfloat16()
+    if slow and any(device.kind == "cpu" for device in ranks):
+        yield _warning("trainer.dtype", "this CPU has no instructions for bfloat16: float32 is many times faster here")
     if len({device.kind for device in ranks}) > 1:
         names = ", ".join(map(str, ranks))
         yield _error("trainer.devices", f"{names}: ranks sum their gradients, so all must be GPUs, or all CPU cores")

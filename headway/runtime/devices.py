@@ -119,6 +119,18 @@ def parse_device(text: str) -> Device:
     return Device(kind="cpu", first=first, last=last)
 
 
+def cpu_multiplies_bfloat16(cpuinfo: str | None = None) -> bool:
+    """Whether this machine's cores have instructions that bfloat16 products are fast with (AVX-512, AMX, Arm's bf16);
+    True as well where it can't be known. ``cpuinfo``: the text of /proc/cpuinfo, read by default."""
+    if cpuinfo is None:
+        try:
+            cpuinfo = Path("/proc/cpuinfo").read_text()
+        except OSError:
+            return True
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
+    return line is None or bool({"avx512bw", "avx512_bf16", "amx_bf16", "bf16"} & set(line.group(1).split()))
+
+
 def cuda_device_count() -> int | None:
     """GPUs this process may use, counted without a GPU library; None when it cannot be known from here."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -280,6 +280,16 @@ def test_generator_and_trainer_may_take_turns_on_the_same_cores(setup: Setup) ->
     assert setup.find(generator={"devices": ["cpu:0"]}, trainer={"devices": ["cpu:0"]}) == []
 
 
+@pytest.mark.parametrize(
+    ("fast", "dtype", "warned"), [(False, "bfloat16", True), (True, "bfloat16", False), (False, "float32", False)]
+)
+def test_bfloat16_without_instructions_for_it(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: str, warned: bool
+) -> None:
+    monkeypatch.setattr(checking, "cpu_multiplies_bfloat16", lambda: fast)
+    assert ("trainer.dtype" in setup.messages("warning", trainer={"devices": ["cpu:0"], "dtype": dtype})) is warned
+
+
 def test_ranks_that_cannot_work_together(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.runtime.devices.cuda_device_count", lambda: 2)
     mixed = setup.messages(trainer={"devices": ["cuda:0", "cpu:0"]})

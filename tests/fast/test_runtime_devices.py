@@ -10,7 +10,7 @@ import pytest
 
 from headway.records.errors import ConfigurationError
 from headway.runtime import devices
-from headway.runtime.devices import Device, machine_cores, parse_device
+from headway.runtime.devices import Device, cpu_multiplies_bfloat16, machine_cores, parse_device
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,17 @@ def test_apply_pins_this_process_which_still_hands_out_all_cores():
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert output.strip() == f"[{machine_cores()[last]}] 1 {last + 1}"
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "fast"),
+    [
+        ("flags\t\t: fpu avx avx2 fma\n", False),
+        ("flags\t\t: fpu avx2 avx512bw avx512vl\n", True),
+        ("Features\t: fp asimd bf16\n", True),
+        ("Features\t: fp asimd\n", False),
+        ("nothing is known\n", True),
+    ],
+)
+def test_bfloat16_products_are_known_by_the_cores_flags(cpuinfo: str, fast: bool) -> None:
+    assert cpu_multiplies_bfloat16(cpuinfo) is fast
