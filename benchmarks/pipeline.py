@@ -81,6 +81,7 @@ class Plan:
     rounds: int
     steps: int  # of the asynchronous system, and batches of each side alone
     synchronous_steps: int
+    placements: int = 3  # of each variant, at most, tried in the first round
 
     @property
     def groups(self) -> range:
@@ -193,6 +194,7 @@ class Benchmark:
 
     def _placements(self, name: str, placements: tuple[Placement, ...], round_: Round, budget: int) -> None:
         """All of them in the first round, then only the best of it."""
+        placements = placements[: self.plan.placements]
         if round_ is not self.rounds[0]:
             first: dict[Placement, Steady] = getattr(self.rounds[0], name)
             placements = (max(first, key=lambda each: first[each].per_s),)
@@ -405,7 +407,7 @@ def main() -> None:
     plan = Plan(rounds=arguments.rounds or 3, steps=steps, synchronous_steps=max(1, steps // 2))
     if arguments.quick:
         shape = Shape(2, 64, 2, 128, 12, 8, 0.95, 128)
-        plan = Plan(rounds=arguments.rounds or 1, steps=6, synchronous_steps=3)
+        plan = Plan(rounds=arguments.rounds or 1, steps=6, synchronous_steps=3, placements=1)
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="headway-pipeline-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
