@@ -57,7 +57,7 @@ from headway.records.training import TrainBatch
 from headway.runtime.devices import machine_cores
 
 BUDGET = 8
-SLOTS = 32
+SLOTS = 16  # at which both sides are about equally fast alone
 SYNCHRONOUS = (apart(32), apart(64))
 _TURNS = ("cpu:0", "cpu:1")
 COLOCATED = (
