@@ -318,7 +318,8 @@ def print_table(rounds: list[Round]) -> None:
     for name, placements in (("flexible", FLEXIBLE), ("colocated", COLOCATED), ("synchronous", SYNCHRONOUS)):
         for placement in placements:
             found: list[dict[Placement, Steady]] = [getattr(each, name) for each in rounds]
-            rows[f"{name}, {placement}"] = [each[placement].per_s for each in found if placement in each]
+            values = [each[placement].per_s for each in found if placement in each]
+            rows |= {f"{name}, {placement}": values} if values else {}
     slower = middle([each.slower() for each in rounds])
     print(f"\n{'samples/s':36} {'median':>8} {'min':>8} {'max':>8}   of the slower side alone")
     for name, values in rows.items():
