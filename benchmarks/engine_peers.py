@@ -103,7 +103,9 @@ def main() -> None:
     for line in sys.stdin:
         try:
             tokens, seconds, mean = generate(**json.loads(line))
-        except Exception:
+        except (
+            Exception
+        ):  # the boundary to somebody else's engine: whatever it raises ends this process, with its cause
             traceback.print_exc()
             os._exit(1)  # a library's thread would keep the process, and the benchmark waiting
         print(json.dumps({"tokens": tokens, "seconds": seconds, "mean_logprob": mean}), file=answers)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ from headway.control.routing import ReplicaLoad, choose_replica
 from headway.generator.activity import ActivitySpan
 from headway.generator.calls import Call
 from headway.generator.counters import accumulated
+from headway.generator.replica import Replica
 from headway.records.errors import HeadwayError, RemoteError, WeightsCorrupt, WorkerDied
 from headway.records.generation import (
     AppliedWeights,
@@ -27,10 +27,8 @@ from headway.records.generation import (
 )
 from headway.records.trace import Span, WorkerState
 from headway.runtime.clock import Clock
-from headway.runtime.devices import parse_device
-from headway.runtime.workers import Launcher, Worker, WorkerSpec
+from headway.runtime.workers import Launcher, Worker
 
-_FACTORY = "headway.generator.service:GeneratorService"
 _BACKOFF_S = 0.5  # before the first restart is repeated; doubled each time
 _LONGEST_BACKOFF_S = 30.0
 _FORGIVEN_AFTER_S = 300.0  # a replica that was live for so long since a death is forgiven it
@@ -43,31 +41,6 @@ class EventCallback(Protocol):
     """Told of a replica's death, restart and loss."""
 
     def __call__(self, name: str, detail: str, /) -> object: ...
-
-
-class _Replica:
-    """One replica: *starting* -> *live* -> *starting* again after a death, or *lost* when it died too often."""
-
-    def __init__(self, index: int, spec: WorkerSpec, shared: bool) -> None:
-        self.index = index
-        self.spec = spec
-        self.shared = shared  # the trainer computes on its device as well
-        self.worker: Worker | None = None
-        self.live = False  # takes requests: its weights are the newest that were announced when it started
-        self.lost: HeadwayError | None = None
-        self.version = 0  # that it applied
-        self.applied: PublishedWeights | None = None  # what was applied; None: the model at the configured path
-        self.calls: dict[str, Call] = {}  # by ticket
-        self.outstanding_tokens = 0
-        self.outbox: list[Call] = []  # to be submitted in one call
-        self.aborts: list[str] = []
-        self.flushing = False
-        self.live_since_s = 0.0
-        self.served_s = 0.0  # how long its dead incarnations were live, together
-        self.restarts = 0
-        self.deaths: deque[float] = deque()  # and failed restarts: served_s at each that is not forgiven
-        self.past = EngineStatistics()  # counters of its dead incarnations
-        self.present = EngineStatistics()  # last seen of the present one
 
 
 class GeneratorPool:
@@ -96,7 +69,7 @@ class GeneratorPool:
         self._mode = experiment.generator.update_mode
         self._restart_limit = restart_limit
         self._replicas = [
-            _Replica(index, _worker_spec(index, device, experiment, log_directory), _is_shared(device, experiment))
+            Replica.of(index, device, experiment, log_directory)
             for index, device in enumerate(experiment.generator.devices)
         ]
         self._calls: dict[str, Call] = {}
@@ -259,7 +232,7 @@ class GeneratorPool:
         replica.outbox.append(call)
         self._flush_soon(replica)
 
-    def _flush_soon(self, replica: _Replica) -> None:
+    def _flush_soon(self, replica: Replica) -> None:
         """Submit what gathers in this pass of the loop as one call."""
         if replica.flushing:
             return
@@ -268,7 +241,7 @@ class GeneratorPool:
         self._flushes.add(task)
         task.add_done_callback(self._flushes.discard)
 
-    async def _flush(self, replica: _Replica) -> None:
+    async def _flush(self, replica: Replica) -> None:
         await asyncio.sleep(0)  # whoever is ready in this pass submits first
         replica.flushing = False
         calls, replica.outbox = replica.outbox, []
@@ -287,7 +260,7 @@ class GeneratorPool:
             for call in calls:
                 call.finish("error", str(error))
 
-    def _absorb(self, replica: _Replica, event: bytes) -> None:
+    def _absorb(self, replica: Replica, event: bytes) -> None:
         """Take over what a replica streamed."""
         now = self._clock.now()
         for delta in self._deltas.decode(event):
@@ -318,7 +291,7 @@ class GeneratorPool:
 
     # --- life of a replica ----------------------------------------------------------------------------------
 
-    async def _keep(self, replica: _Replica) -> None:
+    async def _keep(self, replica: Replica) -> None:
         """Keeps a replica up until it is lost. What goes wrong in keeping it loses it too, so callers hear of it."""
         try:
             await self._serve_and_revive(replica)
@@ -329,7 +302,7 @@ class GeneratorPool:
                 worker.kill()
             self._lose(replica, f"its keeper failed: {type(error).__name__}: {error}")
 
-    async def _serve_and_revive(self, replica: _Replica) -> None:
+    async def _serve_and_revive(self, replica: Replica) -> None:
         """Consumes a replica's events, waits for its death, restarts it; ends when it is lost."""
         while replica.worker is not None:
             worker = replica.worker
@@ -342,10 +315,10 @@ class GeneratorPool:
             self._on_event("generator_died", f"{replica.spec.name}: {death.cause}")
             await self._revive(replica, death)
 
-    def _go_live(self, replica: _Replica) -> None:
+    def _go_live(self, replica: Replica) -> None:
         replica.live, replica.live_since_s = True, self._clock.now()
 
-    def _bury(self, replica: _Replica) -> None:
+    def _bury(self, replica: Replica) -> None:
         """Move a dead replica's calls to the live ones, from the tokens they have."""
         if replica.live:
             replica.served_s += self._clock.now() - replica.live_since_s
@@ -364,7 +337,7 @@ class GeneratorPool:
             if not call.future.done():
                 self._route(call)
 
-    async def _revive(self, replica: _Replica, death: HeadwayError) -> None:
+    async def _revive(self, replica: Replica, death: HeadwayError) -> None:
         """Restart until it lives with the newest weights, or give it up."""
         cause = death
         while True:
@@ -393,11 +366,11 @@ class GeneratorPool:
             self._on_event("generator_restarted", f"{replica.spec.name}: version {replica.version}")
             return
 
-    async def _launch(self, replica: _Replica) -> None:
+    async def _launch(self, replica: Replica) -> None:
         replica.worker = await self._launcher.start(replica.spec)
         replica.version, replica.applied = 0, None
 
-    async def _catch_up(self, replica: _Replica) -> None:
+    async def _catch_up(self, replica: Replica) -> None:
         """Apply the newest published weights. On return none newer has been announced."""
         while self._newest is not None and replica.applied is not self._newest:
             newest = self._newest
@@ -407,14 +380,14 @@ class GeneratorPool:
                 if self._newest is newest:  # else: overwritten by a newer version, which is what we want
                     raise
 
-    async def _discard(self, replica: _Replica) -> None:
+    async def _discard(self, replica: Replica) -> None:
         worker, replica.worker = replica.worker, None
         if worker is not None:
             worker.kill()
             with contextlib.suppress(WorkerDied):
                 await worker.died
 
-    def _lose(self, replica: _Replica, cause: str) -> None:
+    def _lose(self, replica: Replica, cause: str) -> None:
         """Give a replica up, and with the last one every call; only then tell, which may fail."""
         if replica.lost is not None:
             return
@@ -431,7 +404,7 @@ class GeneratorPool:
         if all(error is not None for error in lost):
             raise next(error for error in lost if error is not None)
 
-    async def _apply(self, replica: _Replica, weights: PublishedWeights) -> AppliedWeights:
+    async def _apply(self, replica: Replica, weights: PublishedWeights) -> AppliedWeights:
         """Raises WeightsCorrupt, WorkerDied or RemoteError."""
         worker = replica.worker
         if worker is None:
@@ -447,12 +420,12 @@ class GeneratorPool:
         self._lent = lent
         await asyncio.gather(*(self._tell_lent(replica) for replica in self._replicas if replica.live))
 
-    async def _tell_lent(self, replica: _Replica) -> None:
+    async def _tell_lent(self, replica: Replica) -> None:
         if replica.shared and replica.worker is not None:
             with contextlib.suppress(WorkerDied):  # the next one is told when it lives
                 await _call(replica.worker, "lend", self._lent)
 
-    async def _refresh(self, replica: _Replica) -> None:
+    async def _refresh(self, replica: Replica) -> None:
         worker = replica.worker
         if worker is None:
             return
@@ -482,28 +455,3 @@ def _own_cause(error: BaseException) -> BaseException:
     """The typed error a replica raised, where it is one of ours."""
     own = isinstance(error, RemoteError) and isinstance(error.__cause__, HeadwayError)
     return error.__cause__ if own and error.__cause__ is not None else error
-
-
-def _is_shared(device: str, experiment: Experiment) -> bool:
-    return any(parse_device(device).shares_with(parse_device(rank)) for rank in experiment.trainer.devices)
-
-
-def _worker_spec(index: int, device: str, experiment: Experiment, log_directory: str | Path | None) -> WorkerSpec:
-    name = f"generator-{index}"
-    settings = experiment.generator
-    return WorkerSpec(
-        name=name,
-        factory=_FACTORY,
-        arguments={
-            "model_path": experiment.model.path,
-            "dtype": settings.dtype,
-            "native_kernels": settings.native_kernels,
-            "prefill_tokens_per_step": settings.prefill_tokens_per_step,
-            "slots": settings.slots,
-            "max_context_tokens": experiment.max_sequence_tokens,
-            "kv_capacity_tokens": settings.kv_capacity_tokens,
-            "deterministic": experiment.run.deterministic,
-        },
-        device=device,
-        log_path=Path(log_directory) / f"{name}.log" if log_directory is not None else None,
-    )

@@ -17,6 +17,7 @@ from headway.models.decoder import Decoder
 from headway.models.families import Family, family_named
 from headway.models.loading import build, remove_scratch, save_model
 from headway.records.errors import ConfigurationError
+from headway.tokens.tokenizer import Tokenizer
 from headway.tokens.training import BOS, EOS, PAD, train_byte_fallback_tokenizer
 
 
@@ -56,12 +57,7 @@ def initialise_model(
     remove_scratch(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(f"{target} exists already; choose another output")
-    if heads < 1:
-        raise ConfigurationError(f"heads = {heads}: must be at least 1")
-    if head_dim is None:
-        if width % heads:
-            raise ConfigurationError(f"width = {width} is not a multiple of heads = {heads}; give head_dim")
-        head_dim = width // heads
+    head_dim = _head_dim(width, heads) if head_dim is None else head_dim
     corpus = list(texts)
     if not any(corpus):
         raise ConfigurationError("init-model: no text to train the tokenizer on")
@@ -94,20 +90,32 @@ def initialise_model(
             eos_token_id=tokenizer.eos_id,
             pad_token_id=tokenizer.token_id(PAD),
         )
-        assert tokenizer.token(tokenizer.eos_id) == EOS
-        generation = {
-            "bos_token_id": config.bos_token_id,
-            "eos_token_id": [tokenizer.eos_id, tokenizer.token_id("<|im_end|>")],
-            "pad_token_id": config.pad_token_id,
-            "do_sample": True,
-        }
-        (scratch / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+        _write_generation_config(scratch, config, tokenizer)
         model = build(config)
         initialise_parameters(model, seed)
         save_model(model, target, tokenizer_source=scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return config
+
+
+def _head_dim(width: int, heads: int) -> int:
+    if heads < 1:
+        raise ConfigurationError(f"heads = {heads}: must be at least 1")
+    if width % heads:
+        raise ConfigurationError(f"width = {width} is not a multiple of heads = {heads}; give head_dim")
+    return width // heads
+
+
+def _write_generation_config(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> None:
+    assert tokenizer.token(tokenizer.eos_id) == EOS
+    generation = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": [tokenizer.eos_id, tokenizer.token_id("<|im_end|>")],
+        "pad_token_id": config.pad_token_id,
+        "do_sample": True,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
 
 
 def _window(kind: Family, tokens: int | None, layers: int, max_positions: int) -> SlidingWindow | None:

@@ -62,6 +62,8 @@ class Exporter:
     raises ConfigurationError. Every later call comes from its own thread, in the order of the ledger's lines; whatever
     one raises costs that line and nothing else.
 
+    Every call does nothing by default: a destination takes what it can show.
+
     ``run_id``: names the tracker's run, so that a resumed one goes on in it. ``place``: where to look, for a person.
     """
 
@@ -71,7 +73,6 @@ class Exporter:
 
     def log(self, step: int, values: dict[str, float], shapes: dict[str, Histogram]) -> None:
         """Numbers of a step or of an evaluation; ``step``: version of the trainer."""
-        raise NotImplementedError
 
     def event(self, event: EventRecord) -> None:
         """Something happened."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -58,7 +58,7 @@ class Prometheus(Exporter, Collector):
         self._gauges: dict[str, float] = {}
         self._counts: dict[str, Counter[str]] = {"endings": Counter(), "failures": Counter(), "events": Counter()}
         self._shapes: dict[str, Counter[int]] = {}
-        self._sums: Counter[str] = Counter()
+        self._sums: dict[str, float] = defaultdict(float)
         self._steps = 0
         self._step_at_s: float | None = None
         self._pulse: Pulse | None = None
@@ -87,7 +87,7 @@ class Prometheus(Exporter, Collector):
                 counts[int(edge)] += count
             self._shapes[name] = counts
             mean = values.get("length/mean_tokens" if name == LENGTHS else name.replace("_steps", "_mean_steps"), 0.0)
-            self._sums[name] += mean * sum(histogram.counts)  # type: ignore[assignment]  (a float)
+            self._sums[name] += mean * sum(histogram.counts)
         if "time/step_s" in values:
             self._steps += 1
             self._step_at_s = time.monotonic()
