@@ -46,7 +46,7 @@ from pipeline_load import Shape
 from pipeline_system import Steady, measure
 from vs_trl_sides import BATCH, BETA2, CLIP, GROUP, HERE, PeerFailed, experiment, headway, run_peer
 
-from headway.runtime.devices import machine_cores
+from headway.runtime.devices import cpu_multiplies_bfloat16, machine_cores
 
 BUDGET = 4  # steps a sample may be old
 PEER_WARMUP = 2  # steps
@@ -107,9 +107,7 @@ NEEDS_BFLOAT16 = {name for name in (*PEERS, *HEADWAY) if "autocast" in name or "
 
 def affordable(variants: dict[str, Any]) -> list[str]:
     """Names of the variants this CPU's instructions are meant for."""
-    flags = set(Path("/proc/cpuinfo").read_text().split())
-    fast = bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})  # the last one: Arm
-    return [name for name in variants if fast or name not in NEEDS_BFLOAT16]
+    return [name for name in variants if cpu_multiplies_bfloat16() or name not in NEEDS_BFLOAT16]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from headway.models.configuration import DecoderConfig, read_json
 from headway.models.decoder import Decoder
 from headway.models.layout import Entry, fused_expert_entries, hugging_face_entries
 from headway.records.errors import ConfigurationError
+from headway.runtime.devices import cpu_multiplies_bfloat16
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = (
@@ -79,7 +80,7 @@ def load_for_generation(path: str | Path, dtype: str | torch.dtype, device: str 
     model = load_model(path, dtype, device)
     if torch.device(device).type != "cpu":
         return model
-    if model.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if model.dtype == torch.bfloat16 and not cpu_multiplies_bfloat16():
         model = model.to(torch.float32)
     if model.dtype == torch.float32:
         for parameter in model.parameters():

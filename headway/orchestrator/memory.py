@@ -25,7 +25,7 @@ from pathlib import Path
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
 from headway.records.planning import Finding, MemoryPlace, MemoryUse
-from headway.runtime.devices import parse_device
+from headway.runtime.devices import cpu_multiplies_bfloat16, parse_device
 from headway.weights.leftovers import SHARED_MEMORY
 
 GIB = 2**30
@@ -36,7 +36,6 @@ FULL = 0.9  # of what is free: beyond it, a warning
 BASE_BYTES = {"generator": 280 << 20, "trainer": 350 << 20, "orchestrator": 110 << 20, "verifier": 60 << 20}
 CUDA_CONTEXT_BYTES = 600 << 20  # of GPU memory, for the context and its libraries
 
-_PREFILL_TOKENS = 8192  # of one engine step (generator/engine.py)
 _CHUNK_LOGITS = 1 << 25  # values of one chunk of logits (trainer/learner.py)
 _PUBLISHED_VERSIONS = 3  # slots of weights/shared_memory.py
 _LOGIT_COPIES = 5  # of a chunk: logits, log-softmax, entropy's two, a gradient; 4 bytes each
@@ -96,14 +95,22 @@ def memory_uses(experiment: Experiment, model: DecoderConfig) -> list[MemoryUse]
 
 
 def _generators(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUse]:
+    for index, name in enumerate(experiment.generator.devices):
+        widened = parse_device(name).kind == "cpu" and not cpu_multiplies_bfloat16()
+        dtype = "float32" if widened else experiment.generator.dtype
+        yield from _generator(experiment, model, f"generator-{index}", name, bytes_of(dtype))
+
+
+def _generator(experiment: Experiment, model: DecoderConfig, name: str, device: str, width: int) -> Iterator[MemoryUse]:
+    """``width``: bytes of a number it computes with, which KV and weights are kept as."""
     settings, weights = experiment.generator, parameter_count(model)
-    width = bytes_of(settings.dtype)
     context = min(experiment.max_sequence_tokens, model.max_positions)
     if settings.kv_capacity_tokens is not None:
         context = min(context, settings.kv_capacity_tokens)  # slots are this long even where few can be full at once
     kv = 2 * model.layers * settings.slots * model.kv_heads * context * model.head_dim * width
-    prefilled = max(_PREFILL_TOKENS, experiment.rollout.max_prompt_tokens)
-    prefilled = min(prefilled, settings.slots * experiment.rollout.max_prompt_tokens)
+    prompt = experiment.rollout.max_prompt_tokens
+    together = prompt if experiment.run.deterministic else settings.prefill_tokens_per_step
+    prefilled = min(together, settings.slots * prompt)
     joint = (model.heads + 2 * model.kv_heads) * model.head_dim
     activations = prefilled * width * (3 * model.width + 2 * joint + 3 * model.active_intermediate)
     on_device = {
@@ -111,9 +118,8 @@ def _generators(experiment: Experiment, model: DecoderConfig) -> Iterator[Memory
         "KV cache": kv,
         "activations": activations + settings.slots * model.vocabulary_size * _SAMPLING_BYTES,
     }
-    on_host = {"base": BASE_BYTES["generator"], "update buffer": weights * width}
-    for index, device in enumerate(settings.devices):
-        yield from _on_device(f"generator-{index}", device, on_device, on_host)
+    on_host = {"base": BASE_BYTES["generator"], "update buffer": weights * bytes_of(settings.dtype)}
+    yield from _on_device(name, device, on_device, on_host)
 
 
 def _trainers(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUse]:

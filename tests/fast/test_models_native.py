@@ -13,6 +13,7 @@ from headway.generator.engine import TorchEngine
 from headway.generator.sampling import RowSampling, counter_uniform, sample_tokens
 from headway.models import kernels, native
 from headway.models.loading import copy_weights, load_for_generation, load_model, save_model, weights_of
+from headway.runtime.devices import cpu_multiplies_bfloat16
 from tests.conformance.engine import Session, model_of, request
 from tests.conformance.reference import random_model
 
@@ -164,7 +165,7 @@ def test_a_model_loaded_for_generation_is_the_same_model(tmp_path, dtype, tied):
     save_model(random_model(5, tied=tied), tmp_path / "model")
     plain = load_model(tmp_path / "model", dtype)
     laid_out = load_for_generation(tmp_path / "model", dtype, "cpu")
-    wide = dtype == "float32" or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    wide = dtype == "float32" or not cpu_multiplies_bfloat16()
     assert laid_out.dtype == (torch.float32 if wide else torch.bfloat16)
     ids = torch.arange(7)
     for source in (plain, random_model(6, tied=tied).to(plain.dtype)):

@@ -51,12 +51,17 @@ def test_parameters() -> None:
     assert parameter_count(MODEL) == PARAMETERS
 
 
-def test_a_generator_on_cores(tmp_path: Path) -> None:
+def test_a_generator_on_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = uses_of(tmp_path)["generator-0 memory"].parts
     assert parts["weights"] == parts["update buffer"] == 4 * PARAMETERS
     assert parts["KV cache"] == 2 * 2 * 10 * 2 * 500 * 16 * 4  # two of: layers, slots, heads, tokens, numbers, bytes
-    half = uses_of(tmp_path, generator={"dtype": "bfloat16"})["generator-0 memory"].parts
+    short_numbers: dict[str, Any] = {"dtype": "bfloat16"}
+    monkeypatch.setattr(memory, "cpu_multiplies_bfloat16", lambda: True)
+    half = uses_of(tmp_path, generator=short_numbers)["generator-0 memory"].parts
     assert half["KV cache"] == parts["KV cache"] // 2
+    monkeypatch.setattr(memory, "cpu_multiplies_bfloat16", lambda: False)
+    widened = uses_of(tmp_path, generator=short_numbers)["generator-0 memory"].parts
+    assert (widened["KV cache"], widened["update buffer"]) == (parts["KV cache"], 2 * PARAMETERS)
     short = uses_of(tmp_path, generator={"kv_capacity_tokens": 250})["generator-0 memory"].parts
     assert short["KV cache"] == parts["KV cache"] // 2
 
