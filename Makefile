@@ -30,7 +30,7 @@ lint: install
 	$(BIN)/lint-imports
 
 test-fast: install
-	$(BIN)/python -m pytest tests/fast tests/golden
+	$(BIN)/python -m pytest tests/fast tests/golden --numprocesses auto --maxprocesses 8 --dist loadfile
 
 test-real: install
 	$(BIN)/python -m pytest tests/real --timeout 600

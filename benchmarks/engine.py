@@ -8,10 +8,10 @@ warm-up round are excluded. Rounds alternate between the sides in one run; a rat
 smallest and largest beside it. The side that waits is stopped (SIGSTOP), so it uses no CPU.
 
 One core for everybody: this process, transformers and vLLM's worker are bound to `--core`. vLLM has two more processes,
-which stay on the other cores; `CPU` is what all processes of a side used, in CPU-seconds a second. Limits, measured
-here: matrix products at the dtype ours computes in (`models/peak.py`; float32 on a CPU without bfloat16 products), and
-memory read at the model's size. `of limit`: the longer of the times that the model's arithmetic and the reading of
-weights and KV would take at those rates, over the time taken.
+which are bound to no core: they run where there is room. `CPU` is what all processes of a side used, in CPU-seconds a
+second. Limits, measured here: matrix products at the dtype ours computes in (`models/peak.py`; float32 on a CPU without
+bfloat16 products), and memory read at the model's size. `of limit`: the longer of the times that the model's arithmetic
+and the reading of weights and KV would take at those rates, over the time taken.
 
 The peers run in an interpreter of their own (without `--peer-python`, ours alone is measured):
 
@@ -20,9 +20,12 @@ The peers run in an interpreter of their own (without `--peer-python`, ours alon
 
 with pip's index giving CPU builds of torch; the three that go are CUDA builds, and vLLM fails at import with them.
 
-Last line, one JSON object: `vs_vllm` and `vs_hf_continuous_batching` (ours over theirs on the small model in bfloat16;
-null without peers), `models` (for each model and dtype the tokens/s at 1, 16, 64 and 256 concurrent, the share of the
-limit, the pause of a weight update, and the ratios as median, smallest, largest) and `peak_gflops`.
+Last line, one JSON object: `vs_vllm` and `vs_hf_continuous_batching` (the small model: ours at its faster dtype over
+theirs at its faster one, of those measured, so that a dtype the CPU only emulates flatters nobody; from the paired
+rounds where that is the same dtype, else from the two medians; null without peers), `vs_vllm_dtypes` and
+`vs_hf_continuous_batching_dtypes` (which ones those are), `models` (for each model and dtype the tokens/s at 1, 16, 64
+and 256 concurrent, the share of the limit, the pause of a weight update, and of the paired rounds each side's median
+tokens/s and the ratios as median, smallest, largest) and `peak_gflops`.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ from headway.records.generation import GenerationRequest, SamplingParameters, Up
 
 PEERS = Path(__file__).with_name("engine_peers.py")
 CONTEXT_TOKENS = 192
+RATIOS = {"vllm": "vs_vllm", "hf": "vs_hf_continuous_batching"}  # peer -> key of ours over theirs
 STREAM_INTERVAL_S = 0.08  # tokens are handed out as often as the generator's process does
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 SIZES = {
@@ -115,7 +119,10 @@ class Ours:
     def updates(self, mode: UpdateMode) -> tuple[float, int]:
         """Seconds that decoding pauses for new weights, and tokens computed anew, with 8 groups of 8 in flight:
         prompts of 100 tokens, 40 tokens sampled of each response."""
-        weights = {name: tensor.clone() for name, tensor in weights_of(self.model).items()}
+        # Row by row, as a trainer publishes them: a plain clone would keep the generator's own columns.
+        weights = {
+            name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights_of(self.model).items()
+        }
         requests = [
             GenerationRequest(
                 request_id=f"{mode}-{group}-{member}",
@@ -209,13 +216,7 @@ def limit_s(config: DecoderConfig, prompts: list[list[int]], new_tokens: int, wi
     arithmetic_s = config.flops(lengths, new_tokens * len(prompts)) / flops
     kv_bytes = 2 * config.layers * config.kv_heads * config.head_dim * width
     contexts = sum((len(prompt) + new_tokens / 2) * new_tokens for prompt in prompts)
-    return arithmetic_s, (new_tokens * parameters(config) * width + contexts * kv_bytes) / read
-
-
-def parameters(config: DecoderConfig) -> int:
-    layer = config.width * config.head_dim * (2 * config.heads + 2 * config.kv_heads)
-    layer += 3 * config.width * config.intermediate
-    return config.vocabulary_size * config.width + config.layers * layer
+    return arithmetic_s, (new_tokens * config.matrix_parameters() * width + contexts * kv_bytes) / read
 
 
 def alternate(sides: dict[str, Any], count: int, new_tokens: int, rounds: int) -> dict[str, list[Round]]:
@@ -245,8 +246,8 @@ def measure(
     ours = Ours(folder, dtype, max(counts))
     config, width, computed = ours.model.config, ours.model.dtype.itemsize, str(ours.model.dtype).rpartition(".")[2]
     peak = peaks[computed]
-    read = memory_gb_per_s(parameters(config) * width)
-    title = f"{size} model ({parameters(config) / 1e6:.1f} M parameters), {dtype} (ours computes in {computed})"
+    read = memory_gb_per_s(config.matrix_parameters() * width)
+    title = f"{size} model ({config.matrix_parameters() / 1e6:.1f} M parameters), {dtype} (ours computes in {computed})"
     print(f"\n{title}, {new_tokens} new tokens")
     rates: dict[int, float] = {}
     shares: dict[int, float] = {}
@@ -294,12 +295,28 @@ def compare(ours: Ours, dtype: str, arguments: argparse.Namespace, folder: Path,
             f"  {sides[name].title:45} {statistics.median(rates):7,.0f} tokens/s [{min(rates):,.0f}, {max(rates):,.0f}]"
         )
         line += f"  CPU {cores:.2f}  mean log-probability {statistics.fmean(one.mean_logprob for one in done):.3f}"
+        out[f"{name}_tokens_per_s"] = round(statistics.median(rates), 1)
         if name != "ours":
-            key = {"vllm": "vs_vllm", "hf": "vs_hf_continuous_batching"}[name]
+            key = RATIOS[name]
             out[key] = ratios(results["ours"], done)
             line += "  ours / theirs {} [{}, {}]".format(*out[key])
         out[f"{name}_cores"] = round(cores, 2)
         print(line, flush=True)
+    return out
+
+
+def headline(by_dtype: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Ours over each peer, both at the dtype they are faster at, and which those are. ``by_dtype``: see `measure`."""
+    out: dict[str, Any] = {}
+    for peer, key in RATIOS.items():
+        theirs = {dtype: found[f"{peer}_tokens_per_s"] for dtype, found in by_dtype.items() if key in found}
+        ours = {dtype: by_dtype[dtype]["ours_tokens_per_s"] for dtype in theirs}
+        out |= {key: None, f"{key}_dtypes": None}
+        if theirs:
+            mine, other = max(ours, key=lambda dtype: ours[dtype]), max(theirs, key=lambda dtype: theirs[dtype])
+            paired = by_dtype[mine][key][0]  # its rounds alternated, so what slowed the machine slowed both
+            out[key] = paired if mine == other else round(ours[mine] / theirs[other], 3)
+            out[f"{key}_dtypes"] = {"ours": mine, "theirs": other}
     return out
 
 
@@ -338,10 +355,9 @@ def main() -> None:
             save_model(model, folder)
             for dtype in dtypes:
                 models[f"{size}_{dtype}"] = measure(size, dtype, arguments, folder, peaks)
-    first = models.get("small_bfloat16", {})
+    small = {dtype: models[f"small_{dtype}"] for dtype in dtypes if f"small_{dtype}" in models}
     result = {
-        "vs_vllm": first.get("vs_vllm", [None])[0],
-        "vs_hf_continuous_batching": first.get("vs_hf_continuous_batching", [None])[0],
+        **headline(small),
         "models": models,
         "peak_gflops": {dtype: round(peak / 1e9, 1) for dtype, peak in peaks.items()},
     }

@@ -11,9 +11,10 @@ Parts, each in a process of its own with its share of the time, so that one that
 package) is reported with its cause and the others go on:
 
     model         makes the model folder that all others load
-    engine        decoded tokens/s at 1, 16, 64 and 256 concurrent, against the bandwidth limit: concurrent x
+    engine        tokens/s at 1, 16, 64 and 256 concurrent; decoding alone against the bandwidth limit: concurrent x
                   (measured copy bandwidth / (bytes of the weights + bytes of the KV read in a step))
-    transformers  its continuous batching and its padded generate on the same load
+    transformers  its continuous batching and its padded generate on the same load: beside `tokens_per_s` of engine,
+                  prompts included, the peer's start and one unmeasured round excluded
     trainer       model FLOP/s of training steps (bfloat16 products, packed) on sequences of 128 and of 2,048 tokens,
                   against the measured peak of matrix products
     update        seconds per GB to publish, fetch and apply weights while 64 requests run, by update mode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ class Context:
 
     def __init__(self, device: str) -> None:
         self.device = Device(kind="cuda" if device == "cuda" else "cpu", first=0, last=0)
+        self.log = logging.getLogger("gpu")
 
     def emit(self, event: Any) -> None:
         """Nobody listens."""

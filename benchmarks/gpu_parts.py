@@ -7,7 +7,8 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def copy_bandwidth(settings: Settings) -> float:
 
 
 def engine(settings: Settings) -> None:
-    """Decode rates of TorchEngine beside the bandwidth limit."""
+    """TorchEngine's decode rates beside the bandwidth limit; `whole` counts prompts' time too, as the peer's do."""
     decoder = load_model(settings.model, settings.dtype, settings.device)
     bandwidth = copy_bandwidth(settings)
     show(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s, read and written")
@@ -93,23 +94,27 @@ def engine(settings: Settings) -> None:
     config = decoder.config
     kv_bytes = 2 * config.layers * config.kv_heads * config.head_dim * decoder.dtype.itemsize  # of one token
     rates: dict[str, float] = {}
+    whole: dict[str, float] = {}
     shares: dict[str, float] = {}
     for concurrent in concurrencies(settings):
-        per_s, prefill_s = decode_rate(settings, decoder, concurrent, prompt, response)
+        per_s, prefill_s, whole_per_s = decode_rate(settings, decoder, concurrent, prompt, response)
         read = weight_bytes(decoder) + concurrent * (prompt + response / 2) * kv_bytes
         limit = concurrent * bandwidth / read
         rates[str(concurrent)], shares[str(concurrent)] = round(per_s, 1), round(per_s / limit, 4)
+        whole[str(concurrent)] = round(whole_per_s, 1)
         show(
             f"{concurrent:4} concurrent  {per_s:10.0f} tokens/s decoding  limit {limit:10.0f}  share "
-            f"{per_s / limit:.3f}  first tokens after prompts of {prompt} {1000 * prefill_s:.1f} ms; {memory(settings)}"
+            f"{per_s / limit:.3f}  first tokens after prompts of {prompt} {1000 * prefill_s:.1f} ms, prompts included "
+            f"{whole_per_s:.0f} tokens/s; {memory(settings)}"
         )
-        give(tokens_per_s=rates, share_of_limit=shares)
+        give(decode_tokens_per_s=rates, share_of_limit=shares, tokens_per_s=whole)
 
 
 def decode_rate(
     settings: Settings, decoder: Decoder, concurrent: int, prompt: int, response: int
-) -> tuple[float, float]:
-    """(tokens/s while all requests are running, seconds until all have their first token). Once unmeasured before."""
+) -> tuple[float, float, float]:
+    """(tokens/s while all requests are running, seconds until all have their first token, tokens/s of everything).
+    Once unmeasured before."""
     torch_engine = TorchEngine(decoder, slots=concurrent, max_context_tokens=prompt + response + 1)
 
     def admit() -> int:
@@ -122,7 +127,7 @@ def decode_rate(
         for _ in range(count):
             torch_engine.step()
 
-    first_s = rest_s = 1.0
+    first_s = rest_s = whole_s = 1.0
     together = 1
     for wanted in (max(2, response // 8), response):
         torch_engine.submit(requests(decoder.config, concurrent, prompt, wanted))
@@ -135,11 +140,13 @@ def decode_rate(
         while torch_engine.step():
             pass
         torch_engine.take_deltas()
-    return concurrent * together / rest_s, first_s
+        synchronise(settings)
+        whole_s = time.perf_counter() - started
+    return concurrent * together / rest_s, first_s, concurrent * response / whole_s
 
 
 def transformers(settings: Settings) -> None:
-    """The same load through transformers: continuous batching, and one padded generate call."""
+    """The same load through transformers: continuous batching, its manager kept, and one padded generate call."""
     import transformers as peer
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -149,39 +156,71 @@ def transformers(settings: Settings) -> None:
     loaded: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=DTYPES[settings.dtype])
     loaded = loaded.to(settings.device).eval()
     prompt, response = decode_lengths(settings)
-    how = GenerationConfig(
-        max_new_tokens=response, min_new_tokens=response, do_sample=True, eos_token_id=2, pad_token_id=0
-    )
-    bounded = None  # its own choice of memory on a GPU; on a CPU that would be the whole machine's
-    if settings.device == "cpu":
-        bounded = peer.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+    # No token ends a response, and the whole vocabulary is sampled from: transformers' own defaults are top-k of 50.
+    plain = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": -1, "pad_token_id": 0}
+    how = GenerationConfig(**plain, max_new_tokens=response)
 
     def padded(ids: list[list[int]]) -> int:
         with torch.inference_mode():
             made = loaded.generate(torch.tensor(ids, device=settings.device), generation_config=how)
         return made[:, prompt:].numel()
 
-    def continuous(ids: list[list[int]]) -> int:
-        outputs = loaded.generate_batch(ids, generation_config=how, continuous_batching_config=bounded)
-        return sum(len(one.generated_tokens) for one in outputs.values())
+    @contextmanager
+    def at_once() -> Iterator[Callable[[list[list[int]]], int]]:
+        yield padded
 
-    for name, run in (("generate", padded), ("continuous", continuous)):
-        rates: dict[str, float] = {}
-        for concurrent in concurrencies(settings):
-            wanted = requests(settings.configuration(), concurrent, prompt, response)
-            ids = [list(request.prompt_ids) for request in wanted]
-            counts: list[int] = []
-            try:
-                run(ids)  # once unmeasured
-                seconds = timed(settings, lambda r=run, i=ids, c=counts: c.append(r(i)))
-            except Exception as error:  # the peer's failure is a finding, and its other way still counts
-                cause = f"{type(error).__name__}: {error}"[:300]
-                show(f"{name} failed: {cause}")
-                give(**{f"{name}_failed": cause})
-                break
-            rates[str(concurrent)] = round(counts[0] / seconds, 1)
-            show(f"{concurrent:4} concurrent  {name:10} {counts[0] / seconds:10.0f} tokens/s, prompts included")
-            give(**{f"{name}_tokens_per_s": rates})
+    @contextmanager
+    def continuous() -> Iterator[Callable[[list[list[int]]], int]]:
+        bounded = None  # its own choice of memory on a GPU; on a CPU that would be the whole machine's
+        if settings.device == "cpu":
+            bounded = peer.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+        manager = loaded.init_continuous_batching(generation_config=how, continuous_batching_config=bounded)
+        manager.start()
+
+        def generate(ids: list[list[int]]) -> int:
+            manager.add_requests(inputs=ids, max_new_tokens=response)
+            done, tokens = 0, 0
+            while done < len(ids):
+                result = manager.get_result(timeout=5)
+                if result is None and not manager.is_running():
+                    raise RuntimeError("the manager's thread has ended")
+                if result is not None and result.error:
+                    raise RuntimeError(result.error)
+                if result is not None and result.is_finished():
+                    done, tokens = done + 1, tokens + len(result.generated_tokens)
+            return tokens
+
+        try:
+            yield generate
+        finally:
+            manager.stop(block=True)
+
+    for name, opened in (("generate", at_once), ("continuous", continuous)):
+        try:
+            with opened() as run:
+                peer_rates(settings, name, run, prompt, response)
+        except Exception as error:  # the peer's failure is a finding, and its other way still counts
+            cause = f"{type(error).__name__}: {error}"[:300]
+            show(f"{name} failed: {cause}")
+            give(**{f"{name}_failed": cause})
+
+
+def peer_rates(
+    settings: Settings, name: str, run: Callable[[list[list[int]]], int], prompt: int, response: int
+) -> None:
+    """Tokens/s of one of the peer's ways, prompts included."""
+    rates: dict[str, float] = {}
+    for concurrent in concurrencies(settings):
+        wanted = requests(settings.configuration(), concurrent, prompt, response)
+        ids = [list(request.prompt_ids) for request in wanted]
+        run(ids)  # once unmeasured
+        counts: list[int] = []
+        seconds = timed(settings, lambda i=ids, c=counts: c.append(run(i)))
+        if counts != [concurrent * response]:
+            raise RuntimeError(f"{counts[0]} tokens came instead of {concurrent * response}")
+        rates[str(concurrent)] = round(counts[0] / seconds, 1)
+        show(f"{concurrent:4} concurrent  {name:10} {counts[0] / seconds:10.0f} tokens/s, prompts included")
+        give(**{f"{name}_tokens_per_s": rates})
 
 
 # --- trainer -----------------------------------------------------------------------------------------------
@@ -205,11 +244,11 @@ def trainer(settings: Settings) -> None:
             if warm:
                 flops = seconds = count = 0.0
                 continue
-            flops, seconds, count = flops + step.flops, seconds + step.compute_s, count + step.tokens
+            flops, seconds, count = flops + step.flops, seconds + step.compute_s, count + step.computed_tokens
         mfu[str(length)], rates[str(length)] = round(flops / seconds / peak, 4), round(count / seconds, 1)
         show(
-            f"sequences of {length:5}: {count / seconds:10.0f} tokens/s, {flops / seconds / 1e12:.3g} model TFLOP/s = "
-            f"{flops / seconds / peak:.3f} of the peak; {memory(settings)}"
+            f"sequences of {length:5}: {count / seconds:10.0f} tokens/s computed, {flops / seconds / 1e12:.3g} model "
+            f"TFLOP/s = {flops / seconds / peak:.3f} of the peak; {memory(settings)}"
         )
         give(mfu=mfu, tokens_per_s=rates)
     service.close()

@@ -27,6 +27,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import shutil
 import statistics
 import tempfile
@@ -57,7 +58,7 @@ from headway.records.training import TrainBatch
 from headway.runtime.devices import machine_cores
 
 BUDGET = 8
-SLOTS = 16  # at which both sides are about equally fast alone
+SLOTS = (8, 12, 16, 24, 32)  # the one is taken at which both sides are most nearly equally fast alone
 SYNCHRONOUS = (apart(32), apart(64))
 _TURNS = ("cpu:0", "cpu:1")
 COLOCATED = (
@@ -138,10 +139,11 @@ def best(measured: dict[Placement, Steady]) -> float:
 class Benchmark:
     """Measures the variants, each into the round it belongs to."""
 
-    def __init__(self, folder: Path, shape: Shape, plan: Plan, patience_s: float = 0.0) -> None:
+    def __init__(self, folder: Path, shape: Shape, plan: Plan, slots: int | None, patience_s: float = 0.0) -> None:
         self.folder = folder
         self.shape = shape
         self.plan = plan
+        self.slots = slots or 0  # of the generator where each side has its core
         self.patience_s = patience_s  # left to wait for a quiet machine and to repeat what was disturbed
         self.batches: list[TrainBatch] = []
         self.peak_flops_per_s = 0.0
@@ -151,6 +153,7 @@ class Benchmark:
 
     def run(self) -> None:
         """All rounds: every other one in the opposite order."""
+        self.slots = self.slots or self._balanced_slots()
         for number in range(self.plan.rounds):
             self.rounds.append(round_ := Round())
             variants = [
@@ -165,9 +168,30 @@ class Benchmark:
             for variant in variants if number % 2 == 0 else reversed(variants):
                 variant(round_)
 
+    def _balanced_slots(self) -> int:
+        """A short look at each of `SLOTS`, and at the trainer."""
+        first = self.plan.groups.start
+        groups, produced = range(first, first + len(self.plan.groups) // 3), dict[int, float]()
+        batches: list[TrainBatch] = []
+        for slots in SLOTS:
+
+            async def generate(slots: int = slots) -> Rate:
+                rate, made = await alone_production(self._settings(apart(slots), 0), self.shape, groups)
+                batches[:] = batches or made
+                return rate
+
+            rate = self._timed(f"production, {slots} slots", generate, lambda rate: (rate.per_s, rate.usage))
+            produced[slots] = rate.per_s
+
+        async def train() -> Rate:
+            return (await alone_consumption(self._settings(apart(SLOTS[0]), 0), batches))[0]
+
+        consumed = self._timed("consumption", train, lambda rate: (rate.per_s, rate.usage)).per_s
+        return min(SLOTS, key=lambda slots: abs(math.log(produced[slots] / consumed)))
+
     def _production(self, round_: Round) -> None:
         async def job() -> Rate:
-            rate, batches = await alone_production(self._settings(apart(SLOTS), 0), self.shape, self.plan.groups)
+            rate, batches = await alone_production(self._settings(apart(self.slots), 0), self.shape, self.plan.groups)
             self.batches = self.batches or batches
             return rate
 
@@ -175,13 +199,13 @@ class Benchmark:
 
     def _consumption(self, round_: Round) -> None:
         async def job() -> Rate:
-            rate, self.peak_flops_per_s = await alone_consumption(self._settings(apart(SLOTS), 0), self.batches)
+            rate, self.peak_flops_per_s = await alone_consumption(self._settings(apart(self.slots), 0), self.batches)
             return rate
 
         round_.consumption = self._timed("consumption", job, lambda rate: (rate.per_s, rate.usage))
 
     def _asynchronous(self, round_: Round) -> None:
-        round_.asynchronous = self._system("asynchronous", apart(SLOTS), BUDGET, self.plan.steps)
+        round_.asynchronous = self._system("asynchronous", apart(self.slots), BUDGET, self.plan.steps)
 
     def _synchronous(self, round_: Round) -> None:
         self._placements("synchronous", SYNCHRONOUS, round_, 0)
@@ -205,7 +229,7 @@ class Benchmark:
     def _together(self, round_: Round) -> None:
         rates = self._timed(
             "together",
-            lambda: together(self._settings(apart(SLOTS), 0), self.shape, self.batches),
+            lambda: together(self._settings(apart(self.slots), 0), self.shape, self.batches),
             lambda result: (min(result[:2]), result[2]),
         )
         round_.together = rates[:2]
@@ -267,7 +291,7 @@ def report(bench: Benchmark, parameters: float) -> dict[str, float | int | bool]
     rounds = bench.rounds
     print_limits(bench, parameters)
     print_table(rounds)
-    print_rest(rounds, bench.batches)
+    print_rest(bench)
     balance = [each.balance() for each in rounds]
     balanced = BALANCED[0] <= middle(balance) <= BALANCED[1]
     result: dict[str, float | int | bool] = {}
@@ -300,7 +324,7 @@ def print_limits(bench: Benchmark, parameters: float) -> None:
         f"\nLimits: {len(machine_cores())} cores; matrix products {bench.peak_flops_per_s / 1e9:.0f} GFLOP/s on one; "
         f"model of {parameters:.2f} M parameters, {shape.prompt_tokens} prompt tokens, responses of mean "
         f"{statistics.mean(lengths):.0f}, median {shape.median_tokens}, cap {shape.longest_tokens} tokens "
-        f"(p99 = {shape.p99_over_median():.1f} x median); {SLOTS} slots, {BATCH} samples a step"
+        f"(p99 = {shape.p99_over_median():.1f} x median); {bench.slots} slots, {BATCH} samples a step"
     )
     production = [each.production.per_s for each in rounds if each.production]
     consumption = [each.consumption.per_s for each in rounds if each.consumption]
@@ -326,8 +350,9 @@ def print_table(rounds: list[Round]) -> None:
         print(f"{name:36} {middle(values):8.1f} {min(values):8.1f} {max(values):8.1f}   {middle(values) / slower:.3f}")
 
 
-def print_rest(rounds: list[Round], batches: list[TrainBatch]) -> None:
+def print_rest(bench: Benchmark) -> None:
     """Where the time of the asynchronous system goes: means over the rounds."""
+    rounds, batches = bench.rounds, bench.batches
     steady = [systems(each) for each in rounds]
 
     def mean(value: Callable[[Steady], float]) -> float:
@@ -365,7 +390,8 @@ def print_rest(rounds: list[Round], batches: list[TrainBatch]) -> None:
     print(
         f"  trained responses' mean length {mean(lambda each: each.mean_length):.1f} tokens; trajectory staleness mean "
         f"{staleness:.1f}, max {max(each.max_staleness() for each in steady)}; "
-        f"{of_step('buffered_groups'):.1f} groups buffered, {of_step('running_rollouts'):.1f} of {SLOTS} slots in use"
+        f"{of_step('buffered_groups'):.1f} groups buffered, {of_step('running_rollouts'):.1f} of {bench.slots} slots "
+        "in use"
     )
 
 
@@ -379,6 +405,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short round of a small load: does it work at all?")
     parser.add_argument("--rounds", type=int, help="default: 3")
     parser.add_argument("--steps", type=int, help="measured of the asynchronous system; default: 24")
+    parser.add_argument("--slots", type=int, help=f"of the generator; default: of {SLOTS} those that match the sides")
     parser.add_argument(
         "--patience", type=float, default=0.0, metavar="S", help="may wait and repeat this long for a quiet machine"
     )
@@ -409,11 +436,12 @@ def main() -> None:
     if arguments.quick:
         shape = Shape(2, 64, 2, 128, 12, 8, 0.95, 128)
         plan = Plan(rounds=arguments.rounds or 1, steps=6, synchronous_steps=3, placements=1)
+        arguments.slots = arguments.slots or 16
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="headway-pipeline-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
         parameters = prepare(folder, shape)
-        bench = Benchmark(folder, shape, plan, arguments.patience)
+        bench = Benchmark(folder, shape, plan, arguments.slots, arguments.patience)
         bench.run()
         print(json.dumps(report(bench, parameters)))
     finally:

@@ -111,7 +111,12 @@ class Placement:
     slots: int
 
     def __str__(self) -> str:
-        return f"{len(self.generator)} x {self.slots} slots on {self.generator[0]}"
+        """Replicas and slots, and the cores of the generator and of the trainer: ``1 x 64 slots on 0|1``."""
+        return f"{len(self.generator)} x {self.slots} slots on {_cores(self.generator)}|{_cores(self.trainer)}"
+
+
+def _cores(devices: Sequence[str]) -> str:
+    return ",".join(device.removeprefix("cpu:") for device in devices)
 
 
 def apart(slots: int) -> Placement:
@@ -161,7 +166,7 @@ class Production:
     def __init__(self, settings: Experiment, shape: Shape) -> None:
         self._shape = shape
         self._clock = RealClock()
-        self.pool = GeneratorPool(LocalLauncher(self._clock), settings, self._clock)
+        self.pool = GeneratorPool(LocalLauncher(self._clock), settings, self._clock, log_directory=logs(settings))
         self._tokenizer = Tokenizer.load(settings.model.path)
         self._tasks = TaskCursor(load_tasks(settings.tasks.train, settings.run.seed), settings.run.seed)
         self._settings = settings
@@ -272,9 +277,19 @@ async def consume(trainer: TrainerClient, batches: Sequence[TrainBatch], first_s
         await trainer.train_step(msgspec.structs.replace(batch, step=step))
 
 
+def _trainer(name: str, settings: Experiment) -> TrainerClient:
+    identity = f"{name}-{random.getrandbits(32):x}"
+    return TrainerClient(LocalLauncher(RealClock()), settings, identity, log_directory=logs(settings))
+
+
+def logs(settings: Experiment) -> Path:
+    """Where workers' logs go. By their names `pipeline_machine` tells the workers apart."""
+    return Path(settings.run.directory) / "logs"
+
+
 async def alone_consumption(settings: Experiment, batches: Sequence[TrainBatch]) -> tuple[Rate, float]:
     """Rate of the trainer alone on recorded batches, after two to warm up; and the core's matmul peak, FLOP/s."""
-    trainer = TrainerClient(LocalLauncher(RealClock()), settings, f"alone-{random.getrandbits(32):x}")
+    trainer = _trainer("alone", settings)
     await trainer.start()
     try:
         peak = await trainer.measure_peak()
@@ -290,7 +305,7 @@ async def alone_consumption(settings: Experiment, batches: Sequence[TrainBatch])
 async def together(settings: Experiment, shape: Shape, batches: Sequence[TrainBatch]) -> tuple[float, float, Usage]:
     """Both closed loops at once, with nothing between them: production and consumption per second."""
     side = Production(settings, shape)
-    trainer = TrainerClient(LocalLauncher(RealClock()), settings, f"together-{random.getrandbits(32):x}")
+    trainer = _trainer("together", settings)
     await asyncio.gather(side.pool.start(), trainer.start())
     lengths = [len(sample.rollout.response_ids) for batch in batches for sample in batch.samples]
     loop = asyncio.create_task(side.loop())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-ROLES = {"cpu:0": "generator", "cpu:1": "trainer"}  # by the device a worker is pinned to; others verify
+OTHER = "other worker"  # one without a log: nothing else outside it says what it is
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,20 @@ def _children() -> list[int]:
 
 def _account(pid: int) -> tuple[str, float]:
     """(role, CPU seconds) of a child; role "" when it is no worker or gone."""
+    process = Path(f"/proc/{pid}")
     try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        command = (process / "cmdline").read_bytes().decode().split("\0")
+        fields = (process / "stat").read_text().rpartition(")")[2].split()
+        log = (process / "fd" / "1").readlink()
     except OSError:
         return "", 0.0
     if "headway.runtime.child" not in command:
         return "", 0.0
-    device = next((word for word in command if word.startswith("cpu:")), "")
-    return ROLES.get(device, "verifier"), (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    return role_of(log), (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def role_of(log: Path) -> str:
+    """What the worker is that writes ``log``, which is called after it: logs/generator-0.log. Its device says nothing:
+    both sides may have the same."""
+    role, dash, number = log.name.removesuffix(".log").rpartition("-")
+    return role if dash and number.isdecimal() and log.suffix == ".log" else OTHER

@@ -88,15 +88,16 @@ class Watch:
             self.done.set()
 
 
-async def measure(settings: Experiment, shape: Shape, steps: int) -> Steady:
-    """Run the system until ``steps`` steps after a warm-up of budget + 1 are trained; then let it drain, unmeasured.
+async def measure(settings: Experiment, shape: Shape, steps: int, warmup_steps: int | None = None) -> Steady:
+    """Run the system until ``steps`` steps after the warm-up (default: budget + 1) are trained; then let it drain,
+    unmeasured.
 
     The run's own check of its books runs at the end; it raises BooksUnbalanced.
     """
     clock = RealClock()
     directory = RunDirectory(settings.run.directory)
     directory.begin(settings, resume=False)
-    watch = Watch(settings.queue.budget + 1, steps)
+    watch = Watch(warmup_steps or settings.queue.budget + 1, steps)
     try:
         async with AsyncExitStack() as stack:
             ledger = stack.enter_context(Ledger(directory.path, clock))

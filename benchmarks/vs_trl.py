@@ -14,10 +14,11 @@ TRL needs an environment of its own (its dependencies' versions differ), made on
 prompts, reward (a coin decided by the response: 1 group in 128 is uniform, none is filtered), learning rate and
 clipping. Response lengths are forced, the same on both sides. Cases: ``fixed``, 128 tokens each; ``tail``, log-normal
 with p99 = 8 x median; ``prefix``, 128 tokens after prompts of 128. TRL has both cores, alone, and alternates between
-generating and training; Headway has the same two: generator on one, trainer on the other, orchestrator and verifier
-wherever there is room. Each side in several variants: all of them in the first round, the best of each in the others;
-one of TRL's that fails is reported and left out.
-Warm-up steps are left out. ``samples_per_s_ratio*`` = Headway / TRL, the median over the rounds.
+generating and training; Headway has the same two: generator on one, trainer on the other, or ("lent") both on both and
+the generator paused for each step; orchestrator and verifier wherever there is room. Each side in several variants:
+all of them in the first round, the best of each in the others; one of TRL's that fails is reported and left out.
+Warm-up steps are left out. ``samples_per_s_ratio*`` = Headway / TRL, the median over the rounds. Headway's window may
+begin with finished groups in the buffer and end with fewer: how many is printed.
 
 **learning** Both go on from one cold start of examples/arithmetic, equal in samples, optimiser and clipping.
 ``reward_difference``: mean reward over the last quarter of the samples, Headway minus TRL, with its standard error
@@ -94,11 +95,16 @@ PEERS: dict[str, dict[str, Any]] = {
     "vllm, autocast": {"engine": "vllm", "precision": "autocast", "micro_batch": 16},
 }
 # name -> overrides of the experiment
-HEADWAY: dict[str, dict[str, dict[str, Any]]] = {
-    f"{dtype}, {slots} slots": {"generator": {"dtype": dtype, "slots": slots}, "trainer": {"dtype": dtype}}
-    for dtype in ("float32", "bfloat16")
-    for slots in (32, 64)
-}
+BOTH_CORES = {"devices": ["cpu:0", "cpu:1"]}  # of each side: a step borrows them from the generator
+HEADWAY: dict[str, dict[str, dict[str, Any]]] = {}
+for _dtype in ("float32", "bfloat16"):
+    for _slots in (32, 64):
+        _generator, _trainer = {"dtype": _dtype, "slots": _slots}, {"dtype": _dtype}
+        HEADWAY[f"{_dtype}, {_slots} slots"] = {"generator": _generator, "trainer": _trainer}
+        HEADWAY[f"{_dtype}, 2 x {_slots} slots, lent"] = {
+            "generator": _generator | BOTH_CORES,
+            "trainer": _trainer | BOTH_CORES,
+        }
 
 
 # what only a CPU with bfloat16 products is asked for: without, they are emulated, hundreds of times slower
@@ -129,8 +135,8 @@ class Speed:
         self.case = case
         self.shape = case.shape
         self.runs = 0
-        self.headway: dict[str, list[Measured]] = {}
-        self.peers: dict[str, list[Measured]] = {}
+        self.headway: dict[str, dict[int, Measured]] = {}  # variant -> round -> what was measured
+        self.peers: dict[str, dict[int, Measured]] = {}
 
     def run(self) -> dict[str, Any]:
         parameters = self._prepare()
@@ -148,7 +154,7 @@ class Speed:
                 for name in names:
                     side = "Headway" if found is self.headway else "TRL"
                     try:
-                        found.setdefault(name, []).append(one := run(name))
+                        found.setdefault(name, {})[number] = one = run(name)
                     except PeerFailed as error:
                         if not found[name]:
                             del found[name]
@@ -166,10 +172,11 @@ class Speed:
         result: dict[str, Any] = {}
         for side, found in (("headway", self.headway), ("trl", self.peers)):
             for name, all_ in found.items():
-                result.setdefault(side, {})[name] = [round(one.per_s, 2) for one in all_]
+                result.setdefault(side, {})[name] = [round(one.per_s, 2) for one in all_.values()]
         if self.headway and self.peers:
             [ours], [theirs] = best(self.headway), best(self.peers)
-            pairs = list(zip(self.headway[ours], self.peers[theirs], strict=False))
+            both = self.headway[ours].keys() & self.peers[theirs].keys()
+            pairs = [(self.headway[ours][number], self.peers[theirs][number]) for number in sorted(both)]
             ratios = [a.per_s / b.per_s for a, b in pairs]
             tokens = [a.per_s * a.mean_length / (b.per_s * b.mean_length) for a, b in pairs]
             key = self.case.key
@@ -187,8 +194,11 @@ class Speed:
 
     def _measured_groups(self) -> range:
         """Both sides are measured on the groups of these admission indices (Headway: but for the batches' edges)."""
-        start = max(self.arguments.budget + 1, EARLIEST_STEP) * BATCH // GROUP
+        start = self._warmup_steps() * BATCH // GROUP
         return range(start, start + self.arguments.steps * BATCH // GROUP)
+
+    def _warmup_steps(self) -> int:
+        return max(self.arguments.budget + 1, EARLIEST_STEP)
 
     def _prepare(self) -> float:
         """Tasks and a random model; returns its million parameters."""
@@ -215,7 +225,7 @@ class Speed:
             budget=self.arguments.budget,
             changes=HEADWAY[name],
         )
-        steady = asyncio.run(measure(settings, self.shape, self.arguments.steps))
+        steady = asyncio.run(measure(settings, self.shape, self.arguments.steps, self._warmup_steps()))
         return Measured(steady.per_s, steady.mean_length, steady.usage.foreign_cores, outline(steady))
 
     def _peer(self, name: str) -> Measured:
@@ -252,13 +262,14 @@ def outline(steady: Steady) -> str:
     return (
         f"a step every {steady.seconds / steps:.2f} s; trainer computes {computes:.0%}, waits {waits:.0%} of it, at "
         f"{steady.total('mfu_step') / steps:.2f} of its core's {peak / 1e9:.0f} GFLOP/s; generator idle "
-        f"{steady.total('generator_wait_ratio') / steps:.0%}; staleness at most {steady.max_staleness()}"
+        f"{steady.total('generator_wait_ratio') / steps:.0%}; staleness at most {steady.max_staleness()}; groups "
+        f"finished and waiting {steady.records[0].buffered_groups} to {steady.records[-1].buffered_groups}"
     )
 
 
-def best(found: dict[str, list[Measured]]) -> list[str]:
-    """The name of the variant that was fastest in the first round; none when nothing was measured."""
-    return [max(found, key=lambda name: found[name][0].per_s)] if found else []
+def best(found: dict[str, dict[int, Measured]]) -> list[str]:
+    """The name of the variant that was fastest when it was first measured; none when nothing was."""
+    return [max(found, key=lambda name: next(iter(found[name].values())).per_s)] if found else []
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

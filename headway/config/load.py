@@ -7,7 +7,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -69,16 +69,36 @@ def _written(raw: object, location: tuple[str | int, ...]) -> tuple[str | int, .
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     key, equals, value = override.lstrip("-").partition("=")
-    parts = key.replace("-", "_").split(".")
+    parts = key.split(".")
     if not equals or len(parts) < 2 or not all(parts):
         raise ConfigurationError(f"override {override!r}: expected --section.key=value")
     node: Any = raw
+    annotation: Any = Experiment
     for part in parts[:-1]:
-        node = _child(node, part, override)
+        name = _spelled(part, node, annotation)
+        if not isinstance(node, list):  # an item is of the type its list is declared with
+            annotation = _inside(annotation, name)
+        node = _child(node, name, override)
     if isinstance(node, list):
         node[_index(cast("list[Any]", node), parts[-1], override)] = _parse_value(value)
     else:
-        node[parts[-1]] = _parse_value(value)
+        node[_spelled(parts[-1], node, annotation)] = _parse_value(value)
+
+
+def _spelled(part: str, node: Any, annotation: Any) -> str:
+    """``part`` of an override as the table ``node`` has it. Options are often typed with dashes, the schema's own names
+    have none; a name that the user chose (of a verifier, a parameter) stays as it is."""
+    own = get_origin(annotation) is dict or section_of(annotation) is None
+    return part if own or part in node else part.replace("-", "_")
+
+
+def _inside(annotation: Any, name: str) -> Any:
+    """What the schema declares ``name`` to be in a value of type ``annotation``; None where it says nothing."""
+    if get_origin(annotation) is dict:
+        return get_args(annotation)[1]
+    section = section_of(annotation)
+    field = None if section is None else section.model_fields.get(name)
+    return None if field is None else field.annotation
 
 
 def _child(node: Any, part: str, override: str) -> Any:

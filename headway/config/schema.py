@@ -5,7 +5,6 @@ One TOML file holds a whole experiment. Unknown keys are errors (``load.py`` nam
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -310,7 +309,9 @@ class Experiment(Section):
         return max(slots, self.rollout.group_size) + self.generator.queue_ahead_groups * self.rollout.group_size
 
 
-# Keys that may differ from the run's stored configuration when it is resumed; all others must be equal.
+# Keys that may differ from the run's stored configuration when it is resumed; all others must be equal. A part that is
+# * stands for one name. The limit in a source's own table, tasks.*.verifier.timeout_s, is none of them: stored tasks
+# know their verifier by that whole table, and a group that is open at the resume would ask for one that isn't there.
 RESUMABLE_KEYS: frozenset[str] = frozenset(
     {
         "run.steps",
@@ -352,8 +353,13 @@ RESUMABLE_KEYS: frozenset[str] = frozenset(
         "ledger.samples_per_step",
     }
 )
+_RESUMABLE_PARTS = tuple(key.split(".") for key in RESUMABLE_KEYS)
 
 
 def is_resumable(key: str) -> bool:
     """Whether ``section.key`` may differ when a run is resumed."""
-    return any(fnmatchcase(key, pattern) for pattern in RESUMABLE_KEYS)
+    parts = key.split(".")
+    return any(
+        len(pattern) == len(parts) and all(wanted in ("*", part) for wanted, part in zip(pattern, parts, strict=True))
+        for pattern in _RESUMABLE_PARTS
+    )

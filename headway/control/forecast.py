@@ -37,7 +37,7 @@ class RunShape(msgspec.Struct, frozen=True, kw_only=True):
     max_sequence_tokens: int
     max_response_tokens: int
     verifiers: int
-    shared_devices: bool  # generator and trainer on the same devices: they take turns
+    lent_replicas: int  # of ``replicas``: the trainer computes on their devices, and they pause meanwhile
     steps: int
     time_limit_s: float | None
     evaluated_samples: int  # held evaluations before and after, together
@@ -49,6 +49,10 @@ class RunShape(msgspec.Struct, frozen=True, kw_only=True):
     def samples_per_step(self) -> int:
         return self.groups_per_step * self.group_size
 
+    @property
+    def lent_share(self) -> float:
+        return self.lent_replicas / self.replicas
+
 
 def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution) -> Forecast:
     """Rates, waits, staleness and the binding constraint of the run that ``shape`` describes."""
@@ -58,7 +62,7 @@ def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution
     production_left = max(1e-9, production - shape.evaluated_per_s)
     effective = production_left * model.acceptance
     effective = 1.0 / (1.0 / effective + shape.evaluated_per_step / shape.samples_per_step / production)
-    ideal = ideal_rate(effective, consumption, shared=shape.shared_devices)
+    ideal = ideal_rate(effective, consumption, shape.lent_share)
     slowed = effective / max(1e-9, production * model.acceptance)  # what evaluation leaves of the generator
     model = msgspec.structs.replace(
         model, decode_fixed_s=model.decode_fixed_s / slowed, decode_request_s=model.decode_request_s / slowed
@@ -82,7 +86,7 @@ def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution
         effective_per_s=effective,
         consumption_per_s=consumption,
         verify_per_s=shape.verifiers / measured.verify_response_s if measured.verify_response_s else None,
-        shared_devices=shape.shared_devices,
+        lent_share=shape.lent_share,
         balance=effective / consumption,
         ideal_per_s=ideal,
         outcome=outcome,
@@ -123,7 +127,8 @@ def queue_model(shape: RunShape, measured: Calibration, lengths: LengthDistribut
         prompt_tokens=measured.prompt_tokens,
         decode_fixed_s=measured.decode_fixed_s,
         decode_request_s=measured.decode_request_s,
-        beside=math.inf if shape.shared_devices else factor,
+        beside=factor,
+        lent_share=shape.lent_share,
         train_fixed_s=measured.train_fixed_s,
         train_token_s=measured.train_token_s,
         publish_s=measured.publish_s,
@@ -149,11 +154,10 @@ def decoding_together(model: QueueModel) -> int:
 
 def production_rate(model: QueueModel, mean_tokens: float) -> float:
     """Samples/s at full concurrency: concurrency / latency, latency = mean tokens x time of a decode step. Beside a
-    trainer that computes all the time, on devices of its own; on shared devices while the generator has them."""
+    trainer that computes all the time, on devices of its own; where replicas are lent, while the generator has them."""
     together = decoding_together(model)
     step_s = model.decode_fixed_s + model.decode_request_s * together / model.replicas
-    slower = 1.0 if math.isinf(model.beside) else model.beside
-    return together / (max(step_s, 1e-12) * slower * mean_tokens)
+    return together / (max(step_s, 1e-12) * model.beside * mean_tokens)
 
 
 def consumption_rate(model: QueueModel, mean_tokens: float) -> float:
@@ -164,12 +168,17 @@ def consumption_rate(model: QueueModel, mean_tokens: float) -> float:
     return samples / max(step_s, 1e-12)
 
 
-def ideal_rate(production: float, consumption: float, *, shared: bool) -> float:
-    """Samples/s when nothing but the two sides limits: the slower one's; of two that take turns on the same devices
-    1 / (1 / production + 1 / consumption)."""
+def ideal_rate(production: float, consumption: float, lent_share: float) -> float:
+    """Samples/s when nothing but the two sides limits.
+
+    While the trainer computes, ``lent_share`` of the generator stands still. With x the share of the time in which it
+    computes, consumption * x = production * (1 - lent_share * x): the slower side's rate where nothing is lent,
+    1 / (1 / production + 1 / consumption) where everything is, and the trainer's where the rest keeps up with it.
+    """
     if min(production, consumption) <= 0:
         return 0.0
-    return 1.0 / (1.0 / production + 1.0 / consumption) if shared else min(production, consumption)
+    computing = min(1.0, production / (consumption + lent_share * production))
+    return consumption * computing
 
 
 # --- the budget ------------------------------------------------------------------------------------------
@@ -233,7 +242,7 @@ def _candidates(shape: RunShape, model: QueueModel, lengths: LengthDistribution,
     else:
         more = with_(slots=2 * shape.slots, concurrent_rollouts=rollouts)
         yield _Candidate("generator.slots", str(2 * shape.slots), "generator", more, "memory for the KV")
-    if not shape.shared_devices:
+    if not shape.lent_replicas:
         replicas = shape.replicas + 1
         more = with_(replicas=replicas, concurrent_rollouts=shape.concurrent_rollouts + shape.slots)
         yield _Candidate("generator.devices", f"{replicas} devices", "generator", more, device)
@@ -276,6 +285,6 @@ def binding_constraint(
         return "verifier", f"{waits}: the verifiers score {capacity:.3g} samples/s at most"
     if model.slots < shape.slots:
         return "kv", f"{waits}: the KV cache holds about {model.slots} of {shape.slots} requests at once"
-    if shape.shared_devices:
+    if shape.lent_replicas:
         return "generator", f"{waits} while the generator has the devices: they take turns"
     return "generator", f"{waits}, {outcome.slots_filled:.0%} of the slots are filled"

@@ -43,7 +43,8 @@ class QueueModel(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: float = 0.0
     decode_fixed_s: float  # a decode step of one replica: fixed + its requests x request
     decode_request_s: float
-    beside: float = 1.0  # a decode step takes so much longer while the trainer computes; inf: it stands still
+    beside: float = 1.0  # a decode step takes so much longer while the trainer computes
+    lent_share: float = 0.0  # of the replicas that stand still while it does
     train_fixed_s: float  # a training step: fixed + tokens x token
     train_token_s: float
     publish_s: float = 0.0
@@ -95,7 +96,10 @@ class _Simulation:
         """One token for every running request."""
         model = self.model
         one = model.decode_fixed_s + model.decode_request_s * len(self.running) / model.replicas
-        return max(one, 1e-12) * (model.beside if self.busy else 1.0)
+        if not self.busy:
+            return max(one, 1e-12)
+        working = 1.0 - model.lent_share
+        return max(one, 1e-12) * model.beside / working if working else math.inf
 
     def advance(self) -> None:
         """Go to the next event and do what it says."""
@@ -118,7 +122,7 @@ class _Simulation:
         if not self.busy and not self.publishing:
             self.trainer_wait_s += elapsed_s
             self.straggler_s += elapsed_s if self.stalled else 0.0
-        standing = self.busy and math.isinf(self.model.beside)
+        standing = self.busy and self.model.lent_share == 1.0
         if not self.running or standing:
             self.generator_idle_s += elapsed_s
         self.filled_s += elapsed_s * len(self.running)

@@ -234,7 +234,8 @@ class TorchEngine:
                     free = self._rows < self.slots or self.slots - 1 in self._holes
                     if budget and not self._deterministic and free:
                         end = begun + budget
-                        plans[ids[:end]] = Prefill(ids[:end], [self.slots - 1], begun)
+                        # A request admitted just now may be this very beginning: its slot must get it too.
+                        plans.setdefault(ids[:end], Prefill(ids[:end], [], begun)).slots.append(self.slots - 1)
                         self._partial = _Partial(ids[:end], self._updates)
                     break
                 budget -= len(ids) - begun

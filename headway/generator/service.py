@@ -11,6 +11,7 @@ import msgspec
 from headway.generator.activity import Activity, ActivitySpan
 from headway.generator.engine import TorchEngine
 from headway.models.loading import load_for_generation
+from headway.models.native import why_none
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
@@ -62,6 +63,8 @@ class GeneratorService:
             prefill_tokens_per_step=prefill_tokens_per_step,
             native_kernels=native_kernels,
         )
+        if native_kernels and (reason := why_none(model.dtype, model.device)):
+            context.log.warning("decoding without the native kernels, which costs speed: %s", reason)
         self._activity = Activity()
         self._subscriber = Subscriber()
         self._encoder = msgspec.msgpack.Encoder()

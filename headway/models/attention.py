@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from headway.models.configuration import Scores
 from headway.models.cpu_attention import CpuAttention
@@ -115,6 +116,12 @@ class AttentionPlan:
     def first_continued(self) -> int:
         """Packed index of the first token that continues a prefix; ``tokens`` when there is none."""
         return self.shared[0].queries.start if self.shared else self.tokens
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest document, its prefix included."""
+        pieces = zip(self.lengths, self.continues, strict=True)
+        return max(length + (0 if prefix == NOTHING else self.lengths[prefix]) for length, prefix in pieces)
 
     @cached_property
     def whole(self) -> tuple[tuple[Bucket, ...], Tensor]:
@@ -217,7 +224,12 @@ def _split(sizes: Tensor, order: Tensor) -> list[Tensor]:
 def packed_attention(
     qkv: Tensor, heads: int, kv_heads: int, head_dim: int, plan: AttentionPlan, scores: Scores
 ) -> Tensor:
-    """Causal attention of each document to itself, from the joint projection [N, (Hq+2Hkv)*Dh] to [N, Hq*Dh]."""
+    """Causal attention of each document to itself, from the joint projection [N, (Hq+2Hkv)*Dh] to [N, Hq*Dh].
+
+    A window that no document is longer than hides nothing: such a layer is computed as one without.
+    """
+    if scores.window is not None and scores.window >= plan.longest:
+        scores = replace(scores, window=None)
     if qkv.device.type == "cpu" and scores == Scores(scale=head_dim**-0.5):
         return CpuAttention.apply(qkv, (heads, kv_heads, head_dim), plan)  # pyright: ignore[reportReturnType]
     return padded_attention(qkv, heads, kv_heads, head_dim, plan, scores)
@@ -228,7 +240,20 @@ def padded_attention(
 ) -> Tensor:
     """As `packed_attention`, by PyTorch's own attention on whole documents: a shared prefix is attended from anew by
     each of them, all else about it is still computed once. Padding stands after a document, so causality hides it.
+
+    Autograd would keep those repeated rows of every layer until the backward, many times what the packed ones take.
+    So where prefixes are shared only ``qkv`` is kept, and the backward computes this attention again.
     """
+    sizes = (heads, kv_heads, head_dim)
+    if plan.shared and torch.is_grad_enabled():
+        return checkpoint(  # pyright: ignore[reportReturnType]
+            _attend_whole, qkv, sizes, plan, scores, use_reentrant=False, preserve_rng_state=False
+        )
+    return _attend_whole(qkv, sizes, plan, scores)
+
+
+def _attend_whole(qkv: Tensor, sizes: tuple[int, int, int], plan: AttentionPlan, scores: Scores) -> Tensor:
+    heads, kv_heads, head_dim = sizes
     buckets, scatter_n = plan.whole
     blocks = PadDocuments.apply(qkv, scatter_n, bool(plan.shared), *(bucket.gather_bl for bucket in buckets))
     outputs: list[Tensor] = []

@@ -192,7 +192,8 @@ void attend(const T* q, const T* keys, const T* values, T* out, int64_t length, 
 }
 
 // Row r is the query at `position[r]` of slot `slot[r]` (slot r where `slot` is null): it attends to the last
-// `window` positions up to position[r]. With `write`, its own key and value are put into the cache first. Caches: [slot, kv head, t, dim].
+// `window` positions up to position[r]. With `write`, its own key and value are put into the cache first.
+// Caches: [slot, kv head, t, dim].
 template <class T>
 void attention(const T* q, const T* k, const T* v, T* keys, T* values, T* out, const int64_t* slot,
                const int64_t* position, int64_t rows, int64_t stride, int64_t kv_heads, int64_t group, int64_t dim,
@@ -212,8 +213,8 @@ void attention(const T* q, const T* k, const T* v, T* keys, T* values, T* out, c
                 std::memcpy(values + start + position[row] * dim, v + head * dim, dim * sizeof(T));
             }
             int64_t first = head * group * dim;
-            attends[group - 1](q + first, keys + start + skipped, values + start + skipped, out + first, length, dim, scale,
-                               scores.data());
+            attends[group - 1](q + first, keys + start + skipped, values + start + skipped, out + first, length, dim,
+                               scale, scores.data());
         }
     }
 }
@@ -277,13 +278,14 @@ void sample(const T* logits, const float* temperature, const double* uniform, fl
 #define GATED_SILU(T) (const T* gate_up, T* out, int64_t rows, int64_t width)
 #define ATTENTION(T)                                                                                             \
     (const T* q, const T* k, const T* v, T* keys, T* values, T* out, const int64_t* slot, const int64_t* position, \
-     int64_t rows, int64_t stride, int64_t kv_heads, int64_t group, int64_t dim, int64_t context, int64_t window, float scale, \
-     int64_t write)
+     int64_t rows, int64_t stride, int64_t kv_heads, int64_t group, int64_t dim, int64_t context, int64_t window, \
+     float scale, int64_t write)
 #define SAMPLE(T) \
     (const T* logits, const float* temperature, const double* uniform, float* out, int64_t rows, int64_t vocabulary)
 
 BOTH(rms_norm, RMS_NORM, (x, weight, out, rows, width, epsilon))
-BOTH(norm_rotate, NORM_ROTATE, (qkv, q_norm, k_norm, cos, sin, rows, stride, turn_stride, heads, kv_heads, dim, epsilon))
+BOTH(norm_rotate, NORM_ROTATE,
+     (qkv, q_norm, k_norm, cos, sin, rows, stride, turn_stride, heads, kv_heads, dim, epsilon))
 BOTH(gated_silu, GATED_SILU, (gate_up, out, rows, width))
 BOTH(attention, ATTENTION,
      (q, k, v, keys, values, out, slot, position, rows, stride, kv_heads, group, dim, context, window, scale, write))

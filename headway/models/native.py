@@ -156,32 +156,53 @@ def attention_fits(group: int, head_dim: int) -> bool:
 def kernels_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:
     """Kernels for a model of ``dtype`` on ``device``; None where there are none: on a GPU, on several cores (they
     use one), for other dtypes, or without a C++ compiler (``CXX``, else g++, c++ or clang++)."""
-    if device.type != "cpu" or dtype not in _DTYPES or torch.get_num_threads() != 1:
-        return None
-    library = _library()
-    return None if library is None else Kernels(library, dtype)
+    found = _library_for(dtype, device)
+    return None if isinstance(found, str) else Kernels(found, dtype)
+
+
+def why_none(dtype: torch.dtype, device: torch.device) -> str:
+    """Why a CPU gets no kernels from `kernels_for`; "" where it does, and for a GPU, which has no use for them."""
+    found = _library_for(dtype, device)
+    return found if isinstance(found, str) and device.type == "cpu" else ""
+
+
+def _library_for(dtype: torch.dtype, device: torch.device) -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    if device.type != "cpu":
+        return f"they are for CPUs, not for {device}"
+    if dtype not in _DTYPES:
+        return f"they are for {' and '.join(_DTYPES.values())}, not for {dtype}"
+    if (threads := torch.get_num_threads()) != 1:
+        return f"they use one core, but torch has {threads} threads here"
+    return _library()
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def _library() -> ctypes.CDLL | str:
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
     if compiler is None:
-        return None
+        return "no C++ compiler (CXX is not set; no g++, c++ or clang++)"
     key = hashlib.sha256("\0".join((SOURCE.read_text(), compiler, *FLAGS, _processor())).encode()).hexdigest()[:16]
     name = f"native-{key}.so"
+    refused: list[str] = []
     for folder in _folders():
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if folder.stat().st_uid != os.getuid():  # somebody else could put a library there
+                refused.append(f"{folder} belongs to another user")
                 continue
             if not (folder / name).exists():
                 _build(compiler, folder / name)
             return ctypes.CDLL(str(folder / name))
-        except OSError:  # read-only, full, or on a file system whose files may not be executed: the next folder
-            continue
-        except subprocess.SubprocessError:  # a compiler that can't: as if there was none
-            return None
-    return None
+        except OSError as error:  # read-only, full, or on a file system whose files may not be executed: the next
+            refused.append(str(error))
+        except subprocess.CalledProcessError as error:  # a compiler that can't: as if there was none
+            lines = error.stderr.decode(errors="replace").split("\n")
+            said = next((line.strip() for line in reversed(lines) if line.strip()), "it printed no error")
+            return f"the compiler {compiler!r} ended with {error.returncode}: {said}"
+        except subprocess.TimeoutExpired as error:
+            return f"the compiler {compiler!r} took more than {error.timeout:.0f} s"
+    return "; ".join(dict.fromkeys(refused))  # a compiler that isn't there is missed once for each folder
 
 
 def _build(compiler: str, target: Path) -> None:

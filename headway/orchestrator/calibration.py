@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -20,10 +20,11 @@ from headway.generator.client import GeneratorPool
 from headway.orchestrator.load import Load
 from headway.orchestrator.memory import peak_resident_bytes
 from headway.orchestrator.step_timing import StepTimes, time_steps
-from headway.orchestrator.task_sets import load_task_sets
+from headway.orchestrator.task_sets import named_verifiers
 from headway.records.errors import HeadwayError, Interrupted, NoProgress, WorkerDied
 from headway.records.generation import EngineStatistics, GenerationRequest, SamplingParameters
 from headway.records.planning import Calibration
+from headway.records.task import Task
 from headway.rollout.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.devices import parse_device
@@ -42,9 +43,13 @@ _PREFILL, _FEW, _ALL, _BESIDE = 0.06, 0.12, 0.36, 0.36
 
 
 def calibrate(
-    experiment: Experiment, *, seconds: float = SECONDS, on_progress: OnProgress = lambda text: None
+    experiment: Experiment,
+    tasks: Sequence[Task],
+    *,
+    seconds: float = SECONDS,
+    on_progress: OnProgress = lambda text: None,
 ) -> tuple[Calibration, LengthDistribution]:
-    """Start the run's workers, measure for about ``seconds``, stop them.
+    """Start the run's workers, measure for about ``seconds`` on its training ``tasks``, stop them.
 
     The generator is measured alone, at few and at all its requests; then the trainer computes on responses as long as
     those seen while the generator goes on, unless both are on the same devices: then one after the other.
@@ -54,16 +59,16 @@ def calibrate(
     """
     identity = f"check-{os.getpid()}"
     try:
-        return asyncio.run(_calibrate(experiment, seconds, on_progress, identity))
+        return asyncio.run(_calibrate(experiment, tasks, seconds, on_progress, identity))
     finally:
         reap(identity)  # of a trainer that was killed
 
 
 async def _calibrate(
-    experiment: Experiment, seconds: float, on_progress: OnProgress, identity: str
+    experiment: Experiment, tasks: Sequence[Task], seconds: float, on_progress: OnProgress, identity: str
 ) -> tuple[Calibration, LengthDistribution]:
     async with _interruptible(), AsyncExitStack() as stack:
-        calibrating = _Calibrating(experiment, seconds, on_progress, identity)
+        calibrating = _Calibrating(experiment, tasks, seconds, on_progress, identity)
         await calibrating.start(stack)
         try:
             async with asyncio.timeout(_PATIENCE * seconds):
@@ -102,7 +107,9 @@ async def _interruptible() -> AsyncIterator[None]:
 class _Calibrating:
     """One calibration: its workers, and what it has measured so far."""
 
-    def __init__(self, experiment: Experiment, seconds: float, on_progress: OnProgress, identity: str) -> None:
+    def __init__(
+        self, experiment: Experiment, tasks: Sequence[Task], seconds: float, on_progress: OnProgress, identity: str
+    ) -> None:
         self.doing = "started the workers"
         self._experiment = experiment
         self._seconds = seconds
@@ -111,13 +118,19 @@ class _Calibrating:
         launcher = LocalLauncher(self._clock, start_timeout_s=experiment.run.worker_start_timeout_s)
         self._generator = GeneratorPool(launcher, experiment, self._clock, on_event=self._on_event)
         self._trainer = TrainerClient(launcher, experiment, identity)
-        self._verifier = VerifierPool(launcher, experiment.verifier, self._clock, retries=0)
+        self._verifier = VerifierPool(
+            launcher,
+            experiment.verifier,
+            self._clock,
+            named=named_verifiers(experiment, {"train": tasks}),
+            retries=0,
+        )
         self._load = Load(
             experiment,
             self._generator,
             self._verifier,
             Tokenizer.load(experiment.model.path),
-            load_task_sets(experiment)["train"],
+            tasks,
             self._clock,
             self._generator.cancel,
         )
@@ -190,7 +203,7 @@ class _Calibrating:
 
     async def _train(self) -> tuple[Interval | None, StepTimes]:
         """Time training steps beside the generator, and what it does meanwhile; on shared devices with it at rest."""
-        at_once = not shared_devices(self._experiment)
+        at_once = not lent_replicas(self._experiment)
         if not at_once:
             await self._load.stop()
         self._say("trains beside it" if at_once else "trains, with the generator at rest")
@@ -375,8 +388,8 @@ def decode_cost(few: Interval, many: Interval) -> tuple[float, float]:
     return max(0.0, many.step_s - per_request * many.requests), per_request
 
 
-def shared_devices(experiment: Experiment) -> bool:
-    """Whether the generator's replicas and the trainer's ranks take turns on the same devices."""
-    ours = [parse_device(name) for name in experiment.generator.devices]
-    theirs = [parse_device(name) for name in experiment.trainer.devices]
-    return any(a.kind == b.kind and a.first <= b.last and b.first <= a.last for a in ours for b in theirs)
+def lent_replicas(experiment: Experiment) -> int:
+    """Replicas of the generator whose device the trainer computes on: they pause for every training step."""
+    ranks = [parse_device(name) for name in experiment.trainer.devices]
+    replicas = [parse_device(name) for name in experiment.generator.devices]
+    return sum(any(replica.shares_with(rank) for rank in ranks) for replica in replicas)

@@ -191,6 +191,9 @@ def _tasks(inputs: _Inputs) -> Iterator[Finding]:
         if left_out := len(tasks["train"]) - len(kept):
             message = f"{left_out:,} tasks are left out because their prompts are in a held-out set"
             yield _info("tasks.train", message) if kept else _error("tasks.train", message + "; none remains")
+            for source in sections.train:
+                if kept and source.called not in {task.source for task in kept}:
+                    yield _error("tasks.train", f"{source.called}: all its tasks are in a held-out set; none remains")
         tasks["train"] = kept
     for pair in overlap({f"tasks.{split}": found for split, found in tasks.items()}):
         shared = "1 prompt" if pair.prompts == 1 else f"{pair.prompts:,} prompts"
@@ -222,10 +225,7 @@ def _prompts(inputs: _Inputs) -> Iterator[Finding]:
     for split, tasks in inputs.tasks.items():
         if not tasks:
             continue
-        lengths = [
-            len(inputs.tokenizer.render(task.messages or task.prompt, inputs.experiment.model.template))
-            for task in tasks
-        ]
+        lengths = [len(inputs.tokenizer.render(task.shown, inputs.experiment.model.template)) for task in tasks]
         too_long = sum(length > limit for length in lengths)
         if too_long:
             worst = max(range(len(tasks)), key=lambda i: lengths[i])

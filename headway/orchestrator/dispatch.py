@@ -75,7 +75,7 @@ class Dispatch:
         group = Group(
             index=state.admitted,
             task=task,
-            prompt_ids=run.tokenizer.render(task.messages or task.prompt, run.experiment.model.template),
+            prompt_ids=run.tokenizer.render(task.shown, run.experiment.model.template),
             size=run.experiment.rollout.group_size,
             admitted_version=applied_version,
             admitted_s=run.clock.now(),

@@ -56,7 +56,7 @@ async def attempt_tasks(
         group = Group(
             index=position - len(tasks),
             task=task,
-            prompt_ids=tokenizer.render(task.messages or task.prompt, template),
+            prompt_ids=tokenizer.render(task.shown, template),
             size=samples_per_task,
             admitted_version=version,
             admitted_s=clock.now(),

@@ -9,6 +9,7 @@ from headway.config.schema import Experiment
 from headway.control.learning_signal import group_outcome
 from headway.orchestrator.collect import verify_rollouts
 from headway.orchestrator.state import Signal
+from headway.orchestrator.task_sets import training_weights
 from headway.records.clients import Generator, Verifier
 from headway.records.generation import GenerationRequest, GenerationResult
 from headway.records.rollout import Group, Rollout
@@ -54,7 +55,7 @@ class Load:
         self._generator = generator
         self._verifier = verifier
         self._tokenizer = tokenizer
-        self._cursor = TaskCursor(tasks, experiment.run.seed)
+        self._cursor = TaskCursor(tasks, experiment.run.seed, training_weights(experiment))
         self._clock = clock
         self._cancel = cancel
         self._open: set[str] = set()
@@ -109,7 +110,7 @@ class Load:
 
     def _next(self, index: int) -> Group:
         task = self._cursor.next()
-        prompt_ids = tuple(self._tokenizer.render(task.prompt, self._experiment.model.template))
+        prompt_ids = tuple(self._tokenizer.render(task.shown, self._experiment.model.template))
         size = self._experiment.rollout.group_size
         return Group(
             index=index,

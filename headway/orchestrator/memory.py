@@ -5,11 +5,13 @@ a number in the dtype in question, ``L`` layers, ``d`` width, ``H``/``K`` query 
 intermediate width, ``V`` vocabulary.
 
 - generator replica: weights P·b (4·P while they are loaded); KV cache 2·L·slots·K·context·e·b; the buffer new versions
-  are read into P·b (in the machine's memory, on a GPU as well); for one step the activations of a prefill, 8192 tokens
-  or the longest prompt if that is more, and the float32 logits of every slot with what sampling makes of them
+  are read into P·b (in the machine's memory, on a GPU as well); for one step the activations of a prefill,
+  ``prefill_tokens_per_step``, and the float32 logits of every slot with what sampling makes of them
 - trainer rank: float32 weights, gradients and two moments 16·P; the reference model P·b; activations of a micro-batch
-  (``activation_bytes``); logits of one chunk. With several ranks gradients are summed in one more copy, 4·P
-- published weights: 3 versions of P·b in /dev/shm; the system shows them once more in every process that reads them
+  (``activation_bytes``, ``score_bytes``); logits of one chunk. With several ranks gradients are summed in one more
+  copy, 4·P
+- published weights: 3 versions of P·b in /dev/shm, which is main memory and counted there too; the system shows them
+  once more in every process that reads them
 - checkpoints: 12·P each (weights and two moments), one more than is kept while it is written, and the best model twice
 - buffer: payloads stay until a durable checkpoint covers them, ~14 bytes a token
 """
@@ -54,20 +56,43 @@ def parameter_count(model: DecoderConfig) -> int:
     return model.matrix_parameters()
 
 
-def activation_bytes(model: DecoderConfig, tokens: int, dtype: str) -> int:
-    """What the backward of one micro-batch of ``tokens`` needs, logits left out.
+def activation_bytes(model: DecoderConfig, tokens: int, dtype: str, *, checkpointing: bool = False) -> int:
+    """What the backward of one micro-batch of ``tokens`` needs, logits and soft-capped scores left out.
 
     Kept of each token in each layer, in numbers of the products' dtype: the two norms' outputs before and after their
     weight 4·d, padded query, key and value (H + 2K)·e, the attention's output as it leaves, is put together and is
     projected 3·H·e, gate and up 2·f, their product f; and the normed query and key (H + K)·e in float32. On top the
-    largest of them three times over, for the layer in which the backward is.
+    largest of them three times over, for the layer in which the backward is. With gradient ``checkpointing`` each layer
+    keeps its input alone, 4·d bytes a token, and one layer all of the above.
     """
     product, heads = bytes_of(dtype), model.heads * model.head_dim
     joint = (model.heads + 2 * model.kv_heads) * model.head_dim
     kept = product * (4 * model.width + joint + 3 * heads + 3 * model.active_intermediate)
     kept += 4 * (model.heads + model.kv_heads) * model.head_dim
     passing = 3 * 4 * max(2 * model.active_intermediate, joint) + 3 * 4 * model.width
-    return tokens * (model.layers * kept + passing)
+    layers = model.layers * 4 * model.width + kept if checkpointing else model.layers * kept
+    return tokens * (layers + passing)
+
+
+def score_bytes(
+    model: DecoderConfig, tokens: int, longest_tokens: int, dtype: str, *, checkpointing: bool = False
+) -> int:
+    """What the backward needs of attention whose scores are capped, computed in full: of each query of each head, for
+    every key it might see, the capped score and its weight in float32, the latter in the products' dtype as well."""
+    if model.attention_softcap is None:
+        return 0
+    number = 8 + (bytes_of(dtype) if bytes_of(dtype) < 4 else 0)
+    layers = [model.heads * tokens * keys * number for keys in _keys_of_layers(model, longest_tokens)]
+    return max(layers) if checkpointing else sum(layers)
+
+
+def _keys_of_layers(model: DecoderConfig, longest_tokens: int) -> list[int]:
+    """Keys that a query's scores are computed for, layer by layer; a window's come in blocks of twice its size."""
+    window = model.window
+    return [
+        min(longest_tokens, 2 * window.tokens) if window is not None and layer in window.layers else longest_tokens
+        for layer in range(model.layers)
+    ]
 
 
 def memory_uses(experiment: Experiment, model: DecoderConfig) -> list[MemoryUse]:
@@ -108,11 +133,14 @@ def _generator(experiment: Experiment, model: DecoderConfig, name: str, device: 
     if settings.kv_capacity_tokens is not None:
         context = min(context, settings.kv_capacity_tokens)  # slots are this long even where few can be full at once
     kv = 2 * model.layers * settings.slots * model.kv_heads * context * model.head_dim * width
-    prompt = experiment.rollout.max_prompt_tokens
-    together = prompt if experiment.run.deterministic else settings.prefill_tokens_per_step
-    prefilled = min(together, settings.slots * prompt)
+    # Resumed requests, and all of them after an update that recomputes, prefill what they have sampled as well.
+    longest = experiment.max_sequence_tokens
+    together = longest if experiment.run.deterministic else settings.prefill_tokens_per_step
+    prefilled = min(together, settings.slots * longest)
     joint = (model.heads + 2 * model.kv_heads) * model.head_dim
     activations = prefilled * width * (3 * model.width + 2 * joint + 3 * model.active_intermediate)
+    if model.attention_softcap is not None:
+        activations += 12 * model.heads * prefilled * max(_keys_of_layers(model, context))  # scores, three times over
     on_device = {
         "weights": 4 * weights,  # in bfloat16 half of it stays
         "KV cache": kv,
@@ -133,7 +161,14 @@ def _trainers(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUs
         "weights": 4 * weights,
         "gradients": 4 * weights * (2 if ranks > 1 else 1),
         "AdamW": 8 * weights,
-        "activations": activation_bytes(model, tokens, settings.dtype),
+        "activations": activation_bytes(model, tokens, settings.dtype, checkpointing=settings.gradient_checkpointing)
+        + score_bytes(
+            model,
+            tokens,
+            experiment.max_sequence_tokens,
+            settings.dtype,
+            checkpointing=settings.gradient_checkpointing,
+        ),
         "logits": 4 * logits * _LOGIT_COPIES,
     }
     if experiment.algorithm.kl_coefficient > 0:
@@ -162,6 +197,8 @@ def memory_places(uses: list[MemoryUse]) -> list[MemoryPlace]:
     needed: dict[str, int] = {}
     for use in uses:
         needed[use.place] = needed.get(use.place, 0) + use.total_bytes
+    if "memory" in needed:  # where files in /dev/shm are, too
+        needed["memory"] += needed.get(str(SHARED_MEMORY), 0)
     places: list[MemoryPlace] = []
     for name, total in needed.items():
         if name == "memory":

@@ -10,7 +10,7 @@ import msgspec
 from headway.config.schema import Experiment
 from headway.control.forecast import RunShape, forecast
 from headway.models.configuration import DecoderConfig
-from headway.orchestrator.calibration import SECONDS, OnProgress, calibrate, shared_devices
+from headway.orchestrator.calibration import SECONDS, OnProgress, calibrate, lent_replicas
 from headway.orchestrator.check import check
 from headway.orchestrator.memory import gibibytes, memory_places, memory_uses
 from headway.orchestrator.task_sets import load_task_sets
@@ -40,9 +40,9 @@ def preview(
     places = memory_places(uses)
     if seconds is None:
         return CheckReport(findings=findings, memory=uses, places=places)
-    measured, lengths = calibrate(experiment, seconds=seconds, on_progress=on_progress)
-    on_progress("forecasts the run")
     sets = load_task_sets(experiment)
+    measured, lengths = calibrate(experiment, sets["train"], seconds=seconds, on_progress=on_progress)
+    on_progress("forecasts the run")
     predicted = forecast(run_shape(experiment, sets), measured, lengths)
     more = [*calibration_findings(experiment, measured, predicted), *_task_finding(experiment, len(sets["train"]))]
     on_findings(more)
@@ -85,7 +85,7 @@ def run_shape(experiment: Experiment, sets: Mapping[str, Sequence[Task]]) -> Run
         max_sequence_tokens=longest,
         max_response_tokens=rollout.max_response_tokens,
         verifiers=experiment.verifier.workers,
-        shared_devices=shared_devices(experiment),
+        lent_replicas=lent_replicas(experiment),
         steps=experiment.run.steps,
         time_limit_s=experiment.run.time_limit_s,
         evaluated_samples=held,

@@ -46,6 +46,7 @@ async def time_steps(
     full = experiment.queue.groups_per_step * experiment.rollout.group_size
     deadline = clock.now() + seconds
     timed: dict[int, list[tuple[int, float]]] = {}  # samples -> (tokens, seconds) of each step
+    size = experiment.rollout.group_size
     count, version = min(full, 2 * ranks), 0
     while True:
         batch = _batch(version, count, experiment, seen, lengths)
@@ -59,8 +60,20 @@ async def time_steps(
         if left_s < elapsed_s:
             break
         if count < full and len(timed[count]) > 1:  # the first step of all pays for new memory
-            count = min(full, max(count + 1, int(count * min(8.0, left_s / (2.0 * elapsed_s)))))
-    return _fit(timed, version)
+            count = _larger(count, int(count * min(8.0, left_s / (2.0 * elapsed_s))), full, size)
+    # A group's prompt is computed once: parts of a group say nothing about steps of whole ones.
+    whole = {count: steps for count, steps in timed.items() if count % size == 0}
+    return _fit(whole or timed, version)
+
+
+def _larger(count: int, affordable: int, full: int, size: int) -> int:
+    """The next batch, more than ``count`` samples: whole groups where they are affordable, and not the whole step
+    before half of it, so that there are two sizes to tell fixed and growing time by."""
+    most = full // 2 if count < size <= full // 2 else full
+    chosen = min(affordable, most)
+    if max(count, chosen) < size:
+        return min(size, max(count + 1, chosen))
+    return max(chosen // size, count // size + 1) * size
 
 
 def _fit(timed: dict[int, list[tuple[int, float]]], version: int) -> StepTimes:
@@ -96,7 +109,7 @@ def _batch(
         tokens = lengths.at((index + 0.5) / count)
         start = (index * 7919) % len(ids)
         response = tuple(islice(cycle(ids[start:] + ids[:start]), tokens))
-        prompt = pool[index % len(pool)].prompt_ids if pool else (1,)
+        prompt = pool[(index // size) % len(pool)].prompt_ids if pool else (1,)  # a group's members share theirs
         rollout = Rollout(
             group=step * count + index // size,
             member=index % size,

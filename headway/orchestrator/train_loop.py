@@ -142,7 +142,9 @@ class Train:
     async def _compute(self, batch: TrainBatch) -> StepReport:
         """The trainer's step; where it shares devices with the generator, they are its own meanwhile."""
         run = self._run
+        asked_s = run.clock.now()
         await run.generator.lend_devices()
+        run.meter.waited(run.clock.now() - asked_s)  # a replica gives its device up between two of its steps
         try:
             return await surviving(run, lambda: run.trainer.train_step(batch), batch.step)
         finally:

@@ -17,3 +17,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] = {}  # whatever else the verifier needs (JSON types only)
     source: str = ""  # the label of the task source it came from
     verifier: str = ""  # who scores it: "" [verifier], NAME of [verifiers.NAME], or a verifier's settings as JSON
+
+    @property
+    def shown(self) -> str | tuple[dict[str, Any], ...]:
+        """What the policy answers: the conversation where there is one, else the text."""
+        return self.messages or self.prompt

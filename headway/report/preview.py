@@ -19,7 +19,6 @@ _BINDS = {
     "verifier": "the verifiers",
     "kv": "the generator's KV cache",
     "admission": "the staleness budget (admission)",
-    "nothing": "nothing in particular",
 }
 
 Rows = list[tuple[str, str]]
@@ -181,8 +180,10 @@ def forecast_rows(predicted: Forecast, experiment: Experiment) -> Rows:
 
 
 def _balance(predicted: Forecast) -> str:
-    if predicted.shared_devices:
+    if predicted.lent_share == 1.0:
         return "both sides take turns on the same devices: 1 / (1 / production + 1 / consumption)"
+    if predicted.lent_share:
+        return f"{predicted.lent_share:.0%} of the generator pauses while the trainer computes on its devices"
     return f"effective production / consumption = {predicted.balance:.2f}"
 
 

@@ -110,6 +110,7 @@ def _draw_group(events: TraceEvents, track: str, life: GroupLife, computing_s: f
 def _draw_rollout(events: TraceEvents, track: str, life: GroupLife, rollout: RolloutTrace) -> None:
     assert life.trace is not None
     assert life.finished_s is not None
+    sampled = rollout.first_version >= 0  # a token at least
     last_generated_s = max(r.generated_s for r in life.trace.rollouts)
 
     def moment(clock_s: float) -> float:
@@ -122,8 +123,8 @@ def _draw_rollout(events: TraceEvents, track: str, life: GroupLife, rollout: Rol
     arguments = {
         "tokens": rollout.tokens,
         "reward": rollout.reward,
-        "versions": f"{rollout.first_version} to {rollout.last_version}",
-        "staleness": life.step - rollout.first_version if life.ending == "trained" else None,
+        "versions": f"{rollout.first_version} to {rollout.last_version}" if sampled else None,
+        "staleness": life.step - rollout.first_version if sampled and life.ending == "trained" else None,
         "ending": "failed" if rollout.failure else life.ending or "buffered",
         "failed at": rollout.failure or None,
         "resumes": rollout.resumes,

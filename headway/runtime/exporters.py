@@ -10,7 +10,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -97,16 +97,17 @@ class _Lane:
         self.error = ""  # of the first lost line
         self._counting = threading.Lock()
         self._status: Status = "finished"
-        self._queue: queue.Queue[Callable[[Exporter], None] | None] = queue.Queue(capacity)
+        self._capacity = capacity  # of jobs; the end mark finds room in a full queue too
+        self._queue: queue.SimpleQueue[Callable[[Exporter], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"export-{name}", daemon=True)
         self._thread.start()
 
     def offer(self, job: Callable[[Exporter], None]) -> None:
         """Never waits: with a full queue the job is lost."""
-        try:
-            self._queue.put_nowait(job)
-        except queue.Full:
-            self._lose(f"{self._queue.maxsize} lines wait for it: it is too slow, or hangs")
+        if self._queue.qsize() < self._capacity:
+            self._queue.put(job)
+        else:
+            self._lose(f"{self._capacity} lines wait for it: it is too slow, or hangs")
 
     def _lose(self, reason: str, lines: int = 1) -> None:
         with self._counting:
@@ -124,14 +125,16 @@ class _Lane:
         except Exception as error:  # the boundary to a tracker: its failures must not reach the run
             self._lose(f"{type(error).__name__}: {error}")
 
-    def close(self, status: Status, deadline_s: float) -> None:
-        """Write what waits and finish, until ``deadline_s`` (monotonic); the rest is lost."""
+    def end(self, status: Status) -> None:
+        """Let it write what waits and finish; returns at once."""
         self._status = status
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=max(0.0, deadline_s - time.monotonic()))
+        self._queue.put(None)
+
+    def join(self, deadline_s: float) -> None:
+        """Wait until it has finished, until ``deadline_s`` (monotonic); what isn't written then is lost."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
-        if self._thread.is_alive():
-            self._lose("not done in time at the end of the run", 1 + self._queue.qsize())
+        if self._thread.is_alive():  # at one line and those in the queue but for the mark; or at its finish
+            self._lose("not done in time at the end of the run", max(1, self._queue.qsize()))
 
 
 class Exports:
@@ -144,8 +147,10 @@ class Exports:
     """
 
     def __init__(self, exporters: dict[str, Exporter], ledger: Ledger, *, table_every_steps: int = 0,
-                 capacity: int = CAPACITY) -> None:  # fmt: skip
+                 capacity: int = CAPACITY, sources: Iterable[str] = ()) -> None:  # fmt: skip
+        """``sources``: labels of all task sources of the run, see `scalars`."""
         self._ledger = ledger
+        self._sources = tuple(sources)
         self._lanes = [_Lane(name, exporter, capacity) for name, exporter in exporters.items()]
         self._told: set[str] = set()
         self._newest: LedgerLine | None = None
@@ -157,7 +162,7 @@ class Exports:
         """Hand a line of the ledger to every exporter."""
         self._newest = line
         for lane in self._lanes:
-            lane.offer(lambda exporter: _export(exporter, line))
+            lane.offer(lambda exporter: _export(exporter, line, self._sources))
             if lane.error and lane.name not in self._told:
                 self._told.add(lane.name)
                 self._tell(EVENT_EXPORTER_FAILED, f"{lane.name}: {lane.error}")
@@ -189,8 +194,10 @@ class Exports:
         lanes, self._lanes = self._lanes, []
         deadline_s = time.monotonic() + (FINISH_S if status == "finished" else GIVE_UP_S)
         with contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the command's result
+            for lane in lanes:  # before any is waited for: one that hangs uses up the time, not the others' end
+                lane.end(status)
             for lane in lanes:
-                lane.close(status, deadline_s)
+                lane.join(deadline_s)
         for lane in lanes:
             if lane.lost:
                 detail = f"{lane.name}: {lane.lost} lines of the ledger are missing there; first cause: {lane.error}"
@@ -220,10 +227,10 @@ class Exports:
             self.close("failed" if ours else "interrupted")
 
 
-def _export(exporter: Exporter, line: LedgerLine) -> None:
+def _export(exporter: Exporter, line: LedgerLine, sources: tuple[str, ...]) -> None:
     if isinstance(line, EventRecord):
         exporter.event(line)
-    elif values := scalars(line):
+    elif values := scalars(line, sources):
         exporter.log(line.step, values, histograms(line))
 
 
@@ -267,9 +274,16 @@ def start_exports(experiment: Experiment, directory: RunDirectory, ledger: Ledge
             with contextlib.suppress(Exception):  # the first error is the one to report
                 exporter.finish("failed")
         raise
-    exports = Exports(started, ledger, table_every_steps=experiment.ledger.table_every_steps)
+    every = experiment.ledger.table_every_steps
+    exports = Exports(started, ledger, table_every_steps=every, sources=_source_labels(experiment))
     ledger.subscribe(exports.take)
     return exports
+
+
+def _source_labels(experiment: Experiment) -> Iterator[str]:
+    tasks = experiment.tasks
+    for sources in (tasks.train, tasks.validation, tasks.test):
+        yield from (source.called for source in sources or ())
 
 
 def _start(name: str, experiment: Experiment, folder: Path, run_id: str | None) -> Exporter:

@@ -6,9 +6,11 @@ none (a reward, a loss).
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from headway.records.ledger import Distribution, EvaluationRecord, LedgerLine, StepRecord
@@ -66,6 +68,9 @@ STALENESS = {"staleness/trajectory_steps": "trajectory_staleness", "staleness/to
 LENGTHS = "length/tokens"
 
 _UNUSUAL = re.compile(r"[^\w./-]")
+_UNUSUAL_OR_SLASH = re.compile(r"[^\w.-]")
+_PLAINEST = re.compile(r"[^a-zA-Z0-9_]")  # Prometheus knows no other characters
+_LONGEST_LABEL = 100  # characters: MLflow refuses names longer than 250
 
 
 class Histogram(NamedTuple):
@@ -75,12 +80,16 @@ class Histogram(NamedTuple):
     counts: list[int]  # [N]
 
 
-def scalars(line: LedgerLine) -> dict[str, float]:
-    """Name -> value of every finite number of ``line``; nothing for an event."""
-    return {name: value for name, value in _scalars(line) if math.isfinite(value)}
+def scalars(line: LedgerLine, sources: Iterable[str] = ()) -> dict[str, float]:
+    """Name -> value of every finite number of ``line``; nothing for an event.
+
+    ``sources``: labels of all task sources of the run. A line has only those that were drawn, and what one is called
+    must not depend on which others are beside it.
+    """
+    return {name: value for name, value in _scalars(line, sources) if math.isfinite(value)}
 
 
-def _scalars(line: LedgerLine) -> Iterator[tuple[str, float]]:
+def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, float]]:
     if isinstance(line, EvaluationRecord):
         if line.samples:  # else it measured nothing
             prefix = f"evaluation/{line.split}"
@@ -89,8 +98,9 @@ def _scalars(line: LedgerLine) -> Iterator[tuple[str, float]]:
             yield f"{prefix}_reward_mean", line.reward_mean
             yield f"{prefix}_length_mean_tokens", line.length_mean
             yield f"{prefix}_duration_s", line.duration_s
+            names = source_names({*sources, *line.by_source})
             for label, score in line.by_source.items():
-                yield f"evaluation_by_source/{line.split}_{_UNUSUAL.sub('_', label)}_solve_rate", score.solve_rate
+                yield f"evaluation_by_source/{line.split}_{names[label]}_solve_rate", score.solve_rate
     elif isinstance(line, StepRecord):
         for name, (field, _) in STEP_METRICS.items():
             yield name, float(getattr(line, field))
@@ -103,13 +113,34 @@ def _scalars(line: LedgerLine) -> Iterator[tuple[str, float]]:
             yield f"endings/{ending}_rollouts", float(count)
         for boundary, count in line.failures.items():
             yield f"failures/{boundary}_rollouts", float(count)
+        names = source_names({*sources, *line.by_source})
         for label, score in line.by_source.items():
             if score.samples:
-                source = _UNUSUAL.sub("_", label)
-                yield f"by_source/{source}_solve_rate", score.solve_rate
-                yield f"by_source/{source}_samples", float(score.samples)
+                yield f"by_source/{names[label]}_solve_rate", score.solve_rate
+                yield f"by_source/{names[label]}_samples", float(score.samples)
         for name, value in line.metrics.items():
             yield f"{_metric_group(name)}/{_UNUSUAL.sub('_', name)}", value
+
+
+def source_names(labels: Iterable[str]) -> dict[str, str]:
+    """Label of a task source -> what it is called inside a metric's name, where no two are called the same.
+
+    By default a label is a path, and MLflow refuses a whole line for one name that holds ``//`` or a part of dots. The
+    end of a long path says most. Labels that would be called the same get a mark of their own characters' hash, so
+    that it doesn't depend on their order; one that needs no change keeps its name.
+    """
+    mended = {label: _UNUSUAL_OR_SLASH.sub("_", label)[-_LONGEST_LABEL:].lstrip("._") for label in labels}
+    plainest = {label: _PLAINEST.sub("_", name) for label, name in mended.items()}
+    sharing = Counter(plainest.values())
+    names: dict[str, str] = {}
+    for label, name in mended.items():
+        alone = name and sharing[plainest[label]] == 1
+        names[label] = name if alone or label == plainest[label] else f"{name or 'source'}_{_mark(label)}"
+    return names
+
+
+def _mark(label: str) -> str:
+    return hashlib.sha256(label.encode()).hexdigest()[:6]
 
 
 def _metric_group(name: str) -> str:

@@ -176,10 +176,13 @@ def _metadata_of(raw: dict[str, Any], columns: TaskColumns, where: str) -> dict[
     if columns.metadata is not None:
         kept = {name: require_column(raw, name, where) for name in columns.metadata}
     else:
-        nested = raw.get("metadata", {})
+        nested = raw.get("metadata")
+        if nested is None:  # data sets fill a missing struct in with it
+            nested = {}
         if not isinstance(nested, dict):
             raise ConfigurationError(f'{where}: "metadata" must be an object, got {type(nested).__name__}')
-        taken = (columns.prompt, columns.answer or "answer", "metadata", "verifier")
+        answer = "answer" if columns.answer is None else columns.answer  # "" takes none, so "answer" is one of the rest
+        taken = (columns.prompt, answer, "metadata", "verifier")
         kept = {**{key: value for key, value in raw.items() if key not in taken}, **nested}
     for name, value in kept.items():
         if not _is_json(value):

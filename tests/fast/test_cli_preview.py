@@ -106,7 +106,7 @@ def test_what_is_unknown_is_called_unknown() -> None:
 
 
 def test_shared_devices_and_the_changes() -> None:
-    text = printed(report_of(shape={"shared_devices": True}, at_once=False, decode_beside_tokens_per_s=None))
+    text = printed(report_of(shape={"lent_replicas": 1}, at_once=False, decode_beside_tokens_per_s=None))
     assert "take turns" in row(text, "balance")
     assert "one after the other" in row(text, "measured")
     slow = printed(report_of(train_token_s=1e-3, shape={"budget": 4}))
@@ -153,7 +153,7 @@ def calibrate(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Stands in for the workers; the seconds it was asked for."""
     asked: list[float] = []
 
-    def stand_in(experiment: object, *, seconds: float, on_progress: Callable[[str], None]) -> Any:
+    def stand_in(experiment: object, tasks: object, *, seconds: float, on_progress: Callable[[str], None]) -> Any:
         on_progress("measures")
         asked.append(seconds)
         return calibration_of(resident_bytes={"generator-0": 10 * GIB}), lengths_of()

@@ -9,7 +9,7 @@ import pytest
 
 from headway.algorithms import advantages, aggregation
 from headway.config import schema
-from headway.config.load import load_experiment, validate_experiment
+from headway.config.load import load_experiment, require_resumable, validate_experiment
 from headway.records.errors import ConfigurationError
 from headway.trainer import kl, losses
 
@@ -57,3 +57,41 @@ def test_a_generators_seed_and_size_are_keys_of_their_own(key: str, split: str) 
     generated = {"source": "reasoning-gym", "name": "chain_sum", "parameters": {key: 7}}
     wrong = refusal(tasks={"train": {"path": "t.jsonl"}, split: generated})
     assert f"tasks.{split}.parameters.{key} = 7 has no effect: set tasks.{split}.{key}" in wrong
+
+
+def test_dashes_are_the_users_in_names_and_underscores_in_keys(tmp_path: Path) -> None:
+    file = tmp_path / "experiment.toml"
+    text = (
+        '[run]\ndirectory = "r"\n[model]\npath = "m"\n[[tasks.train]]\nsource = "reasoning-gym"\nname = "chain_sum"\n'
+    )
+    file.write_text(text + '[verifiers.my-boxed]\nname = "math"\n', encoding="utf-8")
+    given = [
+        "--verifiers.my-boxed.timeout-s=3",
+        "--verifiers.my-boxed.parameters.a-b.c-d=4",
+        "--verifiers.an-other.name=exact",
+        "--tasks.train.0.parameters.min-terms=2",
+        "--rollout.group-size=4",
+        "--verifier.parameters.x-y=5",
+    ]
+    found = load_experiment(file, given)
+    assert set(found.verifiers) == {"my-boxed", "an-other"}
+    boxed = found.verifiers["my-boxed"]
+    assert (boxed.name, boxed.timeout_s, boxed.parameters) == ("math", 3, {"a-b": {"c-d": 4}})
+    assert found.tasks.train[0].parameters == {"min-terms": 2}
+    assert (found.rollout.group_size, found.verifier.parameters) == (4, {"x-y": 5})
+    with pytest.raises(ConfigurationError, match=r"unknown key 'rollout.group_sise'; did you mean 'group_size'\?"):
+        load_experiment(file, ["--rollout.group-sise=4"])
+
+
+def test_a_time_limit_may_change_on_resume_but_no_parameter_of_that_name(tmp_path: Path) -> None:
+    assert schema.is_resumable("verifiers.x.timeout_s")
+    assert not schema.is_resumable("verifiers.x.parameters.timeout_s")
+    assert not schema.is_resumable("verifiers.timeout_s")
+    assert not schema.is_resumable("tasks.train.verifier.timeout_s")  # stored tasks know their verifier by that table
+    file = tmp_path / "experiment.toml"
+    text = '[run]\ndirectory = "r"\n[model]\npath = "m"\n[tasks.train]\npath = "t"\n'
+    file.write_text(text + '[verifiers.x]\nname = "my:own"\nparameters = { timeout_s = 1 }\n', encoding="utf-8")
+    stored = load_experiment(file)
+    require_resumable(stored, load_experiment(file, ["--verifiers.x.timeout_s=3"]))
+    with pytest.raises(ConfigurationError, match=r"resumed: verifiers\.x\.parameters\.timeout_s: 1 -> 3$"):
+        require_resumable(stored, load_experiment(file, ["--verifiers.x.parameters.timeout_s=3"]))

@@ -25,12 +25,13 @@ def forecast_of(measured: dict[str, Any] | None = None, **shape: Any) -> Forecas
 
 @given(production=rates, consumption=rates)
 def test_the_ideal_rate(production: float, consumption: float) -> None:
-    apart = ideal_rate(production, consumption, shared=False)
-    together = ideal_rate(production, consumption, shared=True)
-    assert apart == min(production, consumption)
+    apart, half, together = (ideal_rate(production, consumption, share) for share in (0.0, 0.5, 1.0))
+    assert apart == pytest.approx(min(production, consumption))
     assert 1 / together == pytest.approx(1 / production + 1 / consumption)
     assert apart / 2 <= together * (1 + 1e-9)
-    assert together < apart
+    assert together < half <= apart * (1 + 1e-9)
+    # the half that is left keeps up with the trainer
+    assert (production / 2 < consumption) or half == pytest.approx(consumption)
 
 
 def test_production_is_concurrency_over_latency() -> None:
@@ -54,7 +55,7 @@ def test_consumption_counts_publishing() -> None:
 def test_a_matched_run() -> None:
     found = forecast_of(budget=4)
     assert found.balance == pytest.approx(found.effective_per_s / found.consumption_per_s)
-    assert found.ideal_per_s == min(found.effective_per_s, found.consumption_per_s)
+    assert found.ideal_per_s == pytest.approx(min(found.effective_per_s, found.consumption_per_s))
     assert found.outcome.samples_per_s <= found.ideal_per_s * 1.03
     assert found.steps_per_h == pytest.approx(3600 * found.outcome.samples_per_s / 32)
     assert found.training_s == pytest.approx(100 / found.steps_per_h * 3600)
@@ -145,11 +146,23 @@ def test_synchronous_runs_are_told_to_overlap() -> None:
 
 
 def test_shared_devices_take_turns() -> None:
-    apart, shared = forecast_of(budget=6), forecast_of(budget=6, shared_devices=True)
+    apart, shared = forecast_of(budget=6), forecast_of(budget=6, lent_replicas=1)
     assert shared.ideal_per_s == pytest.approx(1 / (1 / shared.effective_per_s + 1 / shared.consumption_per_s))
     assert shared.outcome.samples_per_s == pytest.approx(shared.ideal_per_s, rel=0.1)
     assert shared.outcome.samples_per_s < 0.8 * apart.outcome.samples_per_s
     assert not {"generator.devices", "trainer.devices"} & {change.key for change in shared.changes}
+
+
+def test_of_two_replicas_one_may_be_lent() -> None:
+    """The other goes on: between a generator of its own and one that stands still."""
+    two = {"replicas": 2, "slots": 16, "kv_tokens": 16 * 60, "budget": 6}
+    slow = {"decode_request_s": 1e-3, "decode_beside_tokens_per_s": None}
+    none, one, both = (forecast_of(slow, **two, lent_replicas=lent) for lent in (0, 1, 2))
+    rates = [found.outcome.samples_per_s for found in (both, one, none)]
+    assert rates == sorted(rates)
+    assert rates[1] > 1.1 * rates[0]
+    for found in (none, one, both):
+        assert found.outcome.samples_per_s == pytest.approx(found.ideal_per_s, rel=0.1)
 
 
 def test_nothing_ended_is_no_crash() -> None:

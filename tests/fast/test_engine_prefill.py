@@ -67,6 +67,33 @@ def test_a_half_computed_prompt_survives_what_happens_meanwhile(disturbance, nat
         assert torch.allclose(torch.tensor(response.logprobs), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("native_kernels", [True, False])
+def test_a_prompt_that_is_the_beginning_of_a_longer_one_gets_its_own_kv(begun, native_kernels):
+    """What fits of the longer prompt in this step is just what an admitted request needs: one row of KV for both."""
+    long = [7 + i % 30 for i in range(45)]
+    fed = 30 if begun else 10  # then 10 tokens of the budget are left, with 20 of the long prompt in place or none
+    responses = {}
+    for budget in (20, 8192):
+        session = Session(make_engine(slots=4, prefill_tokens_per_step=budget, native_kernels=native_kernels))
+        first = request("long", long, max_tokens=6, priority=1)
+        second = request("beginning", [*long[:fed], 5], max_tokens=6)
+        if begun:
+            session.submit(first)
+            session.step(1)
+            session.submit(second)
+        else:
+            session.submit(second, first)
+        session.run()
+        responses[budget] = {name: result.response for name, result in session.results.items()}
+    for name, response in responses[20].items():
+        whole = responses[8192][name]
+        assert response.ids == whole.ids, name
+        assert torch.allclose(torch.tensor(response.logprobs), torch.tensor(whole.logprobs), atol=1e-4), name
+        expected = forced_logprobs(model_of(0), session.requests[name].prompt_ids, response.ids, 1.0)
+        assert torch.allclose(torch.tensor(response.logprobs), expected, atol=1e-4), name
+
+
 @pytest.mark.parametrize("native_kernels", [True, False])
 def test_recompute_computes_a_shared_prompt_once(native_kernels):
     prompt = tuple(range(3, 33))

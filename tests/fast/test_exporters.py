@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from test_ledger import ManualClock
 
 from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
-from headway.records.ledger import EventRecord, SourceScore
+from headway.records.ledger import EventRecord, LedgerLine, SourceScore
 from headway.records.trace import Pulse
 from headway.runtime import exporters
 from headway.runtime.exporters import EXPORTERS, Exporter, Exports, Start, start_exports
@@ -108,6 +110,37 @@ def test_a_hanging_exporter_is_never_waited_for(tmp_path: Path, monkeypatch: pyt
     assert lost.event == "exporter_lost"
     assert int(lost.data["lines"]) >= 190
     assert sum(event.event == "exporter_failed" for event in events_of(tmp_path)) == 1
+
+
+class SlowToFinish(Recorder):
+    """Takes a moment to finish, as one does that still has to send what it holds."""
+
+    def finish(self, status: str) -> None:
+        threading.Event().wait(0.05)
+        super().finish(status)
+
+
+@pytest.mark.parametrize("capacity", [2, 100])  # 2: the hanging one's queue is full at the end
+@pytest.mark.parametrize("hanging_first", [True, False])
+def test_a_hanging_exporter_takes_no_time_from_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging_first: bool, capacity: int
+) -> None:
+    monkeypatch.setattr(exporters, "FINISH_S", 0.5)
+    stuck, good = Recorder(), SlowToFinish()
+    stuck.gate.clear()
+    pair: dict[str, Any] = {"stuck": stuck, "good": good} if hanging_first else {"good": good, "stuck": stuck}
+    with Ledger(tmp_path, ManualClock()) as ledger:
+        with exporting(ledger, capacity=capacity, **pair):
+            for step in range(6):
+                ledger.record(step_record(step))
+                wait_until(lambda seen=step: sum(name == "log" for name, _ in good.calls) > seen)
+        calls = [call for call in good.calls if call[0] != "event"]
+        assert calls == [*(("log", step) for step in range(6)), ("finish", "finished")]
+    lost = [event for event in events_of(tmp_path) if event.event == "exporter_lost"]
+    stuck.gate.set()
+    assert [event.detail.partition(":")[0] for event in lost] == ["stuck"]
+    told = sum(event.event == "exporter_failed" for event in events_of(tmp_path))
+    assert int(lost[0].data["lines"]) == 6 + told
 
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError("x"), "failed"), (KeyboardInterrupt(), "interrupted")])
@@ -212,6 +245,73 @@ def test_every_number_of_a_step_has_a_name() -> None:
 
 def test_names_that_trackers_refuse_are_mended() -> None:
     assert "loss/my_metric____" in scalars(step_record(0, metrics={"my metric (%)": 1.0}))
+
+
+AWKWARD = ("/data/a.jsonl", "./data/a.jsonl", "../data/a.jsonl", "data//a.jsonl", "data_a.jsonl", "data/a_jsonl",
+           "data_a_jsonl", "openai/gsm8k", "reasoning_gym:sums", "..", "数学", "物理", "/long" * 100,
+           "plain")  # fmt: skip
+
+
+def named_sources(line: LedgerLine) -> list[str]:
+    return [name for name in scalars(line) if "by_source/" in name and "solve_rate" in name]
+
+
+def scored(labels: Iterable[str]) -> dict[str, SourceScore]:
+    return {label: SourceScore(tasks=2, samples=4, solve_rate=0.25, standard_error=0.1) for label in labels}
+
+
+@pytest.mark.parametrize(
+    "path", ["/data/a.jsonl", "./data/a.jsonl", "../data/a.jsonl", "../../data/a.jsonl", "data/a.jsonl"]
+)
+def test_a_source_called_by_its_path_has_a_name_of_safe_characters(path: str) -> None:
+    values = scalars(step_record(0, by_source=scored([path])))
+    assert values["by_source/data_a.jsonl_solve_rate"] == 0.25
+    assert values["by_source/data_a.jsonl_samples"] == 4
+    held = scalars(evaluation("after", 5, 0.5, by_source=scored([path])))
+    assert held["evaluation_by_source/test_data_a.jsonl_solve_rate"] == 0.25
+
+
+def test_no_two_sources_share_a_name() -> None:
+    step, held = step_record(0, by_source=scored(AWKWARD)), evaluation("after", 5, 0.5, by_source=scored(AWKWARD))
+    for names in (named_sources(step), named_sources(held)):
+        assert len(names) == len(AWKWARD)
+        assert len({re.sub("[^a-zA-Z0-9_]", "_", name) for name in names}) == len(AWKWARD)  # Prometheus's spelling
+        assert all(re.fullmatch(r"\w+/[\w.-]+", name) for name in names)
+    assert {"by_source/plain_solve_rate", "by_source/data_a_jsonl_solve_rate"} <= set(named_sources(step))
+
+
+def test_a_source_keeps_its_name_when_the_one_like_it_was_not_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Names(Recorder):
+        def __init__(self, start: Start) -> None:
+            super().__init__()
+
+        def log(self, step: int, values: dict[str, float], shapes: Any) -> None:
+            seen.append([name for name in values if name.startswith("by_source/")])
+
+    seen: list[list[str]] = []
+    monkeypatch.setattr(exporters.importlib, "import_module", lambda name: SimpleNamespace(Build=Names))
+    monkeypatch.setitem(EXPORTERS, "wandb", ("fake:Build", "json", ""))
+    labels = ["/data/a.jsonl", "data/a.jsonl"]
+    experiment = experiment_of(tmp_path / "run", ledger={"trackers": ["wandb"]}, tasks={"train": labels})
+    directory = RunDirectory(tmp_path / "run")
+    directory.begin(experiment, resume=False)
+    ledger = Ledger(directory.path, ManualClock())
+    with directory, ledger, start_exports(experiment, directory, ledger, resume=False):
+        for step, drawn in enumerate((labels, labels[:1], labels[1:])):
+            ledger.record(step_record(step, by_source=scored(drawn)))
+    both, first, second = seen
+    assert len(set(both)) == 4
+    assert sorted(both) == sorted(first + second)
+
+
+def test_mlflow_takes_the_names_of_all_sources() -> None:
+    validation = pytest.importorskip("mlflow.utils.validation")
+    step, held = step_record(0, by_source=scored(AWKWARD)), evaluation("after", 5, 0.5, by_source=scored(AWKWARD))
+    for name in [*scalars(step), *scalars(held)]:
+        validation._validate_metric_name(name)
+        assert len(name) <= validation.MAX_ENTITY_KEY_LENGTH
 
 
 def test_histograms_keep_every_count() -> None:

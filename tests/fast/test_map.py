@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from headway.config.schema import Queue
 from headway.records import errors
 
 ROOT = Path(__file__).parents[2]
@@ -58,3 +60,6 @@ def test_exit_codes_are_as_told(error: type[errors.HeadwayError]):
 def test_every_rule_has_a_place():
     part = PAGE.split("## Where the twelve rules live")[1]
     assert [int(n) for n in re.findall(r"^\| (\d+) ", part, re.M)] == list(range(1, 13))
+    budget = next(line for line in part.splitlines() if line.startswith("| 2 "))
+    policies = get_args(Queue.model_fields["overdue"].annotation)
+    assert [policy for policy in policies if f"`{policy}`" not in budget] == []

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import logging
 import math
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.generator.engine import TorchEngine
 from headway.generator.sampling import RowSampling, counter_uniform, sample_tokens
+from headway.generator.service import GeneratorService
 from headway.models import kernels, native
+from headway.models.initialise import initialise_model
 from headway.models.loading import copy_weights, load_for_generation, load_model, save_model, weights_of
-from headway.runtime.devices import cpu_multiplies_bfloat16
+from headway.runtime.devices import cpu_multiplies_bfloat16, parse_device
 from tests.conformance.engine import Session, model_of, request
 from tests.conformance.reference import random_model
 
@@ -146,6 +156,76 @@ def test_an_engine_without_them_gives_the_same(monkeypatch):
     assert native.kernels_for(torch.float64, torch.device("cpu")) is None
 
 
+@pytest.fixture
+def built_anew(monkeypatch, tmp_path):
+    """Nothing compiled so far is found; and what this test makes of it is forgotten."""
+    monkeypatch.setattr(native, "_folders", lambda: (tmp_path / "built",))
+    native._library.cache_clear()
+    yield tmp_path
+    native._library.cache_clear()
+
+
+@pytest.mark.usefixtures("built_anew")
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("no compiler", r"no C\+\+ compiler \(CXX is not set"),
+        ("compiler not there", "No such file or directory: 'nowhere-c"),
+        ("compiler fails", r"the compiler '.*/compiler' ended with 3: fatal error: no room$"),
+        ("compiler is silent", "the compiler 'false' ended with 1: it printed no error"),
+        ("cores", "they use one core, but torch has 2 threads here"),
+        ("dtype", "they are for float32 and bfloat16, not for torch.float16"),
+        ("folder", "Permission denied|Not a directory|File exists"),
+    ],
+)
+def test_why_there_are_none_is_said(monkeypatch, tmp_path, kind, reason):
+    dtype = torch.float16 if kind == "dtype" else torch.float32
+    compiler = {"compiler not there": "nowhere-c++", "compiler is silent": "false"}.get(kind, "true")
+    if kind == "compiler fails":
+        compiler = str(tmp_path / "compiler")
+        Path(compiler).write_text("#!/bin/sh\nprintf 'native.cpp: looking\\nfatal error: no room\\n\\n' >&2\nexit 3\n")
+        Path(compiler).chmod(0o700)
+    monkeypatch.setenv("CXX", compiler)
+    if kind == "no compiler":
+        monkeypatch.delenv("CXX")
+        monkeypatch.setattr(native.shutil, "which", lambda _: None)
+    if kind == "cores":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    if kind == "folder":
+        (tmp_path / "built").touch()
+    assert native.kernels_for(dtype, torch.device("cpu")) is None
+    assert re.search(reason, native.why_none(dtype, torch.device("cpu")))
+    assert native.why_none(dtype, torch.device("cuda")) == ""
+
+
+@pytest.mark.usefixtures("built_anew")
+@pytest.mark.parametrize("native_kernels", [True, False])
+def test_a_replica_says_once_that_it_has_none(monkeypatch, tmp_path, caplog, native_kernels):
+    initialise_model(tmp_path / "m", ["8+3=11"], vocabulary_size=280, width=16, layers=1, heads=2, kv_heads=1)
+    monkeypatch.setenv("CXX", "false")
+    context: Any = SimpleNamespace(device=parse_device("cpu:0"), log=logging.getLogger("generator-0"))
+    GeneratorService(
+        context,
+        model_path=str(tmp_path / "m"),
+        dtype="float32",
+        slots=2,
+        max_context_tokens=32,
+        native_kernels=native_kernels,
+    )
+    said = [record.getMessage() for record in caplog.records if record.name == "generator-0"]
+    if native_kernels:
+        (line,) = said
+        assert line.startswith("decoding without the native kernels")
+        assert "'false' ended with 1" in line
+    else:  # nobody asked for them
+        assert said == []
+
+
+def test_where_there_are_kernels_nothing_is_said():
+    kernels_of(torch.float32)
+    assert native.why_none(torch.float32, torch.device("cpu")) == ""
+
+
 def test_bfloat16_engine_with_and_without():
     model = random_model(4).to(torch.bfloat16)
     logprobs = []
@@ -177,3 +257,48 @@ def test_a_model_loaded_for_generation_is_the_same_model(tmp_path, dtype, tied):
             assert torch.allclose(laid_out(ids, [7]), expected, atol=1e-4 if wide else 0.1)
     if wide:
         assert laid_out.layers[0].down_weight.stride(0) == 1
+
+
+class _Copies(TorchDispatchMode):
+    """The targets of all copies made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.targets.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_update_turns_rows_into_columns_blockwise(tmp_path):
+    """torch does that only where the target, not the source, is contiguous; else it takes several times as long."""
+    save_model(random_model(5), tmp_path / "model")
+    laid_out = load_for_generation(tmp_path / "model", "float32", "cpu")
+    published = weights_of(random_model(6))
+    with _Copies() as copies:
+        copy_weights(laid_out, published)
+    assert len(copies.targets) == len(published)
+    assert all(target.is_contiguous() for target in copies.targets)
+    assert not laid_out.layers[0].down_weight.is_contiguous()
+
+
+def test_the_benchmark_updates_from_rows_as_a_trainer_publishes_them(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    monkeypatch.delitem(sys.modules, "engine", raising=False)
+    benchmark = importlib.import_module("engine")
+    monkeypatch.delitem(sys.modules, "engine")
+    save_model(random_model(5), tmp_path / "model")
+    ours, published = benchmark.Ours(tmp_path / "model", "float32", 1), {}
+    update = TorchEngine.update_weights
+
+    def watched(engine, tensors, version, mode):
+        published.update(tensors)
+        return update(engine, tensors, version, mode)
+
+    monkeypatch.setattr(TorchEngine, "update_weights", watched)
+    ours.updates("keep")
+    assert not ours.model.layers[0].down_weight.is_contiguous()
+    assert published.keys() == weights_of(ours.model).keys()
+    assert all(tensor.is_contiguous() for tensor in published.values())

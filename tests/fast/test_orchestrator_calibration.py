@@ -9,17 +9,20 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from simulated_run import PlainTokenizer, experiment_of
 
 from headway.control.lengths import length_distribution
 from headway.generator.fake import FakeGenerator
-from headway.orchestrator import calibration
-from headway.orchestrator.calibration import Interval, decode_cost, shared_devices
+from headway.orchestrator import calibration, step_timing
+from headway.orchestrator.calibration import Interval, decode_cost, lent_replicas
 from headway.orchestrator.load import Load
 from headway.orchestrator.step_timing import StepTimes, time_steps
 from headway.records.errors import Interrupted
 from headway.records.generation import EngineStatistics
 from headway.records.planning import Calibration
+from headway.records.rollout import Rollout
 from headway.records.task import Task
 from headway.records.training import TrainBatch
 from headway.rollout.fake import FakeVerifier
@@ -77,6 +80,62 @@ def test_a_slow_trainer_gets_no_whole_step() -> None:
     assert alone.fixed_s == 0.0
 
 
+@given(groups=st.integers(1, 12), size=st.integers(1, 9), count=st.integers(1, 100), affordable=st.integers(0, 800))
+def test_timed_batches_grow_by_whole_groups(groups: int, size: int, count: int, affordable: int) -> None:
+    full = groups * size
+    count = min(count, full - 1)
+    assume(count > 0)
+    larger = step_timing._larger(count, affordable, full, size)
+    assert count < larger <= full
+    assert larger % size == 0 or larger < size
+
+
+def test_members_of_a_timed_group_share_their_prompt() -> None:
+    """As in the run, where what a group shares is computed once; batches are of whole groups."""
+    experiment = experiment_of(Path("unused"), queue={"groups_per_step": 4}, rollout={"group_size": 4})
+    seen = [Rollout(group=i, member=0, prompt_ids=(i,), response_ids=(1,), response_mask=(True,)) for i in range(7)]
+
+    async def main(clock: Clock) -> list[TrainBatch]:
+        trainer = FakeTrainer(clock, 0.001)
+        lengths = length_distribution([(3, True)] * 9, 200)
+        assert (await time_steps(trainer, experiment, seen, lengths, clock, 5.0)).samples == 16
+        return trainer.batches
+
+    for batch in run_virtual(main):
+        prompts: dict[int, set[tuple[int, ...]]] = {}
+        for sample in batch.samples:
+            prompts.setdefault(sample.rollout.group, set()).add(sample.rollout.prompt_ids)
+        assert {len(of_group) for of_group in prompts.values()} == {1}
+        assert len(set.union(*prompts.values())) == len(prompts)
+        assert len(batch.samples) in (2, 4, 8, 12, 16)
+
+
+def test_a_load_draws_and_renders_as_the_run_does() -> None:
+    """By the sources' weights; of a conversation all of it, not what its users say."""
+    sources = [{"path": "a", "label": "large"}, {"path": "b", "label": "small", "weight": 3.0}]
+    experiment = experiment_of(Path("unused"), tasks={"train": sources})
+    said = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"})
+    tasks = [Task(task_id=str(i), prompt="p", source="large") for i in range(90)]
+    tasks += [Task(task_id=str(i), prompt="hi", messages=said, source="small") for i in range(90, 100)]
+    rendered: list[Any] = []
+
+    class Renders(PlainTokenizer):
+        def render(self, prompt: Any, template: str = "raw") -> tuple[int, ...]:
+            rendered.append(prompt)
+            return (1,)
+
+    async def main(clock: Clock) -> None:
+        generator = FakeGenerator(clock, slots=1, token_s=1.0)
+        verifier, tokenizer = FakeVerifier(lambda task, response: 0.0, clock, latency_s=0.0), Renders()
+        load = Load(experiment, generator, verifier, tokenizer, tasks, clock, generator.cancel)  # type: ignore[arg-type]  (a tokenizer's part)
+        for index in range(100):
+            load.prompt(index)
+
+    run_virtual(main)
+    assert rendered.count("p") == 25
+    assert rendered.count(said) == 75
+
+
 def test_a_load_keeps_its_limit_and_counts_what_it_cuts() -> None:
     """Responses of 1, 2, 3 ... tokens at 1 s a token, cut off after 20 s."""
     experiment = experiment_of(
@@ -119,15 +178,16 @@ def test_a_load_keeps_its_limit_and_counts_what_it_cuts() -> None:
     assert next(len(texts) for _, texts in load.texts()) == 2
 
 
-def test_devices_are_shared_when_they_overlap() -> None:
-    def shared(generator: list[str], trainer: list[str]) -> bool:
+def test_replicas_are_lent_where_the_trainer_computes() -> None:
+    def lent(generator: list[str], trainer: list[str]) -> int:
         sections = {"generator": {"devices": generator}, "trainer": {"devices": trainer}}
-        return shared_devices(experiment_of(Path("unused"), **sections))
+        return lent_replicas(experiment_of(Path("unused"), **sections))
 
-    assert not shared(["cpu:0"], ["cpu:1"])
-    assert shared(["cpu:0-1"], ["cpu:1"])
-    assert not shared(["cuda:0"], ["cpu:0"])
-    assert shared(["cuda:0", "cuda:1"], ["cuda:1"])
+    assert lent(["cpu:0"], ["cpu:1"]) == 0
+    assert lent(["cpu:0-1"], ["cpu:1"]) == 1
+    assert lent(["cuda:0"], ["cpu:0"]) == 0
+    assert lent(["cuda:0", "cuda:1"], ["cuda:1"]) == 1
+    assert lent(["cuda:0", "cuda:1"], ["cuda:0", "cuda:1"]) == 2
 
 
 # --- a whole calibration, of fakes on the virtual clock --------------------------------------------------
@@ -165,6 +225,7 @@ def calibrated(
         **({"generator": {"slots": 16, "devices": ["cpu:0"]}} | sections),
     )
     said: list[str] = []
+    made: dict[str, Any] = {}  # keywords the actors were made with
 
     def say(doing: str) -> None:
         said.append(doing)
@@ -180,17 +241,17 @@ def calibrated(
         trainer = TimedTrainer(clock, latency, publish_s=0.02)  # type: ignore[arg-type]  (a function of the batch too)
         verifier = FakeVerifier(lambda task, response: int(response) % 2, clock, latency_s=0.004)
         for name, actor in (("GeneratorPool", generator), ("TrainerClient", trainer), ("VerifierPool", verifier)):
-            monkeypatch.setattr(calibration, name, lambda *a, actor=actor, **k: actor)
+            monkeypatch.setattr(calibration, name, lambda *a, actor=actor, **k: made.update(k) or actor)
         monkeypatch.setattr(calibration, "RealClock", lambda: clock)
-        tasks = [Task(task_id=str(i), prompt=str(i)) for i in range(9)]
-        monkeypatch.setattr(calibration, "load_task_sets", lambda experiment: {"train": tasks})
+        tasks = [Task(task_id=str(i), prompt=str(i), verifier="numeric") for i in range(9)]
         monkeypatch.setattr(calibration, "Tokenizer", type("Folder", (), {"load": lambda path: PlainTokenizer()}))
         try:
-            measured, lengths = await calibration._calibrate(experiment, 10.0, say, "test")
+            measured, lengths = await calibration._calibrate(experiment, tasks, 10.0, say, "test")
         finally:
             assert generator._stopped
             assert not trainer.started
         assert lengths.finished == measured.lengths.finished
+        assert set(made["named"]) == {"numeric"}  # a verifier that is not told refuses every response
         return measured
 
     return run_virtual(main), said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
-from headway.models.configuration import DecoderConfig
+from headway.models.configuration import DecoderConfig, SlidingWindow
 from headway.orchestrator import memory
 from headway.orchestrator.memory import memory_findings, memory_places, memory_uses, parameter_count
 from headway.records.planning import Finding, MemoryPlace, MemoryUse
+from headway.weights.leftovers import SHARED_MEMORY
 
 GIB = 2**30
 
@@ -83,6 +85,44 @@ def test_a_trainer_rank_on_cores(tmp_path: Path) -> None:
 def test_a_small_batch_needs_no_more_than_its_tokens(tmp_path: Path) -> None:
     small = uses_of(tmp_path, queue={"groups_per_step": 1}, rollout={"group_size": 2})["trainer-0 memory"].parts
     assert small["activations"] == memory.activation_bytes(MODEL, 1000, "float32")
+
+
+def test_checkpointing_keeps_the_input_of_each_layer(tmp_path: Path) -> None:
+    deep = replace(MODEL, layers=40)
+    plain, checkpointed = (memory.activation_bytes(deep, 1000, "float32", checkpointing=on) for on in (False, True))
+    assert checkpointed < plain / 8
+    assert checkpointed > 40 * 1000 * 4 * 64
+    parts = [
+        uses_of(tmp_path, trainer={"gradient_checkpointing": on})["trainer-0 memory"].parts for on in (False, True)
+    ]
+    assert parts[1]["activations"] < parts[0]["activations"]
+
+
+def test_capped_scores_are_computed_in_full() -> None:
+    assert memory.score_bytes(MODEL, 1000, 500, "float32") == 0
+    capped = replace(MODEL, attention_softcap=50.0)
+    assert memory.score_bytes(capped, 1000, 500, "float32") == 2 * 4 * 1000 * 500 * 8
+    assert memory.score_bytes(capped, 1000, 500, "bfloat16") == 2 * 4 * 1000 * 500 * 10
+    assert memory.score_bytes(capped, 1000, 500, "float32", checkpointing=True) == 4 * 1000 * 500 * 8
+    window = SlidingWindow(tokens=100, layers=(0,))
+    windowed = replace(capped, window=window)
+    assert memory.score_bytes(windowed, 1000, 500, "float32") == 4 * 1000 * (500 + 200) * 8
+
+
+def test_a_resumed_request_prefills_its_response_too(tmp_path: Path) -> None:
+    few, many = (
+        uses_of(tmp_path, rollout={"max_response_tokens": tokens})["generator-0 memory"].parts["activations"]
+        for tokens in (100, 300)
+    )
+    assert many > few
+
+
+def test_published_weights_are_main_memory() -> None:
+    uses = [
+        MemoryUse(name="orchestrator", place="memory", parts={"base": 10}),
+        MemoryUse(name="published weights", place=str(SHARED_MEMORY), parts={"versions": 32}),
+    ]
+    assert {place.name: place.needed_bytes for place in memory_places(uses)} == {"memory": 42, str(SHARED_MEMORY): 32}
 
 
 def test_on_a_gpu_the_host_keeps_the_process(tmp_path: Path) -> None:

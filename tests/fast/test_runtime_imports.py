@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,12 @@ def test_looking_for_a_module_imports_not_even_its_package() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_every_installation_gets_is_imported_somewhere() -> None:
+    root = Path(__file__).parents[2]
+    wanted = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    code = "\n".join(file.read_text(encoding="utf-8") for file in (root / "headway").rglob("*.py"))
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", code, re.M))
+    modules = {re.match(r"[\w.-]+", name)[0].replace("-", "_") for name in wanted}  # type: ignore[index]
+    assert modules - imported == set(), "imported nowhere in headway: move it to an extra"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tiny_trainer import Context, make_batch, make_experiment, make_model
 from headway.algorithms.packing import Plan, pack
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays, build_arrays, shared_prefixes, slice_micro_batch
 from headway.algorithms.shared_packing import computed_tokens, pack_families
-from headway.models.attention import NOTHING, AttentionPlan, packed_attention, padded_attention
+from headway.models.attention import NOTHING, AttentionPlan, _attend_whole, packed_attention, padded_attention
 from headway.models.configuration import Scores
 from headway.trainer.service import TrainerService
 
@@ -84,6 +85,60 @@ def test_attention_and_its_gradient_match_one_masked_softmax(attention: Callable
     torch.testing.assert_close(mine, exact, rtol=0, atol=1e-12)
     of_mine, of_exact = (torch.autograd.grad(out, qkv, upstream)[0] for out in (mine, exact))
     torch.testing.assert_close(of_mine, of_exact, rtol=0, atol=1e-11)
+
+
+def random_rows(lengths: list[int], seed: int = 0) -> torch.Tensor:
+    width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    return torch.randn(sum(lengths), width, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def test_a_window_that_covers_every_document_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest document is a prefix with what continues it; one token more than the window, and it is cut."""
+    lengths, continues = layout([7], [(5, [3, 4])])
+    rows, plan = random_rows(lengths), AttentionPlan.build(lengths, continues=continues)
+    assert plan.longest == 9
+    assert AttentionPlan.build([2, 4]).longest == 4
+    calls: list[Scores] = []
+
+    def watched(*args: Any) -> torch.Tensor:
+        calls.append(args[-1])
+        return padded_attention(*args)
+
+    monkeypatch.setattr("headway.models.attention.padded_attention", watched)
+    plain, covered, cut = (
+        packed_attention(rows, HEADS, KV_HEADS, HEAD_DIM, plan, Scores(scale=PLAIN.scale, window=window))
+        for window in (None, 9, 8)
+    )
+    assert torch.equal(covered, plain)
+    assert calls == [Scores(scale=PLAIN.scale, window=8)]
+    assert not torch.allclose(cut, plain, atol=1e-3)
+    torch.testing.assert_close(cut, dense_attention(rows, lengths, continues, calls[0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shared_prefix_is_not_kept_for_each_of_its_continuations(kind: Scores) -> None:
+    """Whole documents need 8 copies of the prefix; the backward makes them again, and the gradient is the same."""
+    lengths, continues = layout([], [(50, [2] * 8)])
+    plan = AttentionPlan.build(lengths, continues=continues)
+    sizes = (HEADS, KV_HEADS, HEAD_DIM)
+    gradients, kept_bytes = [], []
+    for again in (True, False):
+        rows = random_rows(lengths)
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = padded_attention(rows, *sizes, plan, kind) if again else _attend_whole(rows, sizes, plan, kind)
+        kept_bytes.append(sum(kept.values()))
+        out.square().sum().backward()
+        assert rows.grad is not None
+        gradients.append(rows.grad)
+    assert torch.equal(gradients[0], gradients[1])
+    packed_bytes = rows.untyped_storage().nbytes()
+    assert kept_bytes[0] <= packed_bytes < 5 * packed_bytes < kept_bytes[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

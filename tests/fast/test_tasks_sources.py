@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.config.sources import TaskSource
+from headway.config.sources import TaskColumns, TaskSource
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.tasks.entries import pack_entry, unpack_entry
@@ -69,6 +69,19 @@ class TestJsonl:
         assert [t.metadata["level"] for t in read.tasks] == [1, 2]
         assert read.duplicates == 1
         assert len(overlap({"train": read.tasks[:1], "test": read.tasks[1:]})) == 1  # held out by prompt alone
+
+    def test_the_column_answer_is_metadata_where_no_answer_is_taken(self, tmp_path: Path):
+        a, b = {"prompt": "a", "answer": "1"}, {"prompt": "a", "answer": "2"}
+        source = jsonl(tmp_path / "t.jsonl", a, b)
+        taken = read_tasks(source.model_copy(update={"columns": TaskColumns(answer="")}))
+        assert [(t.answer, t.metadata) for t in taken.tasks] == [("", {"answer": "1"}), ("", {"answer": "2"})]
+        assert [(t.answer, t.metadata) for t in read_tasks(source).tasks] == [("1", {}), ("2", {})]
+
+    def test_metadata_that_is_null_is_none(self, tmp_path: Path):
+        plain, null = {"prompt": "a", "n": 1}, {"prompt": "a", "n": 1, "metadata": None}
+        read = read_tasks(jsonl(tmp_path / "t.jsonl", plain, null))
+        assert [t.metadata for t in read.tasks] == [{"n": 1}]
+        assert read.duplicates == 1
 
     def test_limit_keeps_a_subset_chosen_by_the_run_seed(self, tmp_path: Path):
         source = jsonl(tmp_path / "t.jsonl", *({"prompt": str(i)} for i in range(100)))

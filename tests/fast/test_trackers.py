@@ -21,7 +21,7 @@ from test_ledger import ManualClock
 
 from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
-from headway.records.ledger import EventRecord, StepRecord
+from headway.records.ledger import EventRecord, SourceScore, StepRecord
 from headway.runtime.exporters import start_exports
 from headway.runtime.ledger import Ledger, read_ledger
 from headway.runtime.run_directory import RunDirectory
@@ -195,6 +195,23 @@ def test_mlflow_holds_what_the_ledger_said(tmp_path: Path, store: Path) -> None:
     assert [(metric.step, metric.value) for metric in history] == [(2, 0.75), (4, 0.75)]
     tables = [file.path for file in client.list_artifacts(ids["mlflow"], "samples")]
     assert tables == [f"samples/step_0000000{step}.json" for step in range(4)]
+
+
+def test_mlflow_keeps_the_steps_of_a_mixture_named_by_paths(tmp_path: Path, store: Path) -> None:
+    from mlflow import MlflowClient
+
+    score = SourceScore(tasks=2, samples=4, solve_rate=0.25, standard_error=0.1)
+    experiment = experiment_of(tmp_path / "run", ledger={"trackers": ["mlflow"]})
+    directory = RunDirectory(tmp_path / "run")
+    directory.begin(experiment, resume=False)
+    with directory, Ledger(directory.path, ManualClock()) as ledger:
+        with start_exports(experiment, directory, ledger, resume=False):
+            ledger.record(step_record(0, by_source={"/data/a.jsonl": score, "../b.jsonl": score}))
+        assert "exporter_" not in directory.ledger.read_text()
+    (run_id,) = json.loads((directory.path / "trackers.json").read_text()).values()
+    metrics = MlflowClient().get_run(run_id).data.metrics
+    assert metrics["by_source/data_a.jsonl_solve_rate"] == metrics["by_source/b.jsonl_solve_rate"] == 0.25
+    assert "time/step_s" in metrics
 
 
 def test_an_mlflow_run_that_is_gone_is_refused_at_the_start(tmp_path: Path, store: Path) -> None:

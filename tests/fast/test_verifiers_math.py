@@ -41,6 +41,22 @@ def judge(answer: str, response: str, **parameters: Any) -> Verdict:
         ("x=3", "$x = 3$"),
         ("1,000", "1000"),
         ("Friday", "\\boxed{\\text{Friday}}"),
+        ("yes", "yes"),  # words are compared as a text
+        ("even", "Since 4 = 2 * 2, the answer is **Even**."),
+        ("\\boxed{\\text{east}}", "She goes $\\textbf{east}$."),
+        ("She goes $\\text{east}$.", "East"),
+        ("no solution", "\\boxed{\\text{No}\\ \\text{solution}}"),
+        ("north-east", "\\boxed{North-East}"),
+        ("theta", "$\\theta$"),
+        ("infinity", "$\\infty$"),
+        ("infinity", "infinity"),
+        ("$xy$", "$yx$"),  # a product: letters between dollars
+        ("ab-cd", "$-cd+ab$"),
+        ("\\$36", "\\$36"),  # a price is its number
+        ("\\$36", "\\boxed{\\$36}"),
+        ("\\boxed{\\$36}", "It costs \\$36."),
+        ("US\\$1,200.50", "$1200.5$"),
+        ("-\\$5", "\\boxed{-5}"),
         ("She has 3 and 4, so 3+4 = <<3+4=7>>7\n#### 7", "The answer is 7."),  # a worked solution in GSM8K's manner
         ("5", "first \\boxed{4}, no: \\boxed{5}"),
         ("7", "1 2 3 4 " * 2000 + "\nso it is 7"),  # only its end is searched: the search is quadratic
@@ -58,6 +74,14 @@ def test_equal(answer: str, response: str) -> None:
         ("5", "\\boxed{6}", "not equal to the reference"),
         ("x+1", "$y+1$", "not equal to the reference"),
         ("0.333333", "0.3", "not equal to the reference"),
+        ("east", "\\boxed{seat}", "not equal to the reference"),  # as products of letters they would be
+        ("\\boxed{east}", "The answer is seat.", "not equal to the reference"),
+        ("red, blue", "\\boxed{red, lube}", "not equal to the reference"),
+        ("no", "The answer is not no.", "not equal to the reference"),
+        ("east", "east \\boxed{west}", "not equal to the reference"),
+        ("yes", "", "not equal to the reference"),
+        ("yes", "\\text{" * 5000, "not equal to the reference"),
+        ("\\$36", "\\boxed{\\$63}", "not equal to the reference"),
         ("5", "I don't know", "no mathematical expression found in the response"),
         ("5", "", "no mathematical expression found in the response"),
         ("2", "\\boxed{1+", "no mathematical expression found in the response"),

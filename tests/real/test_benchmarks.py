@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from worker_processes import running, spec
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 
 
-def test_pipeline_in_short(tmp_path: Path) -> None:
+@pytest.fixture
+def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a module of benchmarks/."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def test_pipeline_in_short(tmp_path: Path, benchmark_module: Any) -> None:
     """No timing is asserted: `--quick` is too short to measure anything."""
     command = [sys.executable, str(BENCHMARKS / "pipeline.py"), "--quick", "--keep", str(tmp_path / "runs")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=360)
@@ -28,4 +39,43 @@ def test_pipeline_in_short(tmp_path: Path) -> None:
     assert 0 <= result["max_trajectory_staleness"] <= 8
     assert result["length_p99_over_median"] > 1
     assert result["foreign_cores_max"] >= 0
-    assert any((tmp_path / "runs").iterdir())
+    role_of = benchmark_module("pipeline_machine").role_of
+    measured = [{role_of(log) for log in run.glob("logs/*")} for run in (tmp_path / "runs").glob("run-*")]
+    for roles in ({"generator"}, {"trainer"}, {"generator", "trainer"}, {"generator", "trainer", "verifier"}):
+        assert roles in measured  # production, consumption, together, a system: whose CPU it was is known
+
+
+@pytest.mark.parametrize("device", ["cpu:0", "cpu:0-1"])
+def test_cpu_is_booked_by_what_a_worker_is_wherever_it_computes(
+    tmp_path: Path, benchmark_module: Any, device: str
+) -> None:
+    machine = benchmark_module("pipeline_machine")
+
+    def named(name: str, log: str = "") -> Any:
+        return running(spec(name=name, device=device, log_path=tmp_path / "logs" / f"{log or name}.log"))
+
+    async def main() -> None:
+        before = machine.snapshot()
+        async with named("generator-0"), named("generator-1"), named("trainer-0"), named("verifier-0"):
+            usage = machine.between(before, machine.snapshot())
+            assert usage.roles_s.keys() == {"orchestrator", "generator", "trainer", "verifier"}
+            assert min(usage.roles_s[role] for role in ("generator", "trainer", "verifier")) > 0
+        async with running(spec(name="generator-0", device=device)):  # no log, no name to be known by
+            assert machine.snapshot().roles_s.keys() == {"orchestrator", machine.OTHER}
+
+    asyncio.run(main())
+
+
+def test_a_placement_names_the_cores_of_both_sides(benchmark_module: Any) -> None:
+    placement = benchmark_module("pipeline_load").Placement
+    assert str(placement(("cpu:0",), ("cpu:1",), 32)) == "1 x 32 slots on 0|1"
+    assert str(placement(("cpu:0", "cpu:1"), ("cpu:0", "cpu:1"), 16)) == "2 x 16 slots on 0,1|0,1"
+    assert str(placement(("cpu:0-1",), ("cpu:0-1",), 64)) == "1 x 64 slots on 0-1|0-1"
+
+
+def test_the_cpu_accounts_need_nothing_of_headway() -> None:
+    """TRL's interpreter imports them."""
+    code = "import sys; sys.modules['headway'] = None; import pipeline_machine; print(pipeline_machine.snapshot())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "orchestrator" in done.stdout

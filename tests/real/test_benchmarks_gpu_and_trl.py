@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -52,9 +53,30 @@ def test_gpu_benchmark_on_a_cpu(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [written]
 
 
-def test_a_part_that_fails_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
-    """No device of this name: every part fails with its cause, within the limit, and the command still ends well."""
+def test_without_the_device_the_cause_is_reported(tmp_path: Path) -> None:
+    """No device of this name: the model can't be made, no other part is tried, and the command still ends well."""
     if __import__("torch").cuda.is_available():
         pytest.skip("this machine has the device")
     tiny = last_line("gpu.py", "--quick", "--parts", "engine", "--folder", str(tmp_path))["tiny"]
     assert "no CUDA device" in tiny["model"]["failed"]
+    assert "engine" not in tiny
+
+
+def test_parts_that_fail_are_reported_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that raises and one that doesn't end in its time, then one that is well."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    gpu = importlib.import_module("gpu")
+    monkeypatch.setitem(gpu.PARTS, "unheard of", 90)  # gpu_parts.py has none of this name
+    monkeypatch.setitem(gpu.PARTS, "trainer", 0.2)
+    command = ["gpu.py", "--device", "cpu", "--quick", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*command, "--parts", "unheard of", "trainer", "engine"])
+    gpu.main()
+    tiny = json.loads(capsys.readouterr().out.splitlines()[-1])["tiny"]
+    assert list(tiny) == ["model", "unheard of", "trainer", "engine"]
+    assert tiny["unheard of"]["failed"] == "KeyError: 'unheard of'"
+    assert tiny["trainer"]["failed"].startswith("stopped after its")
+    assert tiny["engine"]["tokens_per_s"]["1"] > 0
+    assert not [part for part in ("model", "engine") if "failed" in tiny[part]]
+    assert list(tmp_path.iterdir()) == []

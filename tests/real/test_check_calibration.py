@@ -14,7 +14,6 @@ from tiny_run import headway, require_nothing_left, write_experiment, write_inpu
 from headway.config.load import load_experiment
 from headway.models.configuration import DecoderConfig
 from headway.models.initialise import initialise_model
-from headway.orchestrator.calibration import calibrate
 from headway.orchestrator.memory import memory_uses
 from headway.orchestrator.preview import preview
 from headway.records.planning import CheckReport
@@ -57,17 +56,6 @@ def test_a_calibration_measures_both_sides(inputs: Path) -> None:
     assert predicted.outcome.samples_per_s > 1
     assert predicted.outcome.staleness_max <= 2
     assert set(measured.resident_bytes) == {"generator-0", "trainer-0", "orchestrator"}
-
-
-def test_sides_on_the_same_core_are_measured_in_turn(inputs: Path) -> None:
-    config = write_experiment(inputs)
-    experiment = load_experiment(str(config), ['--trainer.devices=["cpu:0"]'])
-    measured, lengths = calibrate(experiment, seconds=2.0)
-    assert not measured.at_once
-    assert measured.decode_beside_tokens_per_s is None
-    assert measured.train_samples >= 2
-    assert measured.lengths.censored > 0
-    assert lengths.finished == measured.lengths.finished
 
 
 @pytest.mark.parametrize("worker", ["generator-0", "trainer-0"])
