@@ -57,7 +57,6 @@ from headway.config.schema import Experiment
 from headway.records.training import TrainBatch
 from headway.runtime.devices import machine_cores
 
-BUDGET = 8
 SLOTS = (8, 12, 16, 24, 32)  # the one is taken at which both sides are most nearly equally fast alone
 SYNCHRONOUS = (apart(32), apart(64))
 _TURNS = ("cpu:0", "cpu:1")
@@ -82,12 +81,13 @@ class Plan:
     rounds: int
     steps: int  # of the asynchronous system, and batches of each side alone
     synchronous_steps: int
+    budget: int = 8  # of the asynchronous and the flexible system
     placements: int = 3  # of each variant, at most, tried in the first round
 
     @property
     def groups(self) -> range:
         """What each side alone works on: about what the system trains in its steady state."""
-        return range(GROUPS_PER_STEP * (BUDGET + 1), GROUPS_PER_STEP * (BUDGET + 1 + self.steps))
+        return range(GROUPS_PER_STEP * (self.budget + 1), GROUPS_PER_STEP * (self.budget + 1 + self.steps))
 
 
 @dataclass
@@ -205,7 +205,7 @@ class Benchmark:
         round_.consumption = self._timed("consumption", job, lambda rate: (rate.per_s, rate.usage))
 
     def _asynchronous(self, round_: Round) -> None:
-        round_.asynchronous = self._system("asynchronous", apart(self.slots), BUDGET, self.plan.steps)
+        round_.asynchronous = self._system("asynchronous", apart(self.slots), self.plan.budget, self.plan.steps)
 
     def _synchronous(self, round_: Round) -> None:
         self._placements("synchronous", SYNCHRONOUS, round_, 0)
@@ -214,7 +214,7 @@ class Benchmark:
         self._placements("colocated", COLOCATED, round_, 0)
 
     def _flexible(self, round_: Round) -> None:
-        self._placements("flexible", FLEXIBLE, round_, BUDGET)
+        self._placements("flexible", FLEXIBLE, round_, self.plan.budget)
 
     def _placements(self, name: str, placements: tuple[Placement, ...], round_: Round, budget: int) -> None:
         """All of them in the first round, then only the best of it."""
@@ -290,7 +290,7 @@ def report(bench: Benchmark, parameters: float) -> dict[str, float | int | bool]
     """Print the limits, the table and where the rest goes; return the result."""
     rounds = bench.rounds
     print_limits(bench, parameters)
-    print_table(rounds)
+    print_table(bench)
     print_rest(bench)
     balance = [each.balance() for each in rounds]
     balanced = BALANCED[0] <= middle(balance) <= BALANCED[1]
@@ -331,13 +331,14 @@ def print_limits(bench: Benchmark, parameters: float) -> None:
     print(f"        production alone {middle(production):.1f}, consumption alone {middle(consumption):.1f} samples/s")
 
 
-def print_table(rounds: list[Round]) -> None:
+def print_table(bench: Benchmark) -> None:
+    rounds = bench.rounds
     rows: dict[str, list[float]] = {
         "production alone": [each.production.per_s for each in rounds if each.production],
         "consumption alone": [each.consumption.per_s for each in rounds if each.consumption],
         "together, production": [each.together[0] for each in rounds if each.together],
         "together, consumption": [each.together[1] for each in rounds if each.together],
-        f"asynchronous (budget {BUDGET})": [systems(each).per_s for each in rounds],
+        f"asynchronous (budget {bench.plan.budget})": [systems(each).per_s for each in rounds],
     }
     for name, placements in (("flexible", FLEXIBLE), ("colocated", COLOCATED), ("synchronous", SYNCHRONOUS)):
         for placement in placements:
@@ -435,7 +436,7 @@ def main() -> None:
     plan = Plan(rounds=arguments.rounds or 3, steps=steps, synchronous_steps=max(1, steps // 2))
     if arguments.quick:
         shape = Shape(2, 64, 2, 128, 12, 8, 0.95, 128)
-        plan = Plan(rounds=arguments.rounds or 1, steps=6, synchronous_steps=3, placements=1)
+        plan = Plan(rounds=arguments.rounds or 1, steps=3, synchronous_steps=2, budget=2, placements=1)
         arguments.slots = arguments.slots or 16
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="headway-pipeline-"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -74,10 +74,12 @@ class FakeGenerator:
         error_of: Callable[[GenerationRequest], str] | None = None,
         version: int = 0,
         shares_devices: bool = False,
+        lend_s: float = 0.0,
     ) -> None:
-        """``shares_devices``: with the trainer, so that lending them stops it."""
+        """``shares_devices``: with the trainer, so that lending them stops it, ``lend_s`` after it was asked."""
         self._clock = clock
         self._shares_devices = shares_devices
+        self._lend_s = lend_s
         self._lent = False
         self._slots = slots
         self._token_s = token_s
@@ -177,6 +179,8 @@ class FakeGenerator:
 
     async def lend_devices(self) -> None:
         """See :class:`headway.records.clients.Generator`."""
+        if self._shares_devices and self._lend_s:
+            await self._clock.sleep(self._lend_s)
         self._set_lent(self._shares_devices)
 
     async def reclaim_devices(self) -> None:

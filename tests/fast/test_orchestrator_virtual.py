@@ -173,7 +173,7 @@ def test_rollouts_cross_updates_without_loss(mode):
     assert any(len(of_one) > 1 for of_one in versions)
 
 
-def shared_devices(shared: bool, **queue: object):
+def shared_devices(shared: bool, lend_s: float = 0.0, **queue: object):
     experiment = experiment_of(
         Path("unused"),
         run={"steps": 10},
@@ -181,7 +181,9 @@ def shared_devices(shared: bool, **queue: object):
         queue={"groups_per_step": 2, "filter_zero_variance": False, **queue},
         generator={"slots": 8, "queue_ahead_groups": 0},
     )
-    return simulate(experiment, token_s=0.01, sample_s=0.1, generator_options={"shares_devices": shared})
+    return simulate(
+        experiment, token_s=0.01, sample_s=0.1, generator_options={"shares_devices": shared, "lend_s": lend_s}
+    )
 
 
 def test_devices_are_lent_for_exactly_as_long_as_the_trainer_computes():
@@ -191,6 +193,13 @@ def test_devices_are_lent_for_exactly_as_long_as_the_trainer_computes():
     assert lent_s == pytest.approx(sum(step.trainer_compute_s for step in steps), rel=0.05)
     assert sum(step.generator_wait_ratio for step in steps) < 0.05 * len(steps)
     assert all(step.generator_lent_ratio == 0 for step in shared_devices(False, budget=2).steps)
+
+
+def test_what_lending_takes_is_waiting():
+    """Every second of the trainer is in one account."""
+    for step in shared_devices(True, lend_s=0.25, budget=2).steps:
+        known = step.trainer_compute_s + step.trainer_wait_s + step.publish_s + step.checkpoint_s
+        assert known == pytest.approx(step.step_s, abs=0.01)
 
 
 def test_on_shared_devices_a_budget_saves_the_tail():

@@ -18,6 +18,7 @@ from test_ledger import ManualClock
 from headway.cli.main import main
 from headway.generator.activity import Activity
 from headway.records.errors import ConfigurationError
+from headway.records.generation import GenerationRequest
 from headway.records.ledger import EventRecord
 from headway.records.trace import GroupEnd, GroupTrace, Pulse, Span, StepTrace, TraceLine
 from headway.report.trace import STEPS, describe, timeline_of, write_trace
@@ -26,7 +27,14 @@ from headway.report.trace_groups import Lanes
 from headway.runtime.trace_file import FILE_NAME, OLD_NAME, TraceFile, read_trace
 
 
-def traced(tmp_path: Path, *, kills_s: tuple[float, ...] = (), steps: int = 12, **sections: Any) -> Path:
+def traced(
+    tmp_path: Path,
+    *,
+    kills_s: tuple[float, ...] = (),
+    steps: int = 12,
+    generator: dict[str, Any] | None = None,
+    **sections: Any,
+) -> Path:
     """A simulated run with its trace in ``tmp_path``."""
     files: list[TraceFile] = []
     experiment = experiment_of(tmp_path, run={"directory": str(tmp_path), "steps": steps}, **sections)
@@ -35,7 +43,7 @@ def traced(tmp_path: Path, *, kills_s: tuple[float, ...] = (), steps: int = 12, 
         files.append(TraceFile(tmp_path, clock, 1e9 + clock.now()))
         return files[-1].write
 
-    simulate(experiment, observe=session, kills_s=kills_s)
+    simulate(experiment, observe=session, kills_s=kills_s, generator_options=generator)
     for file in files:
         file.close()
     return tmp_path
@@ -138,6 +146,18 @@ def test_groups_that_end_otherwise_say_how(tmp_path: Path) -> None:
     assert cut
     names = {e["name"] for e in process_of(events_in(write_trace(folder).path), "groups")}
     assert {f"group {index} (overdue)" for index in cut} <= names
+
+
+def test_a_member_that_failed_without_a_token_has_no_versions(tmp_path: Path) -> None:
+    def cause(request: GenerationRequest) -> str:
+        return "the engine is gone" if request.sampling.seed % 5 == 0 else ""
+
+    folder = traced(tmp_path, generator={"error_of": cause}, rollout={"group_size": 6})
+    arguments = [event["args"] for event in process_of(events_in(write_trace(folder).path), "rollouts")]
+    without = [each for each in arguments if each.get("failed at") and not each["tokens"]]
+    assert without
+    assert {each["versions"] for each in without} == {each["staleness"] for each in without} == {None}
+    assert {each["staleness"] >= 0 for each in arguments if each.get("staleness") is not None} == {True}
 
 
 def test_replicas_queue_and_events(tmp_path: Path) -> None:
