@@ -42,7 +42,6 @@ RECIPE = (
     "--run.time_limit_s=100000",
     "--queue.groups_per_step=8",
     "--queue.budget=8",
-    "--trainer.optimizer_steps_per_batch=2",
     "--trainer.schedule=linear",
     "--trainer.warmup_steps=20",
     "--checkpoint.every_steps=200",
@@ -94,6 +93,7 @@ def run(arguments: argparse.Namespace, objective: str, rate: float, seed: int, s
         *(f"--tasks.train.path={start}/tasks/train.jsonl", f"--tasks.test.path={start}/tasks/{split}.jsonl"),
         *(f"--tasks.validation.path={start}/tasks/{other}.jsonl", f"--evaluation.samples_per_task={ATTEMPTS[split]}"),
         *(*RECIPE, *OBJECTIVES[objective], f"--trainer.learning_rate={rate}"),
+        f"--trainer.optimizer_steps_per_batch={arguments.optimizer_steps}",
     ]
     # Named by all that decides the outcome, so a finished one is never taken for another.
     digest = hashlib.blake2b(json.dumps(options).encode(), digest_size=4).hexdigest()
@@ -187,6 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--objectives", nargs="*", choices=list(OBJECTIVES), default=list(OBJECTIVES))
     parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS), help="of the best; none: the grid alone")
+    parser.add_argument("--optimizer-steps", type=int, default=2, help="per batch; default: 2")
     parser.add_argument("--directory", type=Path, default=Path("runs/benchmark-objectives"))
     parser.add_argument("--figure", type=Path, help="default: DIRECTORY/objectives.svg")
     arguments = parser.parse_args()
