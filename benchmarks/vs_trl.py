@@ -17,8 +17,10 @@ with p99 = 8 x median; ``prefix``, 128 tokens after prompts of 128. TRL has both
 generating and training; Headway has the same two: generator on one, trainer on the other, or ("lent") both on both and
 the generator paused for each step; orchestrator and verifier wherever there is room. Each side in several variants:
 all of them in the first round, the best of each in the others; one of TRL's that fails is reported and left out.
-Warm-up steps are left out. ``samples_per_s_ratio*`` = Headway / TRL, the median over the rounds. Headway's window may
-begin with finished groups in the buffer and end with fewer: how many is printed.
+Warm-up steps are left out. ``samples_per_s_ratio*`` = Headway / TRL, the median over the rounds, TRL generating for
+each step as it does by default; ``..._over_stale`` = the same over TRL generating four steps' batches at once, so that
+three of them are trained off-policy. Headway's window may begin with finished groups in the buffer and end with fewer:
+how many is printed.
 
 **learning** Both go on from one cold start of examples/arithmetic, equal in samples, optimiser and clipping.
 ``reward_difference``: mean reward over the last quarter of the samples, Headway minus TRL, with its standard error
@@ -111,6 +113,9 @@ for _dtype in ("float32", "bfloat16"):
 NEEDS_BFLOAT16 = {name for name in (*PEERS, *HEADWAY) if "autocast" in name or "bfloat16" in name}
 
 
+OFF_POLICY = {name for name, settings in PEERS.items() if settings.get("batches_per_generation", 1) > 1}
+
+
 def affordable(variants: dict[str, Any]) -> list[str]:
     """Names of the variants this CPU's instructions are meant for."""
     return [name for name in variants if cpu_multiplies_bfloat16() or name not in NEEDS_BFLOAT16]
@@ -156,8 +161,6 @@ class Speed:
                     try:
                         found.setdefault(name, {})[number] = one = run(name)
                     except PeerFailed as error:
-                        if not found[name]:
-                            del found[name]
                         print(f"round {number + 1}  {side:8} {name:32} failed: {error}", flush=True)
                         continue
                     print(
@@ -165,32 +168,38 @@ class Speed:
                         f"{one.mean_length:5.1f}  {one.note}; CPU used by others {one.foreign_cores:.3f} cores",
                         flush=True,
                     )
-            ours, theirs = best(self.headway), best(self.peers)
+            ours = best(self.headway)
+            theirs = best(self._peers_that(on_policy=True)) + best(self._peers_that(on_policy=False))
         return self._result()
+
+    def _peers_that(self, *, on_policy: bool) -> dict[str, dict[int, Measured]]:
+        return {name: one for name, one in self.peers.items() if (name not in OFF_POLICY) == on_policy}
 
     def _result(self) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for side, found in (("headway", self.headway), ("trl", self.peers)):
             for name, all_ in found.items():
                 result.setdefault(side, {})[name] = [round(one.per_s, 2) for one in all_.values()]
-        if self.headway and self.peers:
-            [ours], [theirs] = best(self.headway), best(self.peers)
-            both = self.headway[ours].keys() & self.peers[theirs].keys()
-            pairs = [(self.headway[ours][number], self.peers[theirs][number]) for number in sorted(both)]
+        for suffix, on_policy in (("", True), ("_over_stale", False)):
+            peers = self._peers_that(on_policy=on_policy)
+            if not (self.headway and peers):
+                continue
+            [ours], [theirs] = best(self.headway), best(peers)
+            both = self.headway[ours].keys() & peers[theirs].keys()
+            pairs = [(self.headway[ours][number], peers[theirs][number]) for number in sorted(both)]
             ratios = [a.per_s / b.per_s for a, b in pairs]
             tokens = [a.per_s * a.mean_length / (b.per_s * b.mean_length) for a, b in pairs]
-            key = self.case.key
+            key = self.case.key + suffix
             result |= {
                 key: round(statistics.median(ratios), 3),
                 f"{key}_min": round(min(ratios), 3),
                 f"{key}_max": round(max(ratios), 3),
-                f"{key}_target": self.case.target,
-                "response_tokens_per_s_ratio": round(statistics.median(tokens), 3),
+                f"response_tokens_per_s_ratio{suffix}": round(statistics.median(tokens), 3),
+                f"trl_best{suffix}": theirs,
                 "headway_best": ours,
-                "trl_best": theirs,
-                "foreign_cores_max": round(max(one.foreign_cores for pair in pairs for one in pair), 3),
+                f"foreign_cores_max{suffix}": round(max(one.foreign_cores for pair in pairs for one in pair), 3),
             }
-        return result
+        return result | {f"{self.case.key}_target": self.case.target}
 
     def _measured_groups(self) -> range:
         """Both sides are measured on the groups of these admission indices (Headway: but for the batches' edges)."""
