@@ -7,8 +7,8 @@ SEED ?= 0
 .PHONY: help install quickstart test test-fast test-real lint clean
 
 help:
-	@echo "make quickstart   set up, then train a small model by RL on this machine (6 to 9 min)"
-	@echo "make test         set up, then linters, fast tests, real-component tests (15 to 22 min)"
+	@echo "make quickstart   set up, then train a small model by RL on this machine (6 to 13 min)"
+	@echo "make test         set up, then linters, fast tests, real-component tests (18 to 25 min)"
 	@echo "make test-fast    set up, then the fast tests alone (< 5 min)"
 	@echo "make lint         set up, then ruff, pyright, import-linter"
 	@echo "make clean        remove the environment and the caches; runs/ stays"
@@ -33,7 +33,7 @@ test-fast: install
 	$(BIN)/python -m pytest tests/fast tests/golden --numprocesses auto --maxprocesses 8 --dist loadfile
 
 test-real: install
-	$(BIN)/python -m pytest tests/real --timeout 600
+	$(BIN)/python -m pytest tests/real --timeout 600 --durations 10
 
 test: lint test-fast test-real
 
