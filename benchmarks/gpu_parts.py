@@ -283,8 +283,9 @@ def update(settings: Settings) -> None:
     concurrent = 4 if settings.quick else 64
     prompt, response = decode_lengths(settings)
     source = weights_of(load_model(settings.model, settings.dtype, settings.device))
+    context: Any = Context(settings.device)
     service = GeneratorService(
-        Context(settings.device),  # type: ignore[arg-type]  # the part of a WorkerContext that is used
+        context,
         model_path=str(settings.model),
         dtype=settings.dtype,
         slots=concurrent,

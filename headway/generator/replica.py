@@ -9,7 +9,7 @@ from headway.config.schema import Experiment
 from headway.generator.calls import Call
 from headway.records.errors import HeadwayError
 from headway.records.generation import EngineStatistics, PublishedWeights
-from headway.runtime.devices import parse_device
+from headway.runtime.devices import lends
 from headway.runtime.workers import Worker, WorkerSpec
 
 _FACTORY = "headway.generator.service:GeneratorService"
@@ -42,8 +42,7 @@ class Replica:
     @classmethod
     def of(cls, index: int, device: str, experiment: Experiment, log_directory: str | Path | None) -> Replica:
         """The replica on ``device``, not started yet."""
-        ranks = (parse_device(rank) for rank in experiment.trainer.devices)
-        shared = any(parse_device(device).shares_with(rank) for rank in ranks)
+        shared = lends(device, experiment.trainer.devices)
         return cls(index, _worker_spec(index, device, experiment, log_directory), shared)
 
 

@@ -27,7 +27,7 @@ from headway.records.planning import Calibration
 from headway.records.task import Task
 from headway.rollout.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
-from headway.runtime.devices import parse_device
+from headway.runtime.devices import lends
 from headway.runtime.workers import LocalLauncher
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.client import TrainerClient
@@ -390,6 +390,4 @@ def decode_cost(few: Interval, many: Interval) -> tuple[float, float]:
 
 def lent_replicas(experiment: Experiment) -> int:
     """Replicas of the generator whose device the trainer computes on: they pause for every training step."""
-    ranks = [parse_device(name) for name in experiment.trainer.devices]
-    replicas = [parse_device(name) for name in experiment.generator.devices]
-    return sum(any(replica.shares_with(rank) for rank in ranks) for replica in replicas)
+    return sum(lends(device, experiment.trainer.devices) for device in experiment.generator.devices)

@@ -118,7 +118,7 @@ def calibration_rows(measured: Calibration, experiment: Experiment) -> Rows:
             "measured",
             "generator alone first, then both at once"
             if measured.at_once
-            else "one after the other: generator and trainer share devices and take turns",
+            else "one after the other: generator and trainer have devices in common",
         ),
         (
             "weights",

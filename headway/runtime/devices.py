@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -117,6 +117,13 @@ def parse_device(text: str) -> Device:
     if last < first:
         raise ConfigurationError(f"device {text!r}: the last core is before the first; {VALID}")
     return Device(kind="cpu", first=first, last=last)
+
+
+def lends(replica: str, ranks: Iterable[str]) -> bool:
+    """Whether a generator's replica on the device ``replica`` pauses for every training step: one of the trainer's
+    ``ranks`` (devices) computes there."""
+    device = parse_device(replica)
+    return any(device.shares_with(parse_device(rank)) for rank in ranks)
 
 
 def cpu_multiplies_bfloat16(cpuinfo: str | None = None) -> bool:

@@ -185,14 +185,23 @@ def test_generated_training_tasks_make_room_for_held_out_ones(setup: Setup, monk
     def generate(sources: Sequence[TaskSource], seed: int) -> TaskSet:
         if sources[0].source == "jsonl":
             return read(sources, seed)
-        made = tuple(Task(task_id=p, prompt=p, source=sources[0].called) for p in prompts)
+        made = tuple(
+            Task(task_id=p, prompt=p, source=s.called) for s, part in zip(sources, parts(), strict=False) for p in part
+        )
         return TaskSet(name="made", tasks=made)
 
+    def parts() -> tuple[list[str], ...]:
+        return (prompts, emptied)
+
+    emptied: list[str] = []
     monkeypatch.setattr(checking, "read_tasks", generate)
     generated = {"tasks": {"train": {"source": "reasoning-gym", "name": "made"}}}
     prompts = [f"{i}+1=" for i in range(1990, 2010)]
     assert setup.messages(**generated) == {}
     assert setup.messages("info", **generated)["tasks.train"].startswith("10 tasks are left out")
+    prompts, emptied = ["1990+1="], ["2000+1="]
+    both = [{"source": "reasoning-gym", "name": "made"}, {"source": "reasoning-gym", "name": "small"}]
+    assert "small: all its tasks are in a held-out set" in setup.messages(tasks={"train": both})["tasks.train"]
     prompts = ["2000+1=", "1000+1="]
     assert "none remains" in setup.messages(**generated)["tasks.train"]
 

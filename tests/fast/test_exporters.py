@@ -164,7 +164,7 @@ def wait_until(condition: Any) -> None:
     deadline = time.monotonic() + 5.0
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.001)
+        time.sleep(0.001)  # a tracker's thread, a server or another process gets there in its own time
 
 
 # --- starting --------------------------------------------------------------------------------------------

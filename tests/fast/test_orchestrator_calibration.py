@@ -53,7 +53,7 @@ def timed(seconds: float, sections: dict[str, Any], token_s: float = 1e-4, fixed
 
     async def main(clock: Clock) -> StepTimes:
         lengths = length_distribution([(n, True) for n in range(1, 100)], 200)
-        trainer = FakeTrainer(clock, latency)  # type: ignore[arg-type]  (takes a function of the batch too)
+        trainer = FakeTrainer(clock, latency)
         found = await time_steps(trainer, experiment, [], lengths, clock, seconds)
         assert clock.now() < 2 * seconds or len(trainer.batches) == 1
         assert {sum(sample.advantage for sample in batch.samples) for batch in trainer.batches} <= {-1.0, 0.0, 1.0}
@@ -126,8 +126,9 @@ def test_a_load_draws_and_renders_as_the_run_does() -> None:
 
     async def main(clock: Clock) -> None:
         generator = FakeGenerator(clock, slots=1, token_s=1.0)
-        verifier, tokenizer = FakeVerifier(lambda task, response: 0.0, clock, latency_s=0.0), Renders()
-        load = Load(experiment, generator, verifier, tokenizer, tasks, clock, generator.cancel)  # type: ignore[arg-type]  (a tokenizer's part)
+        verifier = FakeVerifier(lambda task, response: 0.0, clock, latency_s=0.0)
+        tokenizer: Any = Renders()
+        load = Load(experiment, generator, verifier, tokenizer, tasks, clock, generator.cancel)
         for index in range(100):
             load.prompt(index)
 
@@ -238,7 +239,7 @@ def calibrated(
 
     async def main(clock: Clock) -> Calibration:
         generator = CountingGenerator(clock, slots=16, token_s=TOKEN_S, length_of=lambda r: 1 + r.sampling.seed % 40)
-        trainer = TimedTrainer(clock, latency, publish_s=0.02)  # type: ignore[arg-type]  (a function of the batch too)
+        trainer = TimedTrainer(clock, latency, publish_s=0.02)
         verifier = FakeVerifier(lambda task, response: int(response) % 2, clock, latency_s=0.004)
         for name, actor in (("GeneratorPool", generator), ("TrainerClient", trainer), ("VerifierPool", verifier)):
             monkeypatch.setattr(calibration, name, lambda *a, actor=actor, **k: made.update(k) or actor)

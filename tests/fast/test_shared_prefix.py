@@ -273,12 +273,17 @@ def test_sharing_changes_no_gradient_and_computes_no_more(model: str, seed: int,
     assert other.flops <= one.flops
 
 
-def test_a_group_in_one_micro_batch_computes_its_prompt_once(model: str) -> None:
+def test_a_group_in_one_micro_batch_computes_its_prompt_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = service(model, micro_batch_tokens=1000)
     arrays = random_arrays(3, 2, 5)
     seen: list[int] = []
     forward = trainer.learner.model.forward_packed
-    trainer.learner.model.forward_packed = lambda *a: (seen.append(len(a[0])), forward(*a))[1]  # type: ignore[method-assign]
+
+    def counted(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(len(ids))
+        return forward(ids, *rest)
+
+    monkeypatch.setattr(trainer.learner.model, "forward_packed", counted)
     progress = trainer.policy.accumulate_gradients(arrays)
     trainer.policy._logprobs_of_batch(arrays, trainer.learner.model, progress)
     assert seen[0] == seen[1] == progress.computed_tokens < progress.tokens

@@ -127,7 +127,8 @@ def test_wandb_offline_holds_what_the_ledger_said(tmp_path: Path, monkeypatch: p
     again = run_with(tmp_path, resume=True, first_step=2, **settings)
     assert ids == again
     first, second = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"), key=lambda p: p.stat().st_mtime_ns)
-    assert first.name.endswith(ids["wandb"]) and second.name.endswith(ids["wandb"])  # noqa: PT018
+    assert first.name.endswith(ids["wandb"])
+    assert second.name.endswith(ids["wandb"])
     wait_until(lambda: len(wandb_rows(first)) >= 5)  # its own process writes it, a moment after the run's end
     (file,) = first.glob("*.wandb")
     (run,) = [r.run for r in wandb_records(file) if r.WhichOneof("record_type") == "run"][:1]
