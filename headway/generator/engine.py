@@ -397,6 +397,7 @@ class TorchEngine:
         before_s = self._paused_s
         with self.paused():
             copy_weights(self._model, tensors)
+            self._runner.weights_changed()
             self._close_holes()
             self._flush_running()  # tokens so far are the old version's
             running = [request for request in self._table.requests[: self._rows] if request is not None]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headway.generator.kv_cache import SlotCache
+from headway.generator.native_decode import NativeDecode, can_decode
 from headway.generator.sampling import RowSampling, sample_tokens
 from headway.models import native
 from headway.models.configuration import Scores
@@ -78,11 +79,22 @@ class ModelRunner:
                 len(self._layers), slots, self.kv_heads, context_tokens, self.head_dimension, self.dtype, self.device
             )
         self._kernels = native.kernels_for(self.dtype, self.device) if native_kernels else None
+        self.weights_changed()
         fits = native.attention_fits(self.heads // self.kv_heads, self.head_dimension)
         self._attention_kernels = self._kernels if fits else None
+        self._native_decode: NativeDecode | None = None
+        if self._attention_kernels is not None and can_decode(model, self._attention_kernels):
+            self._native_decode = NativeDecode(model, self.cache, self._attention_kernels)
         self._plain_windows = {
             layer.kind.scores.window for layer in self._layers if not self._natively(layer.kind.scores)
         }
+
+    def weights_changed(self) -> None:
+        """To be called after every change of the model's weights: the kernels keep them in another order, too."""
+        if self._kernels is not None:
+            model = self.model
+            looked_up = model.embedding_weight if model.head_weight is not None else None
+            self._kernels.pack(one for one in model.parameters() if one.ndim == 2 and one is not looked_up)
 
     @torch.inference_mode()
     def prefill(self, prefills: Sequence[Prefill]) -> None:
@@ -106,7 +118,7 @@ class ModelRunner:
         Decode row i is slot i. A slot may be prefilled and decoded in the same step: in every layer its prefix is
         written before decode rows look at it.
         """
-        if self.fixed_shapes:
+        if self.fixed_shapes or self._native_decode is not None:
             self.prefill(prefills)
             prefills = ()
         longest = int(position.max()) + 1
@@ -138,6 +150,8 @@ class ModelRunner:
         assert position is not None
         x_nd = self.model.embed(ids)
         cos, sin = self._cos[position], self._sin[position]
+        if position_n is not None and not blocks and self._native_decode is not None:
+            return self._native_decode(x_nd, cos, sin, position_n)
         rows = None
         biases: dict[int | None, Tensor] = {}
         if position_n is not None and self._plain_windows:

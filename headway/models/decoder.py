@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from headway.models.attention import AttentionPlan, packed_attention
 from headway.models.configuration import DecoderConfig
 from headway.models.experts import mix, mix_in_fixed_shapes, route
-from headway.models.kernels import GATED, norm_rotate, product_dtype, rms_norm, with_offset
+from headway.models.kernels import GATED, linear, norm_rotate, rms_norm, with_offset
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderLayer"]
 
@@ -58,7 +58,7 @@ class DecoderLayer(nn.Module):
         """Query, key and value side by side, [N, (Hq + 2 Hkv) Dh]."""
         c, offset, rope = self.config, self.family.norm_offset, self.kind.rope
         hidden_nd = rms_norm(x_nd, self.input_norm, c.norm_epsilon, offset)
-        qkv = functional.linear(hidden_nd, self.qkv_weight, self.qkv_bias)
+        qkv = linear(hidden_nd, self.qkv_weight, self.qkv_bias)
         sizes = (c.heads, c.kv_heads, c.head_dim, c.norm_epsilon)
         q_norm, k_norm = self.q_norm, self.k_norm
         if offset and q_norm is not None and k_norm is not None:
@@ -83,7 +83,7 @@ class DecoderLayer(nn.Module):
         gated = GATED[self.family.activation]
         if self.config.mixture is not None and self.kind.sparse:
             return x_nd + self._mix(hidden_nd, gated)
-        gate_up = functional.linear(hidden_nd, self.gate_up_weight, self.gate_up_bias)
+        gate_up = linear(hidden_nd, self.gate_up_weight, self.gate_up_bias)
         return self._add(x_nd, gated(gate_up), self.down_weight, self.down_bias, self.mlp_output_norm)
 
     def _mix(self, hidden_nd: Tensor, gated: Callable[[Tensor], Tensor]) -> Tensor:
@@ -96,8 +96,8 @@ class DecoderLayer(nn.Module):
     def _add(self, x_nd: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
         """The residual stream and what comes to it: a product, normed where the family norms it."""
         if norm is None:
-            return _add_linear(x_nd, inner, weight, bias)
-        out_nd = functional.linear(inner, weight, bias)
+            return linear(inner, weight, bias, add=x_nd)
+        out_nd = linear(inner, weight, bias)
         return x_nd + rms_norm(out_nd, norm, self.config.norm_epsilon, self.family.norm_offset)
 
     def forward(self, x_nd: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
@@ -105,14 +105,6 @@ class DecoderLayer(nn.Module):
         c = self.config
         qkv = self._project(x_nd, cos, sin)
         return self.finish(x_nd, packed_attention(qkv, c.heads, c.kv_heads, c.head_dim, plan, self.kind.scores))
-
-
-def _add_linear(x_nd: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x + inner @ weight.T (+ bias). The residual is added inside the product, except under autocast, which would
-    round the residual stream to the product's dtype."""
-    if bias is not None or product_dtype(x_nd) != x_nd.dtype:
-        return x_nd + functional.linear(inner, weight, bias)
-    return torch.addmm(x_nd, inner, weight.t())
 
 
 class Decoder(nn.Module):
@@ -171,7 +163,7 @@ class Decoder(nn.Module):
         """Final norm and output head: residual stream [N, d] to logits [N, V]."""
         c = self.config
         weight = self.embedding_weight if self.head_weight is None else self.head_weight
-        logits = functional.linear(rms_norm(x_nd, self.final_norm, c.norm_epsilon, c.family.norm_offset), weight)
+        logits = linear(rms_norm(x_nd, self.final_norm, c.norm_epsilon, c.family.norm_offset), weight)
         return logits if c.final_softcap is None else (logits / c.final_softcap).tanh() * c.final_softcap
 
     def forward_packed(self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None) -> Tensor:

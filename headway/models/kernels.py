@@ -74,6 +74,18 @@ def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) 
     return unit.mul_(weight.to(unit.dtype))  # rounded as with gradient: log-probabilities agree to the bit
 
 
+def linear(x_nd: Tensor, weight: Tensor, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
+    """x @ weight.T (+ bias) (+ add): [N, d] and [V, d] to [N, V]. What is added is so inside the product, except under
+    autocast, which would round it (the residual stream) to the product's dtype."""
+    if not torch.is_grad_enabled() and (fast := native.active(x_nd, weight)) is not None and fast.packs(weight):
+        return fast.linear(x_nd, weight, bias, add)
+    if add is None:
+        return functional.linear(x_nd, weight, bias)
+    if bias is not None or product_dtype(add) != add.dtype:
+        return add + functional.linear(x_nd, weight, bias)
+    return torch.addmm(add, x_nd, weight.t())
+
+
 def offset_product(unit: Tensor, weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
     """``unit * (weight + offset)``, rounded once at the end: in bfloat16 1 + weight would lose most of the weight."""
     return (unit * with_offset(weight, offset)).to(dtype)

@@ -1,4 +1,4 @@
-// Element-wise parts, decode attention and sampling of the generation engine for one CPU core.
+// Element-wise parts, products, decode attention and sampling of the generation engine for one CPU core.
 // Built and called by native.py; every function has a plain torch counterpart that the tests compare it with.
 //
 // T is float or bfloat16 (stored as 16 bits, computed in float). Rows are contiguous unless a stride is given;
@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #if defined(__clang__) || __GNUC__ >= 12
@@ -135,6 +136,86 @@ inline v8 sums8(const v8* x) {
            SHUFFLE(fours[0], fours[1], 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
+// Products of few rows: out = x * weight^T (+ bias) (+ add), in float.
+//
+// A library that is handed plain matrices copies them into an order its inner loop can stream, at every call; with few
+// rows that costs as much as the product. Here the weights are kept in that order: panels of PANEL output columns
+// [k][PANEL], the last one filled up with zeros. A tile of `R` rows times one panel is summed in registers; every
+// element is summed in the order of k, whatever R is, so a row doesn't depend on how many there are.
+#ifdef __AVX512F__
+const int LANES = 16, TILE = 12;
+#else
+const int LANES = 8, TILE = 6;
+#endif
+const int PANEL = 2 * LANES;
+const int64_t DEPTH = 512;  // of k at a time: a panel's part stays in the first-level cache
+const int64_t ROWS = 96;    // at a time: theirs stays in the second
+typedef float vw __attribute__((vector_size(4 * LANES)));
+typedef float loose_vw __attribute__((vector_size(4 * LANES), aligned(4)));
+
+inline vw load_vw(const float* p) { return *reinterpret_cast<const loose_vw*>(p); }
+inline void store_vw(float* p, vw x) { *reinterpret_cast<loose_vw*>(p) = x; }
+
+void pack(const float* weight, float* panels, int64_t columns, int64_t depth) {
+    for (int64_t first = 0; first < columns; first += PANEL, weight += PANEL * depth) {
+        int64_t there = std::min<int64_t>(PANEL, columns - first);
+        for (int64_t i = 0; i < depth; ++i, panels += PANEL)
+            for (int64_t j = 0; j < PANEL; ++j) panels[j] = j < there ? weight[j * depth + i] : 0.0f;
+    }
+}
+
+// sums = R rows times `depth` of one panel, added to what is there where `more`.
+template <int R>
+void multiply_tile(const float* x, const float* panel, float* sums, int64_t depth, int64_t stride, bool more) {
+    vw tile[R][2] = {};
+    for (int64_t i = 0; i < depth; ++i, panel += PANEL) {
+        vw left = load_vw(panel), right = load_vw(panel + LANES);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+            float factor = x[r * stride + i];
+            tile[r][0] += left * factor;
+            tile[r][1] += right * factor;
+        }
+    }
+    for (int r = 0; r < R; ++r, sums += PANEL) {
+        store_vw(sums, more ? load_vw(sums) + tile[r][0] : tile[r][0]);
+        store_vw(sums + LANES, more ? load_vw(sums + LANES) + tile[r][1] : tile[r][1]);
+    }
+}
+
+using MultiplyTile = void (*)(const float*, const float*, float*, int64_t, int64_t, bool);
+template <int... R> MultiplyTile tile_of(int64_t rows, std::integer_sequence<int, R...>) {
+    static const MultiplyTile tiles[] = {multiply_tile<R + 1>...};
+    return tiles[rows - 1];
+}
+
+// `add` may be `out`.
+void linear(const float* x, const float* panels, const float* bias, const float* add, float* out, int64_t rows,
+            int64_t columns, int64_t depth) {
+    float sums[ROWS * PANEL];
+    for (int64_t top = 0; top < rows; top += ROWS, x += ROWS * depth) {
+        int64_t high = std::min(ROWS, rows - top);
+        for (int64_t first = 0; first < columns; first += PANEL) {
+            for (int64_t k = 0; k < depth; k += DEPTH) {
+                int64_t tiles = (high + TILE - 1) / TILE;  // about equally high: a low one waits for its own sums
+                for (int64_t i = 0, row = 0; i < tiles; ++i) {
+                    int64_t height = high / tiles + (i < high % tiles);
+                    auto multiply = tile_of(height, std::make_integer_sequence<int, TILE>());
+                    multiply(x + row * depth + k, panels + first * depth + k * PANEL, sums + row * PANEL,
+                             std::min(DEPTH, depth - k), depth, k > 0);
+                    row += height;
+                }
+            }
+            int64_t there = std::min<int64_t>(PANEL, columns - first);
+            for (int64_t row = 0; row < high; ++row) {
+                int64_t at = (top + row) * columns + first;
+                for (int64_t j = 0; j < there; ++j)
+                    out[at + j] = sums[row * PANEL + j] + (bias ? bias[first + j] : 0.0f) + (add ? add[at + j] : 0.0f);
+            }
+        }
+    }
+}
+
 // out[g] += sum over t of scores[g][t] * values[t], for 8 * B columns: the sums stay in registers.
 template <class T, int G, int B>
 void weigh(const T* values, T* out, int64_t length, int64_t dim, const float* scores, const float* inverse) {
@@ -156,16 +237,22 @@ void attend(const T* q, const T* keys, const T* values, T* out, int64_t length, 
             float* scores) {
     float wide[G * 256];
     for (int64_t i = 0; i < G * dim; ++i) wide[i] = load(q + i) * scale;
+    const int Q = G % 2 ? 1 : 2, K = 8 / Q;  // queries that share the loads of K keys: eight sums in registers
     int64_t t = 0;
-    for (; t + 8 <= length; t += 8) {
-        for (int g = 0; g < G; ++g) {
+    for (; t + K <= length; t += K) {
+        for (int g = 0; g < G; g += Q) {
             v8 dots[8] = {};
             for (int64_t i = 0; i < dim; i += 8) {
-                v8 query = load8(wide + g * dim + i);
-                for (int j = 0; j < 8; ++j) dots[j] += query * load8(keys + (t + j) * dim + i);
+                v8 query[Q];
+                for (int q = 0; q < Q; ++q) query[q] = load8(wide + (g + q) * dim + i);
+                for (int j = 0; j < K; ++j) {
+                    v8 key = load8(keys + (t + j) * dim + i);
+                    for (int q = 0; q < Q; ++q) dots[q * K + j] += query[q] * key;
+                }
             }
             v8 eight = sums8(dots);
-            std::memcpy(scores + g * length + t, &eight, sizeof(eight));
+            for (int q = 0; q < Q; ++q)
+                std::memcpy(scores + (g + q) * length + t, reinterpret_cast<float*>(&eight) + q * K, K * sizeof(float));
         }
     }
     for (; t < length; ++t) {
@@ -186,9 +273,10 @@ void attend(const T* q, const T* keys, const T* values, T* out, int64_t length, 
         }
         inverse[g] = 1.0f / total;
     }
+    const int B = G <= 2 ? 4 : 2;
     int64_t i = 0;
-    for (; i + 16 <= dim; i += 16) weigh<T, G, 2>(values + i, out + i, length, dim, scores, inverse);
-    if (i < dim) weigh<T, G, 1>(values + i, out + i, length, dim, scores, inverse);
+    for (; i + 8 * B <= dim; i += 8 * B) weigh<T, G, B>(values + i, out + i, length, dim, scores, inverse);
+    for (; i < dim; i += 8) weigh<T, G, 1>(values + i, out + i, length, dim, scores, inverse);
 }
 
 // Row r is the query at `position[r]` of slot `slot[r]` (slot r where `slot` is null): it attends to the last
@@ -216,6 +304,47 @@ void attention(const T* q, const T* k, const T* v, T* keys, T* values, T* out, c
             attends[group - 1](q + first, keys + start + skipped, values + start + skipped, out + first, length, dim,
                                scale, scores.data());
         }
+    }
+}
+
+// One block of the decoder, as decoder.py's DecoderLayer: matrices as panels; null: none there.
+struct Layer {
+    const float *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *output, *output_bias, *post_norm, *gate_up,
+        *gate_up_bias, *down, *down_bias;
+    float *keys, *values;
+    int64_t window;  // positions seen
+    double scale;
+};
+struct Sizes {
+    int64_t width, heads, kv_heads, dim, intermediate, context;
+    double epsilon;
+};
+
+// All layers for one decode row a slot: row r is at position[r] of slot r. The residual stream x is overwritten.
+void decode(float* x, const Layer* layers, int64_t count, const float* cos, const float* sin, const int64_t* position,
+            int64_t rows, const Sizes* sizes) {
+    const Sizes& s = *sizes;
+    int64_t queries = s.heads * s.dim, projected = queries + 2 * s.kv_heads * s.dim;
+    static thread_local std::vector<float> scratch[4];
+    for (auto [which, columns] : {std::pair<int, int64_t>{0, std::max(s.width, queries)},
+                                  {1, projected}, {2, 2 * s.intermediate}, {3, s.intermediate}})
+        if (int64_t(scratch[which].size()) < rows * columns) scratch[which].resize(rows * columns);
+    float *inner = scratch[0].data(), *qkv = scratch[1].data(), *gate_up = scratch[2].data(), *gated = scratch[3].data();
+    float epsilon = float(s.epsilon);
+    for (const Layer* l = layers; l < layers + count; ++l) {
+        rms_norm(x, l->input_norm, inner, rows, s.width, epsilon);
+        linear(inner, l->qkv, l->qkv_bias, nullptr, qkv, rows, projected, s.width);
+        norm_rotate(qkv, l->q_norm, l->k_norm, cos, sin, rows, projected, s.dim / 2, s.heads, s.kv_heads, s.dim,
+                    epsilon);
+        const float* keys = qkv + queries;
+        attention(qkv, keys, keys + s.kv_heads * s.dim, l->keys, l->values, inner, static_cast<const int64_t*>(nullptr),
+                  position, rows, projected, s.kv_heads, s.heads / s.kv_heads, s.dim, s.context, l->window,
+                  float(l->scale), 1);
+        linear(inner, l->output, l->output_bias, x, x, rows, s.width, queries);
+        rms_norm(x, l->post_norm, inner, rows, s.width, epsilon);
+        linear(inner, l->gate_up, l->gate_up_bias, nullptr, gate_up, rows, 2 * s.intermediate, s.width);
+        gated_silu(gate_up, gated, rows, s.intermediate);
+        linear(gated, l->down, l->down_bias, x, x, rows, s.width, s.intermediate);
     }
 }
 
@@ -282,6 +411,20 @@ void sample(const T* logits, const float* temperature, const double* uniform, fl
      float scale, int64_t write)
 #define SAMPLE(T) \
     (const T* logits, const float* temperature, const double* uniform, float* out, int64_t rows, int64_t vocabulary)
+
+extern "C" __attribute__((visibility("default"))) int64_t panel_columns() { return PANEL; }
+EXPORT pack_float32(const float* weight, float* panels, int64_t columns, int64_t depth) {
+    pack(weight, panels, columns, depth);
+}
+EXPORT linear_float32(const float* x, const float* panels, const float* bias, const float* add, float* out,
+                      int64_t rows, int64_t columns, int64_t depth) {
+    linear(x, panels, bias, add, out, rows, columns, depth);
+}
+
+EXPORT decode_float32(float* x, const Layer* layers, int64_t count, const float* cos, const float* sin,
+                      const int64_t* position, int64_t rows, const Sizes* sizes) {
+    decode(x, layers, count, cos, sin, position, rows, sizes);
+}
 
 BOTH(rms_norm, RMS_NORM, (x, weight, out, rows, width, epsilon))
 BOTH(norm_rotate, NORM_ROTATE,

@@ -1,7 +1,8 @@
 """C++ kernels of the generation engine on one CPU core, built at first use; without a compiler, plain torch remains.
 
 A decode step of a small model is hundreds of tiny operations: what torch spends between them costs more than their
-arithmetic, and its attention computes every row as long as the longest. `native.cpp` has the few that matter.
+arithmetic, its attention computes every row as long as the longest, and its products of few rows copy their matrix at
+every call. `native.cpp` has the few that matter.
 Inside ``with using(kernels):`` the functions of `kernels.py` take them; nothing else changes.
 """
 
@@ -14,7 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -39,6 +40,32 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "attention": (*(_POINTER,) * 8, *(_INT,) * 7, _FLOAT, _INT),
     "sample": (*(_POINTER,) * 4, *(_INT,) * 2),
 }
+_FLOAT32_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "pack": (*(_POINTER,) * 2, *(_INT,) * 2),
+    "linear": (*(_POINTER,) * 5, *(_INT,) * 3),
+    "decode": (*(_POINTER,) * 2, _INT, *(_POINTER,) * 3, _INT, _POINTER),
+}
+
+
+class LayerPointers(ctypes.Structure):
+    """One block for `Kernels.decode`: addresses of float32 tensors, 0: none there."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "output", "output_bias")),
+        *((name, _POINTER) for name in ("post_norm", "gate_up", "gate_up_bias", "down", "down_bias")),
+        *((name, _POINTER) for name in ("keys", "values")),  # of the cache, [s, k, t, c]
+        ("window", _INT),
+        ("scale", ctypes.c_double),
+    )
+
+
+class DecodeSizes(ctypes.Structure):
+    """What the blocks for `Kernels.decode` have in common."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("width", "heads", "kv_heads", "head_dim", "intermediate", "context")),
+        ("epsilon", ctypes.c_double),
+    )
 
 
 class Kernels:
@@ -50,12 +77,62 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
         functions: dict[str, Callable[..., None]] = {}
-        for name, types in _SIGNATURES.items():
+        for name, types in (_SIGNATURES | (_FLOAT32_SIGNATURES if dtype == torch.float32 else {})).items():
             functions[name] = function = getattr(library, f"{name}_{_DTYPES[dtype]}")
             function.argtypes, function.restype = types, None
         self._rms_norm, self._norm_rotate = functions["rms_norm"], functions["norm_rotate"]
         self._gated_silu, self._attention = functions["gated_silu"], functions["attention"]
         self._sample = functions["sample"]
+        self._pack, self._linear, self._decode = (functions.get(name) for name in _FLOAT32_SIGNATURES)
+        self._panel_columns = int(library.panel_columns())
+        self._panels: dict[int, tuple[Tensor, Tensor]] = {}  # id of a weight -> the weight and its panels
+
+    def pack(self, weights: Iterable[Tensor]) -> None:
+        """Keep a copy of these matrices [columns, depth] in the order `linear` reads them in. To be called again
+        when their values change. Nothing for bfloat16, whose products are torch's."""
+        if self._pack is None:
+            return
+        for weight in weights:
+            columns, depth = weight.shape
+            if id(weight) not in self._panels:
+                panels = weight.new_empty(-(-columns // self._panel_columns), depth, self._panel_columns)
+                self._panels[id(weight)] = weight, panels
+            self._pack(weight.contiguous().data_ptr(), self._panels[id(weight)][1].data_ptr(), columns, depth)
+
+    def packs(self, weight: Tensor) -> bool:
+        """Whether `linear` takes this matrix."""
+        return id(weight) in self._panels
+
+    def panels(self, weight: Tensor) -> int:
+        """Address of what `pack` made of this matrix, and makes of it again when it is called again."""
+        return self._panels[id(weight)][1].data_ptr()
+
+    def linear(self, x_nd: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None) -> Tensor:
+        """As `kernels.linear`, [n, columns], of a matrix that `pack` was given."""
+        assert self._linear is not None
+        x_nd = x_nd.contiguous()
+        n, columns = len(x_nd), len(weight)
+        out = x_nd.new_empty(n, columns)
+        added = 0 if add is None else add.contiguous().data_ptr()
+        pointers = (self.panels(weight), 0 if bias is None else bias.data_ptr(), added)
+        self._linear(x_nd.data_ptr(), *pointers, out.data_ptr(), n, columns, x_nd.shape[1])
+        return out
+
+    def decode(
+        self,
+        x_nd: Tensor,
+        layers: ctypes.Array[LayerPointers],
+        cos: Tensor,
+        sin: Tensor,
+        position_n: Tensor,
+        sizes: DecodeSizes,
+    ) -> None:
+        """Overwrite the residual stream [n, d] by what all ``layers`` make of it; row i is at position[i] of slot i,
+        and its keys and values are stored. cos and sin: float32 [n, 1, c / 2]."""
+        assert self._decode is not None
+        tables = (cos.data_ptr(), sin.data_ptr(), position_n.data_ptr())
+        pointer = ctypes.addressof
+        self._decode(x_nd.data_ptr(), pointer(layers), len(layers), *tables, len(x_nd), pointer(sizes))
 
     def rms_norm(self, x_nd: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """As `kernels.rms_norm`, [n, d]."""

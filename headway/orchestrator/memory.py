@@ -4,7 +4,8 @@ All numbers are what is needed *at most*: every KV slot full, the largest micro-
 a number in the dtype in question, ``L`` layers, ``d`` width, ``H``/``K`` query and KV heads of ``e`` dimensions, ``f``
 intermediate width, ``V`` vocabulary.
 
-- generator replica: weights P·b (4·P while they are loaded); KV cache 2·L·slots·K·context·e·b; the buffer new versions
+- generator replica: weights P·b (4·P while they are loaded), in float32 on one CPU core once more, in the order its
+  products read them in; KV cache 2·L·slots·K·context·e·b; the buffer new versions
   are read into P·b (in the machine's memory, on a GPU as well); for one step the activations of a prefill,
   ``prefill_tokens_per_step``, and the float32 logits of every slot with what sampling makes of them
 - trainer rank: float32 weights, gradients and two moments 16·P; the reference model P·b; activations of a micro-batch
@@ -143,6 +144,7 @@ def _generator(experiment: Experiment, model: DecoderConfig, name: str, device: 
         activations += 12 * model.heads * prefilled * max(_keys_of_layers(model, context))  # scores, three times over
     on_device = {
         "weights": 4 * weights,  # in bfloat16 half of it stays
+        "packed weights": 4 * weights if parse_device(device).threads == 1 and width == 4 else 0,
         "KV cache": kv,
         "activations": activations + settings.slots * model.vocabulary_size * _SAMPLING_BYTES,
     }
