@@ -1,6 +1,7 @@
 """How much of two matched machines' rate the asynchronous system keeps.
 
     python benchmarks/pipeline.py [--quick]
+    python benchmarks/pipeline.py --matched --rounds 8 --steps 12     # the first four alone: paired within a minute
 
 A generator pinned to one core and a trainer pinned to another, both able to handle about equally many samples per
 second alone (``balance``). Measured alternately, in one run, several times:
@@ -17,7 +18,8 @@ second alone (``balance``). Measured alternately, in one run, several times:
 
 Response lengths are forced by the request's seed, so every variant generates the same ones; they are log-normal.
 The last line is one JSON object; ``efficiency`` = trained samples/s of *asynchronous* / min(production, consumption);
-``async_over_colocated_sync`` = *asynchronous* / *colocated*, the honest baseline of asynchrony.
+``asynchronous_of_together`` = the same / min of *together*; ``async_over_colocated_sync`` = *asynchronous* /
+*colocated*, the honest baseline of asynchrony. All are ratios within a round; shown are their medians over the rounds.
 Steady state: the first budget + 1 steps and the drain at the end are left out.
 """
 
@@ -83,6 +85,7 @@ class Plan:
     synchronous_steps: int
     budget: int = 8  # of the asynchronous and the flexible system
     placements: int = 3  # of each variant, at most, tried in the first round
+    matched: bool = False  # without the synchronous, the colocated and the flexible system
 
     @property
     def groups(self) -> range:
@@ -119,6 +122,11 @@ class Round:
     def together_ceiling(self) -> float:
         assert self.together
         return min(self.together) / self.slower()
+
+    def asynchronous_of_together(self) -> float:
+        assert self.asynchronous
+        assert self.together
+        return self.asynchronous.per_s / min(self.together)
 
     def async_over_sync(self) -> float:
         assert self.asynchronous
@@ -160,9 +168,7 @@ class Benchmark:
                 self._production,
                 self._consumption,
                 self._asynchronous,
-                self._flexible,
-                self._colocated,
-                self._synchronous,
+                *(() if self.plan.matched else (self._flexible, self._colocated, self._synchronous)),
                 self._together,
             ]
             for variant in variants if number % 2 == 0 else reversed(variants):
@@ -297,11 +303,13 @@ def report(bench: Benchmark, parameters: float) -> dict[str, float | int | bool]
     result: dict[str, float | int | bool] = {}
     if balanced:
         result |= spread("efficiency", [each.efficiency() for each in rounds])
+        result |= spread("asynchronous_of_together", [each.asynchronous_of_together() for each in rounds])
     else:
         print(f"\nNo efficiency is claimed: balance {middle(balance):.2f} is outside {BALANCED}.")
-    result |= spread("async_over_sync", [each.async_over_sync() for each in rounds])
-    result |= spread("async_over_colocated_sync", [each.async_over_colocated_sync() for each in rounds])
-    result |= spread("flexible_over_colocated_sync", [each.flexible_over_colocated_sync() for each in rounds])
+    if not bench.plan.matched:
+        result |= spread("async_over_sync", [each.async_over_sync() for each in rounds])
+        result |= spread("async_over_colocated_sync", [each.async_over_colocated_sync() for each in rounds])
+        result |= spread("flexible_over_colocated_sync", [each.flexible_over_colocated_sync() for each in rounds])
     result |= spread("balance", balance)
     result |= spread("together_ceiling", [each.together_ceiling() for each in rounds])
     result |= spread("orchestrator_cpu_ms_per_sample", [systems(each).cpu_ms("orchestrator") for each in rounds])
@@ -404,6 +412,9 @@ def between_steps_ms(steady: Steady) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one short round of a small load: does it work at all?")
+    parser.add_argument(
+        "--matched", action="store_true", help="two matched sides, alone and together: efficiency alone"
+    )
     parser.add_argument("--rounds", type=int, help="default: 3")
     parser.add_argument("--steps", type=int, help="measured of the asynchronous system; default: 24")
     parser.add_argument("--slots", type=int, help=f"of the generator; default: of {SLOTS} those that match the sides")
@@ -433,10 +444,18 @@ def main() -> None:
         arguments.longest,
     )
     steps = arguments.steps or 24
-    plan = Plan(rounds=arguments.rounds or 3, steps=steps, synchronous_steps=max(1, steps // 2))
+    synchronous_steps = max(1, steps // 2)
+    plan = Plan(arguments.rounds or 3, steps, synchronous_steps, matched=arguments.matched)
     if arguments.quick:
         shape = Shape(2, 64, 2, 128, 12, 8, 0.95, 128)
-        plan = Plan(rounds=arguments.rounds or 1, steps=3, synchronous_steps=2, budget=2, placements=1)
+        plan = Plan(
+            rounds=arguments.rounds or 1,
+            steps=3,
+            synchronous_steps=2,
+            budget=2,
+            placements=1,
+            matched=arguments.matched,
+        )
         arguments.slots = arguments.slots or 16
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="headway-pipeline-"))
     folder.mkdir(parents=True, exist_ok=True)
