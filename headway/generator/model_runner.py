@@ -1,4 +1,4 @@
-"""One forward step over slots: new prompts and running requests in the same packed linear layers.
+"""One forward step over slots: new prompts and running requests in the same products.
 
 Shapes: n decode rows, p prefill tokens, d width, h query heads, k KV heads, g = h / k, c head dimension,
 t KV positions looked at, v vocabulary.
@@ -79,22 +79,23 @@ class ModelRunner:
                 len(self._layers), slots, self.kv_heads, context_tokens, self.head_dimension, self.dtype, self.device
             )
         self._kernels = native.kernels_for(self.dtype, self.device) if native_kernels else None
-        self.weights_changed()
         fits = native.attention_fits(self.heads // self.kv_heads, self.head_dimension)
         self._attention_kernels = self._kernels if fits else None
         self._native_decode: NativeDecode | None = None
-        if self._attention_kernels is not None and can_decode(model, self._attention_kernels):
-            self._native_decode = NativeDecode(model, self.cache, self._attention_kernels)
+        self.weights_changed()
         self._plain_windows = {
             layer.kind.scores.window for layer in self._layers if not self._natively(layer.kind.scores)
         }
 
     def weights_changed(self) -> None:
         """To be called after every change of the model's weights: the kernels keep them in another order, too."""
-        if self._kernels is not None:
-            model = self.model
-            looked_up = model.embedding_weight if model.head_weight is not None else None
-            self._kernels.pack(one for one in model.parameters() if one.ndim == 2 and one is not looked_up)
+        model, kernels = self.model, self._kernels
+        if kernels is None:
+            return
+        looked_up = model.embedding_weight if model.head_weight is not None else None
+        kernels.pack(one for one in model.parameters() if one.ndim == 2 and one is not looked_up)
+        if self._attention_kernels is not None and can_decode(model, kernels):
+            self._native_decode = NativeDecode(model, self.cache, kernels)
 
     @torch.inference_mode()
     def prefill(self, prefills: Sequence[Prefill]) -> None:
@@ -118,7 +119,7 @@ class ModelRunner:
         Decode row i is slot i. A slot may be prefilled and decoded in the same step: in every layer its prefix is
         written before decode rows look at it.
         """
-        if self.fixed_shapes or self._native_decode is not None:
+        if self.fixed_shapes:
             self.prefill(prefills)
             prefills = ()
         longest = int(position.max()) + 1

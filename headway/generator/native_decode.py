@@ -16,7 +16,7 @@ from headway.models.native import DecodeSizes, Kernels, LayerPointers
 
 
 class NativeDecode:
-    """Holds addresses: of the parameters' and the cache's memory, which never move, and of the kernels' panels."""
+    """Holds addresses, of parameters, the cache and the kernels' panels: to be made anew when the weights change."""
 
     def __init__(self, model: Decoder, cache: SlotCache, kernels: Kernels) -> None:
         layers = cast("list[DecoderLayer]", list(model.layers))

@@ -1,4 +1,5 @@
-"""The decoder's element-wise parts with hand-written gradients: fewer passes over memory than autograd's own.
+"""The decoder's products, and its element-wise parts with hand-written gradients: fewer passes over memory than
+autograd's own.
 
 Each is exact (tests compare with plain autograd). Shape suffixes: n packed tokens, d width, h query heads,
 g key/value heads, e head dimension, f intermediate width.

@@ -177,6 +177,7 @@ void multiply_tile(const float* x, const float* panel, float* sums, int64_t dept
             tile[r][1] += right * factor;
         }
     }
+#pragma GCC unroll 12  // or the sums would be put on the stack to be indexed
     for (int r = 0; r < R; ++r, sums += PANEL) {
         store_vw(sums, more ? load_vw(sums) + tile[r][0] : tile[r][0]);
         store_vw(sums + LANES, more ? load_vw(sums + LANES) + tile[r][1] : tile[r][1]);

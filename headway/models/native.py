@@ -88,23 +88,26 @@ class Kernels:
         self._panels: dict[int, tuple[Tensor, Tensor]] = {}  # id of a weight -> the weight and its panels
 
     def pack(self, weights: Iterable[Tensor]) -> None:
-        """Keep a copy of these matrices [columns, depth] in the order `linear` reads them in. To be called again
-        when their values change. Nothing for bfloat16, whose products are torch's."""
+        """Keep a copy of these matrices [columns, depth] in the order `linear` reads them in, and of no others. To be
+        called again when a value changes. Nothing for bfloat16, whose products are torch's."""
         if self._pack is None:
             return
+        before, self._panels = self._panels, {}
         for weight in weights:
             columns, depth = weight.shape
-            if id(weight) not in self._panels:
+            known, panels = before.get(id(weight), (None, None))
+            if known is not weight or panels is None:
                 panels = weight.new_empty(-(-columns // self._panel_columns), depth, self._panel_columns)
-                self._panels[id(weight)] = weight, panels
-            self._pack(weight.contiguous().data_ptr(), self._panels[id(weight)][1].data_ptr(), columns, depth)
+            rows = weight.detach().contiguous()
+            self._pack(rows.data_ptr(), panels.data_ptr(), columns, depth)
+            self._panels[id(weight)] = weight, panels
 
     def packs(self, weight: Tensor) -> bool:
         """Whether `linear` takes this matrix."""
         return id(weight) in self._panels
 
     def panels(self, weight: Tensor) -> int:
-        """Address of what `pack` made of this matrix, and makes of it again when it is called again."""
+        """Address of what `pack` made of this matrix; it stays where it is as long as `pack` is given the matrix."""
         return self._panels[id(weight)][1].data_ptr()
 
     def linear(self, x_nd: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None) -> Tensor:
@@ -113,9 +116,9 @@ class Kernels:
         x_nd = x_nd.contiguous()
         n, columns = len(x_nd), len(weight)
         out = x_nd.new_empty(n, columns)
-        added = 0 if add is None else add.contiguous().data_ptr()
-        pointers = (self.panels(weight), 0 if bias is None else bias.data_ptr(), added)
-        self._linear(x_nd.data_ptr(), *pointers, out.data_ptr(), n, columns, x_nd.shape[1])
+        add = None if add is None else add.contiguous()
+        optional = (0 if one is None else one.data_ptr() for one in (bias, add))
+        self._linear(x_nd.data_ptr(), self.panels(weight), *optional, out.data_ptr(), n, columns, x_nd.shape[1])
         return out
 
     def decode(

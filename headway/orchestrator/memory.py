@@ -4,8 +4,8 @@ All numbers are what is needed *at most*: every KV slot full, the largest micro-
 a number in the dtype in question, ``L`` layers, ``d`` width, ``H``/``K`` query and KV heads of ``e`` dimensions, ``f``
 intermediate width, ``V`` vocabulary.
 
-- generator replica: weights P·b (4·P while they are loaded), in float32 on one CPU core once more, in the order its
-  products read them in; KV cache 2·L·slots·K·context·e·b; the buffer new versions
+- generator replica: weights P·b (4·P while they are loaded), in float32 on one CPU core once more without
+  experts, in the order its products read them in (``native_kernels``); KV cache 2·L·slots·K·context·e·b; the buffer new versions
   are read into P·b (in the machine's memory, on a GPU as well); for one step the activations of a prefill,
   ``prefill_tokens_per_step``, and the float32 logits of every slot with what sampling makes of them
 - trainer rank: float32 weights, gradients and two moments 16·P; the reference model P·b; activations of a micro-batch
@@ -55,6 +55,14 @@ def bytes_of(dtype: str) -> int:
 def parameter_count(model: DecoderConfig) -> int:
     """Number of weights, norms left out."""
     return model.matrix_parameters()
+
+
+def _packed_count(model: DecoderConfig) -> int:
+    """Weights that products of few rows read: no experts, and no embedding that is looked up alone."""
+    experts = 0 if model.mixture is None else model.mixture.experts * 3 * model.width * model.mixture.intermediate
+    sparse = sum(model.layer(index).sparse for index in range(model.layers))
+    looked_up = 0 if model.tied else model.vocabulary_size * model.width
+    return model.matrix_parameters() - looked_up - sparse * experts
 
 
 def activation_bytes(model: DecoderConfig, tokens: int, dtype: str, *, checkpointing: bool = False) -> int:
@@ -142,9 +150,10 @@ def _generator(experiment: Experiment, model: DecoderConfig, name: str, device: 
     activations = prefilled * width * (3 * model.width + 2 * joint + 3 * model.active_intermediate)
     if model.attention_softcap is not None:
         activations += 12 * model.heads * prefilled * max(_keys_of_layers(model, context))  # scores, three times over
+    packed = settings.native_kernels and parse_device(device).threads == 1 and width == 4
     on_device = {
         "weights": 4 * weights,  # in bfloat16 half of it stays
-        "packed weights": 4 * weights if parse_device(device).threads == 1 and width == 4 else 0,
+        "packed weights": 4 * _packed_count(model) if packed else 0,
         "KV cache": kv,
         "activations": activations + settings.slots * model.vocabulary_size * _SAMPLING_BYTES,
     }

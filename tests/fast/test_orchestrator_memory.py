@@ -57,15 +57,32 @@ def test_a_generator_on_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     parts = uses_of(tmp_path)["generator-0 memory"].parts
     assert parts["weights"] == parts["packed weights"] == parts["update buffer"] == 4 * PARAMETERS
     assert parts["KV cache"] == 2 * 2 * 10 * 2 * 500 * 16 * 4  # two of: layers, slots, heads, tokens, numbers, bytes
+    assert uses_of(tmp_path, generator={"native_kernels": False})["generator-0 memory"].parts["packed weights"] == 0
+    assert uses_of(tmp_path, generator={"devices": ["cpu:0-1"]})["generator-0 memory"].parts["packed weights"] == 0
     short_numbers: dict[str, Any] = {"dtype": "bfloat16"}
     monkeypatch.setattr(memory, "cpu_multiplies_bfloat16", lambda: True)
     half = uses_of(tmp_path, generator=short_numbers)["generator-0 memory"].parts
-    assert half["KV cache"] == parts["KV cache"] // 2
+    assert (half["KV cache"], half["packed weights"]) == (parts["KV cache"] // 2, 0)
     monkeypatch.setattr(memory, "cpu_multiplies_bfloat16", lambda: False)
     widened = uses_of(tmp_path, generator=short_numbers)["generator-0 memory"].parts
     assert (widened["KV cache"], widened["update buffer"]) == (parts["KV cache"], 2 * PARAMETERS)
     short = uses_of(tmp_path, generator={"kv_capacity_tokens": 250})["generator-0 memory"].parts
     assert short["KV cache"] == parts["KV cache"] // 2
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_weights_are_those_the_kernels_pack(family: str, tied: bool) -> None:
+    torch = pytest.importorskip("torch")
+    from headway.generator.model_runner import ModelRunner
+    from tests.conformance.reference import random_model
+
+    torch.set_num_threads(1)
+    runner = ModelRunner(random_model(0, family=family, tied=tied), slots=1, context_tokens=8, fixed_shapes=False)
+    if runner._kernels is None:
+        pytest.skip("no C++ compiler here")
+    packed = sum(weight.numel() for weight, _ in runner._kernels._panels.values())
+    assert packed == memory._packed_count(runner.model.config)
 
 
 def test_a_trainer_rank_on_cores(tmp_path: Path) -> None:
