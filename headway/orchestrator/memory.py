@@ -5,9 +5,9 @@ a number in the dtype in question, ``L`` layers, ``d`` width, ``H``/``K`` query 
 intermediate width, ``V`` vocabulary.
 
 - generator replica: weights P·b (4·P while they are loaded), in float32 on one CPU core once more without
-  experts, in the order its products read them in (``native_kernels``); KV cache 2·L·slots·K·context·e·b; the buffer new versions
-  are read into P·b (in the machine's memory, on a GPU as well); for one step the activations of a prefill,
-  ``prefill_tokens_per_step``, and the float32 logits of every slot with what sampling makes of them
+  experts, in the order its products read them in (``native_kernels``); KV cache 2·L·slots·K·context·e·b; the buffer
+  new versions are read into P·b (in the machine's memory, on a GPU as well); for one step the activations of a
+  prefill, ``prefill_tokens_per_step``, and the float32 logits of every slot with what sampling makes of them
 - trainer rank: float32 weights, gradients and two moments 16·P; the reference model P·b; activations of a micro-batch
   (``activation_bytes``, ``score_bytes``); logits of one chunk. With several ranks gradients are summed in one more
   copy, 4·P

@@ -87,9 +87,11 @@ def test_products(rows, columns, depth):
         alone = kernels.linear(x[rows // 2 : rows // 2 + 1], weight)
         assert torch.equal(alone[0], kernels.linear(x, weight)[rows // 2])  # whatever its neighbours
         weight.mul_(2)
+        fast.pack([weight.t().contiguous().t()])
+        assert not fast.packs(weight)
         fast.pack([weight])
         assert near(kernels.linear(x, weight), 2 * exact)
-        assert near(kernels.linear(x.t().contiguous().t(), weight), 2 * exact)
+        assert near(kernels.linear(x.t().contiguous().t(), weight, None, add.t().contiguous().t()), 2 * exact + add)
 
 
 @DTYPES
