@@ -16,7 +16,9 @@ second alone (``balance``). Measured alternately, in one run, several times:
     flexible      the same placement at budget 8: both cores generate until a batch is full, then both train while
                   what is in flight waits; no core is ever the other side's
 
-Response lengths are forced by the request's seed, so every variant generates the same ones; they are log-normal.
+Response lengths are forced by the request's seed, so every variant generates the same ones; they are log-normal. All
+attempts at a share of the tasks (``--uniform``; 0.55, as in a published run) are solved: their groups are generated,
+verified and filtered. Rates count trained samples.
 The last line is one JSON object; ``efficiency`` = trained samples/s of *asynchronous* / min(production, consumption);
 ``asynchronous_of_together`` = the same / min of *together*; ``async_over_colocated_sync`` = *asynchronous* /
 *colocated*, the honest baseline of asynchrony. All are ratios within a round; shown are their medians over the rounds.
@@ -59,7 +61,7 @@ from headway.config.schema import Experiment
 from headway.records.training import TrainBatch
 from headway.runtime.devices import machine_cores
 
-SLOTS = (8, 12, 16, 24, 32)  # the one is taken at which both sides are most nearly equally fast alone
+SLOTS = (4, 6, 8, 12, 16, 24, 32)  # the one is taken at which both sides are most nearly equally fast alone
 SYNCHRONOUS = (apart(32), apart(64))
 _TURNS = ("cpu:0", "cpu:1")
 COLOCATED = (
@@ -87,10 +89,10 @@ class Plan:
     placements: int = 3  # of each variant, at most, tried in the first round
     matched: bool = False  # without the synchronous, the colocated and the flexible system
 
-    @property
-    def groups(self) -> range:
-        """What each side alone works on: about what the system trains in its steady state."""
-        return range(GROUPS_PER_STEP * (self.budget + 1), GROUPS_PER_STEP * (self.budget + 1 + self.steps))
+    def groups(self, shape: Shape) -> range:
+        """What each side alone works on: about what the system generates in its steady state."""
+        per_step = GROUPS_PER_STEP / (1 - shape.uniform)
+        return range(round(per_step * (self.budget + 1)), round(per_step * (self.budget + 1 + self.steps)))
 
 
 @dataclass
@@ -176,8 +178,8 @@ class Benchmark:
 
     def _balanced_slots(self) -> int:
         """A short look at each of `SLOTS`, and at the trainer."""
-        first = self.plan.groups.start
-        groups, produced = range(first, first + len(self.plan.groups) // 3), dict[int, float]()
+        every, produced = self.plan.groups(self.shape), dict[int, float]()
+        groups = range(every.start, every.start + len(every) // 3)
         batches: list[TrainBatch] = []
         for slots in SLOTS:
 
@@ -197,7 +199,8 @@ class Benchmark:
 
     def _production(self, round_: Round) -> None:
         async def job() -> Rate:
-            rate, batches = await alone_production(self._settings(apart(self.slots), 0), self.shape, self.plan.groups)
+            groups = self.plan.groups(self.shape)
+            rate, batches = await alone_production(self._settings(apart(self.slots), 0), self.shape, groups)
             self.batches = self.batches or batches
             return rate
 
@@ -327,12 +330,13 @@ def systems(each: Round) -> Steady:
 
 def print_limits(bench: Benchmark, parameters: float) -> None:
     rounds, shape = bench.rounds, bench.shape
-    lengths = bench.shape.lengths(0, bench.plan.groups)
+    lengths = bench.shape.lengths(0, bench.plan.groups(bench.shape))
     print(
         f"\nLimits: {len(machine_cores())} cores; matrix products {bench.peak_flops_per_s / 1e9:.0f} GFLOP/s on one; "
         f"model of {parameters:.2f} M parameters, {shape.prompt_tokens} prompt tokens, responses of mean "
         f"{statistics.mean(lengths):.0f}, median {shape.median_tokens}, cap {shape.longest_tokens} tokens "
-        f"(p99 = {shape.p99_over_median():.1f} x median); {bench.slots} slots, {BATCH} samples a step"
+        f"(p99 = {shape.p99_over_median():.1f} x median); {shape.uniform:.0%} of the groups are filtered; "
+        f"{bench.slots} slots, {BATCH} samples a step"
     )
     production = [each.production.per_s for each in rounds if each.production]
     consumption = [each.consumption.per_s for each in rounds if each.consumption]
@@ -430,8 +434,9 @@ def main() -> None:
         ("prompt", 24),
         ("median", 40),
         ("longest", 512),
+        ("uniform", 0.55),
     ):
-        parser.add_argument(f"--{name}", type=int, default=value, help=f"of the load; default: {value}")
+        parser.add_argument(f"--{name}", type=type(value), default=value, help=f"of the load; default: {value}")
     arguments = parser.parse_args()
     shape = Shape(
         arguments.layers,
@@ -442,12 +447,13 @@ def main() -> None:
         arguments.median,
         0.95,
         arguments.longest,
+        arguments.uniform,
     )
     steps = arguments.steps or 24
     synchronous_steps = max(1, steps // 2)
     plan = Plan(arguments.rounds or 3, steps, synchronous_steps, matched=arguments.matched)
     if arguments.quick:
-        shape = Shape(2, 64, 2, 128, 12, 8, 0.95, 128)
+        shape = Shape(2, 64, 2, 128, 12, 8, 0.95, 128, 0.5)
         plan = Plan(
             rounds=arguments.rounds or 1,
             steps=3,

@@ -39,6 +39,7 @@ T = TypeVar("T")
 GROUP = 8
 GROUPS_PER_STEP = 8
 BATCH = GROUP * GROUPS_PER_STEP
+SOLVED = "solved"  # the verifier of tasks that every attempt solves
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Shape:
     median_tokens: int  # of a response
     spread: float  # standard deviation of the logarithm of its length
     longest_tokens: int
+    uniform: float = 0.0  # share of the tasks that every attempt solves: generated, verified and filtered
 
     def length(self, seed: int) -> int:
         """The forced length of the response sampled under ``seed``: log-normal, capped."""
@@ -85,7 +87,10 @@ def prepare(folder: Path, shape: Shape) -> float:
     rng = random.Random(0)
     prompts = ["".join(rng.choices("0123456789+-= abcdef", k=shape.prompt_tokens)) for _ in range(512)]
     tasks = folder / "tasks.jsonl"
-    tasks.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    solved = round(shape.uniform * len(prompts))
+    kinds = [{"verifier": SOLVED}] * solved + [{}] * (len(prompts) - solved)
+    rows = [{"prompt": prompt, **kind} for prompt, kind in zip(prompts, kinds, strict=True)]  # the cursor shuffles
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = {
         "layers": shape.layers,
         "width": shape.width,
@@ -125,7 +130,7 @@ def apart(slots: int) -> Placement:
 
 
 def experiment(folder: Path, name: str, shape: Shape, *, placement: Placement, budget: int, steps: int) -> Experiment:
-    """One variant's experiment: policy wait, filters off, everything else as in a real run."""
+    """One variant's experiment: policy wait, everything else as in a real run."""
     return validate_experiment(
         {
             "run": {"directory": str(folder / name), "steps": steps},
@@ -133,6 +138,7 @@ def experiment(folder: Path, name: str, shape: Shape, *, placement: Placement, b
             "tasks": {"train": {"path": str(folder / "tasks.jsonl")}},
             # Half of the random responses end in a low digit: rewards, advantages and gradients are not all zero.
             "verifier": {"name": "regex", "parameters": {"pattern": "[0-4][^0-9]*$"}},
+            "verifiers": {SOLVED: {"name": "regex", "parameters": {"pattern": "^"}}},
             "rollout": {
                 "group_size": GROUP,
                 "max_prompt_tokens": shape.prompt_tokens,
@@ -143,7 +149,6 @@ def experiment(folder: Path, name: str, shape: Shape, *, placement: Placement, b
                 "groups_per_step": GROUPS_PER_STEP,
                 "budget": budget,
                 "overdue": "wait",
-                "filter_zero_variance": False,
             },
             "trainer": {"devices": placement.trainer},
             "evaluation": {"before": False, "after": False},
@@ -240,7 +245,8 @@ def _rewarded(rollout: Rollout) -> Rollout:
 
 
 async def alone_production(settings: Experiment, shape: Shape, groups: range) -> tuple[Rate, list[TrainBatch]]:
-    """Rate of the generator alone over about as many rollouts as ``groups`` has, and the batches of those groups.
+    """Rate of the generator alone over about as many rollouts as ``groups`` has, and the batches of those groups that
+    can be trained on; only their samples count.
 
     Counted in tokens and divided by the groups' own mean length, so that which of the long ones happened to end
     inside the window doesn't matter.
@@ -258,7 +264,9 @@ async def alone_production(settings: Experiment, shape: Shape, groups: range) ->
         await _cancelled(loop)
         await side.pool.stop()
     usage = between(start, end)
-    return Rate(tokens / usage.seconds / mean_length(finished), usage), batches_of(finished, settings)
+    trainable = [group for group in finished if group.group.task.verifier != SOLVED]
+    samples = tokens / mean_length(finished) * len(trainable) / len(finished)
+    return Rate(samples / usage.seconds, usage), batches_of(trainable, settings)
 
 
 def batches_of(finished: Sequence[FinishedGroup], settings: Experiment) -> list[TrainBatch]:
@@ -319,7 +327,8 @@ async def together(settings: Experiment, shape: Shape, batches: Sequence[TrainBa
         await _cancelled(loop)
         await asyncio.gather(side.pool.stop(), trainer.stop())
     usage = between(start, end)
-    return tokens / usage.seconds / float(np.mean(lengths)), len(lengths) / usage.seconds, usage
+    produced = tokens / float(np.mean(lengths)) * (1 - shape.uniform)
+    return produced / usage.seconds, len(lengths) / usage.seconds, usage
 
 
 async def _or_failure(loop: asyncio.Task[None], job: Awaitable[T]) -> T:
