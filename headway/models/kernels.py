@@ -40,9 +40,20 @@ def _normalise_backward(grad: Tensor, unit: Tensor, inverse: Tensor, weight: Ten
     return (grad * weight).addcmul_(unit, along, value=-1).mul_(inverse), per_weight
 
 
+def _with_gradients(x: Tensor, weight: Tensor | None = None) -> native.Kernels | None:
+    """The native kernels, where they have a gradient: in float32, and not under autocast."""
+    fast = native.active(x, weight)
+    return fast if fast is not None and fast.dtype == product_dtype(x) == torch.float32 else None
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_nd: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
+        ctx.fast = None if offset else _with_gradients(x_nd, weight)
+        if ctx.fast is not None:
+            inverses_n = x_nd.new_empty(x_nd.shape[0])
+            ctx.save_for_backward(x_nd, inverses_n, weight)
+            return ctx.fast.rms_norm(x_nd, weight, epsilon, inverses_n)
         unit, inverse = _normalise(x_nd, epsilon)
         out = offset_product(unit, weight, offset, product_dtype(x_nd)) if offset else None
         unit = unit.to(product_dtype(x_nd))
@@ -53,6 +64,8 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         unit, inverse, weight = ctx.saved_tensors
+        if ctx.fast is not None:
+            return *ctx.fast.rms_norm_backward(grads[0], unit, weight, inverse), None, None
         wide = with_offset(weight, ctx.offset) if ctx.offset else _wide(weight)
         grad_x, per_weight = _normalise_backward(_wide(grads[0]), _wide(unit), inverse, wide)
         return grad_x.to(ctx.dtype), per_weight.sum(0).to(weight.dtype), None, None
@@ -115,18 +128,31 @@ class _NormRotate(torch.autograd.Function):
     def forward(
         ctx: Any, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, sizes: Sizes
     ) -> Tensor:
+        ctx.mark_dirty(qkv)
+        ctx.fast = _with_gradients(qkv, q_norm)
+        if ctx.fast is not None:
+            turned = (qkv.shape[0], sizes[0] + sizes[1])
+            norms = ()
+            if q_norm is not None and k_norm is not None:
+                norms = (qkv.new_empty(*turned, sizes[2]), qkv.new_empty(turned))
+            ctx.fast.norm_rotate(qkv, q_norm, k_norm, cos, sin, sizes, *norms)
+            ctx.sizes = sizes
+            ctx.save_for_backward(cos, sin, *norms, *((q_norm, k_norm) if norms else ()))
+            return qkv
         rotation = torch.complex(cos, sin)
         saved = _norm_rotate(qkv, q_norm, k_norm, rotation, sizes)
         ctx.sizes, ctx.normed = sizes, saved is not None
         ctx.save_for_backward(rotation, *(saved or ()), *((q_norm, k_norm) if saved is not None else ()))
-        ctx.mark_dirty(qkv)
         return qkv
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        if ctx.fast is not None:
+            cos, sin, *norms = ctx.saved_tensors
+            return grad, *ctx.fast.norm_rotate_backward(grad, norms, cos, sin, ctx.sizes), None, None, None
         heads, kv_heads, head_dim, _ = ctx.sizes
         rotation, *rest = ctx.saved_tensors
-        grad = grads[0].clone()
         rotated = grad.view(grad.shape[0], -1, head_dim)[:, : heads + kv_heads]
         turned = torch.view_as_real(_pairs(_wide(rotated)) * rotation.conj()).flatten(-2)
         if not ctx.normed:
@@ -188,12 +214,17 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, activation: Any, gradient: Any) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.activation, ctx.gradient = activation, gradient
+        ctx.fast = _with_gradients(gate_up) if activation is functional.silu else None
+        if ctx.fast is not None:
+            return ctx.fast.gated_silu(gate_up)
         gate_nf, up_nf = gate_up.chunk(2, dim=-1)
         return activation(gate_nf).mul_(up_nf)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (gate_up,) = ctx.saved_tensors
+        if ctx.fast is not None:
+            return ctx.fast.gated_silu_backward(grads[0], gate_up), None, None
         gate_nf, up_nf = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)
         grad_gate, grad_up = out.chunk(2, dim=-1)

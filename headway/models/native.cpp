@@ -1,4 +1,5 @@
-// Element-wise parts, products, decode attention and sampling of the generation engine for one CPU core.
+// For one CPU core: products of few rows, decode attention and sampling of the generation engine, and the decoder's
+// element-wise parts, with gradients for the trainer.
 // Built and called by native.py; every function has a plain torch counterpart that the tests compare it with.
 //
 // T is float or bfloat16 (stored as 16 bits, computed in float). Rows are contiguous unless a stride is given;
@@ -81,24 +82,65 @@ template <class T> float inverse_rms(const T* x, int64_t width, float epsilon) {
     return 1.0f / std::sqrt(total / float(width) + epsilon);
 }
 
+// `inverses`: 1 / rms of each row, for the gradient (null: not wanted).
 template <class T>
-void rms_norm(const T* x, const T* weight, T* out, int64_t rows, int64_t width, float epsilon) {
+void rms_norm(const T* x, const T* weight, T* out, float* inverses, int64_t rows, int64_t width, float epsilon) {
     for (int64_t row = 0; row < rows; ++row, x += width, out += width) {
         float inverse = inverse_rms(x, width, epsilon);
+        if (inverses) inverses[row] = inverse;
         for (int64_t i = 0; i < width; ++i)
             store(out + i, rounded<T>(load(x + i) * inverse) * load(weight + i));
     }
 }
 
+// Gradients of a row's sum of squares are divided by its width; a weight's are summed over blocks of rows in float,
+// then in double.
+const int64_t SUMMED_ROWS = 256;
+
+// grad and out may be the same row. total += grad * x / rms(x).
+inline void norm_row_backward(const float* grad, const float* x, const float* weight, float inverse, float* out,
+                              float* total, int64_t width) {
+    float along = 0;
+    for (int64_t i = 0; i < width; ++i) along += grad[i] * weight[i] * x[i];
+    along *= inverse * inverse / float(width);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < width; ++i) {
+        total[i] += grad[i] * x[i] * inverse;
+        out[i] = (grad[i] * weight[i] - x[i] * along) * inverse;
+    }
+}
+
+void add_up(std::vector<float>& block, std::vector<double>& total) {
+    for (size_t i = 0; i < block.size(); ++i) total[i] += double(block[i]);
+    std::fill(block.begin(), block.end(), 0.0f);
+}
+
+void rms_norm_backward(const float* grad, const float* x, const float* weight, const float* inverses, float* grad_x,
+                       float* grad_weight, int64_t rows, int64_t width) {
+    std::vector<float> block(width);
+    std::vector<double> total(width);
+    for (int64_t row = 0; row < rows; ++row, grad += width, x += width, grad_x += width) {
+        norm_row_backward(grad, x, weight, inverses[row], grad_x, block.data(), width);
+        if ((row + 1) % SUMMED_ROWS == 0 || row + 1 == rows) add_up(block, total);
+    }
+    std::copy(total.begin(), total.end(), grad_weight);
+}
+
 // Query and key heads of each row in place: norm (where weights are given), then rotation of neighbouring pairs.
+// `before` [rows, heads + kv_heads, dim] and `inverses` [rows, heads + kv_heads]: what the gradient needs of the norm,
+// the heads as they were and their 1 / rms (null: not wanted).
 template <class T>
-void norm_rotate(T* qkv, const T* q_norm, const T* k_norm, const float* cos, const float* sin, int64_t rows,
-                 int64_t stride, int64_t turn_stride, int64_t heads, int64_t kv_heads, int64_t dim, float epsilon) {
+void norm_rotate(T* qkv, const T* q_norm, const T* k_norm, const float* cos, const float* sin, T* before,
+                 float* inverses, int64_t rows, int64_t stride, int64_t turn_stride, int64_t heads, int64_t kv_heads,
+                 int64_t dim, float epsilon) {
+    int64_t turned = heads + kv_heads;
     for (int64_t row = 0; row < rows; ++row, qkv += stride, cos += turn_stride, sin += turn_stride) {
-        for (int64_t head = 0; head < heads + kv_heads; ++head) {
+        if (before) std::copy_n(qkv, turned * dim, before + row * turned * dim);
+        for (int64_t head = 0; head < turned; ++head) {
             T* x = qkv + head * dim;
             const T* weight = head < heads ? q_norm : k_norm;
             float inverse = weight ? inverse_rms(x, dim, epsilon) : 1.0f;
+            if (inverses) inverses[row * turned + head] = inverse;
             for (int64_t i = 0; i < dim / 2; ++i) {
                 float a = load(x + 2 * i), b = load(x + 2 * i + 1);
                 if (weight) {
@@ -112,13 +154,55 @@ void norm_rotate(T* qkv, const T* q_norm, const T* k_norm, const float* cos, con
     }
 }
 
+// In place on the gradient [rows, stride] of what norm_rotate gave; without weights, rotation alone.
+void norm_rotate_backward(float* grad, const float* q_norm, const float* k_norm, const float* cos, const float* sin,
+                          const float* before, const float* inverses, float* grad_q_norm, float* grad_k_norm,
+                          int64_t rows, int64_t stride, int64_t turn_stride, int64_t heads, int64_t kv_heads,
+                          int64_t dim) {
+    int64_t turned = heads + kv_heads;
+    std::vector<float> blocks[2] = {std::vector<float>(dim), std::vector<float>(dim)};
+    std::vector<double> totals[2] = {std::vector<double>(dim), std::vector<double>(dim)};
+    for (int64_t row = 0; row < rows; ++row, grad += stride, cos += turn_stride, sin += turn_stride) {
+        for (int64_t head = 0; head < turned; ++head) {
+            float* g = grad + head * dim;
+            for (int64_t i = 0; i < dim / 2; ++i) {
+                float a = g[2 * i], b = g[2 * i + 1];
+                g[2 * i] = a * cos[i] + b * sin[i];
+                g[2 * i + 1] = b * cos[i] - a * sin[i];
+            }
+            if (!q_norm) continue;
+            bool key = head >= heads;
+            int64_t at = row * turned + head;
+            norm_row_backward(g, before + at * dim, key ? k_norm : q_norm, inverses[at], g, blocks[key].data(), dim);
+        }
+        if ((row + 1) % SUMMED_ROWS == 0 || row + 1 == rows)
+            for (int i = 0; i < 2; ++i) add_up(blocks[i], totals[i]);
+    }
+    if (!q_norm) return;
+    std::copy(totals[0].begin(), totals[0].end(), grad_q_norm);
+    std::copy(totals[1].begin(), totals[1].end(), grad_k_norm);
+}
+
+inline float sigmoid(float x) {
+    float small = exp_negative(-std::fabs(x));
+    return (x < 0 ? small : 1.0f) / (1.0f + small);
+}
+
 template <class T> void gated_silu(const T* gate_up, T* out, int64_t rows, int64_t width) {
     for (int64_t row = 0; row < rows; ++row, gate_up += 2 * width, out += width) {
         for (int64_t i = 0; i < width; ++i) {
             float gate = load(gate_up + i);
-            float small = exp_negative(-std::fabs(gate));
-            float sigmoid = (gate < 0 ? small : 1.0f) / (1.0f + small);
-            store(out + i, rounded<T>(gate * sigmoid) * load(gate_up + width + i));
+            store(out + i, rounded<T>(gate * sigmoid(gate)) * load(gate_up + width + i));
+        }
+    }
+}
+
+void gated_silu_backward(const float* grad, const float* gate_up, float* out, int64_t rows, int64_t width) {
+    for (int64_t row = 0; row < rows; ++row, grad += width, gate_up += 2 * width, out += 2 * width) {
+        for (int64_t i = 0; i < width; ++i) {
+            float gate = gate_up[i], share = sigmoid(gate);
+            out[i] = grad[i] * gate_up[width + i] * share * (1.0f + gate * (1.0f - share));
+            out[width + i] = grad[i] * gate * share;
         }
     }
 }
@@ -333,16 +417,16 @@ void decode(float* x, const Layer* layers, int64_t count, const float* cos, cons
     float *inner = scratch[0].data(), *qkv = scratch[1].data(), *gate_up = scratch[2].data(), *gated = scratch[3].data();
     float epsilon = float(s.epsilon);
     for (const Layer* l = layers; l < layers + count; ++l) {
-        rms_norm(x, l->input_norm, inner, rows, s.width, epsilon);
+        rms_norm(x, l->input_norm, inner, nullptr, rows, s.width, epsilon);
         linear(inner, l->qkv, l->qkv_bias, nullptr, qkv, rows, projected, s.width);
-        norm_rotate(qkv, l->q_norm, l->k_norm, cos, sin, rows, projected, s.dim / 2, s.heads, s.kv_heads, s.dim,
-                    epsilon);
+        norm_rotate(qkv, l->q_norm, l->k_norm, cos, sin, static_cast<float*>(nullptr), nullptr, rows, projected,
+                    s.dim / 2, s.heads, s.kv_heads, s.dim, epsilon);
         const float* keys = qkv + queries;
         attention(qkv, keys, keys + s.kv_heads * s.dim, l->keys, l->values, inner, static_cast<const int64_t*>(nullptr),
                   position, rows, projected, s.kv_heads, s.heads / s.kv_heads, s.dim, s.context, l->window,
                   float(l->scale), 1);
         linear(inner, l->output, l->output_bias, x, x, rows, s.width, queries);
-        rms_norm(x, l->post_norm, inner, rows, s.width, epsilon);
+        rms_norm(x, l->post_norm, inner, nullptr, rows, s.width, epsilon);
         linear(inner, l->gate_up, l->gate_up_bias, nullptr, gate_up, rows, 2 * s.intermediate, s.width);
         gated_silu(gate_up, gated, rows, s.intermediate);
         linear(gated, l->down, l->down_bias, x, x, rows, s.width, s.intermediate);
@@ -401,10 +485,11 @@ void sample(const T* logits, const float* temperature, const double* uniform, fl
     EXPORT NAME##_float32 PARAMETERS(float) { NAME ARGUMENTS; }  \
     EXPORT NAME##_bfloat16 PARAMETERS(bf16) { NAME ARGUMENTS; }
 
-#define RMS_NORM(T) (const T* x, const T* weight, T* out, int64_t rows, int64_t width, float epsilon)
-#define NORM_ROTATE(T)                                                                                        \
-    (T* qkv, const T* q_norm, const T* k_norm, const float* cos, const float* sin, int64_t rows, int64_t stride, \
-     int64_t turn_stride, int64_t heads, int64_t kv_heads, int64_t dim, float epsilon)
+#define RMS_NORM(T) \
+    (const T* x, const T* weight, T* out, float* inverses, int64_t rows, int64_t width, float epsilon)
+#define NORM_ROTATE(T)                                                                                             \
+    (T* qkv, const T* q_norm, const T* k_norm, const float* cos, const float* sin, T* before, float* inverses,     \
+     int64_t rows, int64_t stride, int64_t turn_stride, int64_t heads, int64_t kv_heads, int64_t dim, float epsilon)
 #define GATED_SILU(T) (const T* gate_up, T* out, int64_t rows, int64_t width)
 #define ATTENTION(T)                                                                                             \
     (const T* q, const T* k, const T* v, T* keys, T* values, T* out, const int64_t* slot, const int64_t* position, \
@@ -422,14 +507,28 @@ EXPORT linear_float32(const float* x, const float* panels, const float* bias, co
     linear(x, panels, bias, add, out, rows, columns, depth);
 }
 
+EXPORT rms_norm_backward_float32(const float* grad, const float* x, const float* weight, const float* inverses,
+                                 float* grad_x, float* grad_weight, int64_t rows, int64_t width) {
+    rms_norm_backward(grad, x, weight, inverses, grad_x, grad_weight, rows, width);
+}
+EXPORT norm_rotate_backward_float32(float* grad, const float* q_norm, const float* k_norm, const float* cos,
+                                    const float* sin, const float* before, const float* inverses, float* grad_q_norm,
+                                    float* grad_k_norm, int64_t rows, int64_t stride, int64_t turn_stride,
+                                    int64_t heads, int64_t kv_heads, int64_t dim) {
+    norm_rotate_backward(grad, q_norm, k_norm, cos, sin, before, inverses, grad_q_norm, grad_k_norm, rows, stride,
+                         turn_stride, heads, kv_heads, dim);
+}
+EXPORT gated_silu_backward_float32(const float* grad, const float* gate_up, float* out, int64_t rows, int64_t width) {
+    gated_silu_backward(grad, gate_up, out, rows, width);
+}
 EXPORT decode_float32(float* x, const Layer* layers, int64_t count, const float* cos, const float* sin,
                       const int64_t* position, int64_t rows, const Sizes* sizes) {
     decode(x, layers, count, cos, sin, position, rows, sizes);
 }
 
-BOTH(rms_norm, RMS_NORM, (x, weight, out, rows, width, epsilon))
+BOTH(rms_norm, RMS_NORM, (x, weight, out, inverses, rows, width, epsilon))
 BOTH(norm_rotate, NORM_ROTATE,
-     (qkv, q_norm, k_norm, cos, sin, rows, stride, turn_stride, heads, kv_heads, dim, epsilon))
+     (qkv, q_norm, k_norm, cos, sin, before, inverses, rows, stride, turn_stride, heads, kv_heads, dim, epsilon))
 BOTH(gated_silu, GATED_SILU, (gate_up, out, rows, width))
 BOTH(attention, ATTENTION,
      (q, k, v, keys, values, out, slot, position, rows, stride, kv_heads, group, dim, context, window, scale, write))

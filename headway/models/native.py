@@ -1,8 +1,8 @@
-"""C++ kernels of the generation engine on one CPU core, built at first use; without a compiler, plain torch remains.
+"""C++ kernels for one CPU core, built at first use; without a compiler, plain torch remains.
 
 A decode step of a small model is hundreds of tiny operations: what torch spends between them costs more than their
 arithmetic, its attention computes every row as long as the longest, and its products of few rows copy their matrix at
-every call. `native.cpp` has the few that matter.
+every call. In a trainer the element-wise parts pass over memory many times. `native.cpp` has the few that matter.
 Inside ``with using(kernels):`` the functions of `kernels.py` take them; nothing else changes.
 """
 
@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -34,8 +35,8 @@ MAX_HEAD_DIM = 256  # likewise
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[type, ...]] = {
-    "rms_norm": (*(_POINTER,) * 3, _INT, _INT, _FLOAT),
-    "norm_rotate": (*(_POINTER,) * 5, *(_INT,) * 6, _FLOAT),
+    "rms_norm": (*(_POINTER,) * 4, _INT, _INT, _FLOAT),
+    "norm_rotate": (*(_POINTER,) * 7, *(_INT,) * 6, _FLOAT),
     "gated_silu": (*(_POINTER,) * 2, *(_INT,) * 2),
     "attention": (*(_POINTER,) * 8, *(_INT,) * 7, _FLOAT, _INT),
     "sample": (*(_POINTER,) * 4, *(_INT,) * 2),
@@ -44,6 +45,9 @@ _FLOAT32_SIGNATURES: dict[str, tuple[type, ...]] = {
     "pack": (*(_POINTER,) * 2, *(_INT,) * 2),
     "linear": (*(_POINTER,) * 5, *(_INT,) * 3),
     "decode": (*(_POINTER,) * 2, _INT, *(_POINTER,) * 3, _INT, _POINTER),
+    "rms_norm_backward": (*(_POINTER,) * 6, *(_INT,) * 2),
+    "norm_rotate_backward": (*(_POINTER,) * 9, *(_INT,) * 6),
+    "gated_silu_backward": (*(_POINTER,) * 3, *(_INT,) * 2),
 }
 
 
@@ -76,22 +80,22 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        functions: dict[str, Callable[..., None]] = {}
+        self._functions: dict[str, Callable[..., None]] = {}
         for name, types in (_SIGNATURES | (_FLOAT32_SIGNATURES if dtype == torch.float32 else {})).items():
-            functions[name] = function = getattr(library, f"{name}_{_DTYPES[dtype]}")
+            self._functions[name] = function = getattr(library, f"{name}_{_DTYPES[dtype]}")
             function.argtypes, function.restype = types, None
-        self._rms_norm, self._norm_rotate = functions["rms_norm"], functions["norm_rotate"]
-        self._gated_silu, self._attention = functions["gated_silu"], functions["attention"]
-        self._sample = functions["sample"]
-        self._pack, self._linear, self._decode = (functions.get(name) for name in _FLOAT32_SIGNATURES)
+        self._rms_norm, self._norm_rotate = self._functions["rms_norm"], self._functions["norm_rotate"]
+        self._gated_silu, self._attention = self._functions["gated_silu"], self._functions["attention"]
+        self._sample = self._functions["sample"]
         self._panel_columns = int(library.panel_columns())
         self._panels: dict[int, tuple[Tensor, Tensor]] = {}  # id of a weight -> the weight and its panels
 
     def pack(self, weights: Iterable[Tensor]) -> None:
         """Keep a copy of these matrices [columns, depth] in the order `linear` reads them in, and of no others. To be
         called again when a value changes. Nothing for bfloat16, whose products are torch's."""
-        if self._pack is None:
+        if self.dtype != torch.float32:
             return
+        pack = self._functions["pack"]
         before, self._panels = self._panels, {}
         for weight in weights:
             columns, depth = weight.shape
@@ -99,7 +103,7 @@ class Kernels:
             if known is not weight or panels is None:
                 panels = weight.new_empty(-(-columns // self._panel_columns), depth, self._panel_columns)
             rows = weight.detach().contiguous()
-            self._pack(rows.data_ptr(), panels.data_ptr(), columns, depth)
+            pack(rows.data_ptr(), panels.data_ptr(), columns, depth)
             self._panels[id(weight)] = weight, panels
 
     def packs(self, weight: Tensor) -> bool:
@@ -112,13 +116,12 @@ class Kernels:
 
     def linear(self, x_nd: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None) -> Tensor:
         """As `kernels.linear`, [n, columns], of a matrix that `pack` was given."""
-        assert self._linear is not None
         x_nd = x_nd.contiguous()
         n, columns = len(x_nd), len(weight)
         out = x_nd.new_empty(n, columns)
         add = None if add is None else add.contiguous()
-        optional = (0 if one is None else one.data_ptr() for one in (bias, add))
-        self._linear(x_nd.data_ptr(), self.panels(weight), *optional, out.data_ptr(), n, columns, x_nd.shape[1])
+        pointers = (x_nd.data_ptr(), self.panels(weight), _address(bias), _address(add), out.data_ptr())
+        self._functions["linear"](*pointers, n, columns, x_nd.shape[1])
         return out
 
     def decode(
@@ -132,17 +135,27 @@ class Kernels:
     ) -> None:
         """Overwrite the residual stream [n, d] by what all ``layers`` make of it; row i is at position[i] of slot i,
         and its keys and values are stored. cos and sin: float32 [n, 1, c / 2]."""
-        assert self._decode is not None
         tables = (cos.data_ptr(), sin.data_ptr(), position_n.data_ptr())
         pointer = ctypes.addressof
-        self._decode(x_nd.data_ptr(), pointer(layers), len(layers), *tables, len(x_nd), pointer(sizes))
+        self._functions["decode"](x_nd.data_ptr(), pointer(layers), len(layers), *tables, len(x_nd), pointer(sizes))
 
-    def rms_norm(self, x_nd: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """As `kernels.rms_norm`, [n, d]."""
+    def rms_norm(self, x_nd: Tensor, weight: Tensor, epsilon: float, inverses_n: Tensor | None = None) -> Tensor:
+        """As `kernels.rms_norm`, [n, d]. ``inverses_n`` is filled with what `rms_norm_backward` needs."""
         x_nd = x_nd.contiguous()
         out, d = torch.empty_like(x_nd), x_nd.shape[-1]
-        self._rms_norm(x_nd.data_ptr(), weight.data_ptr(), out.data_ptr(), x_nd.numel() // d, d, epsilon)
+        pointers = (x_nd.data_ptr(), weight.data_ptr(), out.data_ptr(), _address(inverses_n))
+        self._rms_norm(*pointers, x_nd.numel() // d, d, epsilon)
         return out
+
+    def rms_norm_backward(
+        self, grad_nd: Tensor, x_nd: Tensor, weight: Tensor, inverses_n: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients with respect to x and weight. float32."""
+        grad_nd, x_nd = grad_nd.contiguous(), x_nd.contiguous()
+        grad_x, grad_weight = torch.empty_like(x_nd), torch.empty_like(weight)
+        pointers = [one.data_ptr() for one in (grad_nd, x_nd, weight, inverses_n, grad_x, grad_weight)]
+        self._functions["rms_norm_backward"](*pointers, *x_nd.shape)
+        return grad_x, grad_weight
 
     def norm_rotate(
         self,
@@ -152,20 +165,50 @@ class Kernels:
         cos: Tensor,
         sin: Tensor,
         sizes: tuple[int, int, int, float],
+        before: Tensor | None = None,
+        inverses: Tensor | None = None,
     ) -> None:
         """As `kernels.norm_rotate`: overwrites ``qkv`` [n, (h + 2k) c]; cos and sin are float32 [n, 1, c / 2] and share
-        their row stride."""
+        their row stride. ``before`` [n, h + k, c] and ``inverses`` [n, h + k] are filled with what
+        `norm_rotate_backward` needs."""
         heads, kv_heads, dim, epsilon = sizes
         weights = (0, 0) if q_norm is None or k_norm is None else (q_norm.data_ptr(), k_norm.data_ptr())
-        tables = (cos.data_ptr(), sin.data_ptr())
+        pointers = (*weights, cos.data_ptr(), sin.data_ptr(), _address(before), _address(inverses))
         strides = (qkv.stride(0), cos.stride(0))
-        self._norm_rotate(qkv.data_ptr(), *weights, *tables, len(qkv), *strides, heads, kv_heads, dim, epsilon)
+        self._norm_rotate(qkv.data_ptr(), *pointers, len(qkv), *strides, heads, kv_heads, dim, epsilon)
+
+    def norm_rotate_backward(
+        self,
+        grad: Tensor,
+        norms: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+        cos: Tensor,
+        sin: Tensor,
+        sizes: tuple[int, int, int, float],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Overwrites the gradient of what `norm_rotate` gave with that of what it was given, and returns those of its
+        weights. ``norms``: before, inverses, query and key weight. float32."""
+        heads, kv_heads, dim, _ = sizes
+        before, inverses, q_norm, k_norm = norms or (None,) * 4
+        grads = tuple(None if one is None else torch.empty_like(one) for one in (q_norm, k_norm))
+        tensors = (q_norm, k_norm, cos, sin, before, inverses, *grads)
+        strides = (grad.stride(0), cos.stride(0))
+        self._functions["norm_rotate_backward"](
+            grad.data_ptr(), *map(_address, tensors), len(grad), *strides, heads, kv_heads, dim
+        )
+        return grads[0], grads[1]
 
     def gated_silu(self, gate_up: Tensor) -> Tensor:
         """As `kernels.gated_silu`: [n, 2f] to [n, f]."""
         n, f = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(n, f)
         self._gated_silu(gate_up.data_ptr(), out.data_ptr(), n, f)
+        return out
+
+    def gated_silu_backward(self, grad_nf: Tensor, gate_up: Tensor) -> Tensor:
+        """Gradient with respect to ``gate_up`` [n, 2f]. float32."""
+        grad_nf, out = grad_nf.contiguous(), torch.empty_like(gate_up)
+        pointers = (grad_nf.data_ptr(), gate_up.data_ptr(), out.data_ptr())
+        self._functions["gated_silu_backward"](*pointers, *grad_nf.shape)
         return out
 
     def attention(
@@ -206,12 +249,20 @@ class Kernels:
         return out
 
 
-_active: Kernels | None = None
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+class _Active(threading.local):
+    kernels: Kernels | None = None
+
+
+_active = _Active()
 
 
 def active(x: Tensor, weight: Tensor | None = None) -> Kernels | None:
     """The kernels to compute ``x`` with, inside ``using``; None: plain torch, as for dtypes that aren't theirs."""
-    fast = _active
+    fast = _active.kernels
     if fast is None or x.dtype != fast.dtype or (weight is not None and weight.dtype != fast.dtype):
         return None
     return fast
@@ -219,13 +270,12 @@ def active(x: Tensor, weight: Tensor | None = None) -> Kernels | None:
 
 @contextmanager
 def using(kernels: Kernels | None) -> Iterator[None]:
-    """Inside, `kernels.py` computes with ``kernels`` (None: with plain torch). For one thread: the engine's."""
-    global _active
-    before, _active = _active, kernels
+    """Inside, `kernels.py` computes with ``kernels`` (None: with plain torch) in this thread."""
+    before, _active.kernels = _active.kernels, kernels
     try:
         yield
     finally:
-        _active = before
+        _active.kernels = before
 
 
 def attention_fits(group: int, head_dim: int) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays
+from headway.models import native
 from headway.models.decoder import Decoder
 from headway.models.loading import copy_weights, load_model, weights_of
 from headway.models.peak import measure_peak_flops
@@ -71,6 +72,7 @@ class Learner:
         self.ranks = ranks
         self.settings = settings
         self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        self._kernels = native.kernels_for(self.dtype, device) if self.dtype == torch.float32 else None
         self.parameters = list(self.model.parameters())
         self.optimiser = torch.optim.AdamW(
             self.parameters,
@@ -102,9 +104,14 @@ class Learner:
         input_ids_n = self._tensor(batch.input_ids)
         predictors_m = self._tensor(batch.predictors_m)
         targets_m = self._tensor(arrays.token_ids_n[batch.targets_m])
-        with self._precision():
+        with self._precision(), native.using(self._kernels):
             hidden_nd = chosen.forward_packed(input_ids_n, batch.input_lengths, batch.continues)
             return token_logprobs(chosen, hidden_nd.index_select(0, predictors_m), targets_m, temperature)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the loss's gradients to the parameters'."""
+        with native.using(self._kernels):  # what is computed again there must be what was computed
+            loss.backward()
 
     def flops(self, batch: MicroBatchArrays, model: Decoder | None = None) -> float:
         """Model FLOP of one forward pass over the micro-batch by ``model`` (default: the one under training): what is

@@ -185,7 +185,7 @@ class PolicyGradient:
             loss_m = torch.where(self._tensor(prepared.keep_n[at]), loss_m, 0.0)
             weights_m = self._tensor(weights.weights_s[samples_n[at]].astype(np.float32))
             loss = (loss_m * weights_m).sum() / weights.divisor
-            loss.backward()
+            self.learner.backward(loss)
             total += float(loss.detach())
             progress.logprobs_n[at] = logprobs_m.detach().cpu().numpy()
             progress.proximal_n[at] = terms.proximal_m.cpu().numpy()

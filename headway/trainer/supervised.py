@@ -170,7 +170,7 @@ class SupervisedService:
             batch = slice_micro_batch(arrays, chosen)
             logprobs_m, _ = self.learner.logprobs(batch, arrays, 1.0)
             loss: Tensor = -logprobs_m.sum() / arrays.loss_tokens
-            loss.backward()
+            self.learner.backward(loss)
             total += float(loss.detach())
             flops += 3.0 * self.learner.flops(batch)
         return total, flops

@@ -8,6 +8,7 @@ import logging
 import math
 import re
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from headway.generator.engine import TorchEngine
 from headway.generator.sampling import RowSampling, counter_uniform, sample_tokens
 from headway.generator.service import GeneratorService
 from headway.models import kernels, native
+from headway.models.decoder import Decoder
 from headway.models.initialise import initialise_model
 from headway.models.loading import copy_weights, load_for_generation, load_model, save_model, weights_of
 from headway.runtime.devices import cpu_multiplies_bfloat16, parse_device
@@ -92,6 +94,26 @@ def test_products(rows, columns, depth):
         fast.pack([weight])
         assert near(kernels.linear(x, weight), 2 * exact)
         assert near(kernels.linear(x.t().contiguous().t(), weight, None, add.t().contiguous().t()), 2 * exact + add)
+
+
+def test_threads_choose_for_themselves():
+    """The ranks of a test, say, that enter and leave in any order."""
+    fast, x = kernels_of(torch.float32), torch.zeros(1)
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with native.using(fast):
+            entered.set()
+            leave.wait(10)
+
+    with native.using(fast):
+        thread = threading.Thread(target=other)
+        thread.start()
+        entered.wait(10)
+    assert native.active(x) is None
+    leave.set()
+    thread.join()
+    assert native.active(x) is None
 
 
 @DTYPES
@@ -185,6 +207,34 @@ def test_an_engine_without_them_gives_the_same(monkeypatch):
     assert native.kernels_for(torch.float32, torch.device("cpu")) is None
     native._library.cache_clear()
     assert native.kernels_for(torch.float64, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_gradients_are_as_exact_as_plain_ones(family):
+    """Against float64, of every parameter; more rows than are summed in single precision; layers computed again."""
+    fast = kernels_of(torch.float32)
+    model = random_model(3, family=family)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data.normal_(1.0, 0.2, generator=generator)
+    ids, lengths = torch.randint(0, 40, (300,), generator=generator), [200, 1, 99]
+
+    def gradients(of: Decoder, using: native.Kernels | None, again: bool = False) -> dict[str, torch.Tensor]:
+        of.zero_grad()
+        of.checkpoints_layers = again
+        with native.using(using):
+            (of(ids, lengths).log_softmax(-1).gather(-1, ids[:, None]).mean()).backward()
+        return {name: one.grad.clone() for name, one in of.named_parameters() if one.grad is not None}
+
+    exact = gradients(copy.deepcopy(model).double(), None)
+    plain, got, again = gradients(model, None), gradients(model, fast), gradients(model, fast, again=True)
+    assert any(not torch.equal(plain[name], got[name]) for name in got)  # the kernels were in use
+    for name, right in exact.items():
+        largest = right.abs().max()
+        error, bound = ((one[name] - right).abs().max() / largest for one in (got, plain))
+        assert error <= 3 * bound + 1e-6, name
+        assert torch.equal(got[name], again[name]), name
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
