@@ -265,7 +265,7 @@ async def alone_production(settings: Experiment, shape: Shape, groups: range) ->
         await side.pool.stop()
     usage = between(start, end)
     trainable = [group for group in finished if group.group.task.verifier != SOLVED]
-    samples = tokens / mean_length(finished) * len(trainable) / len(finished)
+    samples = tokens / mean_length(finished) * (1 - shape.uniform)
     return Rate(samples / usage.seconds, usage), batches_of(trainable, settings)
 
 
@@ -315,7 +315,8 @@ async def together(settings: Experiment, shape: Shape, batches: Sequence[TrainBa
     side = Production(settings, shape)
     trainer = _trainer("together", settings)
     await asyncio.gather(side.pool.start(), trainer.start())
-    lengths = [len(sample.rollout.response_ids) for batch in batches for sample in batch.samples]
+    samples = sum(len(batch.samples) for batch in batches)
+    lengths = shape.lengths(settings.run.seed, range(round(samples / GROUP / (1 - shape.uniform))))  # of all groups
     loop = asyncio.create_task(side.loop())
     try:
         await _or_failure(loop, consume(trainer, batches[:2], 0))
@@ -328,7 +329,7 @@ async def together(settings: Experiment, shape: Shape, batches: Sequence[TrainBa
         await asyncio.gather(side.pool.stop(), trainer.stop())
     usage = between(start, end)
     produced = tokens / float(np.mean(lengths)) * (1 - shape.uniform)
-    return produced / usage.seconds, len(lengths) / usage.seconds, usage
+    return produced / usage.seconds, samples / usage.seconds, usage
 
 
 async def _or_failure(loop: asyncio.Task[None], job: Awaitable[T]) -> T:

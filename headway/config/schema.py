@@ -151,6 +151,7 @@ class Trainer(Section):
     micro_batch_tokens: Positive = 16384  # most tokens in one forward pass (or a single longer sample)
     packing: Literal["balanced", "areal"] = "balanced"  # how samples are spread over micro-batches and ranks
     shared_prefix: bool = True  # a prompt is computed once for all of its group in a micro-batch: same gradient
+    native_kernels: bool = True  # in float32 on one CPU core: C++ kernels, gradients equal to rounding
     gradient_checkpointing: bool = False  # layers are computed again in the backward: less memory, a third more work
     optimizer_steps_per_batch: Positive = 1  # a batch is split by group into so many updates
 

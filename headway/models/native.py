@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("native.cpp")
+_SOURCES = (SOURCE, SOURCE.with_name("native_products.h"))
 # Sums may be reordered and products fused into them, so that they vectorise; infinities and NaN keep their meaning.
 FLAGS = (
     *("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden"),
@@ -261,9 +262,12 @@ _active = _Active()
 
 
 def active(x: Tensor, weight: Tensor | None = None) -> Kernels | None:
-    """The kernels to compute ``x`` with, inside ``using``; None: plain torch, as for dtypes that aren't theirs."""
+    """The kernels to compute ``x`` [n, d] with, inside ``using``; None: plain torch, as for what they don't take:
+    other dtypes, other shapes, elements that don't lie one after the other."""
     fast = _active.kernels
-    if fast is None or x.dtype != fast.dtype or (weight is not None and weight.dtype != fast.dtype):
+    if fast is None or x.dtype != fast.dtype or x.ndim != 2 or not x.is_contiguous():
+        return None
+    if weight is not None and (weight.dtype != fast.dtype or not weight.is_contiguous()):
         return None
     return fast
 
@@ -312,7 +316,8 @@ def _library() -> ctypes.CDLL | str:
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
     if compiler is None:
         return "no C++ compiler (CXX is not set; no g++, c++ or clang++)"
-    key = hashlib.sha256("\0".join((SOURCE.read_text(), compiler, *FLAGS, _processor())).encode()).hexdigest()[:16]
+    parts = (*(source.read_text() for source in _SOURCES), compiler, *FLAGS, _processor())
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     name = f"native-{key}.so"
     refused: list[str] = []
     for folder in _folders():

@@ -63,8 +63,10 @@ class Learner:
         settings: OptimiserSettings,
         ranks: Ranks,
         gradient_checkpointing: bool = False,
+        native_kernels: bool = True,
     ) -> None:
-        """``gradient_checkpointing``: keep the input of each layer alone, compute the rest again in the backward."""
+        """``gradient_checkpointing``: keep the input of each layer alone, compute the rest again in the backward.
+        ``native_kernels``: models/native.py, in float32 where it can."""
         self.model: Decoder = load_model(model_path, torch.float32, device)
         self.model.checkpoints_layers = gradient_checkpointing
         self.reference: Decoder | None = None
@@ -72,7 +74,8 @@ class Learner:
         self.ranks = ranks
         self.settings = settings
         self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-        self._kernels = native.kernels_for(self.dtype, device) if self.dtype == torch.float32 else None
+        native_kernels = native_kernels and self.dtype == torch.float32
+        self._kernels = native.kernels_for(self.dtype, device) if native_kernels else None
         self.parameters = list(self.model.parameters())
         self.optimiser = torch.optim.AdamW(
             self.parameters,

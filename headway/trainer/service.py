@@ -18,6 +18,7 @@ from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.models.decoder import Decoder
 from headway.models.loading import DTYPES, save_model, weights_of
+from headway.models.native import why_none
 from headway.records.errors import CheckpointCorrupt, StorageFailed
 from headway.records.generation import PublishedWeights
 from headway.records.training import CheckpointInfo, StepReport, TrainBatch
@@ -59,6 +60,7 @@ class TrainerService:
             device=device,
             ranks=self.ranks,
             gradient_checkpointing=settings.gradient_checkpointing,
+            native_kernels=settings.native_kernels,
             settings=OptimiserSettings(
                 beta1=settings.beta1,
                 beta2=settings.beta2,
@@ -67,6 +69,9 @@ class TrainerService:
                 max_grad_norm=settings.max_grad_norm,
             ),
         )
+        wanted = settings.native_kernels and settings.dtype == "float32" and torch.get_num_threads() == 1
+        if wanted and (reason := why_none(torch.float32, device)):
+            context.log.warning("training without the native kernels, which costs a tenth of the speed: %s", reason)
         if self.experiment.algorithm.kl_coefficient > 0:
             self.learner.load_reference(self.experiment.model.reference or self.experiment.model.path)
         torch.manual_seed(self.experiment.run.seed)

@@ -45,6 +45,7 @@ class SupervisedService:
             device=use_device(context.device),
             ranks=Ranks(),
             gradient_checkpointing=trainer.gradient_checkpointing,
+            native_kernels=trainer.native_kernels,
             settings=OptimiserSettings(
                 beta1=trainer.beta1,
                 beta2=trainer.beta2,

@@ -26,8 +26,10 @@ from headway.models.decoder import Decoder
 from headway.models.initialise import initialise_model
 from headway.models.loading import copy_weights, load_for_generation, load_model, save_model, weights_of
 from headway.runtime.devices import cpu_multiplies_bfloat16, parse_device
+from headway.trainer.service import TrainerService
 from tests.conformance.engine import Session, model_of, request
 from tests.conformance.reference import FAMILIES, random_model
+from tests.fast.tiny_trainer import Context, make_model
 
 torch.set_num_threads(1)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -94,6 +96,22 @@ def test_products(rows, columns, depth):
         fast.pack([weight])
         assert near(kernels.linear(x, weight), 2 * exact)
         assert near(kernels.linear(x.t().contiguous().t(), weight, None, add.t().contiguous().t()), 2 * exact + add)
+
+
+@DTYPES
+def test_what_they_do_not_take_is_plain(dtype):
+    """Three axes, and rows that don't lie one after the other: shapes the C++ would misread."""
+    fast = kernels_of(dtype)
+    weight, x = torch.ones(8, dtype=dtype), torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with native.using(fast):
+        for strange in (x, x[0].t().contiguous().t(), x[0, :, ::2]):
+            assert native.active(strange) is None
+        assert native.active(x[0], torch.ones(16, dtype=dtype)[::2]) is None
+        assert native.active(x[0]) is fast
+        assert close(
+            kernels.rms_norm(x[0, :, ::2], weight, 1e-6), kernels.rms_norm(x[0, :, ::2].clone(), weight, 1e-6), dtype
+        )
+        assert kernels.gated_silu(x).shape == (2, 5, 8)
 
 
 def test_threads_choose_for_themselves():
@@ -325,6 +343,24 @@ def test_a_replica_says_once_that_it_has_none(monkeypatch, tmp_path, caplog, nat
         assert "'false' ended with 1" in line
     else:  # nobody asked for them
         assert said == []
+
+
+@pytest.mark.usefixtures("built_anew")
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_trainer_says_that_it_has_none(monkeypatch, tmp_path, caplog, wanted):
+    monkeypatch.setenv("CXX", "false")
+    experiment = {
+        "run": {"directory": str(tmp_path / "run")},
+        "model": {"path": make_model(tmp_path / "m")},
+        "tasks": {"train": {"path": "unused.jsonl"}},
+        "trainer": {"native_kernels": wanted},
+    }
+    context: Any = SimpleNamespace(device=Context.device, log=logging.getLogger("trainer-0"))
+    trainer = TrainerService(context, experiment=experiment, run_id="none")
+    assert trainer.learner._kernels is None
+    said = [record.getMessage() for record in caplog.records if record.name == "trainer-0"]
+    assert [line.startswith("training without the native kernels") for line in said] == [True] * wanted
+    trainer.close()
 
 
 def test_where_there_are_kernels_nothing_is_said():

@@ -1,0 +1,91 @@
+// Products for native.cpp, which says what is common.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+namespace {
+
+// Products of few rows: out = x * weight^T (+ bias) (+ add), in float.
+//
+// A library that is handed plain matrices copies them into an order its inner loop can stream, at every call; with few
+// rows that costs as much as the product. Here the weights are kept in that order: panels of PANEL output columns
+// [k][PANEL], the last one filled up with zeros. A tile of `R` rows times one panel is summed in registers; every
+// element is summed in the order of k, whatever R is, so a row doesn't depend on how many there are.
+#ifdef __AVX512F__
+const int LANES = 16, TILE = 12;
+#else
+const int LANES = 8, TILE = 6;
+#endif
+const int PANEL = 2 * LANES;
+const int64_t DEPTH = 512;  // of k at a time: a panel's part stays in the first-level cache
+const int64_t ROWS = 96;    // at a time: theirs stays in the second
+typedef float vw __attribute__((vector_size(4 * LANES)));
+typedef float loose_vw __attribute__((vector_size(4 * LANES), aligned(4)));
+
+inline vw load_vw(const float* p) { return *reinterpret_cast<const loose_vw*>(p); }
+inline void store_vw(float* p, vw x) { *reinterpret_cast<loose_vw*>(p) = x; }
+
+void pack(const float* weight, float* panels, int64_t columns, int64_t depth) {
+    for (int64_t first = 0; first < columns; first += PANEL, weight += PANEL * depth) {
+        int64_t there = std::min<int64_t>(PANEL, columns - first);
+        for (int64_t i = 0; i < depth; ++i, panels += PANEL)
+            for (int64_t j = 0; j < PANEL; ++j) panels[j] = j < there ? weight[j * depth + i] : 0.0f;
+    }
+}
+
+// sums = R rows times `depth` of one panel, added to what is there where `more`.
+template <int R>
+void multiply_tile(const float* x, const float* panel, float* sums, int64_t depth, int64_t stride, bool more) {
+    vw tile[R][2] = {};
+    for (int64_t i = 0; i < depth; ++i, panel += PANEL) {
+        vw left = load_vw(panel), right = load_vw(panel + LANES);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+            float factor = x[r * stride + i];
+            tile[r][0] += left * factor;
+            tile[r][1] += right * factor;
+        }
+    }
+#pragma GCC unroll 12  // or the sums would be put on the stack to be indexed
+    for (int r = 0; r < R; ++r, sums += PANEL) {
+        store_vw(sums, more ? load_vw(sums) + tile[r][0] : tile[r][0]);
+        store_vw(sums + LANES, more ? load_vw(sums + LANES) + tile[r][1] : tile[r][1]);
+    }
+}
+
+using MultiplyTile = void (*)(const float*, const float*, float*, int64_t, int64_t, bool);
+template <int... R> MultiplyTile tile_of(int64_t rows, std::integer_sequence<int, R...>) {
+    static const MultiplyTile tiles[] = {multiply_tile<R + 1>...};
+    return tiles[rows - 1];
+}
+
+// `add` may be `out`.
+void linear(const float* x, const float* panels, const float* bias, const float* add, float* out, int64_t rows,
+            int64_t columns, int64_t depth) {
+    float sums[ROWS * PANEL];
+    for (int64_t top = 0; top < rows; top += ROWS, x += ROWS * depth) {
+        int64_t high = std::min(ROWS, rows - top);
+        for (int64_t first = 0; first < columns; first += PANEL) {
+            for (int64_t k = 0; k < depth; k += DEPTH) {
+                int64_t tiles = (high + TILE - 1) / TILE;  // about equally high: a low one waits for its own sums
+                for (int64_t i = 0, row = 0; i < tiles; ++i) {
+                    int64_t height = high / tiles + (i < high % tiles);
+                    auto multiply = tile_of(height, std::make_integer_sequence<int, TILE>());
+                    multiply(x + row * depth + k, panels + first * depth + k * PANEL, sums + row * PANEL,
+                             std::min(DEPTH, depth - k), depth, k > 0);
+                    row += height;
+                }
+            }
+            int64_t there = std::min<int64_t>(PANEL, columns - first);
+            for (int64_t row = 0; row < high; ++row) {
+                int64_t at = (top + row) * columns + first;
+                for (int64_t j = 0; j < there; ++j)
+                    out[at + j] = sums[row * PANEL + j] + (bias ? bias[first + j] : 0.0f) + (add ? add[at + j] : 0.0f);
+            }
+        }
+    }
+}
+
+}  // namespace
