@@ -7,8 +7,8 @@ SEED ?= 0
 .PHONY: help install quickstart test test-fast test-real lint clean
 
 help:
-	@echo "make quickstart   set up, then train a small model by RL on this machine (6 to 13 min)"
-	@echo "make test         set up, then linters, fast tests, real-component tests (18 to 25 min)"
+	@echo "make quickstart   set up, then train a small model by RL on this machine (5 to 13 min)"
+	@echo "make test         set up, then linters, fast tests, real-component tests (13 to 25 min)"
 	@echo "make test-fast    set up, then the fast tests alone (< 5 min)"
 	@echo "make lint         set up, then ruff, pyright, import-linter"
 	@echo "make clean        remove the environment and the caches; runs/ stays"
