@@ -13,8 +13,8 @@ package) is reported with its cause and the others go on:
     model         makes the model folder that all others load
     engine        tokens/s at 1, 16, 64 and 256 concurrent; decoding alone against the bandwidth limit: concurrent x
                   (measured copy bandwidth / (bytes of the weights + bytes of the KV read in a step))
-    transformers  its continuous batching and its padded generate on the same load: beside `tokens_per_s` of engine,
-                  prompts included, the peer's start and one unmeasured round excluded
+    transformers  its padded ``generate`` and, a part of its own, its ``continuous`` batching on the same load: beside
+                  `tokens_per_s` of engine, prompts included, the peer's start and one unmeasured round excluded
     trainer       model FLOP/s of training steps (bfloat16 products, packed) on sequences of 128 and of 2,048 tokens,
                   against the measured peak of matrix products
     update        seconds per GB to publish, fetch and apply weights while 64 requests run, by update mode
@@ -43,7 +43,10 @@ from typing import Any, TextIO
 HERE = Path(__file__).resolve().parent
 SIZES = ("0.6", "1.7", "4", "tiny")
 # part -> most seconds it may take; what an earlier one leaves, a later one may use
-PARTS = {"model": 90, "engine": 90, "transformers": 90, "trainer": 90, "update": 60, "loop": 180}
+PARTS = {
+    **{"model": 90, "engine": 90, "transformers generate": 60, "transformers continuous": 60},
+    **{"trainer": 90, "update": 60, "loop": 180},
+}
 RESULT, SHOWN = "RESULT ", "SHOWN "  # how lines of gpu_parts.py begin that are not noise
 LEAST_S = 10.0  # a part isn't started with less than this left
 

@@ -7,8 +7,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,69 +144,65 @@ def decode_rate(
     return concurrent * together / rest_s, first_s, concurrent * response / whole_s
 
 
-def transformers(settings: Settings) -> None:
-    """The same load through transformers: continuous batching, its manager kept, and one padded generate call."""
-    import transformers as peer
+def transformers_generate(settings: Settings) -> None:
+    """The same load through transformers' generate: one padded call for all requests."""
+    peer, how, prompt, response = transformers_peer(settings)
+
+    def run(ids: list[list[int]]) -> int:
+        with torch.inference_mode():
+            made = peer.generate(torch.tensor(ids, device=settings.device), generation_config=how)
+        return made[:, prompt:].numel()
+
+    peer_rates(settings, run, prompt, response)
+
+
+def transformers_continuous(settings: Settings) -> None:
+    """The same load through transformers' continuous batching, its manager kept."""
+    from transformers import ContinuousBatchingConfig
+
+    peer, how, prompt, response = transformers_peer(settings)
+    bounded = None  # its own choice of memory on a GPU; on a CPU that would be the whole machine's
+    if settings.device == "cpu":
+        bounded = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+    manager = peer.init_continuous_batching(generation_config=how, continuous_batching_config=bounded)
+    manager.start()
+
+    def run(ids: list[list[int]]) -> int:
+        manager.add_requests(inputs=ids, max_new_tokens=response)
+        done, tokens = 0, 0
+        while done < len(ids):
+            result = manager.get_result(timeout=5)
+            if result is None and not manager.is_running():
+                raise RuntimeError("the manager's thread has ended")
+            if result is not None and result.error:
+                raise RuntimeError(result.error)
+            if result is not None and result.is_finished():
+                done, tokens = done + 1, tokens + len(result.generated_tokens)
+        return tokens
+
+    try:
+        peer_rates(settings, run, prompt, response)
+    finally:
+        manager.stop(block=True)
+
+
+def transformers_peer(settings: Settings) -> tuple[Any, Any, int, int]:
+    """transformers' model, how it is to generate, and the tokens of a prompt and of a response."""
+    import transformers
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    peer.logging.set_verbosity_error()
-    show(f"transformers {peer.__version__}")
-    give(version=peer.__version__)
+    transformers.logging.set_verbosity_error()
+    show(f"transformers {transformers.__version__}")
+    give(version=transformers.__version__)
     loaded: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=DTYPES[settings.dtype])
-    loaded = loaded.to(settings.device).eval()
     prompt, response = decode_lengths(settings)
     # No token ends a response, and the whole vocabulary is sampled from: transformers' own defaults are top-k of 50.
     plain = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": -1, "pad_token_id": 0}
     how = GenerationConfig(**plain, max_new_tokens=response)
-
-    def padded(ids: list[list[int]]) -> int:
-        with torch.inference_mode():
-            made = loaded.generate(torch.tensor(ids, device=settings.device), generation_config=how)
-        return made[:, prompt:].numel()
-
-    @contextmanager
-    def at_once() -> Iterator[Callable[[list[list[int]]], int]]:
-        yield padded
-
-    @contextmanager
-    def continuous() -> Iterator[Callable[[list[list[int]]], int]]:
-        bounded = None  # its own choice of memory on a GPU; on a CPU that would be the whole machine's
-        if settings.device == "cpu":
-            bounded = peer.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
-        manager = loaded.init_continuous_batching(generation_config=how, continuous_batching_config=bounded)
-        manager.start()
-
-        def generate(ids: list[list[int]]) -> int:
-            manager.add_requests(inputs=ids, max_new_tokens=response)
-            done, tokens = 0, 0
-            while done < len(ids):
-                result = manager.get_result(timeout=5)
-                if result is None and not manager.is_running():
-                    raise RuntimeError("the manager's thread has ended")
-                if result is not None and result.error:
-                    raise RuntimeError(result.error)
-                if result is not None and result.is_finished():
-                    done, tokens = done + 1, tokens + len(result.generated_tokens)
-            return tokens
-
-        try:
-            yield generate
-        finally:
-            manager.stop(block=True)
-
-    for name, opened in (("generate", at_once), ("continuous", continuous)):
-        try:
-            with opened() as run:
-                peer_rates(settings, name, run, prompt, response)
-        except Exception as error:  # the peer's failure is a finding, and its other way still counts
-            cause = f"{type(error).__name__}: {error}"[:300]
-            show(f"{name} failed: {cause}")
-            give(**{f"{name}_failed": cause})
+    return loaded.to(settings.device).eval(), how, prompt, response
 
 
-def peer_rates(
-    settings: Settings, name: str, run: Callable[[list[list[int]]], int], prompt: int, response: int
-) -> None:
+def peer_rates(settings: Settings, run: Callable[[list[list[int]]], int], prompt: int, response: int) -> None:
     """Tokens/s of one of the peer's ways, prompts included."""
     rates: dict[str, float] = {}
     for concurrent in concurrencies(settings):
@@ -219,8 +214,8 @@ def peer_rates(
         if counts != [concurrent * response]:
             raise RuntimeError(f"{counts[0]} tokens came instead of {concurrent * response}")
         rates[str(concurrent)] = round(counts[0] / seconds, 1)
-        show(f"{concurrent:4} concurrent  {name:10} {counts[0] / seconds:10.0f} tokens/s, prompts included")
-        give(**{f"{name}_tokens_per_s": rates})
+        show(f"{concurrent:4} concurrent  {counts[0] / seconds:10.0f} tokens/s, prompts included")
+        give(tokens_per_s=rates)
 
 
 # --- trainer -----------------------------------------------------------------------------------------------
@@ -382,7 +377,8 @@ def _steps_done(wanted: Experiment) -> str:
 PARTS: dict[str, Callable[[Settings], None]] = {
     "model": model,
     "engine": engine,
-    "transformers": transformers,
+    "transformers generate": transformers_generate,
+    "transformers continuous": transformers_continuous,
     "trainer": trainer,
     "update": update,
     "loop": loop,

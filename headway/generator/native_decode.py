@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headway.generator.kv_cache import SlotCache
 from headway.models.decoder import Decoder, DecoderLayer
-from headway.models.native import DecodeSizes, Kernels, LayerPointers
+from headway.models.native import DecodeSizes, Kernels, LayerPointers, address
 
 
 class NativeDecode:
@@ -50,9 +50,6 @@ def can_decode(model: Decoder, kernels: Kernels) -> bool:
 
 
 def _pointers(layer: DecoderLayer, index: int, cache: SlotCache, kernels: Kernels) -> LayerPointers:
-    def address(tensor: Tensor | None) -> int:
-        return 0 if tensor is None else tensor.data_ptr()
-
     scores = layer.kind.scores
     return LayerPointers(
         input_norm=address(layer.input_norm),

@@ -85,9 +85,6 @@ class Kernels:
         for name, types in (_SIGNATURES | (_FLOAT32_SIGNATURES if dtype == torch.float32 else {})).items():
             self._functions[name] = function = getattr(library, f"{name}_{_DTYPES[dtype]}")
             function.argtypes, function.restype = types, None
-        self._rms_norm, self._norm_rotate = self._functions["rms_norm"], self._functions["norm_rotate"]
-        self._gated_silu, self._attention = self._functions["gated_silu"], self._functions["attention"]
-        self._sample = self._functions["sample"]
         self._panel_columns = int(library.panel_columns())
         self._panels: dict[int, tuple[Tensor, Tensor]] = {}  # id of a weight -> the weight and its panels
 
@@ -121,7 +118,7 @@ class Kernels:
         n, columns = len(x_nd), len(weight)
         out = x_nd.new_empty(n, columns)
         add = None if add is None else add.contiguous()
-        pointers = (x_nd.data_ptr(), self.panels(weight), _address(bias), _address(add), out.data_ptr())
+        pointers = (x_nd.data_ptr(), self.panels(weight), address(bias), address(add), out.data_ptr())
         self._functions["linear"](*pointers, n, columns, x_nd.shape[1])
         return out
 
@@ -144,8 +141,8 @@ class Kernels:
         """As `kernels.rms_norm`, [n, d]. ``inverses_n`` is filled with what `rms_norm_backward` needs."""
         x_nd = x_nd.contiguous()
         out, d = torch.empty_like(x_nd), x_nd.shape[-1]
-        pointers = (x_nd.data_ptr(), weight.data_ptr(), out.data_ptr(), _address(inverses_n))
-        self._rms_norm(*pointers, x_nd.numel() // d, d, epsilon)
+        pointers = (x_nd.data_ptr(), weight.data_ptr(), out.data_ptr(), address(inverses_n))
+        self._functions["rms_norm"](*pointers, x_nd.numel() // d, d, epsilon)
         return out
 
     def rms_norm_backward(
@@ -174,9 +171,9 @@ class Kernels:
         `norm_rotate_backward` needs."""
         heads, kv_heads, dim, epsilon = sizes
         weights = (0, 0) if q_norm is None or k_norm is None else (q_norm.data_ptr(), k_norm.data_ptr())
-        pointers = (*weights, cos.data_ptr(), sin.data_ptr(), _address(before), _address(inverses))
+        pointers = (*weights, cos.data_ptr(), sin.data_ptr(), address(before), address(inverses))
         strides = (qkv.stride(0), cos.stride(0))
-        self._norm_rotate(qkv.data_ptr(), *pointers, len(qkv), *strides, heads, kv_heads, dim, epsilon)
+        self._functions["norm_rotate"](qkv.data_ptr(), *pointers, len(qkv), *strides, heads, kv_heads, dim, epsilon)
 
     def norm_rotate_backward(
         self,
@@ -194,7 +191,7 @@ class Kernels:
         tensors = (q_norm, k_norm, cos, sin, before, inverses, *grads)
         strides = (grad.stride(0), cos.stride(0))
         self._functions["norm_rotate_backward"](
-            grad.data_ptr(), *map(_address, tensors), len(grad), *strides, heads, kv_heads, dim
+            grad.data_ptr(), *map(address, tensors), len(grad), *strides, heads, kv_heads, dim
         )
         return grads[0], grads[1]
 
@@ -202,7 +199,7 @@ class Kernels:
         """As `kernels.gated_silu`: [n, 2f] to [n, f]."""
         n, f = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(n, f)
-        self._gated_silu(gate_up.data_ptr(), out.data_ptr(), n, f)
+        self._functions["gated_silu"](gate_up.data_ptr(), out.data_ptr(), n, f)
         return out
 
     def gated_silu_backward(self, grad_nf: Tensor, gate_up: Tensor) -> Tensor:
@@ -237,7 +234,7 @@ class Kernels:
         slots = 0 if slot_n is None else slot_n.data_ptr()
         pointers = [one.data_ptr() for one in (q_nhc, k_nkc, v_nkc, keys_sktc, values_sktc, out)]
         sizes = (n, q_nhc.stride(0), kv_heads, h // kv_heads, c, context, window or context)
-        self._attention(*pointers, slots, position_n.data_ptr(), *sizes, scale, write)
+        self._functions["attention"](*pointers, slots, position_n.data_ptr(), *sizes, scale, write)
         return out
 
     def sample(self, logits_nv: Tensor, temperature_n: Tensor | None, uniform_n: Tensor) -> Tensor:
@@ -246,11 +243,12 @@ class Kernels:
         n, v = logits_nv.shape
         out = torch.empty(2, n)
         temperature = 0 if temperature_n is None else temperature_n.data_ptr()
-        self._sample(logits_nv.data_ptr(), temperature, uniform_n.data_ptr(), out.data_ptr(), n, v)
+        self._functions["sample"](logits_nv.data_ptr(), temperature, uniform_n.data_ptr(), out.data_ptr(), n, v)
         return out
 
 
-def _address(tensor: Tensor | None) -> int:
+def address(tensor: Tensor | None) -> int:
+    """Of its first element; 0 where there is none."""
     return 0 if tensor is None else tensor.data_ptr()
 
 

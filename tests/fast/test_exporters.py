@@ -34,6 +34,7 @@ class Recorder(Exporter):
 
     def __init__(self, broken: bool = False) -> None:
         self.calls: list[tuple[str, Any]] = []
+        self._called = threading.Condition()
         self.gate = threading.Event()
         self.gate.set()
         self.broken = broken
@@ -42,7 +43,14 @@ class Recorder(Exporter):
         self.gate.wait(10.0)
         if self.broken:
             raise OSError("no route to host")
-        self.calls.append((name, value))
+        with self._called:
+            self.calls.append((name, value))
+            self._called.notify_all()
+
+    def wait_for_logs(self, count: int) -> None:
+        """Until it was given so many steps: its own thread does that."""
+        with self._called:
+            assert self._called.wait_for(lambda: sum(name == "log" for name, _ in self.calls) >= count, 5.0)
 
     def log(self, step: int, values: dict[str, float], shapes: Any) -> None:
         self._call("log", step)
@@ -88,7 +96,7 @@ def test_a_failing_exporter_costs_its_lines_and_is_told_of_once(tmp_path: Path) 
     with Ledger(tmp_path, ManualClock()) as ledger, exporting(ledger, good=good, bad=bad):
         for step in range(6):
             ledger.record(step_record(step))
-            wait_until(lambda seen=step: len(good.calls) > seen)
+            good.wait_for_logs(step + 1)
     told = [event for event in events_of(tmp_path) if event.event.startswith("exporter")]
     assert [event.event for event in told] == ["exporter_failed", "exporter_lost"]
     assert "bad: OSError: no route to host" in told[0].detail
@@ -133,7 +141,7 @@ def test_a_hanging_exporter_takes_no_time_from_the_others(
         with exporting(ledger, capacity=capacity, **pair):
             for step in range(6):
                 ledger.record(step_record(step))
-                wait_until(lambda seen=step: sum(name == "log" for name, _ in good.calls) > seen)
+                good.wait_for_logs(step + 1)
         calls = [call for call in good.calls if call[0] != "event"]
         assert calls == [*(("log", step) for step in range(6)), ("finish", "finished")]
     lost = [event for event in events_of(tmp_path) if event.event == "exporter_lost"]
@@ -158,13 +166,6 @@ def test_kept_rollouts_come_as_tables_of_several_steps(tmp_path: Path) -> None:
             exports.sample({"member": step})
             ledger.record(step_record(step))
     assert [rows for name, rows in recorder.calls if name == "table"] == [[0], [1, 2, 3], [4, 5, 6]]
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 5.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)  # a tracker's thread, a server or another process gets there in its own time
 
 
 # --- starting --------------------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ import socket
 import urllib.error
 import urllib.request
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from simulated_run import experiment_of
 from synthetic_run import evaluation, step_record
-from test_exporters import wait_until
 from test_ledger import ManualClock
 
 from headway.orchestrator.check import check
@@ -22,6 +23,7 @@ from headway.records.trace import Pulse, WorkerState
 from headway.runtime.addresses import is_loopback
 from headway.runtime.exporters import Exports, start_exports
 from headway.runtime.ledger import Ledger, read_ledger
+from headway.runtime.prometheus import Prometheus
 from headway.runtime.run_directory import RunDirectory
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
@@ -57,7 +59,20 @@ def serving(tmp_path: Path, ledger: Ledger, directory: RunDirectory, address: st
     return exports
 
 
-def test_the_newest_numbers_are_served(tmp_path: Path) -> None:
+def told(monkeypatch: pytest.MonkeyPatch, method: str) -> SimpleQueue[Any]:
+    """What the exporter's thread has been told by ``method``, once it has taken it in."""
+    queue, original = SimpleQueue[Any](), getattr(Prometheus, method)
+
+    def watched(exporter: Prometheus, line: Any) -> None:
+        original(exporter, line)
+        queue.put(line)
+
+    monkeypatch.setattr(Prometheus, method, watched)
+    return queue
+
+
+def test_the_newest_numbers_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, pulses = told(monkeypatch, "event"), told(monkeypatch, "pulse")
     directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
     with Ledger(directory.path, ManualClock()) as ledger, serving(tmp_path, ledger, directory) as exports:
@@ -68,8 +83,10 @@ def test_the_newest_numbers_are_served(tmp_path: Path) -> None:
             ledger.record(step_record(step, buffered_groups=step, length_mean=9.0, length_histogram=lengths))
         ledger.record(evaluation("during", 3, 0.75, split="validation"))
         ledger.record(EventRecord(event="generator_died"))
-        wait_until(lambda: ("headway_events_total", (("event", "generator_died"),)) in scrape(url))
+        while events.get(timeout=5.0).event != "generator_died":
+            pass
         seen = scrape(url)
+        assert seen["headway_events_total", (("event", "generator_died"),)] == 1
         assert seen["headway_steps_total", ()] == 3
         assert seen["headway_queue_buffered_groups", ()] == 2
         assert seen["headway_evaluation_validation_solve_rate", ()] == 0.75
@@ -89,8 +106,9 @@ def test_the_newest_numbers_are_served(tmp_path: Path) -> None:
                 workers=(WorkerState(name="generator-0", up=False, restarts=2),),
             )
         )  # fmt: skip
-        wait_until(lambda: ("headway_version", ()) in scrape(url))
+        pulses.get(timeout=5.0)
         seen = scrape(url)
+        assert seen["headway_version", ()] == 3
         assert seen["headway_queue_buffered_groups", ()] == 4
         assert seen["headway_queue_kv_used_tokens", ()] == 100
         assert seen["headway_worker_up", (("worker", "generator-0"),)] == 0
