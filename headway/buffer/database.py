@@ -12,7 +12,7 @@ import msgspec
 
 from headway.records.errors import BufferCorrupt, HeadwayError, StorageFailed
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 # A rollout has a row once it has finished or ended; open ones are the members without a row (or with
 # finished = 1 and no ending). Small columns stay for the audit; payloads and tasks go when a checkpoint
@@ -26,6 +26,7 @@ TABLES = (
         size INTEGER NOT NULL,
         admitted_version INTEGER NOT NULL,
         admitted_s REAL NOT NULL,
+        draw BLOB,                    -- JSON: why this task was drawn; NULL: it was its turn
         state TEXT NOT NULL CHECK (state IN ('open', 'buffered', 'batched', 'ended')),
         first_version INTEGER,        -- oldest first token, once finished
         ending TEXT,
@@ -52,6 +53,8 @@ TABLES = (
         verify_s REAL,
         PRIMARY KEY (grp, member)
     ) WITHOUT ROWID""",
+    # What a parked member has so far, until its group finishes or ends.
+    "CREATE TABLE partials (id INTEGER PRIMARY KEY, body BLOB NOT NULL)",  # id as of payloads; msgpack
     "CREATE TABLE payloads (id INTEGER PRIMARY KEY, body BLOB NOT NULL)",  # id = grp << 16 | member; msgpack
     """CREATE TABLE batches (
         step INTEGER NOT NULL,        -- trainer version before the step

@@ -56,14 +56,15 @@ def payload_ids(group: int) -> tuple[int, int]:
 
 
 def rollout_row(rollout: Rollout) -> tuple[object, ...]:
-    """A finished member; one with a failure ends as failed at once, at its boundary."""
+    """A finished member; one that leaves its group (failed, filtered, pruned) ends at once."""
     failure = rollout.failure
+    ending, reason = rollout.ended or (None, None)
     return (
         rollout.group,
         rollout.member,
         1,
-        "failed" if failure else None,
-        failure.boundary if failure else None,
+        ending,
+        reason,
         failure.boundary if failure else None,
         failure.cause if failure else None,
         None if failure else rollout.reward,

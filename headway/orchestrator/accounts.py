@@ -6,17 +6,19 @@ from headway.orchestrator.context import RunContext
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
 
 
-def end_failed_members(run: RunContext, group: FinishedGroup) -> None:
-    """End the failed members of a group that has just finished; the buffer ended them as it committed the group."""
+def end_leavers(run: RunContext, group: FinishedGroup) -> None:
+    """End the members that left a group that has just finished: failed, filtered or pruned. The buffer ended them as it
+    committed the group."""
     for rollout in group.rollouts:
-        if rollout.failure is not None:
-            boundary = rollout.failure.boundary
-            run.state.books.end(group.group.index, rollout.member, "failed", boundary, boundary)
-            _enter_length(run, rollout, "failed")
+        if rollout.ended is not None:
+            ending, reason = rollout.ended
+            boundary = rollout.failure.boundary if rollout.failure is not None else None
+            run.state.books.end(group.group.index, rollout.member, ending, reason, boundary)
+            _enter_length(run, rollout, ending)
 
 
 def end_finished(run: RunContext, group: FinishedGroup, ending: Ending, reason: str) -> None:
-    """End the valid members of a finished group as ``ending``; the failed ones ended when it finished."""
+    """End the valid members of a finished group as ``ending``; the others ended when it finished."""
     for rollout in group.valid:
         run.state.books.end(group.group.index, rollout.member, ending, reason)
         _enter_length(run, rollout, ending)

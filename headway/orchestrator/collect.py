@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from headway.control.learning_signal import group_outcome
-from headway.orchestrator.accounts import end_failed_members, end_finished
+from headway.orchestrator.accounts import end_leavers, end_finished
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.dispatch import Generated
 from headway.records.clients import Verifier
@@ -54,7 +54,7 @@ class Collect:
         )
         # From this commit on the group is finished: nothing loses it.
         run.buffer.finish_group(finished, outcome.ending, outcome.reason)
-        end_failed_members(run, finished)
+        end_leavers(run, finished)
         del run.state.running[group.index]
         run.meter.finished(finished, accepted=outcome.ending is None)
         if outcome.ending is None:

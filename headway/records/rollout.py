@@ -33,11 +33,24 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure | None = None  # set: the reward is not valid
 
 
+class Pruned(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a pruner ended a rollout early, or would have: an audited one runs to its own end all the same."""
+
+    pruner: str  # its name in the experiment file
+    why: str  # one line: what it saw
+    at_tokens: int  # response tokens when it decided
+    saved_tokens: float = 0.0  # response tokens it is expected to have saved; 0 in an audit
+    audited: bool = False  # it ran to its own end, to measure what pruning does
+
+
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt at a task, token-exact.
 
     Lifecycle: *open* (admitted, generating, parked, verifying) -> *finished* (this record is committed
     to the buffer) -> *ended* exactly once (trained, filtered, pruned, discarded, overdue, failed).
+
+    A member may leave its group when the group finishes, before any advantage is computed: ``failure`` says that it
+    failed, ``left`` that it was filtered or pruned. Only the others are *valid*.
 
     Invariant: len(response_ids) == len(response_logprobs) == len(response_mask) == sum of span tokens.
     Masked tokens (an environment's replies) carry log-probability 0.0 and the version of the token before.
@@ -58,6 +71,9 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     reward: float = 0.0  # valid only when failure is None
     solved: bool = False
     failure: Failure | None = None
+    left: Literal["filtered", "pruned"] | None = None  # how it left its group before training; None: it did not
+    left_reason: str = ""
+    pruned: Pruned | None = None  # ended early by a pruner, or audited; whether it left the group is in ``left``
     opened_s: float = 0.0  # clock at admission
     first_token_s: float = 0.0  # clock at its first token
     generated_s: float = 0.0  # clock at its last token
@@ -70,6 +86,18 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rollout_id(self) -> str:
         return f"{self.group}-{self.member}"
+
+    @property
+    def valid(self) -> bool:
+        """Whether it takes part in its group: verified, neither failed nor filtered nor pruned."""
+        return self.failure is None and self.left is None
+
+    @property
+    def ended(self) -> tuple[Ending, str] | None:
+        """(ending, reason) of one that leaves its group as the group finishes; None for a valid one."""
+        if self.failure is not None:
+            return "failed", self.failure.boundary
+        return None if self.left is None else (self.left, self.left_reason)
 
     @property
     def first_version(self) -> int:
@@ -104,11 +132,12 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A group whose members have all finished."""
 
     group: Group
-    rollouts: tuple[Rollout, ...]  # valid and failed ones, by member
+    rollouts: tuple[Rollout, ...]  # valid ones and those that left, by member
 
     @property
     def valid(self) -> tuple[Rollout, ...]:
-        return tuple(r for r in self.rollouts if r.failure is None)
+        """Those that may be trained: neither failed nor filtered nor pruned."""
+        return tuple(r for r in self.rollouts if r.valid)
 
     @property
     def first_version(self) -> int:

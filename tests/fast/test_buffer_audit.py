@@ -100,7 +100,7 @@ TAMPERINGS = {
     "a group trained in two steps": ("UPDATE batches SET groups = '[0]' WHERE step = 1", "is in batch"),
     "a batch that never was": ("DELETE FROM batches WHERE step = 3", "is next"),
     "an ending lost": ("UPDATE rollouts SET ending = NULL WHERE grp = 2 AND member = 0", "its group is ended trained"),
-    "an ending of another kind": ("UPDATE rollouts SET ending = 'pruned' WHERE grp = 2", "is pruned"),
+    "an ending of another kind": ("UPDATE rollouts SET ending = 'overdue' WHERE grp = 2", "is overdue"),
     "no reason": ("UPDATE groups SET reason = '' WHERE idx = 6", "without a reason"),
     "a rollout lost": ("DELETE FROM rollouts WHERE grp = 4 AND member = 1", "1 of 2 rollouts"),
     "a group lost": ("DELETE FROM groups WHERE idx = 6", "gap"),

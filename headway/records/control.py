@@ -1,0 +1,14 @@
+"""What the controller sets: the knobs of a run."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Knobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about the flow of groups that may change while a run goes on. The experiment gives the first values;
+    the loops read the present ones at every decision."""
+
+    open_groups: int | None  # most groups open at once, within what admission allows; None: all it allows
+    concurrent_rollouts: int  # most rollouts that hold a slot or wait for one
+    steps_per_publish: int  # one version in so many is published
