@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from headway.config.presets import apply_preset
+from headway.config.pruning import Pruning
 from headway.config.section import NonNegative, Positive, Seconds, Section
 from headway.config.sources import SftData, TaskSources, VerifierSettings
 
@@ -239,6 +240,7 @@ class Experiment(Section):
     rollout: Rollout = Rollout()
     generator: Generator = Generator()
     queue: Queue = Queue()
+    pruning: Pruning = Pruning()
     algorithm: Algorithm = Algorithm()
     trainer: Trainer = Trainer()
     weights: Weights = Weights()
@@ -283,6 +285,11 @@ class Experiment(Section):
                 "when they arrive, which run.deterministic = true excludes: at least generator.slots x "
                 f"(rollout.max_prompt_tokens + rollout.max_response_tokens) = {wanted}, or leave it out"
             )
+        self.pruning.require_possible(
+            longest_tokens=self.rollout.max_response_tokens,
+            group_size=self.rollout.group_size,
+            deterministic=self.run.deterministic,
+        )
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
         if truncated and not self.algorithm.allow_truncated_sampling:
             raise ValueError(
@@ -326,6 +333,9 @@ RESUMABLE_KEYS: frozenset[str] = frozenset(
         "generator.update_mode",
         "queue.give_up_after_batches",
         "queue.max_concurrent_rollouts",
+        "pruning.*",
+        "pruning.*.*",
+        "pruning.*.parameters.*",
         "trainer.devices",
         "trainer.micro_batch_tokens",
         "trainer.shared_prefix",

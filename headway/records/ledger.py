@@ -22,6 +22,22 @@ class SourceScore(msgspec.Struct, frozen=True, kw_only=True):
     standard_error: float  # over tasks
 
 
+class PrunerFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one pruner did to the groups that finished since the last step (control/pruning.py)."""
+
+    rollouts: int = 0  # ended early
+    dropped: int = 0  # ... of these, left their group; the others were scored as they stood, and train
+    saved_tokens: float = 0.0  # response tokens that the former would have gone on for, as expected when they ended
+    audits: int = 0  # hit as well, but run to their own end
+    wrong: int = 0  # ... of these, those whose reward pruning would have changed
+    reward_bias: float = 0.0  # ... mean of their reward less what pruning would have put in its place
+
+    @property
+    def wrong_rate(self) -> float:
+        """Share of the audits that were wrong; 0.0 without any."""
+        return self.wrong / self.audits if self.audits else 0.0
+
+
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"):
     """One training step: rates, waits, ages, staleness, endings, learning."""
 
@@ -80,6 +96,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     length_max: int = 0
     length_histogram: dict[str, int] = {}  # last length of a bucket -> responses; four buckets for every doubling
     truncated_share: float = 0.0
+    finished_tokens: int = 0  # response tokens of all members of these groups, those that left included
+    # early pruning in the same groups: pruner -> what it did; {}: nothing
+    pruning: dict[str, PrunerFigures] = {}
     # length bias: two-sample KS over closed admission cohorts, cumulative
     length_bias_ks: float = 0.0
     length_bias_scheduling_ks: float = 0.0
