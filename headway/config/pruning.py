@@ -101,7 +101,7 @@ class Pruning(Section):
     """Rollouts that end early (docs/pruning.md). Each table below is a pruner, off unless it is there."""
 
     every_tokens: Positive = 16  # new tokens after which a rollout is looked at again
-    audit_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the prunable run to their own end, to see who was wrong
+    audit_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the prunable run to their own end: who was wrong?
     length: LengthCap | None = None  # a cap on the response
     relative_length: RelativeLengthCap | None = None  # a cap that follows the lengths of its group
     budget: BudgetCap | None = None  # rollouts that can't end before their group is due
@@ -137,8 +137,8 @@ class Pruning(Section):
         """Raise ValueError for pruners that could never prune in an experiment with these limits, or must not."""
         if deterministic and self.on:
             raise ValueError(
-                f"run.deterministic = true excludes pruning.{self.on[0]}: when a rollout is stopped depends on when its "
-                "tokens arrive"
+                f"run.deterministic = true excludes pruning.{self.on[0]}: when a rollout is stopped depends on when "
+                "its tokens arrive"
             )
         reached: list[tuple[str, int]] = []
         if self.length is not None:
@@ -179,16 +179,15 @@ class Pruning(Section):
             least = value.prior / (2 * value.prior + others)
             if least >= value.below:
                 raise ValueError(
-                    f"pruning.value.below = {value.below:g} never prunes anything: when {others} of a group have failed, "
-                    f"all but one, its solve rate is estimated as {least:.3g}, with pruning.value.prior = {value.prior:g}"
+                    f"pruning.value.below = {value.below:g} never prunes anything: with pruning.value.prior = "
+                    f"{value.prior:g}, when {others} of a group have failed, all but one, its solve rate is estimated "
+                    f"as {least:.3g}"
                 )
         if group is not None:
             most = (group.prior + others) / (2 * group.prior + others)
             if most < group.confidence:
                 raise ValueError(
-                    f"pruning.group.confidence = {group.confidence:g} never prunes anything: when {others} of a group "
-                    f"agree, all but one, the last one does with probability {most:.3g}, with pruning.group.prior = "
-                    f"{group.prior:g}"
+                    f"pruning.group.confidence = {group.confidence:g} never prunes anything: with pruning.group.prior "
+                    f"= {group.prior:g}, when {others} of a group agree, all but one, the last one does with "
+                    f"probability {most:.3g}"
                 )
-
-

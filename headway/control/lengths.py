@@ -84,12 +84,13 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
         return self.survival[ended - 1] if ended else 1.0
 
     def mean_remaining_tokens(self, tokens: int) -> float:
-        """E[L - tokens | L > tokens]: what one that has grown so long is expected to gain. 0.0 where everything seen had
-        ended by then: nothing is known of longer ones."""
+        """E[L - tokens | L > tokens]: what one that has grown so long is expected to gain. 0.0 where everything seen
+        had ended by then: nothing is known of longer ones."""
         share = self.beyond(tokens)
         if share <= 0:
             return 0.0
-        edges = [tokens, *(end for end in self.tokens if tokens < end < self.last_tokens), max(tokens, self.last_tokens)]
+        ends = [end for end in self.tokens if tokens < end < self.last_tokens]
+        edges = [tokens, *ends, max(tokens, self.last_tokens)]
         seen = sum((end - start) * self.beyond(start) for start, end in pairwise(edges))
         start, hazard = edges[-1], self._hazard
         room = max(0, self.limit_tokens - start)

@@ -134,19 +134,5 @@ def _audit(rollout: Rollout, group: FinishedGroup) -> tuple[bool, float] | None:
     return (rollout.solved, rollout.reward - _mean(others)) if others else None
 
 
-def total_figures(figures: Iterable[PrunerFigures]) -> PrunerFigures:
-    """Figures of several steps or pruners as one; the bias is the mean over all audits."""
-    found = list(figures)
-    audits = sum(one.audits for one in found)
-    return PrunerFigures(
-        rollouts=sum(one.rollouts for one in found),
-        dropped=sum(one.dropped for one in found),
-        saved_tokens=sum(one.saved_tokens for one in found),
-        audits=audits,
-        wrong=sum(one.wrong for one in found),
-        reward_bias=sum(one.audits * one.reward_bias for one in found) / audits if audits else 0.0,
-    )
-
-
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0

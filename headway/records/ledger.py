@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 
@@ -36,6 +38,20 @@ class PrunerFigures(msgspec.Struct, frozen=True, kw_only=True):
     def wrong_rate(self) -> float:
         """Share of the audits that were wrong; 0.0 without any."""
         return self.wrong / self.audits if self.audits else 0.0
+
+    @staticmethod
+    def total(figures: Iterable[PrunerFigures]) -> PrunerFigures:
+        """Figures of several steps or pruners as one; the bias is the mean over all audits."""
+        found = list(figures)
+        audits = sum(one.audits for one in found)
+        return PrunerFigures(
+            rollouts=sum(one.rollouts for one in found),
+            dropped=sum(one.dropped for one in found),
+            saved_tokens=sum(one.saved_tokens for one in found),
+            audits=audits,
+            wrong=sum(one.wrong for one in found),
+            reward_bias=sum(one.audits * one.reward_bias for one in found) / audits if audits else 0.0,
+        )
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"):

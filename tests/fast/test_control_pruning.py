@@ -20,7 +20,6 @@ from headway.control.pruning import (
     relative_cap_tokens,
     rewards_agree,
     solve_probability,
-    total_figures,
 )
 from headway.control.repetition import NgramWindow, loop_period
 from headway.records.ledger import PrunerFigures
@@ -266,18 +265,18 @@ def test_figures_by_hand() -> None:
         "value": PrunerFigures(rollouts=1, dropped=1, saved_tokens=12.5, audits=1, wrong=1, reward_bias=0.75),
     }
     assert found["length"].wrong_rate == 0.5
-    total = total_figures(found.values())
+    total = PrunerFigures.total(found.values())
     assert (total.rollouts, total.dropped, total.saved_tokens, total.audits) == (2, 1, 42.5, 3)
     assert total.reward_bias == pytest.approx((0.0 + 1.0 + 0.75) / 3)
-    assert total_figures([]) == PrunerFigures()
+    assert PrunerFigures.total([]) == PrunerFigures()
 
 
 def test_a_group_of_which_nobody_agrees_with_the_decision() -> None:
     """An audited decision on a whole group: those who were to go on to the common reward 0, and one didn't."""
-    audited = [hit("group", audited=True, cut_reward=0.0)] * 3
-    members = [rollout(i, reward, pruned) for i, (reward, pruned) in enumerate(zip((0.0, 1.0, 0.0), audited))]
+    audited = hit("group", audited=True, cut_reward=0.0)
+    members = [rollout(i, reward, audited) for i, reward in enumerate((0.0, 1.0, 0.0))]
     found = pruner_figures([group_of(rollout(3, 0.0), *members)])
-    assert found == {"group": PrunerFigures(audits=3, wrong=1, reward_bias=pytest.approx(1 / 3))}
+    assert found == {"group": PrunerFigures(audits=3, wrong=1, reward_bias=1 / 3)}
 
 
 def test_an_audit_that_failed_says_nothing() -> None:
