@@ -284,10 +284,12 @@ def _growth(before: Sequence[EngineStatistics], after: Sequence[EngineStatistics
 def _mean_share(
     before: Sequence[EngineStatistics], after: Sequence[EngineStatistics], name: str, step_s: float
 ) -> float:
-    """Share of the time that a counter of seconds grew, mean over replicas."""
-    if not after:
+    """Share of the time that a counter of seconds grew, mean over the replicas that don't rest."""
+    awake = [position for position, engine in enumerate(after) if not engine.resting]
+    if not awake:
         return 0.0
-    return min(1.0, _growth(before, after, name) / (step_s * len(after)))
+    grown = sum(_growth(before[p : p + 1], after[p : p + 1], name) for p in awake)
+    return min(1.0, grown / (step_s * len(awake)))
 
 
 def _engine_fields(engines: Sequence[EngineStatistics]) -> dict[str, Any]:
