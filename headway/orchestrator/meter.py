@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -37,6 +37,8 @@ class Interval:
     cpu_s: float
     finished: list[FinishedGroup] = field(default_factory=list)
     accepted: int = 0  # rollouts of groups that entered the buffer
+    ended_tokens: Counter[str] = field(default_factory=Counter)  # ending -> response tokens
+    admitted: int = 0  # rollouts
     wait_s: float = 0.0
     publish_s: float = 0.0
     apply_s: float = 0.0
@@ -58,8 +60,7 @@ class Meter:
         self._observe = observe
         self._experiment = experiment
         self._clock = clock
-        queue = experiment.queue
-        self._token_budget = queue.budget if queue.overdue == "mask" else None
+        self._token_budget = experiment.token_budget
         self.peak_flops_per_s = peak_flops_per_s
         self.length_bias = LengthBias(experiment.queue.groups_per_step)
         self.applied_version = 0
@@ -88,6 +89,10 @@ class Meter:
 
     # -- told by the loops ---------------------------------------------------------------------------
 
+    def admitted(self, group: Group) -> None:
+        self.length_bias.admit(group.index, group.size)
+        self._interval.admitted += group.size
+
     def finished(self, group: FinishedGroup, accepted: bool) -> None:
         """All members of a group are verified; ``accepted``: it entered the buffer."""
         self._interval.finished.append(group)
@@ -103,6 +108,11 @@ class Meter:
             admitted_s = _tidy(group.admitted_s)
             self._observe(GroupEnd(index=group.index, ending=ending, step=step, time_s=now_s, admitted_s=admitted_s,
                                    finished=finished))  # fmt: skip
+
+    def rollout_ended(self, group: int, ending: Ending, tokens: int, *, complete: bool) -> None:
+        """A rollout ended with so many response tokens; ``complete``: generation came to its own end."""
+        self.length_bias.end(group, ending, tokens, complete=complete)
+        self._interval.ended_tokens[ending] += tokens
 
     def waited(self, seconds: float) -> None:
         self._interval.wait_s += seconds
@@ -177,6 +187,9 @@ class Meter:
             buffered_groups=len(state.finished),
             buffer_capacity_groups=buffer_capacity_groups,
             oldest_age_s=state.oldest_age_s(),
+            admitted_rollouts=interval.admitted,
+            parkings=state.take_parkings(),
+            ended_tokens=dict(interval.ended_tokens),
             endings=endings,
             failures=failures,
             length_bias_ks=bias.ks,
@@ -193,10 +206,11 @@ class Meter:
             metrics=report.metrics,
             trajectory_staleness=trajectory_staleness(trained, report.step, self._token_budget),
             token_staleness=token_staleness(trained, report.step, self._token_budget),
+            environment_staleness=environment_staleness(trained, report.step),
             by_source=source_scores((g.group.task.source, r) for g in interval.finished for r in g.rollouts),
             pruning=pruner_figures(interval.finished),
             **_learning_fields(interval.finished),
-            **_length_fields(interval.finished),
+            **_length_fields([r for group in interval.finished for r in group.valid]),
         )
 
     def lost_step(self, step: int, trained: Sequence[FinishedGroup], time_s: float) -> StepRecord:
@@ -214,7 +228,7 @@ class Meter:
             token_staleness=token_staleness(trained, step, self._token_budget),
             pruning=pruner_figures(trained),
             **_learning_fields(trained),
-            **_length_fields(trained),
+            **_length_fields([r for group in trained for r in group.valid]),
         )
 
     def with_engines(self, record: StepRecord, engines: Sequence[EngineStatistics]) -> StepRecord:
@@ -288,10 +302,12 @@ def _growth(before: Sequence[EngineStatistics], after: Sequence[EngineStatistics
 def _mean_share(
     before: Sequence[EngineStatistics], after: Sequence[EngineStatistics], name: str, step_s: float
 ) -> float:
-    """Share of the time that a counter of seconds grew, mean over replicas."""
-    if not after:
+    """Share of the time that a counter of seconds grew, mean over the replicas that don't rest."""
+    awake = [position for position, engine in enumerate(after) if not engine.resting]
+    if not awake:
         return 0.0
-    return min(1.0, _growth(before, after, name) / (step_s * len(after)))
+    grown = sum(_growth(before[p : p + 1], after[p : p + 1], name) for p in awake)
+    return min(1.0, grown / (step_s * len(awake)))
 
 
 def _engine_fields(engines: Sequence[EngineStatistics]) -> dict[str, Any]:
@@ -318,14 +334,11 @@ def _learning_fields(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
     }
 
 
-def _length_fields(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
-    finished_tokens = sum(len(r.response_ids) for group in groups for r in group.rollouts)
-    rollouts = [r for group in groups for r in group.valid]
+def _length_fields(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     if not rollouts:
-        return {"finished_tokens": finished_tokens}
+        return {}
     lengths = [len(r.response_ids) for r in rollouts]
     return {
-        "finished_tokens": finished_tokens,
         "length_mean": sum(lengths) / len(lengths),
         "length_p50": quantile(lengths, 0.5),
         "length_p99": quantile(lengths, 0.99),
@@ -351,6 +364,12 @@ def token_staleness(groups: Sequence[FinishedGroup], step: int, token_budget: in
     return distribution(
         age for group in groups for rollout in group.valid for age in _ages(rollout, step, token_budget)
     )
+
+
+def environment_staleness(groups: Sequence[FinishedGroup], step: int) -> Distribution:
+    """Staleness at ``step`` of the environments that trained rollouts were resumed in."""
+    versions = (rollout.environment_version for group in groups for rollout in group.valid)
+    return distribution((step - version, 1) for version in versions if version >= 0)
 
 
 def _ages(rollout: Rollout, step: int, token_budget: int | None) -> list[tuple[int, int]]:

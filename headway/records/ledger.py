@@ -95,8 +95,13 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     # staleness of what was trained
     trajectory_staleness: Distribution = Distribution()
     token_staleness: Distribution = Distribution()
+    environment_staleness: Distribution = Distribution()  # of the environments that parked rollouts were resumed in
+    # what entered the queue, rollouts since the last step
+    admitted_rollouts: int = 0
+    parkings: int = 0  # of members, on a full batch or an update
     # endings of rollouts since the last step, and failures by boundary
     endings: dict[str, int] = {}
+    ended_tokens: dict[str, int] = {}  # response tokens they had: wasted, but for the trained ones
     failures: dict[str, int] = {}
     # learning signal, over the groups that finished since the last step (filtered ones included)
     reward_mean: float = 0.0
@@ -112,7 +117,6 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     length_max: int = 0
     length_histogram: dict[str, int] = {}  # last length of a bucket -> responses; four buckets for every doubling
     truncated_share: float = 0.0
-    finished_tokens: int = 0  # response tokens of all members of these groups, those that left included
     # early pruning in the same groups: pruner -> what it did; {}: nothing
     pruning: dict[str, PrunerFigures] = {}
     # length bias: two-sample KS over closed admission cohorts, cumulative

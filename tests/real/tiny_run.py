@@ -38,6 +38,11 @@ def parity(task: Task, response: str) -> float:
     return float(len(response) % 2 == 0)
 
 
+def short_is_wrong(task: Task, response: str) -> float:
+    """Of half a response: 0 for one that decodes to less than 20 characters."""
+    return float(len(response) >= 20)
+
+
 def troubled(task: Task, response: str, folder: str) -> float:
     """Parity; but every 7th call raises, every 11th gives no number, and the 5th hangs, then and when asked again."""
     calls, hanging = Path(folder) / "calls", Path(folder) / "hanging"
