@@ -39,9 +39,9 @@ from headway.runtime.ledger import read_ledger
 ARITHMETIC = Path(__file__).resolve().parents[1] / "examples" / "arithmetic"
 CONFIG = str(ARITHMETIC / "experiment.toml")
 SEEDS = (1, 2, 3, 4, 5)
-CIRCLES = 0.2  # share of the demonstrations that go round in circles
+CIRCLES = 0.5  # share of the demonstrations that go round in circles
 CIRCLE_TOKENS = 200  # ... for so many tokens
-LONGEST = 256  # tokens of a response
+LONGEST = 512  # tokens of a response
 SPOILT = (
     "--sft.steps=60",
     "--sft.learning_rate=5e-4",
@@ -54,7 +54,7 @@ RECIPE = (
     "--run.time_limit_s=100000",
     "--queue.groups_per_step=8",
     "--trainer.warmup_steps=5",
-    "--trainer.learning_rate=5e-4",
+    "--trainer.learning_rate=2.5e-4",
     "--checkpoint.every_steps=1000",
     "--evaluation.samples_per_task=2",
     # the last weights are scored, not the best: no validation during the run

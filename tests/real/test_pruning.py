@@ -1,4 +1,4 @@
-"""Rollouts of a real model in real processes that are ended early, and what the ledger, the buffer and show say of it."""
+"""Rollouts of a real model in real processes that end early, and what the ledger, the buffer and show say of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiny_run import audited, events_of, output_of, refused, steps_of, train, wr
 
 from headway.records.ledger import PrunerFigures
 
-LONGEST = 200  # tokens; a random model hardly ever ends a response by itself
+LONGEST = 600  # tokens; a random model hardly ever ends a response by itself
 
 
 def figures_of(run: Path, pruner: str) -> PrunerFigures:
@@ -34,8 +34,8 @@ def test_loops_are_stopped_and_trained_and_a_judge_of_ones_own_drops(inputs: Pat
         ledger={"samples_per_step": 100},
         pruning={"every_tokens": 8, "audit_share": 0.2},
         **{
-            "pruning.repetition": {"loop_tokens": 32, "longest_period": 24, "window_tokens": 64},
-            "pruning.verifier": {"name": "tiny_run:short_is_wrong", "every_tokens": 24},
+            "pruning.repetition": {"loop_tokens": 200, "longest_period": 24, "repeated_share": 1.0},
+            "pruning.verifier": {"name": "tiny_run:odd_is_wrong", "every_tokens": 8},
         },
     )
     ended = train(config)
@@ -56,9 +56,13 @@ def test_loops_are_stopped_and_trained_and_a_judge_of_ones_own_drops(inputs: Pat
     whole = [sample for sample in kept if sample["pruned"] and sample["pruned"]["audited"]]
     assert stopped
     assert all(s["finish_reason"] == "abort" and s["ending"] == "trained" for s in stopped)
-    assert all(32 <= s["pruned"]["at_tokens"] <= sum(n for _, n in s["versions"]) < LONGEST for s in stopped)
+    assert all(200 <= s["pruned"]["at_tokens"] <= sum(n for _, n in s["versions"]) < LONGEST for s in stopped)
     assert all(s["finish_reason"] in ("stop", "length") for s in whole)
-    assert "tokens saved" in output_of("show", run, "--limit", "40")
+    shown = " ".join(output_of("show", run).replace("│", " ").split())  # without the frames' line breaks
+    assert "pruned by repetition at" in shown
+    assert "tokens saved" in shown
+    assert "audited, else pruned by repetition" in shown
+    assert "rollouts ended early (" in " ".join(output_of("report", run).split())
 
 
 def test_a_judge_that_is_not_there_is_refused(inputs: Path, tmp_path: Path) -> None:

@@ -38,9 +38,9 @@ def parity(task: Task, response: str) -> float:
     return float(len(response) % 2 == 0)
 
 
-def short_is_wrong(task: Task, response: str) -> float:
-    """Of half a response: 0 for one that decodes to less than 20 characters."""
-    return float(len(response) >= 20)
+def odd_is_wrong(task: Task, response: str) -> float:
+    """Of half a response: whether the task's first number is even."""
+    return float(int(task.prompt[:2]) % 2 == 0)
 
 
 def troubled(task: Task, response: str, folder: str) -> float:
