@@ -293,12 +293,12 @@ class Experiment(Section):
                 "when they arrive, which run.deterministic = true excludes: at least generator.slots x "
                 f"(rollout.max_prompt_tokens + rollout.max_response_tokens) = {wanted}, or leave it out"
             )
+        self._require_surplus()
         self.pruning.require_possible(
             longest_tokens=self.rollout.max_response_tokens,
             group_size=self.rollout.group_size,
             deterministic=self.run.deterministic,
         )
-        self._require_surplus()
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
         if truncated and not self.algorithm.allow_truncated_sampling:
             raise ValueError(
@@ -378,10 +378,10 @@ RESUMABLE_KEYS: frozenset[str] = frozenset(
         "generator.update_mode",
         "queue.give_up_after_batches",
         "queue.max_concurrent_rollouts",
+        "queue.max_resumes",
         "pruning.*",
         "pruning.*.*",
         "pruning.*.parameters.*",
-        "queue.max_resumes",
         "trainer.devices",
         "trainer.micro_batch_tokens",
         "trainer.shared_prefix",
