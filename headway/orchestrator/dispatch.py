@@ -6,8 +6,9 @@ import asyncio
 
 from headway.control.admission import credit
 from headway.orchestrator.context import RunContext
+from headway.orchestrator.group_timeout import generate_in_time
 from headway.orchestrator.state import RunningGroup
-from headway.records.rollout import Group, Rollout
+from headway.records.rollout import Failure, Group, Rollout
 from headway.runtime.channel import Channel
 
 Generated = tuple[Group, tuple[Rollout, ...]]
@@ -95,12 +96,16 @@ class Dispatch:
         """Generate all members of a group. A member's failure is data and never cancels its siblings."""
 
         async def member(position: int) -> Rollout:
-            rollout = await self._run.rollouts.generate_member(entry.group, position)
-            entry.unfinished -= 1
-            if self._free_rollouts() >= entry.group.size:  # fewer let nothing begin
-                self._run.state.changed.notify()
-            return rollout
+            try:
+                return await self._run.rollouts.generate_member(entry.group, position)
+            finally:
+                entry.unfinished -= 1
+                if self._free_rollouts() >= entry.group.size:  # fewer let nothing begin
+                    self._run.state.changed.notify()
 
-        members = (member(position) for position in range(entry.group.size))
-        rollouts = await asyncio.gather(*members)
-        await self._generated.put((entry.group, tuple(rollouts)))
+        def stop(position: int, why: Failure) -> None:
+            self._run.rollouts.stop(entry.group.index, position, why)
+
+        limits, clock = self._run.experiment.queue, self._run.clock
+        rollouts = await generate_in_time(entry.group, member, stop, limits, clock)
+        await self._generated.put((entry.group, rollouts))
