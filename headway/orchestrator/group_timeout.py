@@ -37,6 +37,7 @@ async def generate_in_time(
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # a group that is over leaves nothing running
     return tuple(_discarded(r, clock.now()) if r.failure is why else r for r in rollouts)
 
 
