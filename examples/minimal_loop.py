@@ -21,7 +21,8 @@ from headway.orchestrator.batches import build_batch
 from headway.records.rollout import FinishedGroup, Group
 from headway.records.training import StepReport
 from headway.rollout.single_turn import SingleTurn, apply_verdict
-from headway.rollout.verifiers import resolve_verifier, to_verdict
+from headway.rollout.verdicts import to_verdict
+from headway.rollout.verifiers import resolve_verifier
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 from headway.tasks.cursor import TaskCursor

@@ -123,6 +123,8 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="evaluatio
     reward_mean: float
     length_mean: float
     failed: int = 0
+    judge_tokens: int = 0  # of language models that judged it
+    judge_cost: float = 0.0
     duration_s: float = 0.0
     time_s: float = 0.0
     by_source: dict[str, SourceScore] = {}  # label of a task source -> its share of the above; {}: a single source
