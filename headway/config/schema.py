@@ -12,6 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from headway.config.hooks import Hooks
 from headway.config.presets import apply_preset
+from headway.config.pruning import Pruning
 from headway.config.section import NonNegative, Positive, Seconds, Section
 from headway.config.sources import SftData, TaskSources, VerifierSettings
 
@@ -255,6 +256,7 @@ class Experiment(Section):
     generator: Generator = Generator()
     queue: Queue = Queue()
     hooks: Hooks = Hooks()
+    pruning: Pruning = Pruning()
     algorithm: Algorithm = Algorithm()
     trainer: Trainer = Trainer()
     weights: Weights = Weights()
@@ -315,6 +317,11 @@ class Experiment(Section):
                 f"(rollout.max_prompt_tokens + rollout.max_response_tokens) = {wanted}, or leave it out"
             )
         self._require_surplus()
+        self.pruning.require_possible(
+            longest_tokens=self.rollout.max_response_tokens,
+            group_size=self.rollout.group_size,
+            deterministic=self.run.deterministic,
+        )
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
         if truncated and not self.algorithm.allow_truncated_sampling:
             raise ValueError(
@@ -399,6 +406,9 @@ RESUMABLE_KEYS: frozenset[str] = frozenset(
         "hooks.logging",
         "queue.max_concurrent_rollouts",
         "queue.max_resumes",
+        "pruning.*",
+        "pruning.*.*",
+        "pruning.*.parameters.*",
         "trainer.devices",
         "trainer.micro_batch_tokens",
         "trainer.shared_prefix",

@@ -19,7 +19,7 @@ GROUP_TIMEOUT = "group_timeout"  # why members are discarded that weren't finish
 class GroupOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a group whose members have all finished goes on to training."""
 
-    ending: Ending | None  # None: trainable; "failed" or "filtered": it ends now
+    ending: Ending | None  # None: trainable; "failed", "filtered" or "pruned": it ends now
     # too_few_valid | group_timeout | too_few_kept | zero_variance | low_advantage | user:WHY | hook:NAME
     reason: str = ""
     valid: int = 0  # members that neither failed nor left
@@ -46,26 +46,26 @@ def group_timeout(
     return tuple(member for member in range(size) if member not in finished)
 
 
-def sound_members(rollouts: Sequence[Rollout]) -> int:
-    """Members that neither failed nor were stopped: what a group needs ``min_valid_group_ratio`` of. One that a filter
-    or a pruner took out is sound."""
-    return sum(r.failure is None and r.left != "discarded" for r in rollouts)
-
-
 def failed_outcome(rollouts: Sequence[Rollout], *, size: int, limits: Queue) -> GroupOutcome | None:
-    """How a group ends that has too few sound members (DESIGN rule 11): fewer than 2 (of a group of one: 1), or fewer
-    than ``min_valid_group_ratio`` of its size, in whose place ``min_timeout_group_ratio`` stands where it timed out.
-    None: it has enough.
+    """How a group ends, before any filter, that has too few sound members, those that neither failed nor were pruned or
+    stopped (DESIGN rule 11): fewer than 2 (of a group of one: 1), or fewer than ``min_valid_group_ratio`` of its size,
+    in whose place ``min_timeout_group_ratio`` stands where it timed out. It is *pruned* when there would be enough but
+    for pruning, else *failed*. None: it has enough.
 
     Example, size 4: with ratio 0.5 two failures are borne and three are not; with one member stopped at the timeout
     and min_timeout_group_ratio 0.7 the other three must be sound.
     """
     timed_out = any(r.left_reason == GROUP_TIMEOUT for r in rollouts)
     ratio = limits.min_timeout_group_ratio if timed_out else limits.min_valid_group_ratio
-    if not _too_few(sound_members(rollouts), size, ratio):
+    sound = sum(r.failure is None and r.left not in ("pruned", "discarded") for r in rollouts)
+    if not _too_few(sound, size, ratio):
         return None
-    reason = GROUP_TIMEOUT if timed_out else "too_few_valid"
-    return GroupOutcome(ending="failed", reason=reason, valid=sum(r.valid for r in rollouts))
+    pruned = sum(r.left == "pruned" for r in rollouts)
+    return GroupOutcome(
+        ending="failed" if _too_few(sound + pruned, size, ratio) else "pruned",
+        reason=GROUP_TIMEOUT if timed_out else "too_few_valid",
+        valid=sum(r.valid for r in rollouts),
+    )
 
 
 def group_outcome(

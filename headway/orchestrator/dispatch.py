@@ -110,11 +110,16 @@ class Dispatch:
             entry.lengths[position] = len(rollout.response_ids)
             if self._free_rollouts() >= entry.group.size:  # fewer let nothing begin
                 self._run.state.changed.notify()
-            return rollout
+            return rollout if pruning is None else await pruning.finished(entry.group, rollout)
 
         def stop(position: int, why: Failure) -> None:
             self._run.rollouts.stop(entry.group.index, position, why)
 
+        pruning = self._run.pruning
         limits, clock = self._run.experiment.queue, self._run.clock
-        rollouts = await generate_in_time(entry.group, member, stop, limits, clock)
+        try:
+            rollouts = await generate_in_time(entry.group, member, stop, limits, clock)
+        finally:
+            if pruning is not None:
+                pruning.forget(entry.group.index)
         await self._generated.put((entry.group, rollouts))

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from headway.records.ledger import Distribution, EvaluationRecord, LedgerLine, StepRecord
+from headway.records.ledger import Distribution, EvaluationRecord, LedgerLine, PrunerFigures, StepRecord
 
 # name -> (field of StepRecord, what it is)
 STEP_METRICS: dict[str, tuple[str, str]] = {
@@ -62,6 +62,7 @@ STEP_METRICS: dict[str, tuple[str, str]] = {
     "length/p99_tokens": ("length_p99", "of responses"),
     "length/max_tokens": ("length_max", "of responses"),
     "length/truncated_share": ("truncated_share", "responses cut at the limit"),
+    "length/finished_tokens": ("finished_tokens", "response tokens of all members of the groups finished in the step"),
     "length_bias/ks": ("length_bias_ks", "KS distance of trained from all completed lengths"),
     "length_bias/scheduling_ks": ("length_bias_scheduling_ks", "the part scheduling causes"),
     "length_bias/filter_ks": ("length_bias_filter_ks", "the part filters cause"),
@@ -123,13 +124,32 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield f"endings/{ending}_tokens", float(tokens)
         for boundary, count in line.failures.items():
             yield f"failures/{boundary}_rollouts", float(count)
+        for reason, count in line.filtered.items():
+            yield f"filtered/{_UNUSUAL_OR_SLASH.sub('_', reason)}_rollouts", float(count)
+        for name, value in line.group_meta.items():
+            yield f"group_meta/{_UNUSUAL_OR_SLASH.sub('_', name)}", value
         names = source_names({*sources, *line.by_source})
         for label, score in line.by_source.items():
             if score.samples:
                 yield f"by_source/{names[label]}_solve_rate", score.solve_rate
                 yield f"by_source/{names[label]}_samples", float(score.samples)
+        if line.pruning:
+            yield from _pruning(line)
         for name, value in line.metrics.items():
             yield f"{_metric_group(name)}/{_UNUSUAL.sub('_', name)}", value
+
+
+def _pruning(line: StepRecord) -> Iterator[tuple[str, float]]:
+    total = PrunerFigures.total(line.pruning.values())
+    yield "pruning/rollouts", float(total.rollouts)
+    yield "pruning/dropped_rollouts", float(total.dropped)
+    yield "pruning/saved_tokens", total.saved_tokens
+    yield "pruning/audited_rollouts", float(total.audits)
+    if total.audits:
+        yield "pruning/wrong_rate", total.wrong_rate
+        yield "pruning/reward_bias", total.reward_bias
+    for pruner, figures in line.pruning.items():
+        yield f"pruning_by/{pruner}_rollouts", float(figures.rollouts)
 
 
 def source_names(labels: Iterable[str]) -> dict[str, str]:

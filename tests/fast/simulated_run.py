@@ -115,7 +115,7 @@ def simulate(
                     slots=experiment.generator.slots,
                     token_s=token_s,
                     update_mode=experiment.generator.update_mode,
-                    **{"length_of": lambda request: long_tailed(seed, request, longest), **(generator_options or {})},
+                    **{"length_of": lambda request: long_tailed(seed, request, longest)} | (generator_options or {}),
                 )
                 trainer = FakeTrainer(clock, sample_s, publish_s=publish_s, skip_steps=skip_steps)
                 trainers.append(trainer)
