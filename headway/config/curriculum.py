@@ -19,7 +19,7 @@ class Curriculum(Section):
     cursor_share: Annotated[float, Field(gt=0, le=1)] = 0.1  # of draws: the next task of the plain walk, so all are met
     replay_share: Share = 0.05  # of draws: an unsolved task again, when one is due
     replay_after_groups: Positive = 256  # an unsolved task is due after so many groups, then twice as many, and so on
-    repeat_after_groups: Positive | None = None  # a task of the band rests so long; default: all that may be open
+    repeat_after_groups: Positive | None = None  # a task of the band rests so long; default: 16 x groups_per_step
     half_life_steps: Annotated[float, Field(gt=0)] = 32.0  # what was seen so many versions before the last look: half
     min_signal: Probability = 0.5  # a task is in the band when its group's outcomes differ with this probability
     min_signal_range: tuple[Probability, Probability] = (0.25, 0.8)  # it moves within, when ...

@@ -26,7 +26,7 @@ from headway.records.curriculum import BandMove, Draw, DrawReason, Evidence, Reg
 BAND_WINDOW_GROUPS = 64  # drawn from the band, before its limit is judged (again)
 BAND_STEP = 0.05  # by which it then moves at most
 PRIOR_GROUPS = 2.0  # weight of "nothing is known" (Beta(1, 1)) beside a source's own groups
-WEAKEST_PRIOR, STRONGEST_PRIOR = 0.2, 20.0  # attempts that a prior stands for
+WEAKEST_PRIOR, STRONGEST_PRIOR = 0.2, 4.0  # attempts that a prior stands for
 MOST_DOUBLINGS = 12  # of the time after which an unsolved task is due
 _UNIT = 1 << 20  # a signal of 1 as a weight
 
@@ -132,14 +132,15 @@ class SourceCurriculum:
     """
 
     def __init__(
-        self, tasks: int, settings: Settings, band: Band, *, size: int, repeat_after_groups: int, seed: int | str
+        self, tasks: int, settings: Settings, band: Band, *, size: int, rest: tuple[int, int], seed: int | str
     ) -> None:
-        """``size``: rollout.group_size; signals are those of groups of it."""
+        """``size``: rollout.group_size; signals are those of groups of it. ``rest``: groups for which a task of the
+        band isn't drawn again, at least and where there is a choice."""
         self._settings = settings
         self._band = band
         self._size = size
         self._seed = seed
-        self._rest = repeat_after_groups
+        self._least_rest, self._rest = rest
         self._now = 0  # admission index that is next, as far as it is known here
         self.prior = _Prior(settings.half_life_steps)
         self.draws = 0
@@ -156,6 +157,7 @@ class SourceCurriculum:
         self._weights = WeightTree([0] * tasks)  # of the band's tasks that don't rest
         self._resting: deque[tuple[int, int]] = deque()  # (drawn at, task), ascending
         self._waiting: list[tuple[int, int]] = []  # heap of (due, task), outdated ones included
+        self._resting_in_band: list[tuple[int, int]] = []  # heap of (drawn at, task), likewise
 
     # -- deciding ------------------------------------------------------------------------------------
 
@@ -174,6 +176,9 @@ class SourceCurriculum:
                 return self._choice(due, "replay", 1.0)
         known, unknown = self._weights.total, self._unknown_weight()
         if known + unknown == 0:
+            rested = None if self.undrawn else self._longest_rested(index)
+            if rested is not None:
+                return self._choice(rested, "band", 1.0)
             return self._choice(walk_next, "explore", 1.0)
         at = (_random64(self._seed, index) * (known + unknown)) >> 64
         if at >= known:
@@ -197,6 +202,12 @@ class SourceCurriculum:
         counts = [int(np.count_nonzero(part)) for part in (~seen, band, trivial)]
         unsolved = len(self.signal) - sum(counts)
         return {"unseen": counts[0], "unsolved": unsolved, "band": counts[1], "trivial": counts[2]}
+
+    def band_probability(self, task: int, index: int) -> float:
+        """That a draw from the band at ``index`` falls on ``task``."""
+        self._wake(index)
+        total = self._weights.total + self._unknown_weight()
+        return self._weights[task] / total if total else 0.0
 
     # -- transitions ---------------------------------------------------------------------------------
 
@@ -240,6 +251,9 @@ class SourceCurriculum:
         kept = (self.due >= 0) & (self.drawn_at < self.due) & (self.signal < self._band.limit)
         self._waiting = [(int(self.due[task]), int(task)) for task in np.flatnonzero(kept)]
         heapq.heapify(self._waiting)
+        resting = (self.drawn_at >= 0) & (self.signal >= self._band.limit)
+        self._resting_in_band = [(int(self.drawn_at[task]), int(task)) for task in np.flatnonzero(resting)]
+        heapq.heapify(self._resting_in_band)
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -281,6 +295,17 @@ class SourceCurriculum:
             heapq.heappop(waiting)
         return None
 
+    def _longest_rested(self, index: int) -> int | None:
+        """Of the band's tasks, when all of them rest and none is unseen: the one drawn longest ago, unless a group of
+        it may be open still."""
+        resting = self._resting_in_band
+        while resting and resting[0][0] + self._least_rest <= index:
+            drawn_at, task = resting[0]
+            if self.drawn_at[task] == drawn_at and self.signal[task] >= self._band.limit:
+                return task
+            heapq.heappop(resting)
+        return None
+
     def _wake(self, index: int) -> None:
         """Let tasks that have rested long enough be drawn from the band again."""
         self._now = max(self._now, index)
@@ -291,7 +316,10 @@ class SourceCurriculum:
     def _refresh(self, task: int) -> None:
         signal, drawn_at = self.signal[task], self.drawn_at[task]
         free = drawn_at < 0 or drawn_at + self._rest <= self._now
-        self._weights.set(task, int(signal * _UNIT) if free and signal >= self._band.limit else 0)
+        in_band = signal >= self._band.limit
+        self._weights.set(task, int(signal * _UNIT) if free and in_band else 0)
+        if in_band and not free:
+            heapq.heappush(self._resting_in_band, (int(drawn_at), task))
 
     def _all_weights(self) -> npt.NDArray[np.int64]:
         free = (self.drawn_at < 0) | (self.drawn_at + self._rest <= self._now)
@@ -307,14 +335,12 @@ class Curriculum:
     """
 
     def __init__(
-        self, sizes: Sequence[int], settings: Settings, *, group_size: int, repeat_after_groups: int, seed: int
+        self, sizes: Sequence[int], settings: Settings, *, group_size: int, rest: tuple[int, int], seed: int
     ) -> None:
-        """``sizes``: tasks of each source. ``repeat_after_groups``: what the setting of that name stands for."""
+        """``sizes``: tasks of each source. The rest: see ``SourceCurriculum``."""
         self.band = Band(settings)
         self.sources = [
-            SourceCurriculum(
-                tasks, settings, self.band, size=group_size, repeat_after_groups=repeat_after_groups, seed=f"{seed}:{i}"
-            )
+            SourceCurriculum(tasks, settings, self.band, size=group_size, rest=rest, seed=f"{seed}:{i}")
             for i, tasks in enumerate(sizes)
         ]
 

@@ -11,6 +11,7 @@ from headway.algorithms.advantages import resolve as resolve_advantage
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
 from headway.orchestrator.context import RunContext
+from headway.orchestrator.drawing import drawing_of
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.run import Run
 from headway.orchestrator.state import RunState
@@ -22,7 +23,6 @@ from headway.records.task import Task
 from headway.records.trace import TraceLine
 from headway.rollout.single_turn import Generate, SingleTurn
 from headway.runtime.clock import Clock
-from headway.tasks.cursor import TaskCursor
 from headway.tokens.tokenizer import Tokenizer
 
 WrapGenerate = Callable[[Generate], Generate]
@@ -56,6 +56,7 @@ def assemble(
     generate = actors.generator.generate if wrap is None else wrap(actors.generator.generate)
     buffer = GroupBuffer(buffer_path, queue.groups_per_step * (queue.budget + 1), clock)
     stack.enter_context(closing(buffer))
+    drawing = drawing_of(experiment, actors.train_tasks, training_weights(experiment))
 
     def rollouts(temperature: float | None = None) -> SingleTurn:
         return SingleTurn(
@@ -78,10 +79,10 @@ def assemble(
         trainer=actors.trainer,
         verifier=actors.verifier,
         buffer=buffer,
-        tasks=TaskCursor(actors.train_tasks, experiment.run.seed, training_weights(experiment)),
+        drawing=drawing,
         tokenizer=actors.tokenizer,
         rollouts=rollouts(),
-        meter=Meter(experiment, clock, observe=actors.observe),
+        meter=Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step),
         record=actors.record,
         keep_sample=actors.keep_sample,
         directory=experiment.run.directory,

@@ -9,7 +9,9 @@ from headway.control.learning_signal import group_outcome
 from headway.orchestrator.accounts import end_finished, end_leavers
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.dispatch import Generated
+from headway.orchestrator.drawing import evidence_of
 from headway.records.clients import Verifier
+from headway.records.curriculum import Evidence
 from headway.records.errors import NoProgress
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
 from headway.records.task import Task
@@ -52,8 +54,10 @@ class Collect:
             min_valid_ratio=queue.min_valid_ratio,
             filter_zero_variance=queue.filter_zero_variance,
         )
+        evidence = None if outcome.ending == "failed" else evidence_of(finished)
         # From this commit on the group is finished: nothing loses it.
-        run.buffer.finish_group(finished, outcome.ending, outcome.reason)
+        run.buffer.finish_group(finished, outcome.ending, outcome.reason, evidence)
+        self._learn(evidence)
         end_leavers(run, finished)
         del run.state.running[group.index]
         run.meter.finished(finished, accepted=outcome.ending is None)
@@ -65,6 +69,14 @@ class Collect:
             end_finished(run, finished, outcome.ending, outcome.reason)
             self._require_progress(finished, outcome.ending, outcome.reason)
         run.state.changed.notify()
+
+    def _learn(self, evidence: Evidence | None) -> None:
+        """Tell the curriculum, which may move its band."""
+        move = None if evidence is None else self._run.drawing.learn(evidence)
+        if move is not None:
+            what = f"min_signal {move.before:.2f} -> {move.after:.2f}: {move.why}"
+            share = round(move.zero_variance_share, 4)
+            self._run.event("curriculum_band", what, zero_variance_share=share, groups=move.groups)
 
     def _require_progress(self, last: FinishedGroup, ending: Ending, reason: str) -> None:
         """Say so when group after group ends untrained; raises NoProgress when that doesn't change."""

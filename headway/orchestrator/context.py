@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
+from headway.orchestrator.drawing import Drawing
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.state import RunState
 from headway.records.clients import Generator, Trainer, Verifier
@@ -14,7 +15,6 @@ from headway.records.ledger import EventRecord, LedgerLine
 from headway.records.task import Task
 from headway.rollout.single_turn import SingleTurn
 from headway.runtime.clock import Clock
-from headway.tasks.cursor import TaskCursor
 from headway.tokens.tokenizer import Tokenizer
 
 
@@ -29,7 +29,7 @@ class RunContext:
     trainer: Trainer
     verifier: Verifier
     buffer: GroupBuffer
-    tasks: TaskCursor
+    drawing: Drawing
     tokenizer: Tokenizer
     rollouts: SingleTurn
     meter: Meter

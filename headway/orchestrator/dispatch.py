@@ -16,7 +16,7 @@ Generated = tuple[Group, tuple[Rollout, ...]]
 class Dispatch:
     """Opens groups while rule 1 allows and a slot would wait otherwise.
 
-    Consumes: admission credit (control), tasks (cursor), concurrency.
+    Consumes: admission credit (control), tasks and group sizes (drawing), concurrency.
     Waits for: a change of the shared state.
     Unblocked by: the train loop (a step completes), collect (a group ends or leaves the generator),
     weight updates (the applied version rises).
@@ -26,6 +26,7 @@ class Dispatch:
         self._run = run
         self._generated = generated
         self._tasks = asyncio.TaskGroup()
+        self._wanted = 1  # rollouts that must be free for the next group
 
     async def loop(self) -> None:
         """Runs until it is cancelled, and every member's generation with it."""
@@ -38,9 +39,11 @@ class Dispatch:
                 # The version that admission counts with is the one the group's deadline counts from.
                 applied = await self._run.generator.applied_version()
                 groups = 0 if state.draining else self._credit(applied)
-                for _ in range(groups):
+                opened = 0
+                while opened < groups and self._fits():
                     self._open(applied)
-                if not groups:
+                    opened += 1
+                if not opened:
                     await state.changed.wait(mark)
 
     async def drained(self) -> None:
@@ -50,10 +53,9 @@ class Dispatch:
             await state.changed.wait(state.changed.count)
 
     def _credit(self, applied_version: int) -> int:
-        """Groups that may open now: Eq. 3, the steps left to train, and the generator's concurrency."""
+        """Groups that may open now: Eq. 3 and the steps left to train."""
         run = self._run
         experiment, state = run.experiment, run.state
-        size = experiment.rollout.group_size
         by_budget = credit(
             open_groups=state.open_groups,
             completed_steps=state.version,
@@ -63,7 +65,12 @@ class Dispatch:
         )
         # A group that no step is left for would be generated in vain.
         by_steps = experiment.queue.groups_per_step * (experiment.run.steps - state.version) - state.open_groups
-        return max(0, min(by_budget, by_steps, self._free_rollouts() // size))
+        return max(0, min(by_budget, by_steps))
+
+    def _fits(self) -> bool:
+        """Whether the generator's concurrency has room for the next group, whose size is known when its task is."""
+        self._wanted = self._run.drawing.peek().size
+        return self._free_rollouts() >= self._wanted or not self._run.state.running_rollouts
 
     def _free_rollouts(self) -> int:
         return self._run.state.knobs.concurrent_rollouts - self._run.state.running_rollouts
@@ -71,16 +78,16 @@ class Dispatch:
     def _open(self, applied_version: int) -> None:
         run = self._run
         state = run.state
-        task = run.tasks.next()
+        task, size, draw = run.drawing.take()
         group = Group(
             index=state.admitted,
             task=task,
             prompt_ids=run.tokenizer.render(task.shown, run.experiment.model.template),
-            size=run.experiment.rollout.group_size,
+            size=size,
             admitted_version=applied_version,
             admitted_s=run.clock.now(),
         )
-        run.buffer.admit(group)
+        run.buffer.admit(group, draw=draw)
         state.books.admit(group.index, group.size)
         run.meter.length_bias.admit(group.index, group.size)
         state.admitted += 1
@@ -97,7 +104,7 @@ class Dispatch:
         async def member(position: int) -> Rollout:
             rollout = await self._run.rollouts.generate_member(entry.group, position)
             entry.unfinished -= 1
-            if self._free_rollouts() >= entry.group.size:  # fewer let nothing begin
+            if self._free_rollouts() >= self._wanted:  # fewer let nothing begin
                 self._run.state.changed.notify()
             return rollout
 

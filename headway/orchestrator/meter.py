@@ -16,6 +16,7 @@ from headway.control.length_bias import LengthBias
 from headway.control.summaries import distribution, length_histogram, quantile
 from headway.orchestrator.source_scores import source_scores
 from headway.orchestrator.state import RunState
+from headway.records.curriculum import CurriculumStep
 from headway.records.generation import AppliedWeights, EngineStatistics
 from headway.records.ledger import Distribution, StepRecord
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
@@ -48,8 +49,10 @@ class Meter:
         clock: Clock,
         peak_flops_per_s: float = 0.0,
         observe: Callable[[TraceLine], None] | None = None,
+        curriculum: Callable[[], CurriculumStep | None] = lambda: None,
     ) -> None:
-        """``observe`` is told who ran when."""
+        """``observe`` is told who ran when; ``curriculum`` says what was drawn since it was last asked."""
+        self._curriculum = curriculum
         self._observe = observe
         self._experiment = experiment
         self._clock = clock
@@ -174,6 +177,7 @@ class Meter:
             mfu_compute=_mfu(report, self.peak_flops_per_s),
             peak_flops_per_s=self.peak_flops_per_s,
             metrics=report.metrics,
+            curriculum=self._curriculum(),
             trajectory_staleness=trajectory_staleness(trained, report.step, self._token_budget),
             token_staleness=token_staleness(trained, report.step, self._token_budget),
             by_source=source_scores((g.group.task.source, r) for g in interval.finished for r in g.rollouts),

@@ -56,9 +56,7 @@ class TaskCursor:
         self._position = position
 
 
-def walks_of(
-    tasks: Sequence[Task], seed: int, weights: Mapping[str, float] | None
-) -> tuple[list[Walk], Mixture]:
+def walks_of(tasks: Sequence[Task], seed: int, weights: Mapping[str, float] | None) -> tuple[list[Walk], Mixture]:
     """A walk for each source, and whose turn it is. Arguments and errors as of ``TaskCursor``."""
     if not tasks:
         raise ConfigurationError("there are no tasks to draw from")
