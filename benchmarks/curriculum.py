@@ -9,7 +9,7 @@ filtered in both, so both train on groups that teach something, and the price of
 
 Held-out sums are evaluated every few steps. A run's figure is the rollouts *generated* for training until they are
 solved at the target rate (each evaluation averaged with its two neighbours, the crossing read off the line between two
-of them): all that ended by then, however they ended, and those still open. `rollouts_ratio` is adaptive over uniform,
+of them): all that were opened by then. `rollouts_ratio` is adaptive over uniform,
 seed by seed, mean and standard error; the last line is one JSON object. Times play no part.
 """
 
@@ -52,9 +52,9 @@ RECIPE = (
     "--run.worker_start_timeout_s=1200",
     "--rollout.timeout_s=3600",
     "--verifier.timeout_s=300",
-    "--evaluation.every_steps=2",
+    "--evaluation.every_steps=4",
     "--evaluation.every_s=100000",
-    f"--evaluation.stop_at_solve_rate={TARGET + 0.06}",
+    f"--evaluation.stop_at_solve_rate={TARGET + 0.03}",
     "--evaluation.before=false",
     "--evaluation.after=false",
     "--ledger.trackers=[]",
@@ -170,11 +170,10 @@ def outcome_of(folder: Path) -> Outcome:
     """The figures of a finished run, from its ledger."""
     lines = list(read_ledger(folder))
     steps = [line for line in lines if isinstance(line, StepRecord)]
-    generated, ended, flat, groups, trained = {0: 0.0}, 0, 0.0, 0, 0
+    generated, opened, flat, groups, trained = {0: 0.0}, 0, 0.0, 0, 0
     for step in steps:
-        ended += sum(step.endings.values())
-        size = step.curriculum.group_size_mean if step.curriculum is not None else GROUP_SIZE
-        generated[step.version] = ended + step.open_groups * (size or GROUP_SIZE)
+        opened += step.admitted_rollouts
+        generated[step.version] = opened
         finished = sum(step.solve_rate_histogram)
         flat, groups, trained = flat + step.zero_variance_share * finished, groups + finished, trained + step.samples
     evaluations = [line for line in lines if isinstance(line, EvaluationRecord) and line.split == "validation"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from headway.buffer.rows import (
     read_drawn_groups,
     read_group,
     read_length_bias,
+    read_parked,
     read_rollouts,
     rollout_row,
 )
@@ -33,7 +34,7 @@ from headway.control.books import Books
 from headway.control.length_bias import LengthBias
 from headway.records.curriculum import Draw, DrawnGroup, Evidence
 from headway.records.errors import BooksUnbalanced, BufferCorrupt, BufferFull, HeadwayError
-from headway.records.rollout import ENDINGS, Batch, Ending, FinishedGroup, Group, Rollout
+from headway.records.rollout import ENDINGS, Batch, Ending, FinishedGroup, Group, Parked, Rollout
 from headway.runtime.clock import Clock, RealClock
 
 
@@ -195,6 +196,7 @@ class GroupBuffer:
                     "INSERT INTO evidence (grp, solved, valid, zero_variance, version) VALUES (?, ?, ?, ?, ?)",
                     (index, evidence.solved, evidence.valid, evidence.zero_variance, evidence.version),
                 )
+            self._delete_partials(connection, index)
             if ending is not None:
                 self._end(connection, index, ending, reason, None)
         if ending is None:
@@ -203,16 +205,27 @@ class GroupBuffer:
         else:
             del self._entries[index]
 
-    def end_group(self, index: int, ending: Ending, reason: str) -> None:
+    def park(self, parked: Parked) -> None:
+        """Keep what a member of an open group has so far, until its group finishes or ends; replaces what was kept.
+        Raises BooksUnbalanced when the group isn't open."""
+        entry = self._entry(parked.group, "open")
+        if not 0 <= parked.member < entry.size:
+            raise BooksUnbalanced(f"member {parked.member} of group {parked.group}, which has {entry.size}, is parked")
+        with self._transaction() as connection:
+            row = (payload_id(parked.group, parked.member), self._encoder.encode(parked))
+            connection.execute("REPLACE INTO partials VALUES (?, ?)", row)
+
+    def end_group(self, index: int, ending: Ending, reason: str, lengths: Mapping[int, int] | None = None) -> None:
         """End a group that is open or buffered: its members end with ``ending`` and ``reason``, unless they failed.
 
-        What an unfinished member had reached is not known here: its length counts as 0. Raises BooksUnbalanced when
-        the group has ended, is in a batch, or for ``trained`` (only ``complete_step`` trains).
+        ``lengths``: response tokens that unfinished members had reached, by member; 0 where it isn't known. Raises
+        BooksUnbalanced when the group has ended, is in a batch, or for ``trained`` (only ``complete_step`` trains).
         """
         entry = self._entry(index, "open", "buffered")
         self._require_ending(index, ending)
+        reached = lengths or {}
         unfinished = range(entry.size) if entry.state == "open" else ()
-        rows = [(index, m, 0, ending, reason, *[None] * 4, 0, 0, -1, *[None] * 4) for m in unfinished]
+        rows = [(index, m, 0, ending, reason, *[None] * 4, reached.get(m, 0), 0, -1, *[None] * 4) for m in unfinished]
         with self._transaction() as connection:
             connection.executemany(INSERT_ROLLOUT, rows)
             self._end(connection, index, ending, reason, None)
@@ -312,6 +325,7 @@ class GroupBuffer:
                     group=read_group(self._connection, index),
                     state=entry.state,
                     rollouts=read_rollouts(self._connection, index),
+                    parked=read_parked(self._connection, index),
                 )
                 for index, entry in sorted(self._entries.items())
             ]
@@ -462,6 +476,10 @@ class GroupBuffer:
         )
         if ending != "trained":
             self._delete_payloads(connection, index)
+            self._delete_partials(connection, index)
+
+    def _delete_partials(self, connection: sqlite3.Connection, index: int) -> None:
+        connection.execute("DELETE FROM partials WHERE id BETWEEN ? AND ?", payload_ids(index))
 
     def _delete_payloads(self, connection: sqlite3.Connection, index: int) -> None:
         connection.execute("DELETE FROM payloads WHERE id BETWEEN ? AND ?", payload_ids(index))

@@ -13,6 +13,7 @@ from headway.config.schema import Experiment
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.drawing import drawing_of
 from headway.orchestrator.meter import Meter
+from headway.orchestrator.parking import Parking
 from headway.orchestrator.run import Run
 from headway.orchestrator.state import RunState
 from headway.orchestrator.task_sets import training_weights
@@ -54,9 +55,11 @@ def assemble(
     state = RunState(clock=clock, groups_per_step=queue.groups_per_step, knobs=first_knobs(experiment))
     wrap = actors.wrap_generate
     generate = actors.generator.generate if wrap is None else wrap(actors.generator.generate)
-    buffer = GroupBuffer(buffer_path, queue.groups_per_step * (queue.budget + 1), clock)
+    capacity = queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups
+    buffer = GroupBuffer(buffer_path, capacity, clock)
     stack.enter_context(closing(buffer))
     drawing = drawing_of(experiment, actors.train_tasks, training_weights(experiment))
+    parking = Parking(state, buffer, queue)
 
     def rollouts(temperature: float | None = None) -> SingleTurn:
         return SingleTurn(
@@ -67,7 +70,7 @@ def assemble(
             run_seed=experiment.run.seed,
             temperature=temperature,
             max_resumes=queue.max_resumes,
-            resume_gate=state.wait_parked,
+            resume_gate=parking.wait,
             requests=actors.generator,
         )
 
@@ -82,6 +85,7 @@ def assemble(
         drawing=drawing,
         tokenizer=actors.tokenizer,
         rollouts=rollouts(),
+        parking=parking,
         meter=Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step),
         record=actors.record,
         keep_sample=actors.keep_sample,
@@ -95,7 +99,7 @@ def assemble(
 def first_knobs(experiment: Experiment) -> Knobs:
     """The knobs as the experiment sets them."""
     return Knobs(
-        open_groups=None,
+        open_groups=experiment.open_groups,
         concurrent_rollouts=experiment.concurrent_rollouts,
         steps_per_publish=experiment.weights.steps_per_publish,
     )

@@ -9,6 +9,7 @@ from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
 from headway.orchestrator.drawing import Drawing
 from headway.orchestrator.meter import Meter
+from headway.orchestrator.parking import Parking
 from headway.orchestrator.state import RunState
 from headway.records.clients import Generator, Trainer, Verifier
 from headway.records.ledger import EventRecord, LedgerLine
@@ -32,6 +33,7 @@ class RunContext:
     drawing: Drawing
     tokenizer: Tokenizer
     rollouts: SingleTurn
+    parking: Parking
     meter: Meter
     record: Callable[[LedgerLine], None]
     keep_sample: Callable[[dict[str, object]], None]

@@ -46,8 +46,8 @@ class Drawing(Protocol):
         """To where the run of ``buffer`` was."""
         ...
 
-    def take_step(self) -> CurriculumStep | None:
-        """What happened since the last call; None where there is no curriculum."""
+    def take_step(self) -> CurriculumStep:
+        """What happened since the last call; empty where there is no curriculum."""
         ...
 
 
@@ -100,8 +100,8 @@ class UniformDrawing:
         self._cursor.seek(buffer.cursor_position)
         self._next = None
 
-    def take_step(self) -> CurriculumStep | None:
-        return None
+    def take_step(self) -> CurriculumStep:
+        return CurriculumStep()
 
 
 class AdaptiveDrawing:
@@ -186,7 +186,7 @@ class AdaptiveDrawing:
         if group.evidence is not None:
             self.learn(group.evidence)
 
-    def take_step(self) -> CurriculumStep | None:
+    def take_step(self) -> CurriculumStep:
         """See ``Drawing``."""
         draws, self._recent = self._recent, []
         reasons = Counter(draw.reason for draw in draws)

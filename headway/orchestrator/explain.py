@@ -68,7 +68,7 @@ class RunHistory:
             listed = _listed(found)
             raise ConfigurationError(f"task {wanted!r}: {len(found)} tasks fit; say more of one of them: {listed}")
         ids = {task.task_id: task for task in self.tasks}
-        near = difflib.get_close_matches(wanted, ids, n=3, cutoff=0.0)
+        near = difflib.get_close_matches(wanted, sorted(ids), n=3, cutoff=0.0)
         raise ConfigurationError(
             f"task {wanted!r}: none of the {len(ids)} training tasks has this id or text; nearest: "
             + _listed([ids[name] for name in near])

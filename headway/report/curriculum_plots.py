@@ -24,12 +24,10 @@ def _stack(
 ) -> Callable[[Axes, Evidence], bool]:
     def draw(axes: Axes, evidence: Evidence) -> bool:
         series = evidence.series
-        if not any(step.curriculum for step in series.steps):
+        if not any(step.curriculum.tasks for step in series.steps):
             return False
         rows = [
-            np.nan_to_num(
-                series.mean(lambda s, label=label: values(s.curriculum).get(label, 0) if s.curriculum else math.nan)
-            )
+            np.nan_to_num(series.mean(lambda step, label=label: values(step.curriculum).get(label, math.nan)))
             for label in labels
         ]
         total = np.sum(rows, axis=0)
