@@ -68,11 +68,12 @@ class Band:
         low, high = self._settings.zero_variance_range
         lowest, highest = self._settings.min_signal_range
         if share > high:
-            after, why = min(highest, self.limit + BAND_STEP), f"more than {high:.0%} of its groups were flat: narrower"
+            after, why = self.limit + BAND_STEP, f"more than {high:.0%} of its groups were flat: narrower"
         elif share < low:
-            after, why = max(lowest, self.limit - BAND_STEP), f"less than {low:.0%} of its groups were flat: wider"
+            after, why = self.limit - BAND_STEP, f"less than {low:.0%} of its groups were flat: wider"
         else:
             return None
+        after = min(highest, max(lowest, round(after, 6)))
         if after == self.limit:
             return None
         move = BandMove(before=self.limit, after=after, zero_variance_share=share, groups=groups, why=why)

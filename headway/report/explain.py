@@ -13,7 +13,7 @@ from headway.records.curriculum import (
 )
 from headway.report.show import visible
 
-SHOWN_DRAWS = 12  # of a task, the newest
+SHOWN_DRAWS = 8  # of a task, the newest
 SHOWN_MOVES = 6
 _BAR = 40  # characters
 _REGION_MEANS = {
@@ -42,8 +42,9 @@ def task_text(found: TaskExplanation, *, whole: bool = False) -> str:
 
 def _draw_lines(draw: DrawExplanation) -> list[str]:
     lines = [f"  group {draw.group}, version {draw.version}: {draw.reason}: {draw.why}"]
-    known = f"; known then: {_posterior(draw.posterior)}" if draw.posterior is not None else ""
-    lines.append(f"    {draw.size} attempts ({draw.size_why}){known}")
+    if draw.posterior is not None:
+        lines.append(f"    known  {_posterior(draw.posterior)}")
+    lines.append(f"    size   {draw.size} attempts: {draw.size_why}")
     if draw.solved is None:
         lines.append(f"    -> {draw.outcome}")
     else:

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from headway.cli.main import main
+from headway.control.beta import mixed_probability
 from headway.orchestrator.drawing import AdaptiveDrawing
 from headway.orchestrator.explain import RunHistory
 from headway.orchestrator.run import Run
+from headway.records.curriculum import Draw, DrawnGroup, Evidence
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
 from headway.records.task import Task
@@ -256,6 +258,37 @@ def test_tasks_are_found_by_id_prefix_and_text():
         history.find("aa")
     with pytest.raises(ConfigurationError, match=r"'aa12': none of the 3 training tasks.*nearest: .*aa11"):
         history.find("aa12")
+
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "explain_task.txt"
+
+
+def test_explain_task_golden(tmp_path):
+    """Four groups made by hand: what is printed of them, word for word."""
+    history = object.__new__(RunHistory)
+    history.experiment = experiment_of(
+        tmp_path, curriculum={"mode": "adaptive", "min_group_size": 4, "max_group_size": 12, "member_gain": 0.021}
+    )
+    history.adaptive = True
+    rows = enumerate([("1", ""), ("2", ""), ("7+5=", "12")])
+    history.tasks = [Task(task_id=str(i), prompt=p, answer=a, source="none") for i, (p, a) in rows]
+
+    def group(index, task, why, alpha, beta, size, solved, valid, **ending):
+        draw = Draw(
+            reason=why, probability=0.999, alpha=alpha, beta=beta, signal=mixed_probability(alpha, beta, 8),
+            min_signal=0.5, size=size,
+        )  # fmt: skip
+        shown = Evidence(group=index, solved=solved, valid=valid, zero_variance=solved in (0, valid), version=index)
+        return DrawnGroup(index=index, task_id=task, size=size, admitted_version=max(0, index - 1), draw=draw,
+                          evidence=shown, finished_as=index + 1, **ending)  # fmt: skip
+
+    history.groups = [
+        group(0, "0", "explore", 1.0, 1.0, 8, 8, 8, ending="filtered", reason="zero_variance"),
+        group(1, "2", "explore", 1.0, 1.0, 8, 3, 8, ending="trained", step=0),
+        group(2, "1", "explore", 1.4, 1.2, 8, 0, 8, ending="filtered", reason="zero_variance"),
+        group(3, "2", "band", 4.5, 6.5, 6, 3, 6, ending="filtered", reason="zero_variance"),
+    ]
+    assert task_text(history.explain(history.find("7+5"))) + "\n" == GOLDEN.read_text(encoding="utf-8")
 
 
 def test_explain_task_prints_one_screen(kept_run, monkeypatch, capsys):
