@@ -267,7 +267,7 @@ def test_explain_task_golden(tmp_path):
     """Four groups made by hand: what is printed of them, word for word."""
     history = object.__new__(RunHistory)
     history.experiment = experiment_of(
-        tmp_path, curriculum={"mode": "adaptive", "min_group_size": 4, "max_group_size": 12, "member_gain": 0.021}
+        tmp_path, curriculum={"mode": "adaptive", "min_group_size": 4, "max_group_size": 12, "member_gain": 0.03}
     )
     history.adaptive = True
     rows = enumerate([("1", ""), ("2", ""), ("7+5=", "12")])
@@ -278,15 +278,17 @@ def test_explain_task_golden(tmp_path):
             reason=why, probability=0.999, alpha=alpha, beta=beta, signal=mixed_probability(alpha, beta, 8),
             min_signal=0.5, size=size,
         )  # fmt: skip
-        shown = Evidence(group=index, solved=solved, valid=valid, zero_variance=solved in (0, valid), version=index)
+        flat = solved in (0, valid)
+        shown = Evidence(group=index, solved=solved, valid=valid, zero_variance=flat, version=index) if valid else None
         return DrawnGroup(index=index, task_id=task, size=size, admitted_version=max(0, index - 1), draw=draw,
                           evidence=shown, finished_as=index + 1, **ending)  # fmt: skip
 
     history.groups = [
-        group(0, "0", "explore", 1.0, 1.0, 8, 8, 8, ending="filtered", reason="zero_variance"),
-        group(1, "2", "explore", 1.0, 1.0, 8, 3, 8, ending="trained", step=0),
-        group(2, "1", "explore", 1.4, 1.2, 8, 0, 8, ending="filtered", reason="zero_variance"),
-        group(3, "2", "band", 4.5, 6.5, 6, 3, 6, ending="filtered", reason="zero_variance"),
+        group(0, "0", "explore", 1.0, 1.0, 7, 7, 7, ending="filtered", reason="zero_variance"),
+        group(1, "2", "explore", 1.0, 1.0, 7, 3, 7, ending="trained", step=0),
+        group(2, "1", "explore", 1.0, 1.0, 7, 0, 7, ending="filtered", reason="zero_variance"),
+        group(3, "2", "band", 4.5, 5.5, 6, 6, 6, ending="filtered", reason="zero_variance"),
+        group(4, "2", "cursor", 10.0, 5.5, 7, None, 0, ending=None),
     ]
     assert task_text(history.explain(history.find("7+5"))) + "\n" == GOLDEN.read_text(encoding="utf-8")
 
