@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from headway.records.clients import Watch
 from headway.records.errors import HeadwayError
@@ -204,6 +204,9 @@ class FakeGenerator:
     async def reclaim_devices(self) -> None:
         """See :class:`headway.records.clients.Generator`."""
         self._set_lent(False)
+
+    async def rest_replicas(self, resting: Collection[int]) -> None:
+        """One replica can't rest."""
 
     async def statistics(self) -> list[EngineStatistics]:
         self._advance()

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from headway.records.curriculum import CurriculumStep
-from headway.records.ledger import Distribution, EvaluationRecord, LedgerLine, StepRecord
+from headway.records.ledger import Distribution, EvaluationRecord, LedgerLine, PrunerFigures, StepRecord
 
 # name -> (field of StepRecord, what it is)
 STEP_METRICS: dict[str, tuple[str, str]] = {
@@ -61,6 +61,7 @@ STEP_METRICS: dict[str, tuple[str, str]] = {
     "length/p99_tokens": ("length_p99", "of responses"),
     "length/max_tokens": ("length_max", "of responses"),
     "length/truncated_share": ("truncated_share", "responses cut at the limit"),
+    "length/finished_tokens": ("finished_tokens", "response tokens of all members of the groups finished in the step"),
     "length_bias/ks": ("length_bias_ks", "KS distance of trained from all completed lengths"),
     "length_bias/scheduling_ks": ("length_bias_scheduling_ks", "the part scheduling causes"),
     "length_bias/filter_ks": ("length_bias_filter_ks", "the part filters cause"),
@@ -129,6 +130,8 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
                 yield f"by_source/{names[label]}_samples", float(score.samples)
         if line.curriculum.tasks:
             yield from _of_curriculum(line.curriculum)
+        if line.pruning:
+            yield from _pruning(line)
         for name, value in line.metrics.items():
             yield f"{_metric_group(name)}/{_UNUSUAL.sub('_', name)}", value
 
@@ -144,6 +147,19 @@ def _of_curriculum(curriculum: CurriculumStep) -> Iterator[tuple[str, float]]:
     yield "curriculum/min_signal", curriculum.min_signal
     for region, count in curriculum.tasks.items():
         yield f"curriculum/{region}_tasks", float(count)
+
+
+def _pruning(line: StepRecord) -> Iterator[tuple[str, float]]:
+    total = PrunerFigures.total(line.pruning.values())
+    yield "pruning/rollouts", float(total.rollouts)
+    yield "pruning/dropped_rollouts", float(total.dropped)
+    yield "pruning/saved_tokens", total.saved_tokens
+    yield "pruning/audited_rollouts", float(total.audits)
+    if total.audits:
+        yield "pruning/wrong_rate", total.wrong_rate
+        yield "pruning/reward_bias", total.reward_bias
+    for pruner, figures in line.pruning.items():
+        yield f"pruning_by/{pruner}_rollouts", float(figures.rollouts)
 
 
 def source_names(labels: Iterable[str]) -> dict[str, str]:
