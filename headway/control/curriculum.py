@@ -155,7 +155,7 @@ class SourceCurriculum:
         self.drawn_at: npt.NDArray[np.int64] = np.full(tasks, -1)  # admission index; -1: never
         self.due: npt.NDArray[np.int64] = np.full(tasks, -1)  # admission index from which it may be replayed
         self.misses: npt.NDArray[np.int64] = np.zeros(tasks, dtype=np.int64)  # unsolved groups in a row
-        self._weights = WeightTree([0] * tasks)  # of the band's tasks that don't rest
+        self._weights = WeightTree(np.zeros(tasks, dtype=np.int64))  # of the band's tasks that don't rest
         self._resting: deque[tuple[int, int]] = deque()  # (drawn at, task), ascending
         self._waiting: list[tuple[int, int]] = []  # heap of (due, task), outdated ones included
         self._resting_in_band: list[tuple[int, int]] = []  # heap of (drawn at, task), likewise
@@ -248,7 +248,7 @@ class SourceCurriculum:
 
     def band_moved(self) -> None:
         """Sort every task anew."""
-        self._weights = WeightTree(self._all_weights().tolist())
+        self._weights = WeightTree(self._all_weights())
         kept = (self.due >= 0) & (self.drawn_at < self.due) & (self.signal < self._band.limit)
         self._waiting = [(int(self.due[task]), int(task)) for task in np.flatnonzero(kept)]
         heapq.heapify(self._waiting)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
+import numpy.typing as npt
 
 
 class WeightTree:
@@ -12,15 +13,13 @@ class WeightTree:
     Example: weights [2, 0, 3]: ``total`` is 5; ``find(0)`` and ``find(1)`` are 0, ``find(2)`` to ``find(4)`` are 2.
     """
 
-    def __init__(self, weights: Sequence[int]) -> None:
-        """O(n). ``weights``: >= 0 each."""
-        self._weights = list(weights)
-        self._sums = [0, *self._weights]
-        for i in range(1, len(self._sums)):
-            above = i + (i & -i)
-            if above < len(self._sums):
-                self._sums[above] += self._sums[i]
-        self.total = sum(self._weights)
+    def __init__(self, weights: npt.NDArray[np.int64]) -> None:
+        """O(n). ``weights`` [n]: >= 0 each."""
+        before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(weights)])  # of all up to each
+        places = np.arange(1, len(weights) + 1)
+        self._weights: list[int] = weights.tolist()
+        self._sums: list[int] = [0, *(before[places] - before[places - (places & -places)]).tolist()]
+        self.total = int(before[-1])
         self._top = 1 << (len(self._weights).bit_length() - 1) if self._weights else 0
 
     def __getitem__(self, index: int) -> int:

@@ -85,7 +85,7 @@ def test_known_limits_are_where_the_signal_is_met(signal, size):
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.data())
 def test_a_weight_tree_finds_what_laying_them_end_to_end_gives(weights, data):
-    tree = WeightTree(weights)
+    tree = WeightTree(np.array(weights, dtype=np.int64))
     for _ in range(data.draw(st.integers(0, 6))):
         index, weight = data.draw(st.integers(0, len(weights) - 1)), data.draw(st.integers(0, 9))
         tree.set(index, weight)
