@@ -107,7 +107,7 @@ class RunHistory:
         probability = source.band_probability(place[1], drawing.next_index)
         return TaskExplanation(
             task_id=task.task_id,
-            source=task.source,
+            source=task.source if len(self.experiment.tasks.train) > 1 else "",
             prompt=task.prompt,
             answer=task.answer,
             adaptive=self.adaptive,

@@ -107,7 +107,7 @@ class TaskExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """A task's history."""
 
     task_id: str
-    source: str
+    source: str  # "": the run has one only
     prompt: str
     answer: str
     adaptive: bool  # the run has a curriculum
