@@ -19,6 +19,7 @@ from headway.control.pruning import pruner_figures
 from headway.control.summaries import distribution, length_histogram, quantile
 from headway.orchestrator.source_scores import source_scores
 from headway.orchestrator.state import RunState
+from headway.records.curriculum import CurriculumStep
 from headway.records.generation import AppliedWeights, EngineStatistics
 from headway.records.ledger import Distribution, StepRecord
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
@@ -56,8 +57,10 @@ class Meter:
         clock: Clock,
         peak_flops_per_s: float = 0.0,
         observe: Callable[[TraceLine], None] | None = None,
+        curriculum: Callable[[], CurriculumStep] = CurriculumStep,
     ) -> None:
-        """``observe`` is told who ran when."""
+        """``observe`` is told who ran when; ``curriculum`` says what was drawn since it was last asked."""
+        self._curriculum = curriculum
         self._observe = observe
         self._experiment = experiment
         self._clock = clock
@@ -210,6 +213,7 @@ class Meter:
             mfu_compute=_mfu(report, self.peak_flops_per_s),
             peak_flops_per_s=self.peak_flops_per_s,
             metrics=report.metrics,
+            curriculum=self._curriculum(),
             trajectory_staleness=trajectory_staleness(trained, report.step, self._token_budget),
             token_staleness=token_staleness(trained, report.step, self._token_budget),
             environment_staleness=environment_staleness(trained, report.step),
