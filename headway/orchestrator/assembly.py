@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class Actors:
     record: Callable[[LedgerLine], None]  # the ledger
     keep_sample: Callable[[dict[str, object]], None] = lambda line: None
     observe: Callable[[TraceLine], None] | None = None  # told who ran when
+    cpu_s: Callable[[], float] = time.process_time  # CPU seconds of this process, for the ledger
     wrap_generate: WrapGenerate | None = None  # put between rollouts and generator (a benchmark sets lengths there)
 
 
@@ -79,7 +81,7 @@ def assemble(
         tasks=TaskCursor(actors.train_tasks, experiment.run.seed, training_weights(experiment)),
         tokenizer=actors.tokenizer,
         rollouts=rollouts(),
-        meter=Meter(experiment, clock, observe=actors.observe),
+        meter=Meter(experiment, clock, observe=actors.observe, cpu_s=actors.cpu_s),
         record=actors.record,
         keep_sample=actors.keep_sample,
         directory=experiment.run.directory,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from headway.records.counted import sampled_tokens
 from headway.records.generation import PublishedWeights
 from headway.records.training import CheckpointInfo, StepReport, TrainBatch
 from headway.runtime.clock import Clock
@@ -70,7 +71,7 @@ class FakeTrainer:
             samples=len(rollouts),
             tokens=sum(len(r.prompt_ids) + len(r.response_ids) for r in rollouts),
             computed_tokens=sum(len(r.prompt_ids) + len(r.response_ids) for r in rollouts),
-            loss_tokens=sum(sum(r.response_mask) for r in rollouts),
+            loss_tokens=sum(sampled_tokens(r.response_mask) for r in rollouts),
             micro_batches=1,
             compute_s=self._clock.now() - began,
             metrics={"loss": 0.0, "grad_norm": 0.0, "entropy": 0.0, "learning_rate": 0.0},
