@@ -163,8 +163,9 @@ class GroupBuffer:
         self._peak = max(self._peak, len(self._entries))
 
     def finish_group(self, finished: FinishedGroup, ending: Ending | None = None, reason: str = "") -> None:
-        """Commit the members; those that left (failed, filtered, pruned) end here. The group is then buffered, or ends at once with ``ending``
-        (failed, filtered). Raises BooksUnbalanced when the group isn't open or a member is missing or twice."""
+        """Commit the members; those that left (failed, filtered, pruned) end here. The group is then buffered, or ends
+        at once with ``ending`` (failed, filtered, pruned). Raises BooksUnbalanced when the group isn't open or a member
+        is missing or twice."""
         index = finished.group.index
         entry = self._entry(index, "open")
         members = [rollout.member for rollout in finished.rollouts]

@@ -16,6 +16,7 @@ from headway.generator.activity import ActivitySpan
 from headway.generator.calls import Call
 from headway.generator.counters import accumulated
 from headway.generator.replica import Replica
+from headway.records.clients import Watch
 from headway.records.errors import HeadwayError, RemoteError, WeightsCorrupt, WorkerDied
 from headway.records.generation import (
     AppliedWeights,
@@ -99,7 +100,7 @@ class GeneratorPool:
             self._go_live(replica)
         self._keepers = [asyncio.create_task(self._keep(replica), name=replica.spec.name) for replica in self._replicas]
 
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
+    async def generate(self, request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
         """See :class:`headway.records.clients.Generator`. Cancelling the caller aborts the request in the engine.
 
         Raises ValueError for an id that is open already, WorkerDied when every replica is lost.
@@ -107,7 +108,7 @@ class GeneratorPool:
         if request.request_id in self._calls:
             raise ValueError(f"request {request.request_id!r} is already open")
         self._require_running()
-        call = Call(request, asyncio.get_running_loop().create_future())
+        call = Call(request, asyncio.get_running_loop().create_future(), watch)
         self._calls[request.request_id] = call
         self._route(call)
         try:
@@ -199,7 +200,12 @@ class GeneratorPool:
         for call in list(self._calls.values()):
             call.fail(HeadwayError("the generator pool is stopped"))
 
-    def tokens_so_far(self) -> list[int]:
+    def tokens_so_far(self, request_id: str) -> int:
+        """See :class:`headway.records.clients.Generator`."""
+        call = self._calls.get(request_id)
+        return 0 if call is None else call.tokens
+
+    def open_tokens(self) -> list[int]:
         """Response tokens of every open request, as far as they were streamed."""
         return [call.tokens for call in self._calls.values()]
 
@@ -273,6 +279,8 @@ class GeneratorPool:
             if delta.finish_reason is not None:
                 self._release(call)
                 call.finish(delta.finish_reason, delta.error)
+            else:
+                call.tell()
 
     def _release(self, call: Call) -> None:
         """Take a call off its replica."""

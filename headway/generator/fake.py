@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from headway.control.routing import ReplicaLoad, choose_replica
 from headway.generator.fake_replica import FakeReplica, FakeRequest, ReplicaCosts
+from headway.records.clients import Watch
 from headway.records.errors import HeadwayError
 from headway.records.generation import (
     AppliedWeights,
@@ -95,7 +96,9 @@ class FakeGenerator:
         for replica in self._replicas:
             replica.advance()
 
-    async def generate(self, request: GenerationRequest, session: str = "") -> GenerationResult:
+    async def generate(
+        self, request: GenerationRequest, watch: Watch | None = None, session: str = ""
+    ) -> GenerationResult:
         """See :class:`headway.records.clients.Generator`. ``session``: names the rollout of several turns it belongs
         to, whose KV a replica keeps from one turn to the next while there is room."""
         if self._stopped:
@@ -103,7 +106,7 @@ class FakeGenerator:
         if request.request_id in self._open:
             raise ValueError(f"request {request.request_id!r} is already open")
         wanted, most = max(1, self._length_of(request)), request.sampling.max_tokens
-        entry = FakeRequest(request, self._serial, min(wanted, most), "stop" if wanted <= most else "length")
+        entry = FakeRequest(request, self._serial, min(wanted, most), "stop" if wanted <= most else "length", watch)
         entry.session = session
         self._serial += 1
         if self._error_of is not None and self._error_of(request):
@@ -178,11 +181,13 @@ class FakeGenerator:
             replica.advance()
         return [_statistics(replica.core) for replica in self._replicas]
 
-    def tokens_so_far(self) -> list[int]:
-        """New tokens of every open request."""
-        for replica in self._replicas:
-            replica.advance()
-        return [entry.done + replica.core.produced(entry) for entry, replica, _ in self._open.values()]
+    def tokens_so_far(self, request_id: str) -> int:
+        """See :class:`headway.records.clients.Generator`."""
+        if request_id not in self._open:
+            return 0
+        entry, replica, _ = self._open[request_id]
+        replica.advance()
+        return entry.resumed_tokens + entry.done + replica.core.produced(entry)
 
     async def stop(self) -> None:
         """End it; whoever still waits gets HeadwayError."""
@@ -229,7 +234,8 @@ class FakeGenerator:
     def _end(self, entry: FakeRequest, reason: FinishReason) -> None:
         _, replica, future = self._open.pop(entry.request.request_id)
         core, begun = replica.core, entry.begun
-        response, produced = core.take_response(entry, reason)
+        response, produced = core.response(entry, reason)
+        core.generated += core.produced(entry)
         context = entry.context_tokens + core.produced(entry)
         _withdraw(entry, core)
         core.finished += 1

@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headway.records.clients import Watch
 from headway.records.counted import CountedTokens, Repeated, token_at
 from headway.records.generation import FinishReason, GenerationRequest, PartialResponse, UpdateMode, VersionSpan
 
@@ -41,12 +42,32 @@ class FakeRequest:
     """
 
     __slots__ = (
-        "base", "begun", "cached", "change", "decoding", "done", "first_token_s", "length", "prompt_key", "reason",
-        "reprefills", "request", "serial", "session", "spans", "stretch",
-    )  # fmt: skip
+        "base",
+        "begun",
+        "cached",
+        "change",
+        "decoding",
+        "done",
+        "first_token_s",
+        "length",
+        "prompt_key",
+        "reason",
+        "reprefills",
+        "request",
+        "serial",
+        "session",
+        "spans",
+        "stretch",
+        "told",
+        "watch",
+    )
 
-    def __init__(self, request: GenerationRequest, serial: int, length: int, reason: FinishReason) -> None:
+    def __init__(
+        self, request: GenerationRequest, serial: int, length: int, reason: FinishReason, watch: Watch | None
+    ) -> None:
         self.request = request
+        self.watch = watch
+        self.told = len(request.partial.ids)  # response tokens when it was last told
         self.serial = serial
         self.length = length  # response tokens it will end with
         self.reason: FinishReason = reason
@@ -99,6 +120,7 @@ class FakeReplica:
         self.open = 0
         self.paused = self.lent = False
         self._due: list[tuple[float, int, int, FakeRequest]] = []  # (work at its end, serial, stretch, request)
+        self._watched: list[tuple[float, int, int, FakeRequest]] = []  # (work at which its watch is told, ...)
         self._delayed: list[tuple[float, int, int, FakeRequest]] = []  # (time its delay ends, ...)
         self._prefills: deque[tuple[FakeRequest | None, int]] = deque()  # and the stretch it belongs to
         self._prefill_left_s: deque[float] = deque()
@@ -175,7 +197,8 @@ class FakeReplica:
             return min(due_s, self._now + max(0.0, self._prefill_left_s[0]))
         if not self._decoding:
             return due_s
-        tokens = self._due[0][0] - self.work
+        due = self._due[0][0]
+        tokens = (min(due, self._watched[0][0]) if self._watched else due) - self.work
         capacity = self.costs.kv_capacity_tokens
         if capacity is not None and self._decoding > 1:
             tokens = min(tokens, (capacity - self.kv_tokens) / self._decoding)
@@ -201,7 +224,8 @@ class FakeReplica:
     # --- events ---------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Do what is due: prefills and delays that are over, ends, preemptions, newcomers. Is up to date."""
+        """Do what is due: watches, prefills and delays that are over, ends, preemptions, newcomers. Is up to date."""
+        self._tell_watches()
         while self._delayed and self._delayed[0][0] <= self._now + _ROUNDING_S:
             _, _, stretch, entry = heapq.heappop(self._delayed)
             if entry.begun and entry.stretch == stretch:
@@ -219,14 +243,28 @@ class FakeReplica:
             self._make_room(self.costs.kv_capacity_tokens)
         self._fill()
 
+    def _tell_watches(self) -> None:
+        """Whom it is time to tell; a watch may cancel requests, and so come back here."""
+        while self._watched and self._watched[0][0] <= self.work + _ROUNDING:
+            _, _, stretch, entry = heapq.heappop(self._watched)
+            if entry.decoding and entry.stretch == stretch and entry.watch is not None:
+                entry.told += entry.watch.every_tokens
+                self._watch(entry)
+                entry.watch.told(self.response(entry)[0])
+
+    def _watch(self, entry: FakeRequest) -> None:
+        """Remember when its watch is told next, if it lives so long."""
+        if entry.watch is not None and entry.told + entry.watch.every_tokens < entry.length:
+            at = entry.base + entry.told + entry.watch.every_tokens - entry.resumed_tokens - entry.done
+            heapq.heappush(self._watched, (at, entry.serial, entry.stretch, entry))
+
     def _make_room(self, capacity: int) -> None:
         """Let go of sessions' KV, then of the youngest requests', until the rest fits."""
         while self._sessions and self.kv_tokens + self._session_tokens > capacity:
             self._session_tokens -= self._sessions.popitem(last=False)[1]
         while len(self.running) > 1 and self.kv_tokens >= capacity - _ROUNDING:
             entry = max(self.running.values(), key=lambda one: (one.request.priority, one.serial))
-            self._flush_spans(entry)
-            produced = self.produced(entry)
+            produced, entry.spans = self.produced(entry), self._spans(entry)
             self.leave(entry)
             entry.done += produced
             self.generated += produced
@@ -300,6 +338,7 @@ class FakeReplica:
         if entry.first_token_s == 0.0 and remaining:
             entry.first_token_s = self._now + self._seconds_of(1.0)
         heapq.heappush(self._due, (entry.base + remaining, entry.serial, entry.stretch, entry))
+        self._watch(entry)
 
     # --- requests and versions ------------------------------------------------------------------------------
 
@@ -355,11 +394,11 @@ class FakeReplica:
 
     # --- results --------------------------------------------------------------------------------------------
 
-    def _flush_spans(self, entry: FakeRequest) -> None:
-        """Add the tokens of the present stretch to its spans."""
-        produced, spans, counted = self.produced(entry), entry.spans, 0
+    def _spans(self, entry: FakeRequest) -> list[list[int]]:
+        """Its spans with the tokens of the present stretch."""
+        produced, spans, counted = self.produced(entry), [[*span] for span in entry.spans], 0
         if not produced:
-            return
+            return spans
         for index in range(entry.change, len(self.changes)):
             version = self.changes[index][1]
             end = produced
@@ -371,16 +410,14 @@ class FakeReplica:
             elif end > counted:
                 spans.append([version, end - counted])
             counted = end
+        return spans
 
-    def take_response(self, entry: FakeRequest, ended: FinishReason) -> tuple[PartialResponse, int]:
-        """Its tokens so far, and how many of them are new; called once, as it leaves."""
-        self._flush_spans(entry)
-        stretch = self.produced(entry)
-        self.generated += stretch
-        produced = entry.done + stretch
+    def response(self, entry: FakeRequest, ended: FinishReason | None = None) -> tuple[PartialResponse, int]:
+        """Its tokens so far, and how many of them are new; ``ended``: how, when it is over."""
+        produced = entry.done + self.produced(entry)
         before, how = entry.request.partial, entry.request.sampling
         last = how.stop_token_ids[0] if ended == "stop" and how.stop_token_ids else -1
-        versions = tuple(VersionSpan(version=version, tokens=tokens) for version, tokens in entry.spans)
+        versions = tuple(VersionSpan(version=version, tokens=tokens) for version, tokens in self._spans(entry))
         if not produced:
             return PartialResponse(ids=before.ids, logprobs=before.logprobs, versions=versions), 0
         new, logprobs = CountedTokens.of(produced, how.seed, last=last), Repeated.of(LOGPROB, produced)

@@ -66,7 +66,7 @@ class Dispatch:
         return max(0, min(by_budget, by_steps, self._free_rollouts() // size))
 
     def _free_rollouts(self) -> int:
-        return self._run.experiment.concurrent_rollouts - self._run.state.running_rollouts
+        return self._run.state.knobs.concurrent_rollouts - self._run.state.running_rollouts
 
     def _open(self, applied_version: int) -> None:
         run = self._run

@@ -10,7 +10,7 @@ from headway.control.learning_signal import group_outcome
 from headway.orchestrator.collect import verify_rollouts
 from headway.orchestrator.state import Signal
 from headway.orchestrator.task_sets import training_weights
-from headway.records.clients import Generator, Verifier
+from headway.records.clients import Generator, Verifier, Watch
 from headway.records.generation import GenerationRequest, GenerationResult
 from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
@@ -121,10 +121,10 @@ class Load:
             admitted_s=self._clock.now(),
         )
 
-    async def _generate(self, request: GenerationRequest) -> GenerationResult:
+    async def _generate(self, request: GenerationRequest, watch: Watch | None = None, /) -> GenerationResult:
         self._open.add(request.request_id)
         try:
-            result = await self._generator.generate(request)
+            result = await self._generator.generate(request, watch)
         finally:
             self._open.discard(request.request_id)
             self._changed.notify()

@@ -170,12 +170,13 @@ class Train:
     async def _publish_if_due(self) -> None:
         run = self._run
         version = run.state.version
-        if version % run.experiment.weights.steps_per_publish:
+        if version - run.state.published_version < run.state.knobs.steps_per_publish:
             return
         await run.state.finish_update()
         started = run.clock.now()
         weights = await surviving(run, lambda: run.trainer.publish(version), version)
         run.meter.published(run.clock.now() - started)
+        run.state.published_version = version
         candidate = await self._evaluations.save_candidate_if_due()
         run.state.update = self._updates.create_task(self._apply(weights, candidate), name=f"update-{version}")
         if run.experiment.queue.budget == 0:

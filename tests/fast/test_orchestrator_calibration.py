@@ -195,13 +195,16 @@ def test_replicas_are_lent_where_the_trainer_computes() -> None:
 
 
 class CountingGenerator(FakeGenerator):
-    """Counts its decode steps like the real pool."""
+    """Counts its decode steps, and can be asked for the tokens of open requests, like the real pool."""
 
     pids: tuple[int, ...] = ()
 
     async def statistics(self) -> list[EngineStatistics]:
         [found] = await super().statistics()
         return [msgspec.structs.replace(found, decode_steps=round(found.busy_s / TOKEN_S))]
+
+    def open_tokens(self) -> list[int]:
+        return [self.tokens_so_far(request_id) for request_id in self._open]
 
 
 class TimedTrainer(FakeTrainer):
