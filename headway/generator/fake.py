@@ -164,7 +164,7 @@ class FakeGenerator:
         ]
 
     async def applied_version(self) -> int:
-        return min(replica.core.version for replica in self._replicas)
+        return self.version
 
     async def lend_devices(self) -> None:
         """See :class:`headway.records.clients.Generator`."""
@@ -180,6 +180,16 @@ class FakeGenerator:
         for replica in self._replicas:
             replica.advance()
         return [_statistics(replica.core) for replica in self._replicas]
+
+    def forget_session(self, session: str) -> None:
+        """Its rollout is over: nobody will look for its KV. Unknown names: no-op."""
+        for replica in self._replicas:
+            replica.core.forget_session(session)
+
+    @property
+    def version(self) -> int:
+        """Lowest version applied by any replica."""
+        return min(replica.core.version for replica in self._replicas)
 
     def tokens_so_far(self, request_id: str) -> int:
         """See :class:`headway.records.clients.Generator`."""

@@ -371,6 +371,9 @@ class FakeReplica:
         self._sessions[session] = tokens
         self._session_tokens += tokens
 
+    def forget_session(self, session: str) -> None:
+        self._session_tokens -= self._sessions.pop(session, 0)
+
     def begin_update(self, mode: UpdateMode) -> tuple[list[FakeRequest], int]:
         """Decoding pauses; returns the requests that cross the update, and the tokens that are prefilled again."""
         self._sessions.clear()

@@ -43,6 +43,7 @@ class Actors:
     keep_sample: Callable[[dict[str, object]], None] = lambda line: None
     observe: Callable[[TraceLine], None] | None = None  # told who ran when
     cpu_s: Callable[[], float] = time.process_time  # CPU seconds of this process, for the ledger
+    rollouts: Callable[..., SingleTurn] = SingleTurn  # makes them, with the arguments of SingleTurn
     wrap_generate: WrapGenerate | None = None  # put between rollouts and generator (a benchmark sets lengths there)
 
 
@@ -60,7 +61,7 @@ def assemble(
     stack.enter_context(closing(buffer))
 
     def rollouts(temperature: float | None = None) -> SingleTurn:
-        return SingleTurn(
+        return actors.rollouts(
             generate,
             actors.tokenizer,
             experiment.rollout,
