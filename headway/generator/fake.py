@@ -285,8 +285,7 @@ class _Driven:
         self.stop()
         if due_s < math.inf:
             self._timer_due_s = due_s
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(due_s - self._clock.now(), self._wake)
+            self._timer = asyncio.get_running_loop().call_at(due_s, self._wake)
 
     def stop(self) -> None:
         if self._timer is not None:

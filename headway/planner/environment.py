@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -62,7 +62,8 @@ class _Life:
     turns: int = 0  # model calls made
     live_since_s: float | None = None  # its sandbox
     oldest_version: int = -1  # of a turn whose effect the sandbox holds
-    cut: asyncio.Event = field(default_factory=asyncio.Event)
+    cut: bool = False  # somebody wants it to stop
+    waking: asyncio.Future[None] | None = None  # ends its wait for a reply
     request_id: str = ""  # of the model call it has open
     so_far: PartialResponse = PartialResponse()
 
@@ -103,7 +104,7 @@ class EnvironmentGenerator:
             life = self._lives[key] = _Life(plan=self._workload.plan(request))
         elif life.so_far.ids:
             self._resume(life)
-        life.cut.clear()
+        life.cut = False
         self._open[request.request_id] = life
         try:
             return await _Turns(self, request, life, watch).run()
@@ -123,7 +124,9 @@ class EnvironmentGenerator:
         """End a rollout with reason "abort" and its tokens so far. Unknown ids: no-op."""
         life = self._open.get(request_id)
         if life is not None:
-            life.cut.set()
+            life.cut = True
+            if life.waking is not None:
+                _wake(life.waking)
             if life.request_id:
                 self.engine.cancel(life.request_id)
 
@@ -209,11 +212,18 @@ class EnvironmentGenerator:
         counts.started += 1
         return ""
 
-    async def call_tool(self, turn: Turn, key: int) -> str:
-        """Returns why it failed, or ""."""
+    async def call_tool(self, life: _Life, turn: Turn, key: int) -> str:
+        """Returns why it failed, or ""; early when the rollout is cut."""
         self.counts.tool_calls += 1
         began_s = self._clock.now()
-        await self._clock.sleep(turn.tool_s)
+        loop = asyncio.get_running_loop()
+        life.waking = replied = loop.create_future()
+        timer = loop.call_later(turn.tool_s, _wake, replied)  # the loop's time is the clock's
+        try:
+            await replied
+        finally:
+            timer.cancel()
+            life.waking = None
         self.counts.tool_s += self._clock.now() - began_s
         if self.environment.tool_failure and uniform(mix(key, _TOOL)) < self.environment.tool_failure:
             self.counts.tool_failures += 1
@@ -276,7 +286,7 @@ class _Turns:
 
     async def _model_call(self, tokens: int, last: bool) -> FinishReason:
         life, request = self._life, self._request
-        if life.cut.is_set():
+        if life.cut:
             return "abort"
         left = request.sampling.max_tokens - len(life.so_far.ids)
         wanted = min(tokens, left)
@@ -308,7 +318,7 @@ class _Turns:
     async def _tool_call(self, turn: Turn) -> tuple[FinishReason, str]:
         """The sandbox's reply; "abort" when somebody cancelled meanwhile, which comes before the reply."""
         life = self._life
-        if life.cut.is_set():
+        if life.cut:
             return "abort", ""
         if life.live_since_s is None:
             error = await self._started()
@@ -317,16 +327,9 @@ class _Turns:
         if life.oldest_version < 0:
             life.oldest_version = life.so_far.versions[0].version
         life.calls += 1
-        calling = asyncio.ensure_future(self._owner.call_tool(turn, mix(self._request.sampling.seed, life.calls)))
-        cut = asyncio.ensure_future(life.cut.wait())
-        try:
-            await asyncio.wait((calling, cut), return_when=asyncio.FIRST_COMPLETED)
-            if not calling.done():
-                return "abort", ""
-            error = calling.result()
-        finally:
-            calling.cancel()
-            cut.cancel()
+        error = await self._owner.call_tool(life, turn, mix(self._request.sampling.seed, life.calls))
+        if life.cut:
+            return "abort", ""
         if error:
             return "error", error
         room = self._request.sampling.max_tokens - len(life.so_far.ids)
@@ -366,6 +369,11 @@ class SimulatedRollout(SingleTurn):
         if failure is not None and failure.cause.startswith(_SANDBOX):
             failure = msgspec.structs.replace(failure, boundary="sandbox")
         return msgspec.structs.replace(rollout, failure=failure, turns=max(1, turns))
+
+
+def _wake(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
 
 
 def _joined(before: PartialResponse, new: PartialResponse) -> PartialResponse:

@@ -24,6 +24,7 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int
     trained_tokens: int  # of trained responses, an environment's replies left out
     wasted_share: float  # of the generated tokens: not trained when the run ended
+    model_calls: int
     prefilled_tokens: int
     preemptions: int
     length_mean: float  # response tokens of finished rollouts
@@ -69,6 +70,7 @@ def measure(
         generated_tokens=generated,
         trained_tokens=trained,
         wasted_share=max(0.0, 1.0 - trained / generated) if generated else 0.0,
+        model_calls=sum(engine.finished for engine in engines),
         prefilled_tokens=sum(engine.prefilled_tokens for engine in engines),
         preemptions=sum(engine.preemptions for engine in engines),
         length_mean=weighted([s.length_mean for s in steps], [float(sum(s.length_histogram.values())) for s in steps])

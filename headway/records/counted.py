@@ -8,8 +8,8 @@ plain tuple, so records that hold these can be stored and counted, not read agai
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, SupportsIndex, overload
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, SupportsIndex, cast, overload
 
 _PERIOD = 991  # the tokens of a response repeat after this many; prime, so that seeds differ
 _FIRST_ID = 8
@@ -20,6 +20,9 @@ def token_at(seed: int, position: int) -> int:
     return _FIRST_ID + (seed % _PERIOD + position) % _PERIOD
 
 
+_stored = cast("Callable[[Any, int], Any]", getattr(tuple, "__getitem__"))  # past the subclass's own  # noqa: B009
+
+
 class _Counted(tuple[Any, ...]):
     """Storage: (items, ...). Subclasses give the item at a position."""
 
@@ -28,11 +31,8 @@ class _Counted(tuple[Any, ...]):
     def _item(self, position: int) -> Any:
         raise NotImplementedError
 
-    def _stored(self, index: int) -> Any:
-        return super().__getitem__(index)
-
     def __len__(self) -> int:
-        return self._stored(0)
+        return _stored(self, 0)
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._item, range(len(self)))
@@ -68,14 +68,14 @@ class CountedTokens(_Counted):
 
     @property
     def seed(self) -> int:
-        return self._stored(1)
+        return _stored(self, 1)
 
     @property
     def sampled(self) -> int:
-        return self._stored(2)
+        return _stored(self, 2)
 
     def _item(self, position: int) -> int:
-        last: int = self._stored(3)
+        last: int = _stored(self, 3)
         if last >= 0 and position == len(self) - 1:
             return last
         return token_at(self.seed, position)
@@ -83,7 +83,7 @@ class CountedTokens(_Counted):
     def __add__(self, other: tuple[Any, ...], /) -> Any:
         """Tokens that follow under the same seed; those of a plain tuple only when there are none."""
         if isinstance(other, CountedTokens):
-            last: int = other._stored(3)
+            last: int = _stored(other, 3)
             return CountedTokens.of(len(self) + len(other), self.seed, self.sampled + other.sampled, last)
         return self if not other else tuple(self) + other
 
@@ -102,7 +102,7 @@ class Repeated(_Counted):
 
     @property
     def value(self) -> float:
-        return self._stored(1)
+        return _stored(self, 1)
 
     def _item(self, position: int) -> Any:
         return self.value
@@ -127,7 +127,7 @@ class SampledMask(_Counted):
 
     @property
     def sampled(self) -> int:
-        return self._stored(1)
+        return _stored(self, 1)
 
     def _item(self, position: int) -> bool:
         return position < self.sampled
