@@ -14,7 +14,6 @@ from pydantic import BaseModel, ValidationError
 from headway.config.schema import Experiment, is_resumable
 from headway.records.errors import ConfigurationError
 
-
 Schema = TypeVar("Schema", bound=Experiment)
 
 

@@ -12,9 +12,9 @@ from headway.orchestrator.state import Signal
 from headway.orchestrator.task_sets import training_weights
 from headway.records.clients import Generator, Verifier, Watch
 from headway.records.generation import GenerationRequest, GenerationResult
-from headway.records.rollout import Group, Rollout
+from headway.records.rollout import Group, Parked, Rollout
 from headway.records.task import Task
-from headway.rollout.single_turn import SingleTurn
+from headway.rollout.single_turn import Resumption, SingleTurn
 from headway.runtime.clock import Clock
 from headway.tasks.cursor import TaskCursor
 from headway.tokens.tokenizer import Tokenizer
@@ -132,9 +132,10 @@ class Load:
             self.cut.append(len(result.response.ids))
         return result
 
-    async def _hold(self, *_: object) -> None:
+    async def _hold(self, parked: Parked) -> Resumption:
         """A response that was cut off goes no further."""
         await asyncio.Event().wait()
+        return "continue"
 
     async def _group(self, group: Group) -> None:
         rollouts = await asyncio.gather(*(self._member(group, member) for member in range(group.size)))

@@ -1,4 +1,4 @@
-"""Rollouts of several turns in a simulation: model calls and sandbox calls in turn, behind the generator's interface."""
+"""Rollouts of several turns in a simulation: model and sandbox calls in turn, behind the generator's interface."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from headway.records.generation import (
     PublishedWeights,
     VersionSpan,
 )
-from headway.records.rollout import Group, Rollout
+from headway.records.rollout import Group, Parked, Rollout
 from headway.rollout.seeds import rollout_seed
-from headway.rollout.single_turn import SingleTurn
+from headway.rollout.single_turn import ResumeGate, Resumption, SingleTurn
 from headway.runtime.clock import Clock
 
 _START, _TOOL = 101, 102  # purposes of random numbers
+_NOTHING = PartialResponse()
 _SANDBOX = "sandbox: "  # begins the cause of a failure that is the environment's, not the engine's
 
 
@@ -47,7 +48,7 @@ class EnvironmentCounts:
     live_s: float = 0.0
     live_peak: int = 0
     resumed_states: int = 0  # parked rollouts that went on in the sandbox they had
-    fresh_states: int = 0  # ... that began anew
+    restarted_states: int = 0  # ... that began anew, as queue.stale_environment says
     state_staleness_sum: int = 0  # versions between the oldest turn that a resumed sandbox holds and the resume
     state_staleness_max: int = 0
     tokens_begun_anew: int = 0  # response tokens that were thrown away with a sandbox
@@ -62,10 +63,11 @@ class _Life:
     turns: int = 0  # model calls made
     live_since_s: float | None = None  # its sandbox
     oldest_version: int = -1  # of a turn whose effect the sandbox holds
+    resumed_version: int = -1  # ... when it was last resumed in it
     cut: bool = False  # somebody wants it to stop
     waking: asyncio.Future[None] | None = None  # ends its wait for a reply
     request_id: str = ""  # of the model call it has open
-    so_far: PartialResponse = PartialResponse()
+    so_far: PartialResponse = _NOTHING
 
 
 class EnvironmentGenerator:
@@ -73,9 +75,9 @@ class EnvironmentGenerator:
 
     Each turn is a request to ``engine``, whose prompt is all that came before; then the sandbox takes its time, and its
     reply is added to the response as tokens that weren't sampled. A rollout that comes back with "abort" was cut in
-    a model call (by an update) or anywhere (by ``cancel``); resumed, it goes on where it was, in the sandbox it had or
-    anew, as the scenario says. A failure of the sandbox ends the request with "error"; the next one begins anew.
-    Whoever submits a rollout says when he is done with it (``forget``): its sandbox lives until then.
+    a model call (by an update) or anywhere (by ``cancel``); resumed, it goes on where it was. A failure of the sandbox
+    ends the request with "error"; the next one begins anew. Whoever submits a rollout says when he is done with it
+    (``forget``): its sandbox lives until then.
     """
 
     def __init__(self, engine: FakeGenerator, workload: WorkloadModel, scenario: Scenario, clock: Clock) -> None:
@@ -102,8 +104,6 @@ class EnvironmentGenerator:
         life = self._lives.get(key)
         if life is None:
             life = self._lives[key] = _Life(plan=self._workload.plan(request))
-        elif life.so_far.ids:
-            self._resume(life)
         life.cut = False
         self._open[request.request_id] = life
         try:
@@ -111,14 +111,15 @@ class EnvironmentGenerator:
         finally:
             del self._open[request.request_id]
 
-    def forget(self, seed: int) -> int:
-        """The rollout with this sampling seed is over; returns the model calls it made."""
+    def forget(self, seed: int) -> tuple[int, int]:
+        """The rollout with this sampling seed is over; returns the model calls it made, and the version of the oldest
+        turn whose effect its sandbox held when it was resumed (-1: it was not)."""
         life = self._lives.pop(seed, None)
         if life is None:
-            return 0
+            return 0, -1
         self.end_sandbox(life)
         self.engine.forget_session(str(seed))
-        return life.turns
+        return life.turns, life.resumed_version
 
     def cancel(self, request_id: str) -> None:
         """End a rollout with reason "abort" and its tokens so far. Unknown ids: no-op."""
@@ -157,15 +158,22 @@ class EnvironmentGenerator:
 
     # --- sandboxes ------------------------------------------------------------------------------------------
 
-    def _resume(self, life: _Life) -> None:
+    def state_version(self, seed: int) -> int:
+        """Version of the oldest turn whose effect the rollout's sandbox holds; -1: of none."""
+        life = self._lives.get(seed)
+        return -1 if life is None else life.oldest_version
+
+    def resume(self, seed: int, *, anew: bool) -> None:
         """A parked rollout goes on: with the sandbox it has, or from its beginning in a fresh one."""
-        if life.oldest_version < 0:
+        life = self._lives.get(seed)
+        if life is None or life.oldest_version < 0:
             return  # no tool was called yet: there is nothing that could be stale
-        if self.environment.on_resume == "fresh":
-            self.counts.fresh_states += 1
+        if anew:
+            self.counts.restarted_states += 1
             self.begin_anew(life)
             return
         staleness = self.engine.version - life.oldest_version
+        life.resumed_version = life.oldest_version
         self.counts.resumed_states += 1
         self.counts.state_staleness_sum += staleness
         self.counts.state_staleness_max = max(self.counts.state_staleness_max, staleness)
@@ -175,7 +183,7 @@ class EnvironmentGenerator:
         self.end_sandbox(life)
         self.counts.tokens_begun_anew += len(life.so_far.ids)
         life.so_far = PartialResponse()
-        life.oldest_version = -1
+        life.oldest_version = life.resumed_version = -1
 
     def end_sandbox(self, life: _Life) -> None:
         if life.live_since_s is not None:
@@ -291,7 +299,9 @@ class _Turns:
         left = request.sampling.max_tokens - len(life.so_far.ids)
         wanted = min(tokens, left)
         how = msgspec.structs.replace(
-            request.sampling, max_tokens=wanted, stop_token_ids=request.sampling.stop_token_ids if last and wanted == tokens else ()
+            request.sampling,
+            max_tokens=wanted,
+            stop_token_ids=request.sampling.stop_token_ids if last and wanted == tokens else (),
         )
         key = request.sampling.seed
         call = GenerationRequest(
@@ -351,8 +361,18 @@ class _Turns:
 class SimulatedRollout(SingleTurn):
     """The life of a simulated rollout: a failure of its sandbox is the sandbox's, and its turns are counted."""
 
-    def __init__(self, *args: Any, environment: EnvironmentGenerator, **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(
+        self, *args: Any, environment: EnvironmentGenerator, resume_gate: ResumeGate | None, **named: Any
+    ) -> None:
+        async def gate(parked: Parked) -> Resumption:
+            assert resume_gate is not None
+            seed = rollout_seed(self._run_seed, parked.group, parked.member, self._prefix)
+            version = environment.state_version(seed)
+            how = await resume_gate(msgspec.structs.replace(parked, environment_version=version))
+            environment.resume(seed, anew=how == "restart")
+            return how
+
+        super().__init__(*args, resume_gate=gate if resume_gate is not None else None, **named)
         self._environment = environment
 
     async def generate_member(
@@ -360,15 +380,15 @@ class SimulatedRollout(SingleTurn):
     ) -> Rollout:
         """See SingleTurn."""
         seed = rollout_seed(self._run_seed, group.index, member, self._prefix)
-        turns = 0
+        turns, version = 0, -1
         try:
             rollout = await super().generate_member(group, member, partial, resumes)
         finally:
-            turns = self._environment.forget(seed)
+            turns, version = self._environment.forget(seed)
         failure = rollout.failure
         if failure is not None and failure.cause.startswith(_SANDBOX):
             failure = msgspec.structs.replace(failure, boundary="sandbox")
-        return msgspec.structs.replace(rollout, failure=failure, turns=max(1, turns))
+        return msgspec.structs.replace(rollout, failure=failure, turns=max(1, turns), environment_version=version)
 
 
 def _wake(waiting: asyncio.Future[None]) -> None:

@@ -52,7 +52,7 @@ class Quantity(Section):
         if self.median is not None and self.p99 is not None and self.p99 < self.median:
             raise ValueError(f"p99 = {self.p99:g} is below the median {self.median:g}")
         shares, values = [share for share, _ in self.at], [value for _, value in self.at]
-        if self.at and (shares != sorted(set(shares)) or values != sorted(values) or not 0 <= min(shares)):
+        if self.at and (shares != sorted(set(shares)) or values != sorted(values)):
             raise ValueError("at: [share, value] pairs, shares rising from 0 to 1, values never falling")
         if self.at and (shares[0] != 0 or shares[-1] != 1):
             raise ValueError(f"at: the first share must be 0 and the last 1, not {shares[0]:g} and {shares[-1]:g}")
@@ -101,7 +101,8 @@ class Quantity(Section):
 
     @cached_property
     def _sigma(self) -> float:
-        assert self.median is not None and self.p99 is not None
+        assert self.median is not None
+        assert self.p99 is not None
         return math.log(self.p99 / self.median) / _P99
 
     def _interpolated(self, share: float) -> float:

@@ -100,7 +100,6 @@ class Environment(Section):
     start_failure: Share = 0.0  # of starts
     tool_failure: Share = 0.0  # of tool calls: the sandbox is lost, and its rollout begins anew
     keep_kv: bool = True  # between turns, while there is room; else each turn prefills all that came before
-    on_resume: Literal["keep", "fresh"] = "keep"  # of a parked rollout: its sandbox as it is, or begin anew
 
 
 class Drift(Section):

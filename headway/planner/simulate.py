@@ -18,14 +18,12 @@ from headway.orchestrator.assembly import Actors, assemble
 from headway.orchestrator.run import Run
 from headway.planner.environment import EnvironmentGenerator, SimulatedRollout
 from headway.planner.outcome import SimulationOutcome, measure
-from headway.planner.quantities import constant
 from headway.planner.scenario import GeneratorHardware, Scenario
 from headway.planner.workload import WorkloadModel
 from headway.records.counted import CountedTokens
 from headway.records.errors import ConfigurationError
 from headway.records.generation import GenerationRequest
 from headway.records.ledger import LedgerLine
-from headway.records.task import Task
 from headway.records.training import TrainBatch
 from headway.rollout.fake import FakeVerifier
 from headway.runtime.clock import Clock, run_virtual
@@ -198,7 +196,9 @@ class World:
             token_s=step_s,
             length_of=length_of,
             prefill_s=_delay(hardware) if elsewhere else None,
-            prefill_token_s=0.0 if elsewhere or not hardware.prefill_tokens_per_s else 1 / hardware.prefill_tokens_per_s,
+            prefill_token_s=0.0
+            if elsewhere or not hardware.prefill_tokens_per_s
+            else 1 / hardware.prefill_tokens_per_s,
             update_s=hardware.update_s,
             update_mode=settings.update_mode,
             shares_devices=hardware.shares_devices,
@@ -227,5 +227,3 @@ class CountingTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(ids.seed) if isinstance(ids, CountedTokens) else f"{len(ids)} tokens"
-
-

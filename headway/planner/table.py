@@ -44,13 +44,13 @@ def rows(outcome: SimulationOutcome) -> list[tuple[str, str]]:
                 f"failures",
             )
         )
-    if counts["resumed_states"] or counts["fresh_states"]:
+    if counts["resumed_states"] or counts["restarted_states"]:
         mean = counts["state_staleness_sum"] / max(1.0, counts["resumed_states"])
         found.append(
             (
                 "environment states",
                 f"{counts['resumed_states']:,.0f} resumed, {mean:.2f} versions old in the mean, "
-                f"{counts['state_staleness_max']:.0f} at worst; {counts['fresh_states']:,.0f} begun anew",
+                f"{counts['state_staleness_max']:.0f} at worst; {counts['restarted_states']:,.0f} begun anew",
             )
         )
     cost = f"{outcome.device_hours:,.2f} device-hours"

@@ -70,7 +70,9 @@ class WorkloadModel:
             return Plan(turns=(Turn(tokens=max(1, round(tokens))),))
         score = self._score(mix(key, _TURNS), shared)
         count = max(1, round(self._valued(self._workload.turns, "workload.turns", score)))
-        return Plan(turns=tuple(self._turn(mix(key, _TURN, index), shared, index == count - 1) for index in range(count)))
+        return Plan(
+            turns=tuple(self._turn(mix(key, _TURN, index), shared, index == count - 1) for index in range(count))
+        )
 
     def solved(self, task: Task, seed: int) -> bool:
         """Whether the rollout with this sampling seed solves ``task``, judged now."""

@@ -63,8 +63,13 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     # staleness of what was trained
     trajectory_staleness: Distribution = Distribution()
     token_staleness: Distribution = Distribution()
+    environment_staleness: Distribution = Distribution()  # of the environments that parked rollouts were resumed in
+    # what entered the queue, rollouts since the last step
+    admitted_rollouts: int = 0
+    parkings: int = 0  # of members, on a full batch or an update
     # endings of rollouts since the last step, and failures by boundary
     endings: dict[str, int] = {}
+    ended_tokens: dict[str, int] = {}  # response tokens they had: wasted, but for the trained ones
     failures: dict[str, int] = {}
     # learning signal, over the groups that finished since the last step (filtered ones included)
     reward_mean: float = 0.0

@@ -20,11 +20,12 @@ from headway.records.generation import (
     PartialResponse,
     SamplingParameters,
 )
-from headway.records.rollout import Failure, Group, Pruned, Rollout, Verdict
+from headway.records.rollout import Failure, Group, Parked, Pruned, Rollout, Verdict
 from headway.rollout.seeds import rollout_seed
 from headway.runtime.clock import Clock
 
-ResumeGate = Callable[[Group, int, PartialResponse, int], Awaitable[None]]  # returns when a parked member may go on
+Resumption = Literal["continue", "restart", "fail"]
+ResumeGate = Callable[[Parked], Awaitable[Resumption]]  # returns when a parked member may go on, and how
 WatchOf = Callable[[Group, int], Watch | None]  # who is told of a member's tokens while they come
 Stop = Pruned | Failure | Literal["park"]
 
@@ -183,6 +184,7 @@ class SingleTurn:
         while not life.complete(sampling):
             if life.stopped == "park":
                 await self._wait_parked(group, member, life)
+                continue
             if isinstance(life.stopped, Failure):
                 return life.stopped
             if life.stopped is not None:
@@ -238,12 +240,13 @@ class SingleTurn:
             life.stopped = None
             life.stopping.clear()
         if self._resume_gate is not None:
-            gate = asyncio.ensure_future(self._resume_gate(group, member, life.response, life.resumes))
+            parked = Parked(group=group.index, member=member, response=life.response, resumes=life.resumes)
+            gate = asyncio.ensure_future(self._resume_gate(parked))
             stopped = asyncio.ensure_future(life.stopping.wait())
             try:
                 await asyncio.wait((gate, stopped), return_when=asyncio.FIRST_COMPLETED)
                 if gate.done():
-                    gate.result()
+                    life.go_on(gate.result())
             finally:
                 gate.cancel()
                 stopped.cancel()
@@ -271,6 +274,14 @@ class _Life:
             self.response = result.response
         if self.first_token_s == 0.0 and result.response.ids:
             self.first_token_s = result.first_token_s or now
+
+    def go_on(self, how: Resumption) -> None:
+        """As the gate decided."""
+        if how == "restart":
+            self.response = PartialResponse()
+        elif how == "fail":
+            cause = "its environment holds what a policy older than queue.max_environment_staleness did"
+            self.stopped = Failure(boundary="environment", cause=cause, infrastructure=False)
 
     def complete(self, sampling: SamplingParameters) -> bool:
         """Whether a continued response needs no further token; sets the finish reason then."""

@@ -16,7 +16,7 @@ from headway.generator.fake import FakeGenerator
 from headway.records.clients import Watch
 from headway.records.errors import WorkerDied
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
-from headway.records.rollout import Failure, Group, Pruned, Rollout, Verdict
+from headway.records.rollout import Failure, Group, Parked, Pruned, Rollout, Verdict
 from headway.records.task import Task
 from headway.rollout.seeds import rollout_seed
 from headway.rollout.single_turn import SingleTurn, apply_verdict
@@ -146,9 +146,10 @@ def test_a_parked_member_waits_at_the_gate_and_goes_on_from_its_tokens():
     whole = response("abc", (7, 1), (8, 1), (9, 1))
     seen: list[object] = []
 
-    async def gate(parked: Group, member: int, partial: PartialResponse, resumes: int) -> None:
-        seen.append((parked.index, member, partial))
+    async def gate(parked: Parked) -> str:
+        seen.append((parked.group, parked.member, parked.response))
         await asyncio.sleep(10)
+        return "continue"
 
     rollout, engine = play(
         finish(first, "abort"),
@@ -258,8 +259,9 @@ def test_a_prompt_that_does_not_fit_fails_at_the_environment(length: int):
 
 
 def test_a_hung_engine_ends_at_the_timeout_and_keeps_its_tokens():
-    async def forever(parked: Group, member: int, partial: PartialResponse, resumes: int) -> None:
+    async def forever(parked: Parked) -> str:
         await asyncio.Event().wait()
+        return "continue"
 
     part = response("ab")
     rollout, _ = play(finish(part, "abort"), resume_gate=forever, settings={"timeout_s": 30.0})
@@ -271,7 +273,7 @@ def test_a_hung_engine_ends_at_the_timeout_and_keeps_its_tokens():
 
 
 def test_a_gate_that_fails_is_an_error_of_the_orchestrator():
-    async def gate(parked: Group, member: int, partial: PartialResponse, resumes: int) -> None:
+    async def gate(parked: Parked) -> str:
         raise TimeoutError("the gate")
 
     with pytest.raises(TimeoutError, match="the gate"):
@@ -371,16 +373,17 @@ PRUNED = Pruned(pruner="cap", why="too long", at_tokens=6)
 
 
 def stopped(
-    *stops: tuple[float, Any], opens_s: float = 100.0, length: int = 20, **options: Any
+    *stops: tuple[float, Any], opens_s: float = 100.0, how: str = "continue", **options: Any
 ) -> tuple[Rollout, float]:
     """A member of 20 tokens, 1 s each, stopped at given times; the gate opens at ``opens_s``."""
 
     async def main(clock: Clock) -> tuple[Rollout, float]:
-        generator = FakeGenerator(clock, token_s=1.0, length_of=lambda one: length)
+        generator = FakeGenerator(clock, token_s=1.0, length_of=lambda one: 20)
         opened = asyncio.Event()
 
-        async def gate(*_: object) -> None:
+        async def gate(parked: Parked) -> str:
             await opened.wait()
+            return how
 
         single = SingleTurn(
             generator.generate,
@@ -438,8 +441,16 @@ def test_a_stop_after_the_end_changes_nothing() -> None:
 
 
 def test_an_error_at_the_gate_reaches_the_caller() -> None:
-    async def broken(*_: object) -> None:
+    async def broken(parked: Parked) -> str:
         raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):
         stopped((6.0, "park"), resume_gate=broken)
+
+
+def test_a_member_whose_environment_is_too_stale_begins_anew_or_fails() -> None:
+    again, end_s = stopped((6.0, "park"), opens_s=10.0, how="restart")
+    assert (len(again.response_ids), end_s, again.failure) == (20, 30.0, None)
+    failed, end_s = stopped((6.0, "park"), opens_s=10.0, how="fail")
+    assert failed.failure is not None
+    assert (failed.failure.boundary, end_s, len(failed.response_ids)) == ("environment", 10.0, 6)
