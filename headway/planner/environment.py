@@ -282,13 +282,13 @@ class _Turns:
                 done = position + turn.tokens
             if last:
                 return "stop", ""
-            if done < position + turn.tokens + turn.reply_tokens or not turn.reply_tokens:
+            position += turn.tokens + turn.reply_tokens
+            if done < position:
                 reason, error = await self._tool_call(turn)
                 if reason != "stop":
                     return reason, error
-                done = position + turn.tokens + turn.reply_tokens
-            position = done
-            if done >= self._request.sampling.max_tokens:
+                done = position
+            if len(life.so_far.ids) >= self._request.sampling.max_tokens:
                 return "length", ""
         raise AssertionError("a plan has a last turn")
 

@@ -20,7 +20,7 @@ class Turn:
     """One model call and what it leads to."""
 
     tokens: int  # sampled
-    reply_tokens: int = 0  # 0 of the last one
+    reply_tokens: int = 0  # at least 1, which tells that it was called; 0 of the last turn
     tool_s: float = 0.0
 
 
@@ -99,7 +99,7 @@ class WorkloadModel:
             return Turn(tokens=tokens)
         reply = self._drawn(workload.reply_tokens, "workload.reply_tokens", mix(key, _REPLY))
         tool_s = self._drawn(workload.tool_s, "workload.tool_s", mix(key, _TOOL))
-        return Turn(tokens=tokens, reply_tokens=max(0, round(reply)), tool_s=max(0.0, tool_s))
+        return Turn(tokens=tokens, reply_tokens=max(1, round(reply)), tool_s=max(0.0, tool_s))
 
     def _score(self, key: int, shared: float) -> float:
         """Standard normal; scores of one group have the correlation that the scenario says (a Gaussian copula)."""
