@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from headway.config.presets import apply_preset
+from headway.config.pruning import Pruning
 from headway.config.section import NonNegative, Positive, Seconds, Section
 from headway.config.sources import SftData, TaskSources, VerifierSettings
 
@@ -247,6 +248,7 @@ class Experiment(Section):
     rollout: Rollout = Rollout()
     generator: Generator = Generator()
     queue: Queue = Queue()
+    pruning: Pruning = Pruning()
     algorithm: Algorithm = Algorithm()
     trainer: Trainer = Trainer()
     weights: Weights = Weights()
@@ -292,6 +294,11 @@ class Experiment(Section):
                 f"(rollout.max_prompt_tokens + rollout.max_response_tokens) = {wanted}, or leave it out"
             )
         self._require_surplus()
+        self.pruning.require_possible(
+            longest_tokens=self.rollout.max_response_tokens,
+            group_size=self.rollout.group_size,
+            deterministic=self.run.deterministic,
+        )
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
         if truncated and not self.algorithm.allow_truncated_sampling:
             raise ValueError(
@@ -372,6 +379,9 @@ RESUMABLE_KEYS: frozenset[str] = frozenset(
         "queue.give_up_after_batches",
         "queue.max_concurrent_rollouts",
         "queue.max_resumes",
+        "pruning.*",
+        "pruning.*.*",
+        "pruning.*.parameters.*",
         "trainer.devices",
         "trainer.micro_batch_tokens",
         "trainer.shared_prefix",

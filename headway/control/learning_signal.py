@@ -14,7 +14,7 @@ SOLVE_RATE_BINS = 11
 class GroupOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a group whose members have all finished goes on to training."""
 
-    ending: Ending | None  # None: trainable; "failed" or "filtered": it ends now
+    ending: Ending | None  # None: trainable; "failed", "filtered" or "pruned": it ends now
     reason: str = ""  # "too_few_valid" | "zero_variance"
     valid: int = 0  # members without a failure
     zero_variance: bool = False  # valid members' rewards are all equal (also set when filtering is off)
@@ -32,16 +32,18 @@ def group_outcome(
     rollouts: Sequence[Rollout], *, size: int, min_valid_ratio: float, filter_zero_variance: bool
 ) -> GroupOutcome:
     """Decide a finished group (DESIGN rule 11): it fails with < 2 valid members (of a group of one: < 1) or
-    with valid / size below ``min_valid_ratio``; zero-variance groups are filtered when asked for.
+    with valid / size below ``min_valid_ratio``, or is pruned when enough would be valid but for pruning;
+    zero-variance groups are filtered when asked for.
 
-    rollouts: all members, failed ones included. Raises ValueError when their number is not ``size``.
+    rollouts: all members, those that left included. Raises ValueError when their number is not ``size``.
     """
     if len(rollouts) != size:
         raise ValueError(f"{len(rollouts)} finished members of a group of {size}")
-    rewards = [r.reward for r in rollouts if r.failure is None]
-    valid = len(rewards)
-    if valid < min(2, size) or valid < min_valid_ratio * size:
-        return GroupOutcome(ending="failed", reason="too_few_valid", valid=valid)
+    rewards = [r.reward for r in rollouts if r.valid]
+    valid, least = len(rewards), max(min(2, size), min_valid_ratio * size)
+    if valid < least:
+        ending = "pruned" if valid + sum(r.left == "pruned" for r in rollouts) >= least else "failed"
+        return GroupOutcome(ending=ending, reason="too_few_valid", valid=valid)
     flat = size > 1 and is_zero_variance(rewards)
     if flat and filter_zero_variance:
         return GroupOutcome(ending="filtered", reason="zero_variance", valid=valid, zero_variance=True)

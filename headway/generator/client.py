@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -166,11 +167,23 @@ class GeneratorPool:
         """See :class:`headway.records.clients.Generator`."""
         await self._set_lent(False)
 
+    async def rest_replicas(self, resting: Collection[int]) -> None:
+        """See :class:`headway.records.clients.Generator`."""
+        for replica in self._replicas:
+            replica.resting = replica.index in resting
+        if any(replica.live and not replica.resting for replica in self._replicas):
+            for replica in self._replicas:
+                if replica.live and replica.resting:
+                    self._clear(replica)
+
     async def statistics(self) -> list[EngineStatistics]:
         """One per replica, in order; counters go on across restarts."""
         self._require_running()
         await asyncio.gather(*(self._refresh(replica) for replica in self._replicas if replica.live))
-        return [accumulated(replica.past, replica.present) for replica in self._replicas]
+        return [
+            msgspec.structs.replace(accumulated(replica.past, replica.present), resting=replica.resting)
+            for replica in self._replicas
+        ]
 
     async def activity(self) -> list[Span]:
         """What every live replica has been doing since this was last asked, on a track of its name."""
@@ -222,8 +235,12 @@ class GeneratorPool:
         preferred = None
         if self._last_route is not None and self._last_route[0] == prompt:
             preferred = self._last_route[1]
+        all_rest = all(replica.resting for replica in self._replicas if replica.live)
         loads = [
-            ReplicaLoad(live=replica.live, outstanding_tokens=replica.outstanding_tokens) for replica in self._replicas
+            ReplicaLoad(
+                live=replica.live and (all_rest or not replica.resting), outstanding_tokens=replica.outstanding_tokens
+            )
+            for replica in self._replicas
         ]
         index = choose_replica(loads, len(prompt), preferred)
         if index is None:
@@ -237,6 +254,20 @@ class GeneratorPool:
         replica.outstanding_tokens += call.outstanding_tokens
         replica.outbox.append(call)
         self._flush_soon(replica)
+
+    def _clear(self, replica: Replica) -> None:
+        """Move the requests of a live replica to others, from the tokens they have."""
+        moved = list(replica.calls.values())
+        for call in moved:
+            if call in replica.outbox:
+                replica.outbox.remove(call)
+            else:
+                replica.aborts.append(call.ticket)
+                call.resumes += 1
+            self._release(call)
+        self._flush_soon(replica)
+        for call in moved:
+            self._route(call)
 
     def _flush_soon(self, replica: Replica) -> None:
         """Submit what gathers in this pass of the loop as one call."""

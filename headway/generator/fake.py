@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from headway.control.routing import ReplicaLoad, choose_replica
 from headway.generator.fake_replica import FakeReplica, FakeRequest, ReplicaCosts
@@ -175,6 +175,9 @@ class FakeGenerator:
     async def reclaim_devices(self) -> None:
         """See :class:`headway.records.clients.Generator`."""
         self._set_lent(False)
+
+    async def rest_replicas(self, resting: Collection[int]) -> None:
+        """One replica can't rest."""
 
     async def statistics(self) -> list[EngineStatistics]:
         for replica in self._replicas:

@@ -85,11 +85,12 @@ class Collect:
 async def verify_rollouts(
     task: Task, rollouts: Sequence[Rollout], verifier: Verifier, tokenizer: Tokenizer, clock: Clock
 ) -> tuple[Rollout, ...]:
-    """Attempts at one task with their rewards; those that failed before stay as they are."""
-    valid = [rollout for rollout in rollouts if rollout.failure is None]
-    if not valid:
+    """Attempts at one task with their rewards; those that failed, left their group or were verified before stay as they
+    are."""
+    unknown = [rollout for rollout in rollouts if rollout.valid and not rollout.finished_s]
+    if not unknown:
         return tuple(rollouts)
-    verdicts = await verifier.verify(task, [tokenizer.decode(rollout.response_ids) for rollout in valid])
+    verdicts = await verifier.verify(task, [tokenizer.decode(rollout.response_ids) for rollout in unknown])
     now = clock.now()
-    judged = {r.member: apply_verdict(r, verdict, now) for r, verdict in zip(valid, verdicts, strict=True)}
+    judged = {r.member: apply_verdict(r, verdict, now) for r, verdict in zip(unknown, verdicts, strict=True)}
     return tuple(judged.get(rollout.member, rollout) for rollout in rollouts)

@@ -109,8 +109,13 @@ class Dispatch:
             entry.lengths[position] = len(rollout.response_ids)
             if self._free_rollouts() >= entry.group.size:  # fewer let nothing begin
                 self._run.state.changed.notify()
-            return rollout
+            return rollout if pruning is None else await pruning.finished(entry.group, rollout)
 
+        pruning = self._run.pruning
         members = (member(position) for position in range(entry.group.size))
-        rollouts = await asyncio.gather(*members)
+        try:
+            rollouts = await asyncio.gather(*members)
+        finally:
+            if pruning is not None:
+                pruning.forget(entry.group.index)
         await self._generated.put((entry.group, tuple(rollouts)))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import numpy as np
 from headway.config.schema import Experiment
 from headway.control.learning_signal import is_zero_variance, solve_rate_histogram
 from headway.control.length_bias import LengthBias
+from headway.control.pruning import pruner_figures
 from headway.control.summaries import distribution, length_histogram, quantile
 from headway.orchestrator.source_scores import source_scores
 from headway.orchestrator.state import RunState
@@ -23,6 +25,8 @@ from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
 from headway.records.trace import GroupEnd, GroupTrace, RolloutTrace, Span, StepTrace, TraceLine
 from headway.records.training import StepReport
 from headway.runtime.clock import Clock
+
+_TYPICAL_STEPS = 8  # newest steps whose durations say what a step takes
 
 
 @dataclass
@@ -63,6 +67,7 @@ class Meter:
         self.length_bias = LengthBias(experiment.queue.groups_per_step)
         self.applied_version = 0
         self._interval = self._fresh()
+        self._recent_step_s: deque[float] = deque(maxlen=_TYPICAL_STEPS)
         self._engines: list[EngineStatistics] = []
         self._engines_s = clock.now()  # when they were asked
 
@@ -73,6 +78,16 @@ class Meter:
         """Begin counting now: what came before (start-up, a held evaluation) belongs to no step."""
         self._interval = self._fresh()
         self._engines, self._engines_s = list(engines), self._clock.now()
+
+    @property
+    def last_step_s(self) -> float:
+        """Clock when the last step was completed, or when counting began."""
+        return self._interval.started_s
+
+    @property
+    def typical_step_s(self) -> float:
+        """Median duration of the newest steps, waits included; 0.0 before the first."""
+        return median(self._recent_step_s) if self._recent_step_s else 0.0
 
     # -- told by the loops ---------------------------------------------------------------------------
 
@@ -141,6 +156,7 @@ class Meter:
         ``trained``: none when the step was skipped. What the engines say is missing: ``with_engines``."""
         interval, self._interval = self._interval, self._fresh()
         step_s = max(self._interval.started_s - interval.started_s, 1e-9)
+        self._recent_step_s.append(step_s)
         samples = sum(len(group.valid) for group in trained)
         produced = sum(len(group.rollouts) for group in interval.finished)
         if self._observe is not None:
@@ -194,6 +210,7 @@ class Meter:
             token_staleness=token_staleness(trained, report.step, self._token_budget),
             environment_staleness=environment_staleness(trained, report.step),
             by_source=source_scores((g.group.task.source, r) for g in interval.finished for r in g.rollouts),
+            pruning=pruner_figures(interval.finished),
             **_learning_fields(interval.finished),
             **_length_fields([r for group in interval.finished for r in group.valid]),
         )
@@ -211,6 +228,7 @@ class Meter:
             endings={"trained": samples},
             trajectory_staleness=trajectory_staleness(trained, step, self._token_budget),
             token_staleness=token_staleness(trained, step, self._token_budget),
+            pruning=pruner_figures(trained),
             **_learning_fields(trained),
             **_length_fields([r for group in trained for r in group.valid]),
         )
@@ -286,10 +304,12 @@ def _growth(before: Sequence[EngineStatistics], after: Sequence[EngineStatistics
 def _mean_share(
     before: Sequence[EngineStatistics], after: Sequence[EngineStatistics], name: str, step_s: float
 ) -> float:
-    """Share of the time that a counter of seconds grew, mean over replicas."""
-    if not after:
+    """Share of the time that a counter of seconds grew, mean over the replicas that don't rest."""
+    awake = [position for position, engine in enumerate(after) if not engine.resting]
+    if not awake:
         return 0.0
-    return min(1.0, _growth(before, after, name) / (step_s * len(after)))
+    grown = sum(_growth(before[p : p + 1], after[p : p + 1], name) for p in awake)
+    return min(1.0, grown / (step_s * len(awake)))
 
 
 def _engine_fields(engines: Sequence[EngineStatistics]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ The orchestrator knows only these, so the planner can simulate it with fakes und
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,6 +66,11 @@ class Generator(Protocol):
 
     async def reclaim_devices(self) -> None:
         """Decode there again."""
+        ...
+
+    async def rest_replicas(self, resting: Collection[int]) -> None:
+        """Leave the replicas with these indices without requests, theirs go on elsewhere; all others take requests.
+        Resting ones apply updates all the same, and serve when no other is live."""
         ...
 
     async def statistics(self) -> list[EngineStatistics]: ...

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 
@@ -20,6 +22,36 @@ class SourceScore(msgspec.Struct, frozen=True, kw_only=True):
     samples: int  # valid attempts
     solve_rate: float
     standard_error: float  # over tasks
+
+
+class PrunerFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one pruner did to the groups that finished since the last step (control/pruning.py)."""
+
+    rollouts: int = 0  # ended early
+    dropped: int = 0  # ... of these, left their group; the others were scored as they stood, and train
+    saved_tokens: float = 0.0  # response tokens that the former would have gone on for, as expected when they ended
+    audits: int = 0  # hit as well, but run to their own end
+    wrong: int = 0  # ... of these, those whose reward pruning would have changed
+    reward_bias: float = 0.0  # ... mean of their reward less what pruning would have put in its place
+
+    @property
+    def wrong_rate(self) -> float:
+        """Share of the audits that were wrong; 0.0 without any."""
+        return self.wrong / self.audits if self.audits else 0.0
+
+    @staticmethod
+    def total(figures: Iterable[PrunerFigures]) -> PrunerFigures:
+        """Figures of several steps or pruners as one; the bias is the mean over all audits."""
+        found = list(figures)
+        audits = sum(one.audits for one in found)
+        return PrunerFigures(
+            rollouts=sum(one.rollouts for one in found),
+            dropped=sum(one.dropped for one in found),
+            saved_tokens=sum(one.saved_tokens for one in found),
+            audits=audits,
+            wrong=sum(one.wrong for one in found),
+            reward_bias=sum(one.audits * one.reward_bias for one in found) / audits if audits else 0.0,
+        )
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"):
@@ -85,6 +117,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     length_max: int = 0
     length_histogram: dict[str, int] = {}  # last length of a bucket -> responses; four buckets for every doubling
     truncated_share: float = 0.0
+    # early pruning in the same groups: pruner -> what it did; {}: nothing
+    pruning: dict[str, PrunerFigures] = {}
     # length bias: two-sample KS over closed admission cohorts, cumulative
     length_bias_ks: float = 0.0
     length_bias_scheduling_ks: float = 0.0

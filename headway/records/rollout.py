@@ -41,6 +41,7 @@ class Pruned(msgspec.Struct, frozen=True, kw_only=True):
     at_tokens: int  # response tokens when it decided
     saved_tokens: float = 0.0  # response tokens it is expected to have saved; 0 in an audit
     audited: bool = False  # it ran to its own end, to measure what pruning does
+    cut_reward: float | None = None  # audited: the reward pruning would have given; None: it would have left its group
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):

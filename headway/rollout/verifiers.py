@@ -32,6 +32,7 @@ from headway.runtime.imports import import_function
 from headway.tasks.entries import unpack_entry
 from headway.tasks.sources import build_generator
 
+PRUNER_KEY = "pruning."  # and a pruner: the verifier of half a response that it asks
 Scorer = Callable[[Task, str], object]  # what a verifier is once its parameters are bound
 
 VERIFIERS: dict[str, Callable[..., Scorer]] = {}  # name -> builder: parameters in, scorer out; checks parameters
@@ -75,6 +76,8 @@ def resolve_named(key: str, verifier: VerifierSettings) -> Scorer:
             raise
         own = key.startswith("{") or ":" in key
         section = "a task source's or row's verifier." if own else f"verifiers.{key}."
+        if key.startswith(PRUNER_KEY):
+            section = f"{key}."
         raise ConfigurationError(section + str(error).removeprefix("verifier.")) from error
 
 

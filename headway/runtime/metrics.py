@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from headway.records.ledger import Distribution, EvaluationRecord, LedgerLine, StepRecord
+from headway.records.ledger import Distribution, EvaluationRecord, LedgerLine, PrunerFigures, StepRecord
 
 # name -> (field of StepRecord, what it is)
 STEP_METRICS: dict[str, tuple[str, str]] = {
@@ -126,8 +126,23 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             if score.samples:
                 yield f"by_source/{names[label]}_solve_rate", score.solve_rate
                 yield f"by_source/{names[label]}_samples", float(score.samples)
+        if line.pruning:
+            yield from _pruning(line)
         for name, value in line.metrics.items():
             yield f"{_metric_group(name)}/{_UNUSUAL.sub('_', name)}", value
+
+
+def _pruning(line: StepRecord) -> Iterator[tuple[str, float]]:
+    total = PrunerFigures.total(line.pruning.values())
+    yield "pruning/rollouts", float(total.rollouts)
+    yield "pruning/dropped_rollouts", float(total.dropped)
+    yield "pruning/saved_tokens", total.saved_tokens
+    yield "pruning/audited_rollouts", float(total.audits)
+    if total.audits:
+        yield "pruning/wrong_rate", total.wrong_rate
+        yield "pruning/reward_bias", total.reward_bias
+    for pruner, figures in line.pruning.items():
+        yield f"pruning_by/{pruner}_rollouts", float(figures.rollouts)
 
 
 def source_names(labels: Iterable[str]) -> dict[str, str]:

@@ -112,9 +112,8 @@ def simulate(
                     clock,
                     slots=experiment.generator.slots,
                     token_s=token_s,
-                    length_of=lambda request: long_tailed(seed, request, longest),
                     update_mode=experiment.generator.update_mode,
-                    **(generator_options or {}),
+                    **{"length_of": lambda request: long_tailed(seed, request, longest)} | (generator_options or {}),
                 )
                 trainer = FakeTrainer(clock, sample_s, publish_s=publish_s, skip_steps=skip_steps)
                 if session == 0:
