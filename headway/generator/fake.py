@@ -177,12 +177,26 @@ class FakeGenerator:
         self._set_lent(False)
 
     async def rest_replicas(self, resting: Collection[int]) -> None:
-        """One replica can't rest."""
+        """See :class:`headway.records.clients.Generator`."""
+        for index, replica in enumerate(self._replicas):
+            replica.resting = index in resting
+        if all(replica.resting for replica in self._replicas):
+            return
+        for name, (entry, replica, future) in list(self._open.items()):
+            if replica.resting:
+                replica.advance()
+                replica.core.interrupt(entry)
+                replica.settle()
+                other = self._route(entry)
+                other.advance()
+                other.core.enter(entry)
+                self._open[name] = entry, other, future
+                other.settle()
 
     async def statistics(self) -> list[EngineStatistics]:
         for replica in self._replicas:
             replica.advance()
-        return [_statistics(replica.core) for replica in self._replicas]
+        return [_statistics(replica.core, replica.resting) for replica in self._replicas]
 
     def forget_session(self, session: str) -> None:
         """Its rollout is over: nobody will look for its KV. Unknown names: no-op."""
@@ -219,14 +233,17 @@ class FakeGenerator:
             return self._replicas[0]
         if entry.session:
             for replica in self._replicas:
-                if replica.core.holds(entry.session):
+                if replica.core.holds(entry.session) and not replica.resting:
                     return replica
         prompt = entry.request.prompt_ids
-        last = self._last_route
+        last, everyone = self._last_route, all(one.resting for one in self._replicas)
         for replica in self._replicas:
             replica.advance()
         chosen = choose_replica(
-            [ReplicaLoad(live=True, outstanding_tokens=one.core.outstanding_tokens) for one in self._replicas],
+            [
+                ReplicaLoad(live=everyone or not one.resting, outstanding_tokens=one.core.outstanding_tokens)
+                for one in self._replicas
+            ],
             len(prompt),
             last[1] if last is not None and last[0] == prompt else None,
         )
@@ -272,6 +289,7 @@ class _Driven:
 
     def __init__(self, costs: ReplicaCosts, version: int, clock: Clock, on_end: Callable[[FakeRequest], None]) -> None:
         self.core = FakeReplica(costs, version, clock.now(), on_end)
+        self.resting = False  # takes no requests while others do
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = math.inf
@@ -306,9 +324,10 @@ def _withdraw(entry: FakeRequest, core: FakeReplica) -> None:
     entry.length = -1  # its place among those that wait is void
 
 
-def _statistics(core: FakeReplica) -> EngineStatistics:
+def _statistics(core: FakeReplica, resting: bool) -> EngineStatistics:
     return EngineStatistics(
         version=core.version,
+        resting=resting,
         running=len(core.running),
         waiting=core.open - len(core.running),
         slots=core.costs.slots,

@@ -225,6 +225,7 @@ class FakeReplica:
 
     def settle(self) -> None:
         """Do what is due: watches, prefills and delays that are over, ends, preemptions, newcomers. Is up to date."""
+        self._let_sessions_go()  # before anything ends: KV only grows between two events
         self._tell_watches()
         while self._delayed and self._delayed[0][0] <= self._now + _ROUNDING_S:
             _, _, stretch, entry = heapq.heappop(self._delayed)
@@ -258,18 +259,17 @@ class FakeReplica:
             at = entry.base + entry.told + entry.watch.every_tokens - entry.resumed_tokens - entry.done
             heapq.heappush(self._watched, (at, entry.serial, entry.stretch, entry))
 
-    def _make_room(self, capacity: int) -> None:
-        """Let go of sessions' KV, then of the youngest requests', until the rest fits."""
-        while self._sessions and self.kv_tokens + self._session_tokens > capacity:
+    def _let_sessions_go(self) -> None:
+        """What ended turns left behind makes room for what runs, oldest first."""
+        capacity = self.costs.kv_capacity_tokens
+        while capacity is not None and self._sessions and self.kv_tokens + self._session_tokens > capacity:
             self._session_tokens -= self._sessions.popitem(last=False)[1]
+
+    def _make_room(self, capacity: int) -> None:
+        """Preempt the youngest requests until the rest fits."""
         while len(self.running) > 1 and self.kv_tokens >= capacity - _ROUNDING:
             entry = max(self.running.values(), key=lambda one: (one.request.priority, one.serial))
-            produced, entry.spans = self.produced(entry), self._spans(entry)
-            self.leave(entry)
-            entry.done += produced
-            self.generated += produced
-            entry.stretch += 1
-            entry.reprefills += 1
+            self.interrupt(entry)
             self.preemptions += 1
             self.enter(entry)
 
@@ -366,6 +366,16 @@ class FakeReplica:
             self._decoding -= 1
             self._bases -= entry.base
 
+    def interrupt(self, entry: FakeRequest) -> None:
+        """Take it off with the tokens it has; whoever it enters next prefills them."""
+        produced, begun = self.produced(entry), entry.begun
+        entry.spans = self._spans(entry)
+        self.leave(entry)
+        self.generated += produced
+        entry.done += produced
+        entry.stretch += 1
+        entry.reprefills += begun
+
     def keep_session(self, session: str, tokens: int) -> None:
         """The KV of a turn that has ended stays until room is needed."""
         self._sessions[session] = tokens
@@ -425,7 +435,11 @@ class FakeReplica:
             return PartialResponse(ids=before.ids, logprobs=before.logprobs, versions=versions), 0
         new, logprobs = CountedTokens.of(produced, how.seed, last=last), Repeated.of(LOGPROB, produced)
         if not self.costs.counted:
-            first = entry.resumed_tokens
-            tokens = [token_at(how.seed, first + index) for index in range(produced)]
+            tokens = made_up_tokens(how.seed, entry.resumed_tokens, produced)
             new, logprobs = (*tokens[:-1], last if last >= 0 else tokens[-1]), (LOGPROB,) * produced
         return PartialResponse(ids=before.ids + new, logprobs=before.logprobs + logprobs, versions=versions), produced
+
+
+def made_up_tokens(seed: int, first: int, count: int) -> tuple[int, ...]:
+    """Token ids from position ``first`` on: a function of seed and position alone."""
+    return tuple(token_at(seed, first + index) for index in range(count))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -24,14 +24,11 @@ from headway.records.generation import (
     PublishedWeights,
     VersionSpan,
 )
-from headway.records.rollout import Group, Parked, Rollout
-from headway.rollout.seeds import rollout_seed
-from headway.rollout.single_turn import ResumeGate, Resumption, SingleTurn
+from headway.rollout.fake import SANDBOX
 from headway.runtime.clock import Clock
 
 _START, _TOOL = 101, 102  # purposes of random numbers
 _NOTHING = PartialResponse()
-_SANDBOX = "sandbox: "  # begins the cause of a failure that is the environment's, not the engine's
 
 
 @dataclass
@@ -150,6 +147,9 @@ class EnvironmentGenerator:
     async def reclaim_devices(self) -> None:
         await self.engine.reclaim_devices()
 
+    async def rest_replicas(self, resting: Collection[int]) -> None:
+        await self.engine.rest_replicas(resting)
+
     async def statistics(self) -> list[EngineStatistics]:
         return await self.engine.statistics()
 
@@ -196,7 +196,7 @@ class EnvironmentGenerator:
         counts, environment = self.counts, self.environment
         if environment.live_at_once is not None and self._live >= environment.live_at_once:
             counts.start_failures += 1
-            return f"{_SANDBOX}environment.live_at_once = {environment.live_at_once} sandboxes are live"
+            return f"{SANDBOX}environment.live_at_once = {environment.live_at_once} sandboxes are live"
         self._live += 1  # one that starts counts: a provider's limit does so too
         counts.live_peak = max(counts.live_peak, self._live)
         life.live_since_s = asked_s = self._clock.now()
@@ -216,7 +216,7 @@ class EnvironmentGenerator:
         if environment.start_failure and uniform(mix(key, _START, 1)) < environment.start_failure:
             counts.start_failures += 1
             self.end_sandbox(life)
-            return f"{_SANDBOX}it didn't start"
+            return f"{SANDBOX}it didn't start"
         counts.started += 1
         return ""
 
@@ -235,7 +235,7 @@ class EnvironmentGenerator:
         self.counts.tool_s += self._clock.now() - began_s
         if self.environment.tool_failure and uniform(mix(key, _TOOL)) < self.environment.tool_failure:
             self.counts.tool_failures += 1
-            return f"{_SANDBOX}it was lost in a tool call"
+            return f"{SANDBOX}it was lost in a tool call"
         return ""
 
 
@@ -356,39 +356,6 @@ class _Turns:
         if watch is None:
             return None
         return Watch(watch.every_tokens, lambda partial: watch.told(_joined(before, partial)))
-
-
-class SimulatedRollout(SingleTurn):
-    """The life of a simulated rollout: a failure of its sandbox is the sandbox's, and its turns are counted."""
-
-    def __init__(
-        self, *args: Any, environment: EnvironmentGenerator, resume_gate: ResumeGate | None, **named: Any
-    ) -> None:
-        async def gate(parked: Parked) -> Resumption:
-            assert resume_gate is not None
-            seed = rollout_seed(self._run_seed, parked.group, parked.member, self._prefix)
-            version = environment.state_version(seed)
-            how = await resume_gate(msgspec.structs.replace(parked, environment_version=version))
-            environment.resume(seed, anew=how == "restart")
-            return how
-
-        super().__init__(*args, resume_gate=gate if resume_gate is not None else None, **named)
-        self._environment = environment
-
-    async def generate_member(
-        self, group: Group, member: int, partial: PartialResponse = PartialResponse(), resumes: int = 0
-    ) -> Rollout:
-        """See SingleTurn."""
-        seed = rollout_seed(self._run_seed, group.index, member, self._prefix)
-        turns, version = 0, -1
-        try:
-            rollout = await super().generate_member(group, member, partial, resumes)
-        finally:
-            turns, version = self._environment.forget(seed)
-        failure = rollout.failure
-        if failure is not None and failure.cause.startswith(_SANDBOX):
-            failure = msgspec.structs.replace(failure, boundary="sandbox")
-        return msgspec.structs.replace(rollout, failure=failure, turns=max(1, turns), environment_version=version)
 
 
 def _wake(waiting: asyncio.Future[None]) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from headway.generator.fake import FakeGenerator
 from headway.orchestrator.assembly import Actors, assemble
 from headway.orchestrator.run import Run
-from headway.planner.environment import EnvironmentGenerator, SimulatedRollout
+from headway.planner.environment import EnvironmentGenerator
 from headway.planner.outcome import SimulationOutcome, measure
 from headway.planner.scenario import GeneratorHardware, Scenario
 from headway.planner.workload import WorkloadModel
@@ -25,7 +25,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.generation import GenerationRequest
 from headway.records.ledger import LedgerLine
 from headway.records.training import TrainBatch
-from headway.rollout.fake import FakeVerifier
+from headway.rollout.fake import FakeRollout, FakeVerifier
 from headway.runtime.clock import Clock, run_virtual
 from headway.runtime.ledger import EVENT_SIMULATED, Ledger, read_ledger
 from headway.runtime.line_file import LineFile
@@ -153,7 +153,7 @@ class World:
             cpu_s=lambda: 0.0,  # the simulation's own time is none of the run's
         )
         if several:
-            actors.rollouts = functools.partial(SimulatedRollout, environment=self.environment)
+            actors.rollouts = functools.partial(FakeRollout, environment=self.environment)
         return actors
 
     def _trainer(self, clock: Clock) -> FakeTrainer:
