@@ -16,6 +16,7 @@ from headway.orchestrator.run import Run
 from headway.orchestrator.state import RunState
 from headway.orchestrator.task_sets import training_weights
 from headway.records.clients import Generator, Trainer, Verifier
+from headway.records.control import Knobs
 from headway.records.ledger import LedgerLine
 from headway.records.task import Task
 from headway.records.trace import TraceLine
@@ -50,7 +51,7 @@ def assemble(
     advantage that doesn't exist: the first batch would be too late."""
     resolve_advantage(experiment.algorithm.advantage)
     queue = experiment.queue
-    state = RunState(clock=clock, groups_per_step=queue.groups_per_step)
+    state = RunState(clock=clock, groups_per_step=queue.groups_per_step, knobs=first_knobs(experiment))
     wrap = actors.wrap_generate
     generate = actors.generator.generate if wrap is None else wrap(actors.generator.generate)
     buffer = GroupBuffer(buffer_path, queue.groups_per_step * (queue.budget + 1), clock)
@@ -87,3 +88,12 @@ def assemble(
         started_s=clock.now(),
     )
     return Run(context, rollouts(experiment.evaluation.temperature))
+
+
+def first_knobs(experiment: Experiment) -> Knobs:
+    """The knobs as the experiment sets them."""
+    return Knobs(
+        open_groups=None,
+        concurrent_rollouts=experiment.concurrent_rollouts,
+        steps_per_publish=experiment.weights.steps_per_publish,
+    )

@@ -63,10 +63,12 @@ class Dispatch:
         )
         # A group that no step is left for would be generated in vain.
         by_steps = experiment.queue.groups_per_step * (experiment.run.steps - state.version) - state.open_groups
-        return max(0, min(by_budget, by_steps, self._free_rollouts() // size))
+        most = state.knobs.open_groups
+        by_knob = by_budget if most is None else most - state.open_groups
+        return max(0, min(by_budget, by_steps, by_knob, self._free_rollouts() // size))
 
     def _free_rollouts(self) -> int:
-        return self._run.experiment.concurrent_rollouts - self._run.state.running_rollouts
+        return self._run.state.knobs.concurrent_rollouts - self._run.state.running_rollouts
 
     def _open(self, applied_version: int) -> None:
         run = self._run

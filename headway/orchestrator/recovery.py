@@ -43,6 +43,7 @@ async def revive(run: RunContext, version: int) -> int:
                 raise
         else:
             await run.generator.update_weights(weights)
+            run.state.published_version = version
             run.event("trainer_restored", f"version {version}", replayed=replayed)
             return replayed
     raise AssertionError("unreachable")

@@ -60,6 +60,7 @@ class Run:
         try:
             replayed = await restore_trainer(run, until=version)
             await run.generator.update_weights(await run.trainer.publish(version))
+            run.state.published_version = version
         except WorkerDied as death:
             run.event("worker_died", death.cause, worker=death.worker)
             replayed = await revive(run, version)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from headway.control.books import Books
 from headway.control.staleness import OpenGroup
+from headway.records.control import Knobs
 from headway.records.rollout import FinishedGroup, Group
 from headway.runtime.clock import Clock
 
@@ -49,12 +50,14 @@ class RunState:
 
     clock: Clock
     groups_per_step: int
+    knobs: Knobs
     books: Books = field(default_factory=Books)
     changed: Signal = field(default_factory=Signal)
     running: dict[int, RunningGroup] = field(default_factory=dict)
     finished: dict[int, FinishedGroup] = field(default_factory=dict)  # buffered: verified, committed, not trained
     finished_at_s: dict[int, float] = field(default_factory=dict)
     version: int = 0  # completed training steps
+    published_version: int = 0  # the newest that the generator was pointed at
     admitted: int = 0  # admission index of the next group
     draining: bool = False  # admission is closed: the run is ending
     update: asyncio.Task[None] | None = None  # the weight update under way
