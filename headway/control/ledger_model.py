@@ -22,7 +22,7 @@ from headway.records.ledger import StepRecord
 
 LEAST_STEPS = 2
 _LEAST_ACCEPTANCE = 0.05
-_LEAST_DELAY = 0.1  # of the time requests hold their slots: less is within the error of that estimate
+_LEAST_OTHER = 0.1  # of the time requests hold their slots: less is within the error of that estimate
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +125,7 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
     seconds = sum(r.step_s for r in steps)
     samples = sum(r.samples for r in steps)
     lengths = ledger_lengths(steps, shape.max_response_tokens)
-    decode, running = _decode(steps)
+    decode, running = decode_line(steps)
     train = fit_line(
         [(float(r.flow.trained_tokens), training_s(r)) for r in steps], prior_share=0.85, prior_error=0.15
     )
@@ -135,6 +135,10 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
     prompt = sum(r.flow.prompt_tokens for r in steps) / responses
     slots = min(shape.slots, kv_slots(shape, prompt + lengths.mean_tokens))
     in_generation = sum(r.flow.generating_s for r in steps) / seconds
+    held = _held(steps, slots * shape.replicas, in_generation, running)
+    decode = msgspec.structs.replace(
+        decode, slope=decode.slope / held.per_decoding, x_mean=decode.x_mean * held.per_decoding
+    )
     flow = steps[-1].flow
     verify_s = sum(r.verify_s for r in steps)
     model = QueueModel(
@@ -150,7 +154,7 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
         length_at=lengths.at,
         group_correlation=_correlation(steps, shape.group_size),
         prompt_tokens=prompt,
-        delay_s=_delay_s(steps, slots * shape.replicas, in_generation, running, responses),
+        delay_s=held.other_s / responses,
         decode_fixed_s=decode.fixed,
         decode_request_s=decode.slope,
         lent_share=shape.lent_share,
@@ -170,7 +174,7 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
         steps=len(steps),
         seconds=seconds,
         samples_per_s=rate,
-        noise=_noise(steps, rate),
+        noise=relative_noise(steps, rate),
         useful_share=sum(r.flow.useful_samples for r in steps) / samples,
         staleness_mean=sum(r.trajectory_staleness.mean * r.samples for r in steps) / samples,
         acceptance_error=math.sqrt(acceptance * (1 - acceptance) / max(1, finished)),
@@ -237,21 +241,21 @@ def _least_squares(points: Sequence[tuple[float, float]]) -> tuple[float, float,
     return slope * x_mean / y_mean, error * x_mean / y_mean, x_mean, y_mean
 
 
-def _decode(steps: Sequence[StepRecord]) -> tuple[Line, float]:
+def decode_line(steps: Sequence[StepRecord]) -> tuple[Line, float]:
     """(seconds of a decode step over the requests of one replica, mean requests).
 
     From the engines' own counters where they count decode steps: prefills are then part of a step. Else from the time
     between two tokens as rollouts saw it, less the time in which nothing was generated at all.
     """
-    points = [point for r in steps if (point := _decode_point(r)) is not None]
+    points = [point for r in steps if (point := decode_point(r)) is not None]
     if not points:
         return Line(fixed=0.0, slope=0.0, share=0.0, share_error=0.0, identified=False), 0.0
     line = fit_line(points, prior_share=0.5, prior_error=0.3)
     busy = sum(r.flow.generator_busy_s for r in steps)
-    return line, sum(x * r.flow.generator_busy_s for r in steps if (p := _decode_point(r)) for x in p[:1]) / busy
+    return line, sum(x * r.flow.generator_busy_s for r in steps if (p := decode_point(r)) for x in p[:1]) / busy
 
 
-def _decode_point(record: StepRecord) -> tuple[float, float] | None:
+def decode_point(record: StepRecord) -> tuple[float, float] | None:
     """(requests of one replica, seconds of its decode step) in the mean of one step."""
     flow = record.flow
     if not flow.generated_tokens or flow.generator_busy_s <= 0:
@@ -266,20 +270,30 @@ def _decode_point(record: StepRecord) -> tuple[float, float] | None:
     return flow.generated_tokens * token_s / flow.generator_busy_s, token_s
 
 
-def _delay_s(
-    steps: Sequence[StepRecord], slots: int, in_generation: float, running: float, responses: int
-) -> float:
-    """Seconds that a request holds its slot before its first token, where the engines don't count it as a decode step:
-    slots held (all, when as many rollouts are in generation) less those that decode."""
-    if any(r.flow.decode_steps for r in steps):
-        return 0.0
+class _Held(msgspec.Struct, frozen=True, kw_only=True):
+    """Slots, in request-seconds while the generator computed."""
+
+    decoding_s: float
+    other_s: float  # tools, or a prefill that is no part of a decode step
+
+    @property
+    def per_decoding(self) -> float:
+        return (self.decoding_s + self.other_s) / self.decoding_s if self.decoding_s else 1.0
+
+
+def _held(steps: Sequence[StepRecord], slots: int, in_generation: float, running: float) -> _Held:
+    """Slots held (all, when as many rollouts are in generation) beyond those that decode. What decoded is known from
+    the engines (requests x time) and from the rollouts (tokens x time between two); the larger one errs on the side of
+    nothing else."""
     busy_s = sum(r.flow.generator_busy_s for r in steps)
     with_work_s = sum(r.flow.generator_s * (1.0 - r.generator_wait_ratio) for r in steps)
-    seconds = sum(r.step_s for r in steps)
     active = min(1.0, busy_s / with_work_s) if with_work_s > 0 else 1.0
-    held_s = min(in_generation, slots) * seconds * active
-    left_s = held_s - running * busy_s
-    return left_s / responses if left_s > _LEAST_DELAY * held_s else 0.0
+    tokens, timed = sum(r.flow.generated_tokens for r in steps), sum(r.flow.decode_tokens for r in steps)
+    token_s = sum(r.flow.decode_s for r in steps) / timed if timed else 0.0
+    decoding_s = max(running * busy_s, tokens * token_s * active)
+    held_s = min(in_generation, slots) * sum(r.step_s for r in steps) * active
+    other_s = held_s - decoding_s
+    return _Held(decoding_s=decoding_s, other_s=other_s if other_s > _LEAST_OTHER * held_s else 0.0)
 
 
 # --- the rest --------------------------------------------------------------------------------------------
@@ -325,7 +339,7 @@ def _of_one(values: Iterable[float]) -> float:
     return median(happened) if happened else 0.0
 
 
-def _noise(steps: Sequence[StepRecord], rate: float) -> float:
+def relative_noise(steps: Sequence[StepRecord], rate: float) -> float:
     """Standard error of samples / seconds, relative: of a ratio of sums over steps."""
     count = len(steps)
     left = sum((r.samples - rate * r.step_s) ** 2 for r in steps)

@@ -205,6 +205,7 @@ class FakeGenerator:
                 idle_s=self._idle_s,
                 paused_s=self._paused_s,
                 lent_s=self._lent_s,
+                decode_steps=round(self._work),
             )
         ]
 
