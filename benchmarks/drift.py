@@ -56,7 +56,7 @@ class Load:
     length: float = 1.0  # factor of the response lengths
     tool_s: float = 0.1  # a request holds its slot so long before its first token
     solved: float = 0.0  # share of the tasks that every attempt solves
-    train_token_s: float = 3.2e-4
+    train_token_s: float = 8e-4
     verify_s: float = 0.002  # a response
 
 
@@ -74,9 +74,9 @@ SCENARIOS = (
     Scenario("lengths x 3", Load(length=3.0)),
     Scenario("tools x 2.5", Load(tool_s=1.25), before=Load(tool_s=0.5)),
     Scenario("55 % all solved", Load(solved=0.55)),
-    Scenario("slow trainer", Load(train_token_s=8e-4)),
-    Scenario("fast trainer", Load(train_token_s=1.6e-4), before=Load(train_token_s=4e-4)),
-    Scenario("slow verifier", Load(verify_s=0.02)),
+    Scenario("slow trainer", Load(), before=Load(train_token_s=3.2e-4)),
+    Scenario("fast trainer", Load(train_token_s=2e-4)),
+    Scenario("slow verifier", Load(verify_s=0.03)),
     Scenario("verifier spike", Load(), before=Load(), back_after=6),
 )
 

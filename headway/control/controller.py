@@ -370,7 +370,8 @@ def _measured(
         return None
     seconds = sum(r.step_s for r in after)
     rate = sum(r.samples for r in after) / seconds
-    noise = math.hypot(trial.noise, relative_noise(after, rate))
+    spread = relative_noise(window, sum(r.samples for r in window) / sum(r.step_s for r in window))
+    noise = math.hypot(trial.noise, max(relative_noise(after, rate), spread * math.sqrt(len(window) / len(after))))
     ratio = rate / trial.rate
     done = msgspec.structs.replace(state, trial=None)
     said = Action(
