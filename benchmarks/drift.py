@@ -188,7 +188,8 @@ def grid(quick: bool) -> list[Knobs]:
     opens = (None, most // 2) if quick else (None, most * 2 // 3, most * 4 // 10)
     concurrent = (72, 36) if quick else (72, 48, 28)
     return [
-        Knobs(open_groups=a, concurrent_rollouts=b, steps_per_publish=1) for a, b in itertools.product(opens, concurrent)
+        Knobs(open_groups=a, concurrent_rollouts=b, steps_per_publish=1)
+        for a, b in itertools.product(opens, concurrent)
     ]
 
 
@@ -231,9 +232,7 @@ def measure(scenario: Scenario, *, seeds: int, settle: int, count: int, quick: b
     runs = [run(drifting, steps=steps, seed=seed, mode="act") for seed in range(seeds)]
     shares = [_rate(runs, start + s, count) / _rate(tried[best], start + s, count) for s in range(2 * LIMIT_STEPS)]
     reached = next((s for s, share in enumerate(shares) if share >= ENOUGH), None)
-    held = [
-        run(drifting, steps=steps, seed=seed, knobs=_knobs_at(one, change_at - 1)) for seed, one in enumerate(runs)
-    ]
+    held = [run(drifting, steps=steps, seed=seed, knobs=_knobs_at(one, change_at - 1)) for seed, one in enumerate(runs)]
     recovery = Recovery(
         name=scenario.name,
         optimum_per_s=_rate(tried[best], late, count),
@@ -274,7 +273,9 @@ def main() -> int:
     options = parser.parse_args()
     seeds, settle, count = (1, 40, 40) if options.quick else (options.seeds, 40, 60)
     results: dict[str, dict[str, object]] = {}
-    print("scenario            optimum/s  share  recovered  steps  staleness (optimum's)  knobs left alone  best fixed knobs")
+    print(
+        "scenario            optimum/s  share  recovered  steps  staleness (optimum's)  knobs left alone  best fixed knobs"
+    )
     for scenario in SCENARIOS:
         if options.only not in scenario.name:
             continue

@@ -22,6 +22,7 @@ from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.batches import build_batch
+from headway.records.clients import Watch
 from headway.records.generation import GenerationRequest, GenerationResult
 from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.records.training import TrainBatch
@@ -73,11 +74,11 @@ class Shape:
     def force(self, generate: Generate) -> Generate:
         """``generate`` with every response as long as its seed says."""
 
-        def forced(request: GenerationRequest) -> Awaitable[GenerationResult]:
+        def forced(request: GenerationRequest, watch: Watch | None = None, /) -> Awaitable[GenerationResult]:
             sampling = msgspec.structs.replace(
                 request.sampling, max_tokens=self.length(request.sampling.seed), stop_token_ids=(), stop=()
             )
-            return generate(msgspec.structs.replace(request, sampling=sampling))
+            return generate(msgspec.structs.replace(request, sampling=sampling), watch)
 
         return forced
 

@@ -176,10 +176,40 @@ def policies() -> str:
     return "\n".join(lines)
 
 
+def surplus() -> str:
+    """What becomes of groups that are unfinished when a batch is full; a heavy tail of lengths."""
+    columns = "samples/s | trained / opened | tokens wasted | parked | mean length trained | staleness, mean (max)"
+    lines = [f"| η | oversampling | surplus | {columns} |", "| --- " * 9 + "|"]
+    rows: list[tuple[int, float | None, str]] = [
+        *((0, None, "continue"), (0, 2.0, "discard"), (3, None, "continue")),
+        *((3, 2.0, "continue"), (3, 2.0, "park"), (3, 2.0, "discard")),
+    ]
+    for budget, oversampling, kind in rows:
+        queue = {"surplus": kind} | ({} if oversampling is None else {"oversampling": oversampling})
+        outcome, _ = run(budget, steps=LONG, longest=400, queue=queue)
+        steps = outcome.steps
+        lengths = [len(s.rollout.response_ids) for batch in outcome.trainer.batches for s in batch.samples]
+        ended: dict[str, int] = {}
+        for step in steps:
+            for ending, tokens in step.ended_tokens.items():
+                ended[ending] = ended.get(ending, 0) + tokens
+        wasted = 1.0 - ended["trained"] / sum(ended.values())
+        trajectory = [step.trajectory_staleness for step in steps]
+        lines.append(
+            f"| {budget} | {'' if oversampling is None else oversampling} | `{kind}` "
+            f"| {len(lengths) / sum(step.step_s for step in steps):.2f} "
+            f"| {len(lengths)} / {sum(step.admitted_rollouts for step in steps)} | {wasted:.0%} "
+            f"| {sum(step.parkings for step in steps)} times | {sum(lengths) / len(lengths):.1f} "
+            f"| {sum(one.mean for one in trajectory) / len(steps):.2f} ({max(one.max for one in trajectory):.0f}) |"
+        )
+    return "\n".join(lines)
+
+
 def figures() -> dict[str, str]:
     """Name of each figure in docs/async.md, and its text."""
     drawn = {f"timeline-{budget}": f"```text\n{timeline(budget)}\n```" for budget in (0, 1, 4)}
-    return drawn | {"budgets": budgets(), "publishing": publishing(), "modes": modes(), "policies": policies()}
+    tables = (budgets, publishing, surplus, modes, policies)
+    return drawn | {table.__name__: table() for table in tables}
 
 
 def with_figures(page: str) -> str:

@@ -152,6 +152,9 @@ def _audit_rollouts(
         report.expect(payloads[index] == wanted, f"group {index}: {payloads[index]} payloads, {wanted} expected")
         report.expect(not (kept and task_missing), f"group {index}: its task is missing")
     report.expect(payloads.keys() <= groups.keys(), "there are payloads of unknown groups")
+    for (index,) in connection.execute("SELECT DISTINCT id >> 16 FROM partials").fetchall():
+        is_open = index in groups and groups[index][1] == "open"
+        report.expect(is_open, f"group {index} has parked members, but isn't open")
     report.expect(
         report.admitted_rollouts == report.rollouts.total(),
         f"{report.admitted_rollouts} rollouts admitted, {report.rollouts.total()} accounted for",

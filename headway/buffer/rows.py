@@ -11,7 +11,7 @@ import msgspec
 from headway.control.books import Books
 from headway.control.length_bias import LengthBias
 from headway.records.errors import BufferCorrupt
-from headway.records.rollout import FinishedGroup, Group, Rollout
+from headway.records.rollout import FinishedGroup, Group, Parked, Rollout
 from headway.records.task import Task
 
 Outcome = Literal["trained", "skipped"]
@@ -20,6 +20,7 @@ MEMBER_BITS = 16  # a group has fewer than 2 ** 16 members
 INSERT_ROLLOUT = "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 _rollout_decoder = msgspec.msgpack.Decoder(Rollout)
+_parked_decoder = msgspec.msgpack.Decoder(Parked)
 _task_decoder = msgspec.json.Decoder(Task)
 _ids_decoder = msgspec.msgpack.Decoder(tuple[int, ...])
 
@@ -39,6 +40,7 @@ class OpenRecord(msgspec.Struct, frozen=True, kw_only=True):
     group: Group
     state: Literal["open", "buffered", "batched"]
     rollouts: tuple[Rollout, ...]  # failed ones included; none while it is open
+    parked: tuple[Parked, ...] = ()  # what its members had when they were parked, while it is open
 
     @property
     def finished(self) -> FinishedGroup | None:
@@ -100,6 +102,12 @@ def read_rollouts(connection: sqlite3.Connection, index: int) -> tuple[Rollout, 
     """The finished members of a group that are stored, by member."""
     rows = connection.execute("SELECT body FROM payloads WHERE id BETWEEN ? AND ? ORDER BY id", payload_ids(index))
     return tuple(_rollout_decoder.decode(body) for (body,) in rows)
+
+
+def read_parked(connection: sqlite3.Connection, index: int) -> tuple[Parked, ...]:
+    """What the members of an open group had when they were last parked, by member."""
+    rows = connection.execute("SELECT body FROM partials WHERE id BETWEEN ? AND ? ORDER BY id", payload_ids(index))
+    return tuple(_parked_decoder.decode(body) for (body,) in rows)
 
 
 def read_books(connection: sqlite3.Connection, next_index: int, open_sizes: Mapping[int, int]) -> Books:

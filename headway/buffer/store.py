@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +25,14 @@ from headway.buffer.rows import (
     read_books,
     read_group,
     read_length_bias,
+    read_parked,
     read_rollouts,
     rollout_row,
 )
 from headway.control.books import Books
 from headway.control.length_bias import LengthBias
 from headway.records.errors import BooksUnbalanced, BufferCorrupt, BufferFull, HeadwayError
-from headway.records.rollout import ENDINGS, Batch, Ending, FinishedGroup, Group, Rollout
+from headway.records.rollout import ENDINGS, Batch, Ending, FinishedGroup, Group, Parked, Rollout
 from headway.runtime.clock import Clock, RealClock
 
 
@@ -163,8 +164,9 @@ class GroupBuffer:
         self._peak = max(self._peak, len(self._entries))
 
     def finish_group(self, finished: FinishedGroup, ending: Ending | None = None, reason: str = "") -> None:
-        """Commit the members; those that left (failed, filtered, pruned) end here. The group is then buffered, or ends at once with ``ending``
-        (failed, filtered). Raises BooksUnbalanced when the group isn't open or a member is missing or twice."""
+        """Commit the members; those that left (failed, filtered, pruned) end here. The group is then buffered, or ends
+        at once with ``ending`` (failed, filtered, pruned). Raises BooksUnbalanced when the group isn't open or a member
+        is missing or twice."""
         index = finished.group.index
         entry = self._entry(index, "open")
         members = [rollout.member for rollout in finished.rollouts]
@@ -179,6 +181,7 @@ class GroupBuffer:
             connection.execute(
                 "UPDATE groups SET state = 'buffered', first_version = ? WHERE idx = ?", (finished.first_version, index)
             )
+            self._delete_partials(connection, index)
             if ending is not None:
                 self._end(connection, index, ending, reason, None)
         if ending is None:
@@ -187,16 +190,27 @@ class GroupBuffer:
         else:
             del self._entries[index]
 
-    def end_group(self, index: int, ending: Ending, reason: str) -> None:
+    def park(self, parked: Parked) -> None:
+        """Keep what a member of an open group has so far, until its group finishes or ends; replaces what was kept.
+        Raises BooksUnbalanced when the group isn't open."""
+        entry = self._entry(parked.group, "open")
+        if not 0 <= parked.member < entry.size:
+            raise BooksUnbalanced(f"member {parked.member} of group {parked.group}, which has {entry.size}, is parked")
+        with self._transaction() as connection:
+            row = (payload_id(parked.group, parked.member), self._encoder.encode(parked))
+            connection.execute("REPLACE INTO partials VALUES (?, ?)", row)
+
+    def end_group(self, index: int, ending: Ending, reason: str, lengths: Mapping[int, int] | None = None) -> None:
         """End a group that is open or buffered: its members end with ``ending`` and ``reason``, unless they failed.
 
-        What an unfinished member had reached is not known here: its length counts as 0. Raises BooksUnbalanced when
-        the group has ended, is in a batch, or for ``trained`` (only ``complete_step`` trains).
+        ``lengths``: response tokens that unfinished members had reached, by member; 0 where it isn't known. Raises
+        BooksUnbalanced when the group has ended, is in a batch, or for ``trained`` (only ``complete_step`` trains).
         """
         entry = self._entry(index, "open", "buffered")
         self._require_ending(index, ending)
+        reached = lengths or {}
         unfinished = range(entry.size) if entry.state == "open" else ()
-        rows = [(index, m, 0, ending, reason, *[None] * 4, 0, 0, -1, *[None] * 4) for m in unfinished]
+        rows = [(index, m, 0, ending, reason, *[None] * 4, reached.get(m, 0), 0, -1, *[None] * 4) for m in unfinished]
         with self._transaction() as connection:
             connection.executemany(INSERT_ROLLOUT, rows)
             self._end(connection, index, ending, reason, None)
@@ -296,6 +310,7 @@ class GroupBuffer:
                     group=read_group(self._connection, index),
                     state=entry.state,
                     rollouts=read_rollouts(self._connection, index),
+                    parked=read_parked(self._connection, index),
                 )
                 for index, entry in sorted(self._entries.items())
             ]
@@ -441,6 +456,10 @@ class GroupBuffer:
         )
         if ending != "trained":
             self._delete_payloads(connection, index)
+            self._delete_partials(connection, index)
+
+    def _delete_partials(self, connection: sqlite3.Connection, index: int) -> None:
+        connection.execute("DELETE FROM partials WHERE id BETWEEN ? AND ?", payload_ids(index))
 
     def _delete_payloads(self, connection: sqlite3.Connection, index: int) -> None:
         connection.execute("DELETE FROM payloads WHERE id BETWEEN ? AND ?", payload_ids(index))

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from headway.config.section import Positive, Section
 
-KnobName = Literal["open_groups", "concurrent_rollouts", "steps_per_publish"]
+KnobName = Literal["open_groups", "concurrent_rollouts", "steps_per_publish", "resting"]
 
 
 class Control(Section):
@@ -18,8 +18,12 @@ class Control(Section):
     interval_steps: Positive = 2  # least steps between two decisions; they are what a decision is based on
     pin: tuple[KnobName, ...] = ()  # knobs that stay as the experiment sets them
     max_steps_per_publish: Positive = 4  # the most it publishes as seldom as; queue.budget + 1 where that is less
-    length_bias_limit: Annotated[float, Field(ge=0, le=1)] = 0.1  # KS that scheduling may cause: beyond it, no more load
-    staleness_tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.01  # share of the best rate given up for younger samples
+    length_bias_limit: Annotated[float, Field(ge=0, le=1)] = (
+        0.1  # KS that scheduling may cause: beyond it, no more load
+    )
+    staleness_tolerance: Annotated[float, Field(ge=0, lt=1)] = (
+        0.01  # share of the best rate given up for younger samples
+    )
 
     @field_validator("pin")
     @classmethod

@@ -5,6 +5,7 @@ One TOML file holds a whole experiment. Unknown keys are errors (``load.py`` nam
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -92,7 +93,14 @@ class Queue(Section):
     budget: NonNegative = 4  # eta: largest trajectory staleness trained on; 0 is synchronous
     overdue: Literal["wait", "drop", "mask"] = "wait"  # of groups at the budget's edge: docs/async.md
     max_concurrent_rollouts: Positive | None = None  # default: all slots, plus queue_ahead_groups x group_size
+    oversampling: Annotated[float, Field(ge=1)] | None = None  # open groups / those of a batch; default: all admitted
+    surplus: Literal["continue", "park", "discard"] = "continue"  # of groups unfinished when a batch is full
     max_resumes: NonNegative = 2  # a rollout parked so often runs uninterrupted from then on
+    budget_s: Seconds | None = None  # groups that have been open for longer end as overdue, whatever `overdue` says
+    max_token_staleness: NonNegative | None = None  # tokens staler than this are old; default: none is
+    old_tokens: Literal["mask", "train"] = "mask"  # carry no loss, or train as if the present weights had sampled them
+    max_environment_staleness: NonNegative | None = None  # of a parked rollout's environment; default: any
+    stale_environment: Literal["restart", "fail"] = "restart"  # a staler one: the rollout begins anew, or fails
     filter_zero_variance: bool = True  # groups whose rewards are all equal end as filtered: they teach nothing
     min_valid_ratio: Annotated[float, Field(gt=0, le=1)] = 0.5  # a group with fewer members without failure fails
     give_up_after_batches: Positive = 100  # the run ends when groups of so many batches in a row end untrained
@@ -290,6 +298,7 @@ class Experiment(Section):
                 "control.mode = 'act' sets the run's knobs by the times it measures, which run.deterministic = true "
                 "excludes: valid: 'off' or 'advise'"
             )
+        self._require_surplus()
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
         if truncated and not self.algorithm.allow_truncated_sampling:
             raise ValueError(
@@ -303,6 +312,42 @@ class Experiment(Section):
                 f"{self.rollout.group_size} must be at least 2"
             )
         return self
+
+    def _require_surplus(self) -> None:
+        queue = self.queue
+        if queue.surplus != "continue" and queue.oversampling is None:
+            raise ValueError(
+                f"queue.surplus = {queue.surplus!r} needs queue.oversampling: groups open for each in a batch"
+            )
+        if queue.surplus != "discard" and queue.oversampling is not None and queue.oversampling > queue.budget + 1:
+            raise ValueError(
+                f"queue.oversampling = {queue.oversampling:g} with queue.budget = {queue.budget}: surplus that is kept "
+                f"is trained later, so at most budget + 1 = {queue.budget + 1} times a batch can be open; or queue."
+                "surplus = 'discard'"
+            )
+
+    @property
+    def surplus_groups(self) -> int:
+        """Groups that may be open beyond what admission allows, because surplus is discarded."""
+        queue = self.queue
+        if queue.surplus != "discard" or queue.oversampling is None:
+            return 0
+        return math.ceil(queue.oversampling * queue.groups_per_step) - queue.groups_per_step
+
+    @property
+    def open_groups(self) -> int | None:
+        """Most groups open at once, as queue.oversampling says; None: all that admission allows."""
+        queue = self.queue
+        return None if queue.oversampling is None else math.ceil(queue.oversampling * queue.groups_per_step)
+
+    @property
+    def token_budget(self) -> int | None:
+        """Staleness beyond which tokens carry no loss; None: all do."""
+        queue = self.queue
+        limits = [queue.budget] if queue.overdue == "mask" else []
+        if queue.max_token_staleness is not None and queue.old_tokens == "mask":
+            limits.append(queue.max_token_staleness)
+        return min(limits, default=None)
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -333,6 +378,7 @@ RESUMABLE_KEYS: frozenset[str] = frozenset(
         "generator.update_mode",
         "queue.give_up_after_batches",
         "queue.max_concurrent_rollouts",
+        "queue.max_resumes",
         "trainer.devices",
         "trainer.micro_batch_tokens",
         "trainer.shared_prefix",

@@ -14,22 +14,33 @@ open, the new group included, fits into them. ``staleness.select_batch`` keeps t
 from __future__ import annotations
 
 
-def credit(*, open_groups: int, completed_steps: int, applied_version: int, groups_per_step: int, budget: int) -> int:
+def credit(
+    *,
+    open_groups: int,
+    completed_steps: int,
+    applied_version: int,
+    groups_per_step: int,
+    budget: int,
+    surplus_groups: int = 0,
+) -> int:
     """How many groups may open now, >= 0.
 
     open_groups: groups running, parked, buffered or in the batch being trained (its step is not completed).
     completed_steps: training steps that made a version (a skipped step makes none).
     applied_version: lowest version applied by any live generator replica, <= completed_steps.
     groups_per_step: groups of one batch. budget: eta, largest trajectory staleness trained on.
+    surplus_groups: so many more may be open, because at the next batch all that is unfinished is discarded and what
+    finished beyond the batch is kept only if it can be trained in time.
 
     Raises ValueError when an argument is out of range.
     """
-    if groups_per_step < 1 or budget < 0 or open_groups < 0:
-        raise ValueError(f"groups_per_step {groups_per_step} >= 1, budget {budget} >= 0, open {open_groups} >= 0")
+    if groups_per_step < 1 or min(budget, open_groups, surplus_groups) < 0:
+        counts = f"budget {budget}, open {open_groups}, surplus {surplus_groups}"
+        raise ValueError(f"groups_per_step {groups_per_step} must be >= 1; {counts} must be >= 0")
     if not 0 <= applied_version <= completed_steps:
         raise ValueError(f"applied version {applied_version} is not within 0..{completed_steps} (completed steps)")
     room = groups_per_step * (applied_version + budget + 1 - completed_steps)
-    return max(0, room - open_groups)
+    return max(0, room + surplus_groups - open_groups)
 
 
 def may_open(

@@ -80,6 +80,7 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
     most_open: int  # what admission allows at best
     least_open: int
     most_steps_per_publish: int
+    shared: tuple[int, ...] = ()  # replicas on the trainer's devices, where others are left to generate
     pinned: frozenset[KnobName] = frozenset()
     interval_steps: int = 2
     length_bias_limit: float = 0.1
@@ -94,13 +95,14 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
         """As a number: no limit on open groups is as many as admission allows."""
         if name == "open_groups":
             return self.most_open if knobs.open_groups is None else min(knobs.open_groups, self.most_open)
-        return getattr(knobs, name)
+        return len(knobs.resting) if name == "resting" else getattr(knobs, name)
 
     def bounds(self, name: KnobName) -> tuple[int, int]:
         return {
             "open_groups": (self.least_open, self.most_open),
             "concurrent_rollouts": (self.least_concurrent, self.most_concurrent),
             "steps_per_publish": (1, self.most_steps_per_publish),
+            "resting": (0, len(self.shared)),
         }[name]
 
     def with_value(self, knobs: Knobs, name: KnobName, value: int) -> Knobs:
@@ -109,6 +111,8 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
         kept = max(low, min(high, value))
         if name == "open_groups":
             return msgspec.structs.replace(knobs, open_groups=None if kept >= self.most_open else kept)
+        if name == "resting":
+            return msgspec.structs.replace(knobs, resting=self.shared[len(self.shared) - kept :])
         if name == "concurrent_rollouts":
             return msgspec.structs.replace(knobs, concurrent_rollouts=kept)
         return msgspec.structs.replace(knobs, steps_per_publish=kept)
@@ -123,18 +127,20 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
         return knobs
 
 
-def limits_of(experiment: Experiment, lent_replicas: int = 0) -> ControlLimits:
-    """What the experiment allows."""
+def limits_of(experiment: Experiment, shared: Sequence[int] = ()) -> ControlLimits:
+    """What the experiment allows. ``shared``: replicas on the trainer's devices."""
     queue, control = experiment.queue, experiment.control
+    apart = len(experiment.generator.devices) - len(shared)
     return ControlLimits(
-        shape=shape_of(experiment, lent_replicas),
+        shape=shape_of(experiment, len(shared)),
         most_concurrent=experiment.concurrent_rollouts,
         least_concurrent=experiment.rollout.group_size,
-        most_open=queue.groups_per_step * (queue.budget + 1),
+        most_open=queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups,
         least_open=queue.groups_per_step,
         most_steps_per_publish=max(
             experiment.weights.steps_per_publish, min(control.max_steps_per_publish, queue.budget + 1)
         ),
+        shared=tuple(shared) if apart else tuple(shared)[1:],
         pinned=frozenset(control.pin),
         interval_steps=control.interval_steps,
         length_bias_limit=control.length_bias_limit,
@@ -266,6 +272,8 @@ def _allowed(state: ControllerState, evidence: Evidence, limits: ControlLimits) 
             return False
         if name == "steps_per_publish":
             return True
+        if name == "resting":
+            up = not up
         if up:
             return not evidence.glut and evidence.bias <= limits.length_bias_limit
         return not evidence.starving
@@ -299,9 +307,7 @@ def _drift(records: Sequence[StepRecord]) -> tuple[int, str] | None:
     return (recent[0].step, reason) if reason else None
 
 
-def _change(
-    signal: Callable[[StepRecord], float], before: Sequence[StepRecord], recent: Sequence[StepRecord]
-) -> float:
+def _change(signal: Callable[[StepRecord], float], before: Sequence[StepRecord], recent: Sequence[StepRecord]) -> float:
     """Logarithm of the factor by which a signal has changed; 0 where that isn't beyond doubt."""
     then = [math.log(value) for r in before if (value := signal(r)) > 0]
     now = [math.log(value) for r in recent if (value := signal(r)) > 0]
@@ -461,7 +467,8 @@ def _by_model(
     younger = now.staleness_mean - then.staleness_mean
     strict = 2.0 ** max((_turns(state, name, target, limits) for name in KNOBS), default=0)
     worth = gain >= 1.0 + LEAST_GAIN * strict
-    fresh = younger >= strict * max(LEAST_YOUNGER, LEAST_YOUNGER_SHARE * now.staleness_mean)
+    settled = len(window) >= min(WINDOW, 2 * limits.patience_steps)  # younger samples can wait for a better estimate
+    fresh = settled and younger >= strict * max(LEAST_YOUNGER, LEAST_YOUNGER_SHARE * now.staleness_mean)
     if not worth and not (fresh and gain >= 1.0 - limits.tolerance - 1e-9):
         return Decision(state=idle)
     useful = found.samples_per_s * found.useful_share
@@ -516,9 +523,7 @@ def _turns(state: ControllerState, name: KnobName, target: Knobs, limits: Contro
 class _Search:
     """Settings around the present one, simulated."""
 
-    def __init__(
-        self, found: LedgerModel, state: ControllerState, evidence: Evidence, limits: ControlLimits
-    ) -> None:
+    def __init__(self, found: LedgerModel, state: ControllerState, evidence: Evidence, limits: ControlLimits) -> None:
         model = found.model
         self._model = msgspec.structs.replace(
             model,
@@ -533,18 +538,19 @@ class _Search:
         self._factors = _CAREFUL if abs(math.log(max(now, 1e-9) / found.samples_per_s)) > _FAR else _FACTORS
         events_s = found.model.publish_s + found.model.pause_s
         seldom = events_s * found.samples_per_s > 0.02 * limits.shape.samples_per_step
-        self._names = [name for name in KNOBS if name != "steps_per_publish" or seldom or state.knobs.steps_per_publish > 1]
+        publishing = seldom or state.knobs.steps_per_publish > 1
+        self._names = [name for name in KNOBS if publishing or name != "steps_per_publish"]
 
     def outcome(self, knobs: Knobs) -> QueueOutcome:
         if knobs not in self._outcomes:
-            self._outcomes[knobs] = simulate(with_knobs(self._model, knobs), rollouts=_ROLLOUTS)
+            self._outcomes[knobs] = simulate(self._with(knobs), rollouts=_ROLLOUTS)
         return self._outcomes[knobs]
 
     def best(self) -> Knobs:
         """Climb by rate, one knob after the other, then take the youngest within the tolerance around that."""
         top = self._state.knobs
         for name in self._names:
-            step = LEAST_GAIN if name == "steps_per_publish" else _CLIMB
+            step = LEAST_GAIN if name in ("steps_per_publish", "resting") else _CLIMB
             higher = max(self._options(name, top), key=self._rate, default=top)
             top = higher if self._rate(higher) > (1.0 + step) * self._rate(top) else top
         enough = (1.0 - self._limits.tolerance) * self._rate(top)
@@ -557,10 +563,13 @@ class _Search:
     def _confirmed(self, knobs: Knobs, top: Knobs) -> bool:
         """Whether other random lengths say the same of the rate."""
         rates = [
-            [simulate(with_knobs(self._model, one), seed=seed, rollouts=_ROLLOUTS).samples_per_s for seed in (1, 2)]
+            [simulate(self._with(one), seed=seed, rollouts=_ROLLOUTS).samples_per_s for seed in (1, 2)]
             for one in (knobs, top)
         ]
         return sum(rates[0]) >= (1.0 - self._limits.tolerance) * sum(rates[1])
+
+    def _with(self, knobs: Knobs) -> QueueModel:
+        return with_knobs(self._model, knobs, self._limits.shape)
 
     def _rate(self, knobs: Knobs) -> float:
         return self.outcome(knobs).samples_per_s
@@ -569,13 +578,15 @@ class _Search:
         """One knob moved, within the trust region (twofold from where it is now), its bounds and the guards."""
         limits = self._limits
         present, centre = limits.value(self._state.knobs, name), limits.value(around, name)
-        if name == "steps_per_publish":
-            wanted = {centre - 1, centre + 1, 2 * centre}
+        small = name in ("steps_per_publish", "resting")
+        if small:
+            wanted = {centre - 1, centre + 1}
         else:
             wanted = {round(centre * factor) for factor in self._factors}
         low, high = limits.bounds(name)
         found = {max(low, min(high, value)) for value in wanted}
-        kept = [v for v in sorted(found) if v != centre and present / 2 - 1e-9 <= v <= 2 * present and self._fits(name, v)]
+        near = [v for v in sorted(found) if v != centre and (small or present <= 2 * v <= 4 * present)]
+        kept = [v for v in near if self._fits(name, v)]
         return [limits.with_value(around, name, value) for value in kept]
 
     def _fits(self, name: KnobName, value: int) -> bool:
@@ -583,10 +594,14 @@ class _Search:
         return value == present or self._allowed(name, present, value)
 
 
-def with_knobs(model: QueueModel, knobs: Knobs) -> QueueModel:
+def with_knobs(model: QueueModel, knobs: Knobs, shape: RunShape) -> QueueModel:
+    """``model`` under other knobs."""
+    awake = max(1, shape.replicas - len(knobs.resting))
     return msgspec.structs.replace(
         model,
         open_groups=knobs.open_groups,
         concurrent_rollouts=knobs.concurrent_rollouts,
         steps_per_publish=knobs.steps_per_publish,
+        replicas=awake,
+        lent_share=max(0, shape.lent_replicas - len(knobs.resting)) / awake,
     )

@@ -126,20 +126,19 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
     samples = sum(r.samples for r in steps)
     lengths = ledger_lengths(steps, shape.max_response_tokens)
     decode, running = decode_line(steps)
-    train = fit_line(
-        [(float(r.flow.trained_tokens), training_s(r)) for r in steps], prior_share=0.85, prior_error=0.15
-    )
+    train = fit_line([(float(r.flow.trained_tokens), training_s(r)) for r in steps], prior_share=0.85, prior_error=0.15)
     finished = sum(r.flow.finished_groups for r in steps)
     accepted = sum(r.flow.accepted_groups for r in steps)
     acceptance = max(_LEAST_ACCEPTANCE, accepted / finished if finished else 1.0)
     prompt = sum(r.flow.prompt_tokens for r in steps) / responses
     slots = min(shape.slots, kv_slots(shape, prompt + lengths.mean_tokens))
     in_generation = sum(r.flow.generating_s for r in steps) / seconds
-    held = _held(steps, slots * shape.replicas, in_generation, running)
+    flow = steps[-1].flow
+    awake = max(1, shape.replicas - flow.resting)
+    held = _held(steps, slots * awake, in_generation, running)
     decode = msgspec.structs.replace(
         decode, slope=decode.slope / held.per_decoding, x_mean=decode.x_mean * held.per_decoding
     )
-    flow = steps[-1].flow
     verify_s = sum(r.verify_s for r in steps)
     model = QueueModel(
         groups_per_step=shape.groups_per_step,
@@ -148,7 +147,7 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
         overdue=shape.overdue,
         steps_per_publish=flow.steps_per_publish or shape.steps_per_publish,
         slots=slots,
-        replicas=shape.replicas,
+        replicas=awake,
         concurrent_rollouts=flow.concurrent_rollouts or shape.concurrent_rollouts,
         open_groups=flow.open_groups or None,
         length_at=lengths.at,
@@ -157,7 +156,7 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
         delay_s=held.other_s / responses,
         decode_fixed_s=decode.fixed,
         decode_request_s=decode.slope,
-        lent_share=shape.lent_share,
+        lent_share=max(0, shape.lent_replicas - flow.resting) / awake,
         train_fixed_s=train.fixed,
         train_token_s=train.slope,
         publish_s=_of_one(r.publish_s for r in steps),

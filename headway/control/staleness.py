@@ -24,6 +24,7 @@ from headway.records.errors import BudgetExceeded
 
 OpenState = Literal["running", "parked", "finished"]
 OverduePolicy = Literal["wait", "drop", "mask"]
+StaleEnvironment = Literal["restart", "fail"]
 
 
 class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +82,21 @@ def select_batch(
     if policy == "mask":
         return _select_masking(step, candidates, groups_per_step, budget)
     return _select_waiting(step, candidates, groups_per_step, budget)
+
+
+def resumption(
+    environment_version: int, version: int, limit: int | None, policy: StaleEnvironment
+) -> Literal["continue", "restart", "fail"]:
+    """How a parked member goes on at trainer version ``version``: in the environment that waits for it, whose oldest
+    effect is from ``environment_version`` (-1: it has none), unless that is staler than ``limit`` versions (None:
+    never); then ``policy`` says.
+
+    Environment-state staleness is a budget of its own: the tokens of a resumed rollout may be corrected for, but
+    a situation that an old policy made can't be.
+    """
+    if limit is None or environment_version < 0 or version - environment_version <= limit:
+        return "continue"
+    return policy
 
 
 def _age(group: OpenGroup) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 
+from headway.records.clients import Watch
 from headway.records.generation import (
     FinishReason,
     GenerationRequest,
@@ -27,6 +28,7 @@ class Call:
         "_ids",
         "_logprobs",
         "_spans",
+        "_told_tokens",
         "first_token_s",
         "future",
         "replica",
@@ -34,9 +36,12 @@ class Call:
         "request",
         "resumes",
         "ticket",
+        "watch",
     )
 
-    def __init__(self, request: GenerationRequest, future: asyncio.Future[GenerationResult]) -> None:
+    def __init__(
+        self, request: GenerationRequest, future: asyncio.Future[GenerationResult], watch: Watch | None = None
+    ) -> None:
         self.request = request
         self.future = future
         self.replica: int | None = None
@@ -44,6 +49,8 @@ class Call:
         self._ids = list(request.partial.ids)
         self._logprobs = list(request.partial.logprobs)
         self._spans = [[span.version, span.tokens] for span in request.partial.versions]
+        self.watch = watch
+        self._told_tokens = len(self._ids)
         self.reprefills = 0
         self.resumes = 0
         self.first_token_s = 0.0
@@ -71,6 +78,13 @@ class Call:
             self._spans[-1][1] += len(delta.ids)
         else:
             self._spans.append([delta.version, len(delta.ids)])
+
+    def tell(self) -> None:
+        """Tell who watches, when there is enough to tell."""
+        watch = self.watch
+        if watch is not None and len(self._ids) - self._told_tokens >= watch.every_tokens:
+            self._told_tokens = len(self._ids)
+            watch.told(self.partial())
 
     def partial(self) -> PartialResponse:
         """All tokens so far."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from headway.generator.activity import ActivitySpan
 from headway.generator.calls import Call
 from headway.generator.counters import accumulated
 from headway.generator.replica import Replica
+from headway.records.clients import Watch
 from headway.records.errors import HeadwayError, RemoteError, WeightsCorrupt, WorkerDied
 from headway.records.generation import (
     AppliedWeights,
@@ -99,7 +101,7 @@ class GeneratorPool:
             self._go_live(replica)
         self._keepers = [asyncio.create_task(self._keep(replica), name=replica.spec.name) for replica in self._replicas]
 
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
+    async def generate(self, request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
         """See :class:`headway.records.clients.Generator`. Cancelling the caller aborts the request in the engine.
 
         Raises ValueError for an id that is open already, WorkerDied when every replica is lost.
@@ -107,7 +109,7 @@ class GeneratorPool:
         if request.request_id in self._calls:
             raise ValueError(f"request {request.request_id!r} is already open")
         self._require_running()
-        call = Call(request, asyncio.get_running_loop().create_future())
+        call = Call(request, asyncio.get_running_loop().create_future(), watch)
         self._calls[request.request_id] = call
         self._route(call)
         try:
@@ -165,11 +167,23 @@ class GeneratorPool:
         """See :class:`headway.records.clients.Generator`."""
         await self._set_lent(False)
 
+    async def rest_replicas(self, resting: Collection[int]) -> None:
+        """See :class:`headway.records.clients.Generator`."""
+        for replica in self._replicas:
+            replica.resting = replica.index in resting
+        if any(replica.live and not replica.resting for replica in self._replicas):
+            for replica in self._replicas:
+                if replica.live and replica.resting:
+                    self._clear(replica)
+
     async def statistics(self) -> list[EngineStatistics]:
         """One per replica, in order; counters go on across restarts."""
         self._require_running()
         await asyncio.gather(*(self._refresh(replica) for replica in self._replicas if replica.live))
-        return [accumulated(replica.past, replica.present) for replica in self._replicas]
+        return [
+            msgspec.structs.replace(accumulated(replica.past, replica.present), resting=replica.resting)
+            for replica in self._replicas
+        ]
 
     async def activity(self) -> list[Span]:
         """What every live replica has been doing since this was last asked, on a track of its name."""
@@ -199,7 +213,12 @@ class GeneratorPool:
         for call in list(self._calls.values()):
             call.fail(HeadwayError("the generator pool is stopped"))
 
-    def tokens_so_far(self) -> list[int]:
+    def tokens_so_far(self, request_id: str) -> int:
+        """See :class:`headway.records.clients.Generator`."""
+        call = self._calls.get(request_id)
+        return 0 if call is None else call.tokens
+
+    def open_tokens(self) -> list[int]:
         """Response tokens of every open request, as far as they were streamed."""
         return [call.tokens for call in self._calls.values()]
 
@@ -216,8 +235,12 @@ class GeneratorPool:
         preferred = None
         if self._last_route is not None and self._last_route[0] == prompt:
             preferred = self._last_route[1]
+        all_rest = all(replica.resting for replica in self._replicas if replica.live)
         loads = [
-            ReplicaLoad(live=replica.live, outstanding_tokens=replica.outstanding_tokens) for replica in self._replicas
+            ReplicaLoad(
+                live=replica.live and (all_rest or not replica.resting), outstanding_tokens=replica.outstanding_tokens
+            )
+            for replica in self._replicas
         ]
         index = choose_replica(loads, len(prompt), preferred)
         if index is None:
@@ -231,6 +254,20 @@ class GeneratorPool:
         replica.outstanding_tokens += call.outstanding_tokens
         replica.outbox.append(call)
         self._flush_soon(replica)
+
+    def _clear(self, replica: Replica) -> None:
+        """Move the requests of a live replica to others, from the tokens they have."""
+        moved = list(replica.calls.values())
+        for call in moved:
+            if call in replica.outbox:
+                replica.outbox.remove(call)
+            else:
+                replica.aborts.append(call.ticket)
+                call.resumes += 1
+            self._release(call)
+        self._flush_soon(replica)
+        for call in moved:
+            self._route(call)
 
     def _flush_soon(self, replica: Replica) -> None:
         """Submit what gathers in this pass of the loop as one call."""
@@ -273,6 +310,8 @@ class GeneratorPool:
             if delta.finish_reason is not None:
                 self._release(call)
                 call.finish(delta.finish_reason, delta.error)
+            else:
+                call.tell()
 
     def _release(self, call: Call) -> None:
         """Take a call off its replica."""

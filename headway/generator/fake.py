@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
+from headway.records.clients import Watch
 from headway.records.errors import HeadwayError
 from headway.records.generation import (
     AppliedWeights,
@@ -29,7 +30,15 @@ _PERIOD = 991  # the tokens of a response repeat after this many; prime, so that
 class _Request:
     """One request in the fake. ``base``: the work at which its first new token began."""
 
-    def __init__(self, request: GenerationRequest, serial: int, future: asyncio.Future[GenerationResult]) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        serial: int,
+        future: asyncio.Future[GenerationResult],
+        watch: Watch | None,
+    ) -> None:
+        self.watch = watch
+        self.told = len(request.partial.ids)  # response tokens when it was last told
         self.request = request
         self.serial = serial
         self.future = future
@@ -95,6 +104,7 @@ class FakeGenerator:
         self._waiting: list[tuple[int, int, _Request]] = []
         self._running: dict[int, _Request] = {}
         self._due: list[tuple[float, int, _Request]] = []  # (work at its end, serial, request)
+        self._watched: list[tuple[float, int, _Request]] = []  # (work at which its watch is told, serial, request)
         self._open: dict[str, _Request] = {}
         self._serial = 0
         self._timer: asyncio.Task[None] | None = None
@@ -109,13 +119,13 @@ class FakeGenerator:
     async def start(self) -> None:
         self._work_at_s = self._clock.now()
 
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
+    async def generate(self, request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
         """See :class:`headway.records.clients.Generator`."""
         if self._stopped:
             raise HeadwayError("the generator is stopped")
         if request.request_id in self._open:
             raise ValueError(f"request {request.request_id!r} is already open")
-        entry = _Request(request, self._serial, asyncio.get_running_loop().create_future())
+        entry = _Request(request, self._serial, asyncio.get_running_loop().create_future(), watch)
         self._serial += 1
         wanted = max(1, self._length_of(request))
         entry.length = min(wanted, request.sampling.max_tokens)
@@ -142,6 +152,14 @@ class FakeGenerator:
             self._advance()
             self._end(entry, "abort")
             self._settle()
+
+    def tokens_so_far(self, request_id: str) -> int:
+        """See :class:`headway.records.clients.Generator`."""
+        entry = self._open.get(request_id)
+        if entry is None:
+            return 0
+        self._advance()
+        return entry.resumed_tokens + self._produced(entry)
 
     async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
         """Apply a version in flight, in the fake's update mode."""
@@ -186,6 +204,9 @@ class FakeGenerator:
     async def reclaim_devices(self) -> None:
         """See :class:`headway.records.clients.Generator`."""
         self._set_lent(False)
+
+    async def rest_replicas(self, resting: Collection[int]) -> None:
+        """One replica can't rest."""
 
     async def statistics(self) -> list[EngineStatistics]:
         self._advance()
@@ -248,7 +269,8 @@ class FakeGenerator:
             self._idle_s += elapsed_s
 
     def _settle(self) -> None:
-        """End what is due, fill the slots, and wake up at the next end. The work is up to date."""
+        """Tell watches and end what is due, fill the slots, and wake up at what comes next. The work is up to date."""
+        self._tell_watches()
         while self._due and (self._due[0][2].serial not in self._running or self._due[0][0] <= self._work + _ROUNDING):
             entry = heapq.heappop(self._due)[2]
             if entry.serial in self._running:
@@ -258,6 +280,22 @@ class FakeGenerator:
             if self._open.get(entry.request.request_id) is entry:
                 self._begin(entry)
         self._set_timer()
+
+    def _tell_watches(self) -> None:
+        """Whom it is time to tell; a watch may cancel requests, and so come back here."""
+        while self._watched and self._watched[0][0] <= self._work + _ROUNDING:
+            _, serial, entry = heapq.heappop(self._watched)
+            if serial not in self._running or entry.watch is None:
+                continue
+            entry.told += entry.watch.every_tokens
+            self._watch(entry)
+            entry.watch.told(self._response(entry, entry.told - entry.resumed_tokens, entry.reason))
+
+    def _watch(self, entry: _Request) -> None:
+        """Remember when its watch is told next, if it lives so long."""
+        if entry.watch is not None and entry.told + entry.watch.every_tokens < entry.length:
+            at = entry.base + entry.told + entry.watch.every_tokens - entry.resumed_tokens
+            heapq.heappush(self._watched, (at, entry.serial, entry))
 
     def _begin(self, entry: _Request) -> None:
         self._running[entry.serial] = entry
@@ -270,12 +308,14 @@ class FakeGenerator:
             entry.reason, remaining = "error", 0
         entry.first_token_s = self._clock.now() + delay_s + self._step_s()
         heapq.heappush(self._due, (entry.base + remaining, entry.serial, entry))
+        self._watch(entry)
 
     def _set_timer(self) -> None:
         if self._stopped_decoding or not self._running:
             due_s = math.inf
         else:
-            due_s = self._work_at_s + max(0.0, self._due[0][0] - self._work) * self._step_s()
+            due = min(self._due[0][0], self._watched[0][0] if self._watched else math.inf)
+            due_s = self._work_at_s + max(0.0, due - self._work) * self._step_s()
         if due_s == self._timer_due_s:
             return
         if self._timer is not None:
@@ -317,15 +357,8 @@ class FakeGenerator:
 
     def _end(self, entry: _Request, reason: FinishReason) -> None:
         produced = self._produced(entry)
-        before, how = entry.request.partial, entry.request.sampling
-        ids = before.ids + _tokens(how.seed, entry.resumed_tokens, produced)
-        if reason == "stop" and produced and how.stop_token_ids:
-            ids = (*ids[:-1], how.stop_token_ids[0])
-        response = PartialResponse(
-            ids=ids,
-            logprobs=before.logprobs + (-0.5,) * produced,
-            versions=self._spans(entry, produced) if entry.running else before.versions,
-        )
+        before = entry.request.partial
+        response = self._response(entry, produced, reason)
         self._generated += produced
         self._finished += 1
         self._remove(entry)
@@ -340,6 +373,18 @@ class FakeGenerator:
                     first_token_s=entry.first_token_s if produced else 0.0,
                 )
             )
+
+    def _response(self, entry: _Request, produced: int, reason: FinishReason) -> PartialResponse:
+        """All its tokens when it has ``produced`` new ones; ``reason``: "stop" when these are all it will have."""
+        before, how = entry.request.partial, entry.request.sampling
+        ids = before.ids + _tokens(how.seed, entry.resumed_tokens, produced)
+        if reason == "stop" and produced == entry.length - entry.resumed_tokens and produced and how.stop_token_ids:
+            ids = (*ids[:-1], how.stop_token_ids[0])
+        return PartialResponse(
+            ids=ids,
+            logprobs=before.logprobs + (-0.5,) * produced,
+            versions=self._spans(entry, produced) if entry.running else before.versions,
+        )
 
     def _remove(self, entry: _Request) -> None:
         self._open.pop(entry.request.request_id, None)

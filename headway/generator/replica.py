@@ -23,6 +23,7 @@ class Replica:
         self.spec = spec
         self.shared = shared  # the trainer computes on its device as well
         self.worker: Worker | None = None
+        self.resting = False  # takes no requests while another is live
         self.live = False  # takes requests: its weights are the newest that were announced when it started
         self.lost: HeadwayError | None = None
         self.version = 0  # that it applied

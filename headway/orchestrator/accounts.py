@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from headway.orchestrator.context import RunContext
-from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
+from headway.orchestrator.state import RunningGroup
+from headway.records.rollout import Ending, FinishedGroup, Rollout
 
 
 def end_leavers(run: RunContext, group: FinishedGroup) -> None:
@@ -27,12 +28,18 @@ def end_finished(run: RunContext, group: FinishedGroup, ending: Ending, reason: 
 
 def _enter_length(run: RunContext, rollout: Rollout, ending: Ending) -> None:
     complete = rollout.finish_reason in ("stop", "length")
-    run.meter.length_bias.end(rollout.group, ending, len(rollout.response_ids), complete=complete)
+    run.meter.rollout_ended(rollout.group, ending, len(rollout.response_ids), complete=complete)
 
 
-def end_running(run: RunContext, group: Group, ending: Ending, reason: str) -> None:
-    """End a group whose members are cancelled. What they had reached is not known here, so their lengths
-    count as 0: the scheduling part of the length bias is then at least the share that was cut."""
+def end_running(run: RunContext, entry: RunningGroup, ending: Ending, reason: str) -> None:
+    """End a group whose members are not all finished; what still runs of it is cancelled. Each counts with the length
+    it has reached, which the generator may have passed by what it has not streamed yet."""
+    group = entry.group
+    lengths = {m: entry.lengths.get(m) or run.rollouts.reached(group.index, m) for m in range(group.size)}
+    if entry.runner is not None:
+        entry.runner.cancel()
     run.state.books.end_group(group.index, ending, reason)
-    run.meter.length_bias.end(group.index, ending, 0, complete=False, count=group.size)
+    for length in lengths.values():
+        run.meter.rollout_ended(group.index, ending, length, complete=False)
     run.meter.ended(group, ending, run.state.version, finished=False)
+    run.buffer.end_group(group.index, ending, reason, lengths)

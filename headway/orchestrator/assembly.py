@@ -12,6 +12,7 @@ from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.meter import Meter
+from headway.orchestrator.parking import Parking
 from headway.orchestrator.run import Run
 from headway.orchestrator.state import RunState
 from headway.orchestrator.task_sets import training_weights
@@ -54,8 +55,10 @@ def assemble(
     state = RunState(clock=clock, groups_per_step=queue.groups_per_step, knobs=first_knobs(experiment))
     wrap = actors.wrap_generate
     generate = actors.generator.generate if wrap is None else wrap(actors.generator.generate)
-    buffer = GroupBuffer(buffer_path, queue.groups_per_step * (queue.budget + 1), clock)
+    capacity = queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups
+    buffer = GroupBuffer(buffer_path, capacity, clock)
     stack.enter_context(closing(buffer))
+    parking = Parking(state, buffer, queue)
 
     def rollouts(temperature: float | None = None) -> SingleTurn:
         return SingleTurn(
@@ -66,7 +69,8 @@ def assemble(
             run_seed=experiment.run.seed,
             temperature=temperature,
             max_resumes=queue.max_resumes,
-            resume_gate=state.wait_parked,
+            resume_gate=parking.wait,
+            requests=actors.generator,
         )
 
     context = RunContext(
@@ -80,6 +84,7 @@ def assemble(
         tasks=TaskCursor(actors.train_tasks, experiment.run.seed, training_weights(experiment)),
         tokenizer=actors.tokenizer,
         rollouts=rollouts(),
+        parking=parking,
         meter=Meter(experiment, clock, observe=actors.observe),
         record=actors.record,
         keep_sample=actors.keep_sample,
@@ -93,7 +98,7 @@ def assemble(
 def first_knobs(experiment: Experiment) -> Knobs:
     """The knobs as the experiment sets them."""
     return Knobs(
-        open_groups=None,
+        open_groups=experiment.open_groups,
         concurrent_rollouts=experiment.concurrent_rollouts,
         steps_per_publish=experiment.weights.steps_per_publish,
     )

@@ -306,7 +306,7 @@ class _Calibrating:
     def _lengths(self) -> LengthDistribution:
         """Of all responses so far: ended, cut off, and those that still grow."""
         observed = [(tokens, True) for tokens in self._load.ended]
-        observed += [(tokens, False) for tokens in (*self._load.cut, *self._generator.tokens_so_far())]
+        observed += [(tokens, False) for tokens in (*self._load.cut, *self._generator.open_tokens())]
         return length_distribution(observed, self._experiment.rollout.max_response_tokens)
 
     # --- trainer, weights, verifier -------------------------------------------------------------------------

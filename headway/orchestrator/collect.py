@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from headway.control.learning_signal import group_outcome
-from headway.orchestrator.accounts import end_leavers, end_finished
+from headway.orchestrator.accounts import end_finished, end_leavers
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.dispatch import Generated
 from headway.records.clients import Verifier

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
 from headway.orchestrator.meter import Meter
+from headway.orchestrator.parking import Parking
 from headway.orchestrator.state import RunState
 from headway.records.clients import Generator, Trainer, Verifier
 from headway.records.ledger import EventRecord, LedgerLine
@@ -32,6 +33,7 @@ class RunContext:
     tasks: TaskCursor
     tokenizer: Tokenizer
     rollouts: SingleTurn
+    parking: Parking
     meter: Meter
     record: Callable[[LedgerLine], None]
     keep_sample: Callable[[dict[str, object]], None]

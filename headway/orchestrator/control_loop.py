@@ -10,6 +10,7 @@ import msgspec
 from headway.control.controller import Action, ControllerState, decide, limits_of
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.state import Signal
+from headway.records.control import Knobs
 from headway.records.ledger import StepRecord
 from headway.runtime.channel import Channel
 from headway.runtime.devices import lends
@@ -60,11 +61,11 @@ class RateControl:
     """The controller in its run: asks it after each step, applies what it says, and puts that into the ledger."""
 
     def __init__(self, run: RunContext) -> None:
-        devices = run.experiment.generator.devices
-        lent = sum(lends(device, run.experiment.trainer.devices) for device in devices)
+        ranks = run.experiment.trainer.devices
+        shared = [index for index, device in enumerate(run.experiment.generator.devices) if lends(device, ranks)]
         self._run = run
         self._mode = run.experiment.control.mode
-        self._limits = limits_of(run.experiment, lent)
+        self._limits = limits_of(run.experiment, shared)
         self._state: ControllerState | None = None
         self._records: deque[StepRecord] = deque(maxlen=_RECORDS)
         self._advised = run.state.knobs
@@ -85,9 +86,18 @@ class RateControl:
             return
         for action in decision.actions:
             self._say(action)
-        if decision.state.knobs != run.state.knobs:
-            run.state.knobs = decision.state.knobs
-            run.state.changed.notify()
+        await self._set(decision.state.knobs)
+
+    async def _set(self, knobs: Knobs) -> None:
+        """Make these the run's knobs."""
+        state = self._run.state
+        if knobs == state.knobs:
+            return
+        rested = knobs.resting != state.knobs.resting
+        state.knobs = knobs
+        state.changed.notify()
+        if rested:
+            await self._run.generator.rest_replicas(knobs.resting)
 
     def _advise(self, actions: tuple[Action, ...]) -> None:
         """Say what would be set, once, and go on from the knobs as they are."""

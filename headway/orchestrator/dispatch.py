@@ -7,6 +7,7 @@ import asyncio
 from headway.control.admission import credit
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.state import RunningGroup
+from headway.records.generation import PartialResponse
 from headway.records.rollout import Group, Rollout
 from headway.runtime.channel import Channel
 
@@ -50,22 +51,26 @@ class Dispatch:
             await state.changed.wait(state.changed.count)
 
     def _credit(self, applied_version: int) -> int:
-        """Groups that may open now: Eq. 3, the steps left to train, and the generator's concurrency."""
+        """Groups that may open now: Eq. 3, the limit on open groups, the steps left to train, and concurrency."""
         run = self._run
         experiment, state = run.experiment, run.state
-        size = experiment.rollout.group_size
+        # Surplus that will be discarded may be open only until the batch is full: later it would be a step too old.
+        surplus = 0 if state.training else experiment.surplus_groups
         by_budget = credit(
             open_groups=state.open_groups,
             completed_steps=state.version,
             applied_version=applied_version,
             groups_per_step=experiment.queue.groups_per_step,
             budget=experiment.queue.budget,
+            surplus_groups=surplus,
         )
+        limit = state.knobs.open_groups
+        by_limit = by_budget if limit is None else limit - state.open_groups
         # A group that no step is left for would be generated in vain.
-        by_steps = experiment.queue.groups_per_step * (experiment.run.steps - state.version) - state.open_groups
-        most = state.knobs.open_groups
-        by_knob = by_budget if most is None else most - state.open_groups
-        return max(0, min(by_budget, by_steps, by_knob, self._free_rollouts() // size))
+        left = experiment.queue.groups_per_step * (experiment.run.steps - state.version)
+        by_steps = left + surplus - state.open_groups
+        by_concurrency = self._free_rollouts() // experiment.rollout.group_size
+        return max(0, min(by_budget, by_limit, by_steps, by_concurrency))
 
     def _free_rollouts(self) -> int:
         return self._run.state.knobs.concurrent_rollouts - self._run.state.running_rollouts
@@ -84,7 +89,7 @@ class Dispatch:
         )
         run.buffer.admit(group)
         state.books.admit(group.index, group.size)
-        run.meter.length_bias.admit(group.index, group.size)
+        run.meter.admitted(group)
         state.admitted += 1
         entry = RunningGroup(group=group, unfinished=group.size)
         state.running[group.index] = entry
@@ -97,8 +102,11 @@ class Dispatch:
         """Generate all members of a group. A member's failure is data and never cancels its siblings."""
 
         async def member(position: int) -> Rollout:
-            rollout = await self._run.rollouts.generate_member(entry.group, position)
+            parked = entry.partials.pop(position, None)
+            response, resumes = (parked.response, parked.resumes + 1) if parked else (PartialResponse(), 0)
+            rollout = await self._run.rollouts.generate_member(entry.group, position, response, resumes)
             entry.unfinished -= 1
+            entry.lengths[position] = len(rollout.response_ids)
             if self._free_rollouts() >= entry.group.size:  # fewer let nothing begin
                 self._run.state.changed.notify()
             return rollout

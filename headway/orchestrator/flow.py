@@ -28,6 +28,7 @@ def flow_of(
         open_groups=knobs.open_groups or 0,
         concurrent_rollouts=knobs.concurrent_rollouts,
         steps_per_publish=knobs.steps_per_publish,
+        resting=len(knobs.resting),
         useful_samples=useful_samples,
         trained_tokens=trained_tokens,
         finished_groups=len(finished),

@@ -10,11 +10,11 @@ from headway.control.learning_signal import group_outcome
 from headway.orchestrator.collect import verify_rollouts
 from headway.orchestrator.state import Signal
 from headway.orchestrator.task_sets import training_weights
-from headway.records.clients import Generator, Verifier
+from headway.records.clients import Generator, Verifier, Watch
 from headway.records.generation import GenerationRequest, GenerationResult
-from headway.records.rollout import Group, Rollout
+from headway.records.rollout import Group, Parked, Rollout
 from headway.records.task import Task
-from headway.rollout.single_turn import SingleTurn
+from headway.rollout.single_turn import Resumption, SingleTurn
 from headway.runtime.clock import Clock
 from headway.tasks.cursor import TaskCursor
 from headway.tokens.tokenizer import Tokenizer
@@ -121,10 +121,10 @@ class Load:
             admitted_s=self._clock.now(),
         )
 
-    async def _generate(self, request: GenerationRequest) -> GenerationResult:
+    async def _generate(self, request: GenerationRequest, watch: Watch | None = None, /) -> GenerationResult:
         self._open.add(request.request_id)
         try:
-            result = await self._generator.generate(request)
+            result = await self._generator.generate(request, watch)
         finally:
             self._open.discard(request.request_id)
             self._changed.notify()
@@ -132,9 +132,10 @@ class Load:
             self.cut.append(len(result.response.ids))
         return result
 
-    async def _hold(self, *_: object) -> None:
+    async def _hold(self, parked: Parked) -> Resumption:
         """A response that was cut off goes no further."""
         await asyncio.Event().wait()
+        return "continue"
 
     async def _group(self, group: Group) -> None:
         rollouts = await asyncio.gather(*(self._member(group, member) for member in range(group.size)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,8 @@ class Interval:
     finished: list[FinishedGroup] = field(default_factory=list)
     accepted: int = 0  # rollouts of groups that entered the buffer
     accepted_groups: int = 0
+    ended_tokens: Counter[str] = field(default_factory=Counter)  # ending -> response tokens
+    admitted: int = 0  # rollouts
     wait_s: float = 0.0
     straggler_wait_s: float = 0.0
     update_wait_s: float = 0.0
@@ -57,8 +60,7 @@ class Meter:
         self._observe = observe
         self._experiment = experiment
         self._clock = clock
-        queue = experiment.queue
-        self._token_budget = queue.budget if queue.overdue == "mask" else None
+        self._token_budget = experiment.token_budget
         self.peak_flops_per_s = peak_flops_per_s
         self.length_bias = LengthBias(experiment.queue.groups_per_step)
         self.applied_version = 0
@@ -76,6 +78,10 @@ class Meter:
 
     # -- told by the loops ---------------------------------------------------------------------------
 
+    def admitted(self, group: Group) -> None:
+        self.length_bias.admit(group.index, group.size)
+        self._interval.admitted += group.size
+
     def finished(self, group: FinishedGroup, accepted: bool) -> None:
         """All members of a group are verified; ``accepted``: it entered the buffer."""
         self._interval.finished.append(group)
@@ -92,6 +98,11 @@ class Meter:
             admitted_s = _tidy(group.admitted_s)
             self._observe(GroupEnd(index=group.index, ending=ending, step=step, time_s=now_s, admitted_s=admitted_s,
                                    finished=finished))  # fmt: skip
+
+    def rollout_ended(self, group: int, ending: Ending, tokens: int, *, complete: bool) -> None:
+        """A rollout ended with so many response tokens; ``complete``: generation came to its own end."""
+        self.length_bias.end(group, ending, tokens, complete=complete)
+        self._interval.ended_tokens[ending] += tokens
 
     def waited(self, seconds: float) -> None:
         self._interval.wait_s += seconds
@@ -174,6 +185,9 @@ class Meter:
             buffered_groups=len(state.finished),
             buffer_capacity_groups=buffer_capacity_groups,
             oldest_age_s=state.oldest_age_s(),
+            admitted_rollouts=interval.admitted,
+            parkings=state.take_parkings(),
+            ended_tokens=dict(interval.ended_tokens),
             endings=endings,
             failures=failures,
             length_bias_ks=bias.ks,
@@ -199,6 +213,7 @@ class Meter:
             ),
             trajectory_staleness=trajectory_staleness(trained, report.step, self._token_budget),
             token_staleness=token_staleness(trained, report.step, self._token_budget),
+            environment_staleness=environment_staleness(trained, report.step),
             by_source=source_scores((g.group.task.source, r) for g in interval.finished for r in g.rollouts),
             **_learning_fields(interval.finished),
             **_length_fields([r for group in interval.finished for r in group.valid]),
@@ -230,7 +245,7 @@ class Meter:
             record.flow,
             generated_tokens=round(_growth(before, engines, "generated_tokens")),
             generator_busy_s=_growth(before, engines, "busy_s"),
-            generator_s=elapsed_s * len(engines),
+            generator_s=elapsed_s * sum(not engine.resting for engine in engines),
             decode_steps=round(_growth(before, engines, "decode_steps")),
             preemptions=round(_growth(before, engines, "preemptions")),
         )
@@ -301,10 +316,12 @@ def _growth(before: Sequence[EngineStatistics], after: Sequence[EngineStatistics
 def _mean_share(
     before: Sequence[EngineStatistics], after: Sequence[EngineStatistics], name: str, step_s: float
 ) -> float:
-    """Share of the time that a counter of seconds grew, mean over replicas."""
-    if not after:
+    """Share of the time that a counter of seconds grew, mean over the replicas that don't rest."""
+    awake = [position for position, engine in enumerate(after) if not engine.resting]
+    if not awake:
         return 0.0
-    return min(1.0, _growth(before, after, name) / (step_s * len(after)))
+    grown = sum(_growth(before[p : p + 1], after[p : p + 1], name) for p in awake)
+    return min(1.0, grown / (step_s * len(awake)))
 
 
 def _engine_fields(engines: Sequence[EngineStatistics]) -> dict[str, Any]:
@@ -361,6 +378,12 @@ def token_staleness(groups: Sequence[FinishedGroup], step: int, token_budget: in
     return distribution(
         age for group in groups for rollout in group.valid for age in _ages(rollout, step, token_budget)
     )
+
+
+def environment_staleness(groups: Sequence[FinishedGroup], step: int) -> Distribution:
+    """Staleness at ``step`` of the environments that trained rollouts were resumed in."""
+    versions = (rollout.environment_version for group in groups for rollout in group.valid)
+    return distribution((step - version, 1) for version in versions if version >= 0)
 
 
 def _ages(rollout: Rollout, step: int, token_budget: int | None) -> list[tuple[int, int]]:

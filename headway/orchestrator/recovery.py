@@ -85,15 +85,18 @@ def restore_records(run: RunContext, recorded: int) -> None:
 
 def reopen_groups(run: RunContext) -> None:
     """Put every group that has not ended back where it was: finished ones wait for the trainer, unfinished
-    ones are generated again (under the same sampling keys)."""
+    ones go on from what was parked of them, or are generated again (under the same sampling keys)."""
     state = run.state
     for record in run.buffer.open_groups():
         finished = record.finished
         if finished is None:
+            begun = [parked.response.versions[0].version for parked in record.parked if parked.response.versions]
             state.running[record.group.index] = RunningGroup(
                 group=record.group,
                 unfinished=record.group.size,
-                oldest_version=run.buffer.completed_steps,  # generated anew, under what is published next
+                # but for what was parked it is generated anew, under what is published next
+                oldest_version=min([run.buffer.completed_steps, *begun]),
+                partials={parked.member: parked for parked in record.parked},
             )
         else:
             state.finished[record.group.index] = finished

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from headway.control.books import Books
 from headway.control.staleness import OpenGroup
 from headway.records.control import Knobs
-from headway.records.rollout import FinishedGroup, Group
+from headway.records.rollout import FinishedGroup, Group, Parked
 from headway.runtime.clock import Clock
 
 
@@ -38,9 +38,11 @@ class RunningGroup:
     """An open group whose members are still generating, verifying or parked."""
 
     group: Group
-    unfinished: int  # members still generating: what concurrency counts
+    unfinished: int  # members still generating or parked
     oldest_version: int = 0  # reopened by a resume: no token of it is older, as none is older than its admission
-    parked: int = 0  # members waiting to be resumed
+    parked: int = 0  # members waiting to be resumed: they hold no slot
+    partials: dict[int, Parked] = field(default_factory=dict)  # what its members had when a former process parked them
+    lengths: dict[int, int] = field(default_factory=dict)  # response tokens of the members that are generated
     runner: asyncio.Task[None] | None = None
 
 
@@ -59,10 +61,12 @@ class RunState:
     version: int = 0  # completed training steps
     published_version: int = 0  # the newest that the generator was pointed at
     admitted: int = 0  # admission index of the next group
+    training: bool = False  # a batch is formed and its step not completed
     draining: bool = False  # admission is closed: the run is ending
     update: asyncio.Task[None] | None = None  # the weight update under way
     fruitless_groups: int = 0  # that ended untrained since a group was last accepted
     skipped_steps: int = 0  # in a row
+    parkings: int = 0  # members parked since the last step
     interrupted: bool = False  # the user asked to stop: finish what runs, checkpoint, leave
     resume_gate: asyncio.Event = field(default_factory=asyncio.Event)  # open: parked rollouts may go on
 
@@ -72,6 +76,11 @@ class RunState:
             await self.update
             self.update = None
 
+    def take_parkings(self) -> int:
+        """Members parked since this was last asked."""
+        taken, self.parkings = self.parkings, 0
+        return taken
+
     @property
     def open_groups(self) -> int:
         """Running, parked and buffered: what N counts beside the groups already trained."""
@@ -79,22 +88,12 @@ class RunState:
 
     @property
     def running_rollouts(self) -> int:
-        return sum(entry.unfinished for entry in self.running.values())
+        """That hold a slot or wait for one: what concurrency counts."""
+        return sum(entry.unfinished - entry.parked for entry in self.running.values())
 
     @property
     def parked_groups(self) -> int:
         return sum(1 for entry in self.running.values() if entry.parked)
-
-    async def wait_parked(self, group: Group, member: int, partial: object) -> None:
-        """A member parked by an update waits here until the weights are in place (an evaluation's isn't counted)."""
-        entry = self.running.get(group.index)
-        if entry is not None:
-            entry.parked += 1
-        try:
-            await self.resume_gate.wait()
-        finally:
-            if entry is not None:
-                entry.parked -= 1
 
     def candidates(self) -> list[OpenGroup]:
         """Every open group, as batch selection sees it."""

@@ -18,6 +18,8 @@ from headway.records.training import MOST_SKIPPED_IN_A_ROW, StepReport, TrainBat
 from headway.runtime.channel import Channel
 from headway.trainer.checkpoints import checkpoint_path, find_checkpoints, version_of
 
+_SURPLUS = "surplus: a batch was full"
+
 
 class Train:
     """Forms batches under the budget, trains on them, publishes the versions.
@@ -60,18 +62,24 @@ class Train:
         """Wait for a batch that rule 2 allows; None when the run drains first."""
         run = self._run
         queue = run.experiment.queue
+        discarding = queue.surplus == "discard"
         started = run.clock.now()
         while not self._over():
             mark = run.state.changed.count
+            self._end_old()
             selection = select_batch(
                 step=run.state.version,
                 candidates=run.state.candidates(),
                 groups_per_step=queue.groups_per_step,
                 budget=queue.budget,
-                policy=queue.overdue,
+                # With surplus that is discarded no batch ever waits for what is unfinished.
+                policy="drop" if discarding else queue.overdue,
             )
             for index in selection.overdue:
-                self._end_overdue(index)
+                if discarding and selection.groups:
+                    self._end(index, "discarded", _SURPLUS)
+                else:
+                    self._end(index, "overdue", f"over the budget of {queue.budget} steps at step {run.state.version}")
             if selection.groups:
                 run.meter.waited(run.clock.now() - started)
                 return [run.state.finished[index] for index in sorted(selection.groups)]
@@ -81,6 +89,17 @@ class Train:
                 if stalled:
                     run.meter.straggled(run.clock.now() - looked_s)
         return None
+
+    def _end_old(self) -> None:
+        """End the groups that have been open for longer than queue.budget_s."""
+        run, limit_s = self._run, self._run.experiment.queue.budget_s
+        if limit_s is None:
+            return
+        opened = {i: e.group.admitted_s for i, e in run.state.running.items()}
+        opened |= {i: e.group.admitted_s for i, e in run.state.finished.items()}
+        for index, admitted_s in opened.items():
+            if run.clock.now() - admitted_s > limit_s:
+                self._end(index, "overdue", f"open for longer than queue.budget_s = {limit_s:g} s")
 
     async def _wait(self, mark: int) -> None:
         """Until the state changes or the time limit passes."""
@@ -95,27 +114,36 @@ class Train:
         except TimeoutError:
             return
 
-    def _end_overdue(self, index: int) -> None:
+    def _end(self, index: int, ending: Ending, reason: str) -> None:
+        """End an open group that will not be trained."""
         run = self._run
-        reason = f"over the budget of {run.experiment.queue.budget} steps at step {run.state.version}"
         entry = run.state.running.pop(index, None)
         if entry is not None:
-            if entry.runner is not None:
-                entry.runner.cancel()
-            end_running(run, entry.group, "overdue", reason)
+            end_running(run, entry, ending, reason)
         else:
             run.state.finished_at_s.pop(index)
-            end_finished(run, run.state.finished.pop(index), "overdue", reason)
-        run.buffer.end_group(index, "overdue", reason)
+            end_finished(run, run.state.finished.pop(index), ending, reason)
+            run.buffer.end_group(index, ending, reason)
         run.state.changed.notify()
+
+    def _settle_surplus(self) -> None:
+        """A batch is full: what becomes of the groups that are still generating."""
+        run = self._run
+        if run.experiment.queue.surplus == "discard":
+            for index in list(run.state.running):
+                self._end(index, "discarded", _SURPLUS)
+        elif run.experiment.queue.surplus == "park":
+            run.parking.park_all(run.rollouts)
 
     async def _step(self, groups: list[FinishedGroup], committed: bool = False) -> None:
         run = self._run
         state = run.state
+        state.training = True
         step = state.version
         indices = tuple(group.group.index for group in groups)
         if not committed:  # membership and order are durable before the step runs (rule 8)
             run.buffer.commit_batch(Batch(step=step, groups=indices))
+        self._settle_surplus()
         batch = build_batch(step, groups, run.experiment)
         report = await self._compute(batch)
         run.buffer.complete_step(step, "skipped" if report.skipped else "trained", report.reason)
@@ -141,6 +169,9 @@ class Train:
         if not report.skipped:
             await self._publish_if_due()
             await self._checkpoint_if_due()
+        if state.update is None or state.update.done():
+            state.resume_gate.set()  # no update is under way that would open it
+        state.training = False
         state.changed.notify()
 
     async def _compute(self, batch: TrainBatch) -> StepReport:

@@ -5,7 +5,8 @@ The orchestrator knows only these, so the planner can simulate it with fakes und
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from headway.records.generation import (
@@ -13,6 +14,7 @@ from headway.records.generation import (
     EngineStatistics,
     GenerationRequest,
     GenerationResult,
+    PartialResponse,
     PublishedWeights,
 )
 from headway.records.rollout import Verdict
@@ -20,15 +22,33 @@ from headway.records.task import Task
 from headway.records.training import CheckpointInfo, StepReport, TrainBatch
 
 
+@dataclass(frozen=True)
+class Watch:
+    """Who is told of a request's tokens while it runs, in the caller's event loop. ``told`` must not take long; it may
+    cancel the request."""
+
+    every_tokens: int  # new response tokens between two calls, about: they come in the deltas that engines stream
+    told: Callable[[PartialResponse], None]  # all tokens so far
+
+
 class Generator(Protocol):
     """A pool of generator replicas behind one handle."""
 
     async def start(self) -> None: ...
 
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Sample one response. Survives the death of a replica: continues elsewhere from the tokens
-        streamed so far. A request parked by an ``abort`` update comes back with finish_reason "abort";
+    async def generate(self, request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
+        """Sample one response; ``watch`` is told of it meanwhile. Survives the death of a replica: continues elsewhere
+        from the tokens streamed so far. A request parked by an ``abort`` update comes back with finish_reason "abort";
         the caller resumes it with ``partial``. Raises nothing for a failed request: finish_reason "error"."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """End a request: its ``generate`` comes back with finish_reason "abort" and its tokens. Unknown ids: no-op."""
+        ...
+
+    def tokens_so_far(self, request_id: str) -> int:
+        """Response tokens of an open request as far as they were streamed, those it was resumed with included; 0 for an
+        unknown id."""
         ...
 
     async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
@@ -46,6 +66,11 @@ class Generator(Protocol):
 
     async def reclaim_devices(self) -> None:
         """Decode there again."""
+        ...
+
+    async def rest_replicas(self, resting: Collection[int]) -> None:
+        """Leave the replicas with these indices without requests, theirs go on elsewhere; all others take requests.
+        Resting ones apply updates all the same, and serve when no other is live."""
         ...
 
     async def statistics(self) -> list[EngineStatistics]: ...

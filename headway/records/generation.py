@@ -110,3 +110,4 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     paused_s: float = 0.0  # time inside weight updates
     lent_s: float = 0.0  # time its device was lent to the trainer; not idle then, whether it had requests or not
     decode_steps: int = 0
+    resting: bool = False  # it is given no requests: neither waiting nor lent

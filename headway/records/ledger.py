@@ -29,6 +29,7 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     open_groups: int = 0  # knobs in effect at the end of the step (records/control.py); 0: all that admission allows
     concurrent_rollouts: int = 0
     steps_per_publish: int = 0
+    resting: int = 0  # replicas that take no requests
     useful_samples: int = 0  # trained ones whose advantage isn't 0
     trained_tokens: int = 0  # of the batch, prompts included
     finished_groups: int = 0  # verified, those that were then filtered or failed included
@@ -44,7 +45,7 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     update_wait_s: float = 0.0  # the trainer waited until the version before was applied everywhere
     generated_tokens: int = 0  # by all replicas
     generator_busy_s: float = 0.0  # inside model calls, summed over replicas
-    generator_s: float = 0.0  # of all replicas together: between two looks at their counters
+    generator_s: float = 0.0  # of all replicas that take requests: between two looks at their counters
     decode_steps: int = 0  # of all replicas; 0: they don't count them
     preemptions: int = 0
 
@@ -90,8 +91,13 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     # staleness of what was trained
     trajectory_staleness: Distribution = Distribution()
     token_staleness: Distribution = Distribution()
+    environment_staleness: Distribution = Distribution()  # of the environments that parked rollouts were resumed in
+    # what entered the queue, rollouts since the last step
+    admitted_rollouts: int = 0
+    parkings: int = 0  # of members, on a full batch or an update
     # endings of rollouts since the last step, and failures by boundary
     endings: dict[str, int] = {}
+    ended_tokens: dict[str, int] = {}  # response tokens they had: wasted, but for the trained ones
     failures: dict[str, int] = {}
     # learning signal, over the groups that finished since the last step (filtered ones included)
     reward_mean: float = 0.0

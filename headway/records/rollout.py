@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headway.records.generation import FinishReason, VersionSpan
+from headway.records.generation import FinishReason, PartialResponse, VersionSpan
 from headway.records.task import Task
 
 Boundary = Literal["model", "environment", "sandbox", "reward", "engine"]
@@ -82,6 +82,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     resumes: int = 0  # how often it was parked and resumed, or moved off a dead engine
     reprefills: int = 0  # how often its KV was recomputed
     turns: int = 1
+    environment_version: int = -1  # of the oldest turn whose effect its environment held when it was resumed; -1: none
 
     @property
     def rollout_id(self) -> str:
@@ -111,6 +112,17 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
+
+
+class Parked(msgspec.Struct, frozen=True, kw_only=True):
+    """What a parked member has: enough to go on from, in this process or in the next one."""
+
+    group: int
+    member: int
+    response: PartialResponse  # tokens, log-probabilities, versions
+    resumes: int  # how often it had been resumed before
+    environment: str = ""  # the handle of the environment that waits for it; "": none
+    environment_version: int = -1  # of the oldest turn whose effect that environment holds; -1: of none
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,11 +7,12 @@ import copy
 import math
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
 from headway.config import schema
+from headway.records.clients import Watch
 from headway.records.generation import (
     FinishReason,
     GenerationRequest,
@@ -19,15 +20,31 @@ from headway.records.generation import (
     PartialResponse,
     SamplingParameters,
 )
-from headway.records.rollout import Failure, Group, Rollout, Verdict
+from headway.records.rollout import Failure, Group, Parked, Pruned, Rollout, Verdict
 from headway.rollout.seeds import rollout_seed
 from headway.runtime.clock import Clock
 
-Generate = Callable[[GenerationRequest], Awaitable[GenerationResult]]
-ResumeGate = Callable[[Group, int, PartialResponse], Awaitable[None]]  # returns when a parked member may go on
+Resumption = Literal["continue", "restart", "fail"]
+ResumeGate = Callable[[Parked], Awaitable[Resumption]]  # returns when a parked member may go on, and how
+WatchOf = Callable[[Group, int], Watch | None]  # who is told of a member's tokens while they come
+Stop = Pruned | Failure | Literal["park"]
 
 _LONGEST_DETAIL = 4000  # characters of a traceback that are kept
 _RETRY_S = 0.25  # before the first retry of an engine error; doubled for each further one
+
+
+class Generate(Protocol):
+    """How a rollout reaches the generator."""
+
+    def __call__(self, request: GenerationRequest, watch: Watch | None = None, /) -> Awaitable[GenerationResult]: ...
+
+
+class OpenRequests(Protocol):
+    """What a rollout may ask of the generator beside that: of a request that it has open."""
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def tokens_so_far(self, request_id: str) -> int: ...
 
 
 class TextCodec(Protocol):
@@ -44,9 +61,10 @@ class TextCodec(Protocol):
 class SingleTurn:
     """Produces un-verified rollouts through an injected ``generate``.
 
-    A member is *generating* until its request comes back: finished; or parked by a weight update ("abort"), then it
-    waits at ``resume_gate`` and goes on from its tokens; or failed in the engine ("error"), then it is retried
-    from its tokens up to ``settings.retries`` times and ends failed, never with a reward.
+    A member is *generating* until its request comes back: finished; or parked by a weight update or by ``stop``
+    ("abort"), then it waits at ``resume_gate`` and goes on from its tokens; or stopped for good by ``stop``, then it
+    ends with the tokens it has; or failed in the engine ("error"), then it is retried from its tokens up to
+    ``settings.retries`` times and ends failed, never with a reward.
 
     Example: ``rollout = await single_turn.generate_member(group, 0)``, then
     ``[verdict] = await verifier.verify(group.task, [single_turn.text(rollout)])`` unless ``rollout.failure`` is set,
@@ -65,13 +83,20 @@ class SingleTurn:
         request_prefix: str = "",
         max_resumes: int | None = None,
         resume_gate: ResumeGate | None = None,
+        requests: OpenRequests | None = None,
+        watch_of: WatchOf | None = None,
     ) -> None:
         """``temperature`` overrides the settings' (an evaluation's); ``request_prefix`` keeps its requests and its
         random numbers apart.
 
-        A member parked ``max_resumes`` times asks to run uninterrupted by further "abort" updates (None: never).
+        A member parked ``max_resumes`` times runs uninterrupted by updates and parkings from then on (None: never).
+        ``requests``: the generator, where members are to be stopped or asked how far they are. ``watch_of`` is asked
+        once for each member.
         """
         self._generate = generate
+        self._requests = requests
+        self._watch_of = watch_of
+        self._lives: dict[tuple[int, int], _Life] = {}
         self._tokenizer = tokenizer
         self._settings = settings
         self._clock = clock
@@ -92,11 +117,36 @@ class SingleTurn:
         """The same with another ``request_prefix``."""
         twin = copy.copy(self)
         twin._prefix = request_prefix
+        twin._lives = {}
         return twin
 
     def text(self, rollout: Rollout) -> str:
         """The response as the verifier sees it: decoded, special tokens left out."""
         return self._tokenizer.decode(list(rollout.response_ids))
+
+    def stop(self, group: int, member: int, why: Stop) -> None:
+        """Stop a member of the group with this admission index, as soon as the generator hands out its tokens.
+
+        Pruned: it ends with them, to be verified as it stands. Failure: it ends failed. "park": it waits at the gate
+        and goes on from them, unless it was parked often enough. No-op for one that isn't generating or was stopped.
+        """
+        life = self._lives.get((group, member))
+        if life is None or life.stopped is not None:
+            return
+        if why == "park" and (not life.request_id or self._uninterrupted(life)):
+            return  # parked already, about to be retried, or protected
+        life.stopped = why
+        life.stopping.set()
+        if life.request_id and self._requests is not None:
+            self._requests.cancel(life.request_id)
+
+    def reached(self, group: int, member: int) -> int:
+        """Response tokens of a member that is generating or parked, as far as they are known here; else 0."""
+        life = self._lives.get((group, member))
+        if life is None:
+            return 0
+        streamed = self._requests.tokens_so_far(life.request_id) if self._requests is not None else 0
+        return max(len(life.response.ids), streamed)
 
     async def generate_member(
         self, group: Group, member: int, partial: PartialResponse = PartialResponse(), resumes: int = 0
@@ -112,6 +162,7 @@ class SingleTurn:
             failure = Failure(boundary="environment", cause=cause, infrastructure=False)
             return life.rollout(group, member, self._clock.now(), failure)
         failure = None
+        self._lives[group.index, member] = life
         try:
             async with asyncio.timeout(self._settings.timeout_s) as limit:
                 failure = await self._generate_response(group, member, life)
@@ -120,14 +171,25 @@ class SingleTurn:
                 raise
             cause = f"not finished after rollout.timeout_s = {self._settings.timeout_s:g} s"
             failure = Failure(boundary="engine", cause=cause, infrastructure=True)
+        finally:
+            del self._lives[group.index, member]
         return life.rollout(group, member, self._clock.now(), failure)
 
     async def _generate_response(self, group: Group, member: int, life: _Life) -> Failure | None:
         """Submit until the response is complete; returns why it never will be."""
         seed = rollout_seed(self._run_seed, group.index, member, self._prefix)
         sampling = msgspec.structs.replace(self._sampling, seed=seed)
+        watch = None if self._watch_of is None else self._watch_of(group, member)
         errors = 0
         while not life.complete(sampling):
+            if life.stopped == "park":
+                await self._wait_parked(group, member, life)
+                continue
+            if isinstance(life.stopped, Failure):
+                return life.stopped
+            if life.stopped is not None:
+                life.finish_reason = "abort"
+                return None
             request = GenerationRequest(
                 # a number per submission: late tokens of a failed one can't be taken for those of the next
                 request_id=f"{self._prefix}{group.index}-{member}.{life.resumes}.{errors}",
@@ -135,28 +197,34 @@ class SingleTurn:
                 sampling=sampling,
                 priority=group.index,
                 partial=life.response,
-                interruptible=self._max_resumes is None or life.resumes < self._max_resumes,
+                interruptible=not self._uninterrupted(life),
             )
-            failure = await self._submit(request, life)
+            failure = await self._submit(request, life, watch)
             if failure is not None:
                 if errors == self._settings.retries:
                     return failure
                 errors += 1
                 await self._clock.sleep(_RETRY_S * 2 ** (errors - 1))
-            elif life.finish_reason == "abort":
-                await self._wait_parked(group, member, life)
-            else:
+            elif life.finish_reason != "abort":
                 return None
+            elif life.stopped is None:  # by an update
+                await self._wait_parked(group, member, life)
         return None
 
-    async def _submit(self, request: GenerationRequest, life: _Life) -> Failure | None:
+    def _uninterrupted(self, life: _Life) -> bool:
+        return self._max_resumes is not None and life.resumes >= self._max_resumes
+
+    async def _submit(self, request: GenerationRequest, life: _Life, watch: Watch | None) -> Failure | None:
         """One submission; its tokens go into ``life``. Returns a Failure when the engine failed it."""
+        life.request_id = request.request_id
         try:
-            result = await self._generate(request)
+            result = await self._generate(request, watch)
         except Exception as error:  # the engine boundary's one capture point
             detail = "".join(traceback.format_exception(error))[-_LONGEST_DETAIL:]
             cause = f"the generator raised {type(error).__name__}: {error}"
             return Failure(boundary="engine", cause=cause[:300], infrastructure=True, detail=detail)
+        finally:
+            life.request_id = ""
         fault = _fault(result.response)
         if not fault:
             life.take(result, self._clock.now())
@@ -167,8 +235,21 @@ class SingleTurn:
         return None
 
     async def _wait_parked(self, group: Group, member: int, life: _Life) -> None:
+        """At the gate, until it opens or the member is stopped for good."""
+        if life.stopped == "park":
+            life.stopped = None
+            life.stopping.clear()
         if self._resume_gate is not None:
-            await self._resume_gate(group, member, life.response)
+            parked = Parked(group=group.index, member=member, response=life.response, resumes=life.resumes)
+            gate = asyncio.ensure_future(self._resume_gate(parked))
+            stopped = asyncio.ensure_future(life.stopping.wait())
+            try:
+                await asyncio.wait((gate, stopped), return_when=asyncio.FIRST_COMPLETED)
+                if gate.done():
+                    life.go_on(gate.result())
+            finally:
+                gate.cancel()
+                stopped.cancel()
         life.resumes += 1
 
 
@@ -182,6 +263,9 @@ class _Life:
         self.reprefills = 0
         self.first_token_s = 0.0
         self.finish_reason: FinishReason = "error"
+        self.request_id = ""  # of the request it has open
+        self.stopped: Stop | None = None
+        self.stopping = asyncio.Event()
 
     def take(self, result: GenerationResult, now: float) -> None:
         self.finish_reason = result.finish_reason
@@ -190,6 +274,14 @@ class _Life:
             self.response = result.response
         if self.first_token_s == 0.0 and result.response.ids:
             self.first_token_s = result.first_token_s or now
+
+    def go_on(self, how: Resumption) -> None:
+        """As the gate decided."""
+        if how == "restart":
+            self.response = PartialResponse()
+        elif how == "fail":
+            cause = "its environment holds what a policy older than queue.max_environment_staleness did"
+            self.stopped = Failure(boundary="environment", cause=cause, infrastructure=False)
 
     def complete(self, sampling: SamplingParameters) -> bool:
         """Whether a continued response needs no further token; sets the finish reason then."""
@@ -213,6 +305,7 @@ class _Life:
             versions=self.response.versions,
             finish_reason="error" if failure is not None else self.finish_reason,
             failure=failure,
+            pruned=self.stopped if isinstance(self.stopped, Pruned) and self.finish_reason == "abort" else None,
             opened_s=self.opened_s,
             first_token_s=self.first_token_s,
             generated_s=now,

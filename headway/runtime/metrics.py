@@ -44,6 +44,8 @@ STEP_METRICS: dict[str, tuple[str, str]] = {
     "queue/buffered_groups": ("buffered_groups", "finished, waiting for the trainer"),
     "queue/buffer_capacity_groups": ("buffer_capacity_groups", "places in the buffer"),
     "queue/oldest_age_s": ("oldest_age_s", "age of the longest-buffered group"),
+    "queue/admitted_rollouts": ("admitted_rollouts", "opened since the last step"),
+    "queue/parkings": ("parkings", "members parked since the last step, on a full batch or an update"),
     "queue/kv_used_tokens": ("kv_used_tokens", "KV tokens in use, all replicas"),
     "queue/kv_capacity_tokens": ("kv_capacity_tokens", "KV tokens there are, all replicas"),
     "queue/running_rollouts": ("running_rollouts", "requests that hold a slot"),
@@ -64,7 +66,11 @@ STEP_METRICS: dict[str, tuple[str, str]] = {
     "length_bias/pruning_ks": ("length_bias_pruning_ks", "the part pruning causes"),
     "length_bias/censored_share": ("censored_share", "admitted rollouts in cohorts not closed yet"),
 }
-STALENESS = {"staleness/trajectory_steps": "trajectory_staleness", "staleness/token_steps": "token_staleness"}
+STALENESS = {
+    "staleness/trajectory_steps": "trajectory_staleness",
+    "staleness/token_steps": "token_staleness",
+    "staleness/environment_steps": "environment_staleness",
+}
 LENGTHS = "length/tokens"
 
 _UNUSUAL = re.compile(r"[^\w./-]")
@@ -111,6 +117,8 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield f"{kind}_max_steps", distribution.max
         for ending, count in line.endings.items():
             yield f"endings/{ending}_rollouts", float(count)
+        for ending, tokens in line.ended_tokens.items():
+            yield f"endings/{ending}_tokens", float(tokens)
         for boundary, count in line.failures.items():
             yield f"failures/{boundary}_rollouts", float(count)
         names = source_names({*sources, *line.by_source})

@@ -41,6 +41,7 @@ class Prepared:
     keep_n: np.ndarray  # bool: not masked for staleness or importance
     start_n: np.ndarray | None = None  # log-probabilities of the weights at the start of the step, where needed
     reference_n: np.ndarray | None = None  # of the reference model, where there is a KL penalty
+    old_n: np.ndarray | None = None  # bool: trained as if the present weights had sampled it
 
 
 @dataclass(kw_only=True)
@@ -75,7 +76,9 @@ class PolicyGradient:
         self.trainer: Trainer = experiment.trainer
         self.temperature = experiment.rollout.temperature
         self.max_response_tokens = experiment.rollout.max_response_tokens
-        self.token_budget = experiment.queue.budget if experiment.queue.overdue == "mask" else None
+        self.token_budget = experiment.token_budget
+        queue = experiment.queue
+        self.uncorrected_after = queue.max_token_staleness if queue.old_tokens == "train" else None
         self.loss = resolve(experiment.algorithm.loss)
         self.settings = LossSettings(
             clip_low=self.algorithm.clip_low,
@@ -141,7 +144,8 @@ class PolicyGradient:
             keep_n &= step - arrays.versions_n <= self.token_budget
         if start_n is not None and self._masks_by_importance:
             self._mask_by_importance(arrays, start_n, advantages_n, keep_n)
-        return Prepared(advantages_n=advantages_n, keep_n=keep_n, start_n=start_n, reference_n=reference_n)
+        old_n = None if self.uncorrected_after is None else step - arrays.versions_n > self.uncorrected_after
+        return Prepared(advantages_n=advantages_n, keep_n=keep_n, start_n=start_n, reference_n=reference_n, old_n=old_n)
 
     def _mask_by_importance(
         self, arrays: SampleArrays, start_n: np.ndarray, advantages_n: np.ndarray, keep_n: np.ndarray
@@ -202,10 +206,14 @@ class PolicyGradient:
         self, arrays: SampleArrays, prepared: Prepared, at: IntArray, samples_m: IntArray, logprobs_m: torch.Tensor
     ) -> TokenTerms:
         start_n = prepared.start_n if self.algorithm.proximal != "current" else None
+        proximal_m = logprobs_m.detach() if start_n is None else self._tensor(start_n[at])
+        behaviour_m = self._tensor(arrays.behaviour_logprobs_n[at])
+        if prepared.old_n is not None:
+            behaviour_m = torch.where(self._tensor(prepared.old_n[at]), proximal_m, behaviour_m)
         return TokenTerms(
             logprobs_m=logprobs_m,
-            proximal_m=logprobs_m.detach() if start_n is None else self._tensor(start_n[at]),
-            behaviour_m=self._tensor(arrays.behaviour_logprobs_n[at]),
+            proximal_m=proximal_m,
+            behaviour_m=behaviour_m,
             advantages_m=self._tensor(prepared.advantages_n[at]),
             sequence_m=self._tensor(np.cumsum(np.diff(samples_m, prepend=samples_m[:1]) != 0)),
             keep_m=self._tensor(prepared.keep_n[at]),

@@ -106,6 +106,7 @@ TAMPERINGS = {
     "a group lost": ("DELETE FROM groups WHERE idx = 6", "gap"),
     "a payload lost": ("DELETE FROM payloads WHERE id >> 16 = 3", "0 payloads, 2 expected"),
     "a payload kept": ("INSERT INTO payloads VALUES (6 << 16, x'00')", "1 payloads, 0 expected"),
+    "a parked member of an ended group": ("INSERT INTO partials VALUES (6 << 16, x'00')", "but isn't open"),
     "a task lost": ("UPDATE groups SET task = NULL WHERE idx = 8", "its task is missing"),
     "trained without a batch": (
         "UPDATE groups SET state = 'ended', ending = 'trained', reason = 'x' WHERE idx = 7",

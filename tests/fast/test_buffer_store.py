@@ -7,8 +7,8 @@ import pytest
 
 from headway.buffer.store import GroupBuffer
 from headway.records.errors import BooksUnbalanced, BufferCorrupt, BufferFull, StorageFailed
-from headway.records.generation import VersionSpan
-from headway.records.rollout import Batch, Failure, FinishedGroup, Group, Rollout
+from headway.records.generation import PartialResponse, VersionSpan
+from headway.records.rollout import Batch, Failure, FinishedGroup, Group, Parked, Rollout
 from headway.records.task import Task
 
 FAILURE = Failure(boundary="engine", cause="died twice", infrastructure=True)
@@ -345,3 +345,27 @@ def test_making_durable_keeps_working_and_is_recorded(buffer, path):
     buffer.make_durable()
     assert buffer._connection.execute("PRAGMA synchronous").fetchone()[0] == 1
     assert buffer._meta("durable_version") == 1
+
+
+def test_parked_members_are_kept_until_their_group_finishes(path, tmp_path):
+    buffer = GroupBuffer(path, 8)
+    owners = [group(0), group(1)]
+    for owner in owners:
+        buffer.admit(owner)
+    part = PartialResponse(ids=(7, 8), logprobs=(-0.1, -0.2), versions=(VersionSpan(version=3, tokens=2),))
+    first = Parked(group=0, member=1, response=PartialResponse(), resumes=0)
+    again = Parked(group=0, member=1, response=part, resumes=1, environment="box-4", environment_version=3)
+    for parked in (first, again, Parked(group=1, member=0, response=part, resumes=0)):
+        buffer.park(parked)
+    assert next(record.parked for record in reopened(path, tmp_path).open_groups()) == (again,)
+    buffer.finish_group(finished(owners[0]))
+    buffer.end_group(1, "overdue", "budget", {0: 9})
+    after = reopened(path, tmp_path)
+    assert [record.parked for record in after.open_groups()] == [()]
+    assert after.audit() == buffer.audit() == []
+    assert after.length_bias(2).statistics().cut_share == 0.0  # group 0 isn't ended: the cohort is open
+    with pytest.raises(BooksUnbalanced, match="should be open"):
+        buffer.park(first)
+    buffer.admit(group(2))
+    with pytest.raises(BooksUnbalanced, match="member 2 of group 2, which has 2"):
+        buffer.park(Parked(group=2, member=2, response=part, resumes=0))

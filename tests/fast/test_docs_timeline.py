@@ -10,7 +10,7 @@ from docs.timeline import PAGE, figures, with_figures
 def test_figures_are_up_to_date():
     page = PAGE.read_text(encoding="utf-8")
     assert re.findall(r"<!-- figure ([\w-]+) -->\n", page) == [
-        "timeline-0", "timeline-1", "timeline-4", "budgets", "publishing", "policies", "modes"
+        "timeline-0", "timeline-1", "timeline-4", "budgets", "publishing", "policies", "surplus", "modes"
     ]  # fmt: skip
     assert page == with_figures(page), "run: python -m docs.timeline --write"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from headway.generator.fake import FakeGenerator
 from headway.orchestrator.evaluation import Evaluations
+from headway.records.clients import Watch
 from headway.records.generation import GenerationRequest, GenerationResult
 from headway.records.task import Task
 from headway.rollout.fake import FakeVerifier
@@ -22,9 +23,9 @@ def test_splits_number_their_tasks_alike_and_yet_draw_different_numbers(tmp_path
         await generator.start()
         seeds: list[int] = []
 
-        async def noted(request: GenerationRequest) -> GenerationResult:
+        async def noted(request: GenerationRequest, watch: Watch | None = None, /) -> GenerationResult:
             seeds.append(request.sampling.seed)
-            return await generator.generate(request)
+            return await generator.generate(request, watch)
 
         experiment, tokenizer = experiment_of(tmp_path), PlainTokenizer()
         tasks = [Task(task_id=str(i), prompt=str(i)) for i in range(8)]

@@ -9,8 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.generator.fake import FakeGenerator
+from headway.records.clients import Watch
 from headway.records.errors import HeadwayError
-from headway.records.generation import GenerationRequest, GenerationResult, PublishedWeights, SamplingParameters
+from headway.records.generation import (
+    GenerationRequest,
+    GenerationResult,
+    PartialResponse,
+    PublishedWeights,
+    SamplingParameters,
+    VersionSpan,
+)
 from headway.runtime.clock import Clock, run_virtual
 
 
@@ -190,3 +198,44 @@ def test_random_schedules(jobs, updates, slots):
     assert total / slots - 1e-6 <= statistics.busy_s <= total + 1e-6
     assert (statistics.running, statistics.waiting, statistics.finished) == (0, 0, len(jobs))
     assert run_virtual(main) == (results, [statistics])
+
+
+# --- watching and cancelling -------------------------------------------------------------------------------
+
+
+def test_a_watch_is_told_at_exact_tokens_and_may_cancel():
+    """token_s = 1: told at 3, 6 and 9 tokens; cancelled at 6, it comes back with 6 tokens at t = 6."""
+
+    async def main(clock: Clock):
+        generator = fake(clock)
+        told: list[tuple[float, int]] = []
+
+        def note(so_far: PartialResponse) -> None:
+            told.append((clock.now(), len(so_far.ids)))
+            if len(so_far.ids) == 6:
+                generator.cancel("a")
+
+        watched = asyncio.create_task(generator.generate(request("a", 20), Watch(3, note)))
+        beside = asyncio.create_task(timed(clock, generator, request("b", 8)))
+        result = await watched
+        return told, clock.now(), result, (await beside)[0]
+
+    told, end_s, result, beside_s = run_virtual(main)
+    assert told == [(3.0, 3), (6.0, 6)]
+    assert end_s == pytest.approx(6.0)
+    assert (result.finish_reason, len(result.response.ids)) == ("abort", 6)
+    assert beside_s == pytest.approx(8.0)
+
+
+def test_tokens_so_far_count_the_resumed_ones():
+    async def main(clock: Clock):
+        generator = fake(clock)
+        before = PartialResponse(ids=(9, 9), logprobs=(-1.0, -1.0), versions=(VersionSpan(version=0, tokens=2),))
+        job = asyncio.create_task(generator.generate(request("a", 20, partial=before)))
+        await clock.sleep(5.0)
+        found = generator.tokens_so_far("a"), generator.tokens_so_far("unknown")
+        generator.cancel("a")
+        await job
+        return found
+
+    assert run_virtual(main) == (7, 0)

@@ -203,7 +203,7 @@ class CountingGenerator(FakeGenerator):
         [found] = await super().statistics()
         return [msgspec.structs.replace(found, decode_steps=round(found.busy_s / TOKEN_S))]
 
-    def tokens_so_far(self) -> list[int]:
+    def open_tokens(self) -> list[int]:
         return [self._produced(entry) for entry in self._open.values()]
 
 

@@ -88,8 +88,9 @@ def test_a_kill_between_a_step_and_its_line_loses_no_step(monkeypatch: pytest.Mo
 
 def test_groups_generated_anew_are_as_old_as_the_version_they_were_reopened_under():
     """Else ``drop`` would end them as overdue although no token of theirs is, and ``wait`` would wait for them."""
-    knobs = Knobs(open_groups=None, concurrent_rollouts=8, steps_per_publish=1)
-    state = RunState(clock=RealClock(), groups_per_step=2, knobs=knobs)
+    state = RunState(
+        clock=RealClock(), groups_per_step=2, knobs=Knobs(open_groups=None, concurrent_rollouts=8, steps_per_publish=1)
+    )
     group = Group(
         index=7, task=Task(task_id="t", prompt="p"), prompt_ids=(1,), size=4, admitted_version=9, admitted_s=0.0
     )

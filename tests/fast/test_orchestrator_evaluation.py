@@ -45,12 +45,12 @@ def attempt_all(concurrent: int, timeout_s: float) -> tuple[list[Any], int]:
         await generator.start()
         running, most = 0, 0
 
-        async def counted(request: Any) -> Any:
+        async def counted(request: Any, watch: Any = None, /) -> Any:
             nonlocal running, most
             running += 1
             most = max(most, running)
             try:
-                return await generator.generate(request)
+                return await generator.generate(request, watch)
             finally:
                 running -= 1
 

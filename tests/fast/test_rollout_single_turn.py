@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config import schema
+from headway.generator.fake import FakeGenerator
+from headway.records.clients import Watch
 from headway.records.errors import WorkerDied
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
-from headway.records.rollout import Failure, Group, Rollout, Verdict
+from headway.records.rollout import Failure, Group, Parked, Pruned, Rollout, Verdict
 from headway.records.task import Task
 from headway.rollout.seeds import rollout_seed
 from headway.rollout.single_turn import SingleTurn, apply_verdict
@@ -69,7 +71,7 @@ class Engine:
         self.replies = replies
         self.requests: list[GenerationRequest] = []
 
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
+    async def generate(self, request: GenerationRequest, watch: Watch | None = None, /) -> GenerationResult:
         self.requests.append(request)
         await self.clock.sleep(1.0)
         reply = self.replies[len(self.requests) - 1]
@@ -144,9 +146,10 @@ def test_a_parked_member_waits_at_the_gate_and_goes_on_from_its_tokens():
     whole = response("abc", (7, 1), (8, 1), (9, 1))
     seen: list[object] = []
 
-    async def gate(parked: Group, member: int, partial: PartialResponse) -> None:
-        seen.append((parked.index, member, partial))
+    async def gate(parked: Parked) -> str:
+        seen.append((parked.group, parked.member, parked.response))
         await asyncio.sleep(10)
+        return "continue"
 
     rollout, engine = play(
         finish(first, "abort"),
@@ -256,8 +259,9 @@ def test_a_prompt_that_does_not_fit_fails_at_the_environment(length: int):
 
 
 def test_a_hung_engine_ends_at_the_timeout_and_keeps_its_tokens():
-    async def forever(parked: Group, member: int, partial: PartialResponse) -> None:
+    async def forever(parked: Parked) -> str:
         await asyncio.Event().wait()
+        return "continue"
 
     part = response("ab")
     rollout, _ = play(finish(part, "abort"), resume_gate=forever, settings={"timeout_s": 30.0})
@@ -269,7 +273,7 @@ def test_a_hung_engine_ends_at_the_timeout_and_keeps_its_tokens():
 
 
 def test_a_gate_that_fails_is_an_error_of_the_orchestrator():
-    async def gate(parked: Group, member: int, partial: PartialResponse) -> None:
+    async def gate(parked: Parked) -> str:
         raise TimeoutError("the gate")
 
     with pytest.raises(TimeoutError, match="the gate"):
@@ -297,7 +301,7 @@ def test_cancellation_passes_through():
 
 def test_siblings_do_not_share_a_fate():
     async def main(clock: Clock) -> list[Rollout]:
-        async def generate(request: GenerationRequest) -> GenerationResult:
+        async def generate(request: GenerationRequest, watch: Watch | None = None, /) -> GenerationResult:
             await clock.sleep(1.0)
             if request.request_id.startswith("5-1"):
                 raise RuntimeError("only this one")
@@ -361,3 +365,92 @@ class TestSeeds:
     def test_pinned(self):
         # golden: a change would make a resumed rollout sample on from another stream
         assert rollout_seed(0, 0, 0) == GOLDEN_SEED
+
+
+# --- stopped from outside ----------------------------------------------------------------------------------
+
+PRUNED = Pruned(pruner="cap", why="too long", at_tokens=6)
+
+
+def stopped(
+    *stops: tuple[float, Any], opens_s: float = 100.0, how: str = "continue", **options: Any
+) -> tuple[Rollout, float]:
+    """A member of 20 tokens, 1 s each, stopped at given times; the gate opens at ``opens_s``."""
+
+    async def main(clock: Clock) -> tuple[Rollout, float]:
+        generator = FakeGenerator(clock, token_s=1.0, length_of=lambda one: 20)
+        opened = asyncio.Event()
+
+        async def gate(parked: Parked) -> str:
+            await opened.wait()
+            return how
+
+        single = SingleTurn(
+            generator.generate,
+            Letters(),
+            schema.Rollout(),
+            clock,
+            run_seed=0,
+            requests=generator,
+            **{"resume_gate": gate, **options},
+        )
+        job = asyncio.create_task(single.generate_member(group(), 0))
+        for at_s, why in sorted([*stops, (opens_s, None)], key=lambda one: one[0]):
+            await clock.sleep(at_s - clock.now())
+            if why is None:
+                opened.set()
+            else:
+                single.stop(group().index, 0, why)
+        return await job, clock.now()
+
+    return run_virtual(main)
+
+
+def test_a_pruned_member_ends_with_what_it_has() -> None:
+    rollout, _ = stopped((6.0, PRUNED))
+    assert (len(rollout.response_ids), rollout.finish_reason) == (6, "abort")
+    assert rollout.pruned == PRUNED
+    assert rollout.failure is None
+
+
+def test_a_member_stopped_with_a_failure_fails_with_its_tokens() -> None:
+    why = Failure(boundary="environment", cause="its group timed out", infrastructure=True)
+    rollout, _ = stopped((6.0, why))
+    assert (len(rollout.response_ids), rollout.failure, rollout.pruned) == (6, why, None)
+
+
+def test_a_member_parked_from_outside_goes_on_from_its_tokens() -> None:
+    rollout, end_s = stopped((6.0, "park"), (7.0, "park"), opens_s=10.0)
+    assert (len(rollout.response_ids), rollout.finish_reason, rollout.resumes) == (20, "stop", 1)
+    assert rollout.generated_s == end_s == 24.0  # 6 tokens by 6 s, 14 more from 10 s on
+
+
+def test_a_parked_member_can_be_stopped_for_good() -> None:
+    rollout, _ = stopped((6.0, "park"), (8.0, PRUNED))
+    assert (len(rollout.response_ids), rollout.generated_s, rollout.pruned) == (6, 8.0, PRUNED)
+
+
+def test_a_member_parked_often_enough_is_left_alone() -> None:
+    rollout, _ = stopped((6.0, "park"), (12.0, "park"), opens_s=8.0, max_resumes=1)
+    assert (len(rollout.response_ids), rollout.resumes, rollout.generated_s) == (20, 1, 22.0)
+
+
+def test_a_stop_after_the_end_changes_nothing() -> None:
+    rollout, _ = stopped((50.0, PRUNED))
+    assert (len(rollout.response_ids), rollout.finish_reason, rollout.pruned) == (20, "stop", None)
+
+
+def test_an_error_at_the_gate_reaches_the_caller() -> None:
+    async def broken(parked: Parked) -> str:
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        stopped((6.0, "park"), resume_gate=broken)
+
+
+def test_a_member_whose_environment_is_too_stale_begins_anew_or_fails() -> None:
+    again, end_s = stopped((6.0, "park"), opens_s=10.0, how="restart")
+    assert (len(again.response_ids), end_s, again.failure) == (20, 30.0, None)
+    failed, end_s = stopped((6.0, "park"), opens_s=10.0, how="fail")
+    assert failed.failure is not None
+    assert (failed.failure.boundary, end_s, len(failed.response_ids)) == ("environment", 10.0, 6)

@@ -1,0 +1,48 @@
+"""Partial rollouts: parked in the buffer when a batch is full or weights arrive, resumed from their tokens."""
+
+from __future__ import annotations
+
+from headway.buffer.store import GroupBuffer
+from headway.config.schema import Queue
+from headway.control.staleness import resumption
+from headway.orchestrator.state import RunState
+from headway.records.rollout import Parked
+from headway.rollout.single_turn import Resumption, SingleTurn
+
+
+class Parking:
+    """Where parked members wait.
+
+    The gate is closed from the moment a batch is full (``queue.surplus = "park"``) or weights are being applied until
+    they are in place. Whoever comes back from the generator meanwhile is committed to the buffer, gives its place up,
+    and goes on when the gate opens: the engines serve the oldest group first.
+    """
+
+    def __init__(self, state: RunState, buffer: GroupBuffer, queue: Queue) -> None:
+        self._state = state
+        self._buffer = buffer
+        self._queue = queue
+
+    async def wait(self, parked: Parked) -> Resumption:
+        """Until the member may go on; returns how (DESIGN rule 2, environment-state staleness)."""
+        entry = self._state.running.get(parked.group)
+        if entry is None:  # an evaluation's, in no books
+            await self._state.resume_gate.wait()
+            return "continue"
+        self._buffer.park(parked)
+        entry.parked += 1
+        self._state.parkings += 1
+        self._state.changed.notify()  # its place is free
+        try:
+            await self._state.resume_gate.wait()
+        finally:
+            entry.parked -= 1
+        limit, policy = self._queue.max_environment_staleness, self._queue.stale_environment
+        return resumption(parked.environment_version, self._state.version, limit, policy)
+
+    def park_all(self, rollouts: SingleTurn) -> None:
+        """Close the gate and park every member that is generating, but for those that were parked often enough."""
+        self._state.resume_gate.clear()
+        for index, entry in self._state.running.items():
+            for member in range(entry.group.size):
+                rollouts.stop(index, member, "park")
