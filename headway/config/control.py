@@ -17,13 +17,9 @@ class Control(Section):
     mode: Literal["off", "advise", "act"] = "off"  # advise: say in the ledger what act would set, and set nothing
     interval_steps: Positive = 2  # least steps between two decisions; they are what a decision is based on
     pin: tuple[KnobName, ...] = ()  # knobs that stay as the experiment sets them
-    max_steps_per_publish: Positive = 4  # the most it publishes as seldom as; queue.budget + 1 where that is less
-    length_bias_limit: Annotated[float, Field(ge=0, le=1)] = (
-        0.1  # KS that scheduling may cause: beyond it, no more load
-    )
-    staleness_tolerance: Annotated[float, Field(ge=0, lt=1)] = (
-        0.01  # share of the best rate given up for younger samples
-    )
+    max_steps_per_publish: Positive = 4  # it publishes no more seldom; queue.budget + 1 where that is less
+    length_bias_limit: Annotated[float, Field(ge=0, le=1)] = 0.1  # KS by scheduling; beyond it no load is added
+    staleness_tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.01  # share of the rate given for younger samples
 
     @field_validator("pin")
     @classmethod

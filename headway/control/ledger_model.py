@@ -1,9 +1,10 @@
 """The queue's parameters out of a ledger: what ``queue_model`` needs, estimated from the steps of a run.
 
 Pure arithmetic over ``StepRecord``s; the records must be of one regime (``controller`` cuts its window where something
-changed). Sums are divided by sums, so that a long step counts for more; costs of a single event (a publish) are medians;
-the two straight lines, time of a decode step by requests and time of a training step by tokens, are least squares held by
-a prior, because a run in steady state hardly varies what they depend on. What the data don't tell is in ``unidentified``.
+changed). Sums are divided by sums, so that a long step counts for more; costs of a single event (a publish) are
+medians; the two straight lines, time of a decode step by requests and time of a training step by tokens, are least
+squares held by a prior, because a run in steady state hardly varies what they depend on. What the data don't tell is
+in ``unidentified``.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ def shape_of(experiment: Experiment, lent_replicas: int = 0, free_devices: int =
         steps=experiment.run.steps,
         time_limit_s=experiment.run.time_limit_s,
         evaluated_samples=0,
+        surplus_groups=experiment.surplus_groups,
         free_devices=free_devices,
     )
 
@@ -150,6 +152,7 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
         replicas=awake,
         concurrent_rollouts=flow.concurrent_rollouts or shape.concurrent_rollouts,
         open_groups=flow.open_groups or None,
+        surplus_groups=shape.surplus_groups,
         length_at=lengths.at,
         group_correlation=_correlation(steps, shape.group_size),
         prompt_tokens=prompt,
@@ -352,8 +355,8 @@ def _unidentified(
     found: dict[str, str] = {}
     if not decode.identified:
         found["decode step"] = (
-            f"the generator always decoded about {running:.0f} requests at once: how its step time depends on their "
-            f"number is not in the ledger; {decode.share:.0%} ± {decode.share_error:.0%} of it is taken to grow with them"
+            f"the generator always decoded about {running:.0f} requests: how its step time depends on their "
+            f"number is unknown; {decode.share:.0%} ± {decode.share_error:.0%} of it is taken to grow with them"
         )
     if not train.identified:
         found["training step"] = (

@@ -38,6 +38,7 @@ class QueueModel(msgspec.Struct, frozen=True, kw_only=True):
     slots: int  # of one replica
     replicas: int = 1
     concurrent_rollouts: int  # that may run or wait for a slot
+    surplus_groups: int = 0  # open beyond admission: at a full batch all that is unfinished is discarded; 0: it goes on
     open_groups: int | None = None  # most open at once, within what admission allows; None: all of it
     length_at: Callable[[float], int]  # quantile function of the response lengths
     group_correlation: float = 0.0  # of the lengths in a group (Gaussian copula)
@@ -147,6 +148,7 @@ class _Simulation:
             applied_version=self.applied,
             groups_per_step=model.groups_per_step,
             budget=model.budget,
+            surplus_groups=0 if self.busy else model.surplus_groups,
         )
         if model.open_groups is not None:
             groups = max(0, min(groups, model.open_groups - len(self.open)))
@@ -213,13 +215,17 @@ class _Simulation:
             )
             for group in self.open.values()
         ]
-        chosen = select_batch(self.version, candidates, model.groups_per_step, model.budget, model.overdue)
+        policy = "drop" if model.surplus_groups else model.overdue
+        chosen = select_batch(self.version, candidates, model.groups_per_step, model.budget, policy)
         for index in chosen.overdue:
             self._end_overdue(self.open.pop(index))
         self.missing, self.stalled = chosen.missing, not chosen.groups
         if not chosen.groups:
             return
         batch = [self.open[index] for index in chosen.groups]
+        if model.surplus_groups:
+            for group in [group for group in self.open.values() if not group.finished]:
+                self._end_overdue(self.open.pop(group.index))
         self.trained += [self.version - group.version for group in batch]
         self.busy = True
         tokens = sum(group.tokens for group in batch)
@@ -308,6 +314,7 @@ def _scaled_down(model: QueueModel) -> tuple[float, QueueModel]:
         groups_per_step=groups,
         slots=slots,
         concurrent_rollouts=max(model.group_size, round(model.concurrent_rollouts / scale)),
+        surplus_groups=math.ceil(model.surplus_groups / scale),
         open_groups=None if model.open_groups is None else max(1, round(model.open_groups / scale)),
         decode_request_s=model.decode_request_s * model.slots / slots,
         train_token_s=model.train_token_s * scale,

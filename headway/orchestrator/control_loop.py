@@ -7,7 +7,8 @@ from collections import deque
 
 import msgspec
 
-from headway.control.controller import Action, ControllerState, decide, limits_of
+from headway.control.controller import Action, ControllerState, decide
+from headway.control.knob_search import limits_of
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.state import Signal
 from headway.records.control import Knobs

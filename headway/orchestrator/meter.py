@@ -150,7 +150,8 @@ class Meter:
         """Close the interval, the moment a step is completed: everything since the last one was, as one line of
         the ledger. A step's own publish and checkpoint therefore stand in the next step's record.
 
-        ``trained``: none when the step was skipped. ``useful_samples``: of them, with an advantage that isn't 0. What the engines say is missing: ``with_engines``."""
+        ``trained``: none when the step was skipped. ``useful_samples``: of them, whose advantage isn't 0.
+        What the engines say is missing: ``with_engines``."""
         interval, self._interval = self._interval, self._fresh()
         step_s = max(self._interval.started_s - interval.started_s, 1e-9)
         samples = sum(len(group.valid) for group in trained)
