@@ -207,17 +207,23 @@ def _measured(
     )
     if ratio > 1.0 - max(LEAST_GAIN, 2 * noise) or ratio > trial.predicted - 2 * noise:
         return Decision(state=done, actions=(said,))
-    back = [name for name in KNOBS if limits.value(trial.before, name) != limits.value(state.knobs, name)]
-    refused = tuple(
-        (name, 1 if limits.value(state.knobs, name) > limits.value(trial.before, name) else -1) for name in back
-    )
+    there = {name: limits.value(state.knobs, name) for name in KNOBS}
+    before = {name: limits.value(trial.before, name) for name in KNOBS}
+    allowed = _allowed(state, evidence, limits)
+    back = [name for name in KNOBS if before[name] != there[name] and allowed(name, there[name], before[name])]
+    if not back:
+        return Decision(state=done, actions=(said,))
+    refused = tuple((name, 1 if there[name] > before[name] else -1) for name in back)
+    knobs = state.knobs
+    for name in back:
+        knobs = limits.with_value(knobs, name, before[name])
     actions = [
         Action(
             kind="rollback",
             reason=f"the rate fell to {ratio:.2f} of what it was, {trial.predicted:.2f} was predicted",
             knob=name,
-            old=limits.value(state.knobs, name),
-            new=limits.value(trial.before, name),
+            old=there[name],
+            new=before[name],
             predicted=trial.predicted,
             measured=ratio,
         )
@@ -225,7 +231,7 @@ def _measured(
     ]
     done = msgspec.structs.replace(
         done,
-        knobs=trial.before,
+        knobs=knobs,
         decided_step=window[-1].version,
         refused=tuple(dict.fromkeys((*state.refused, *refused))),
     )

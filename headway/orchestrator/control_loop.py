@@ -38,6 +38,11 @@ class Control:
         self._flushed = Signal()
         self._rates = RateControl(run)
 
+    async def go_on_from(self, last: StepRecord | None) -> None:
+        """Set the knobs that were in effect at the last step of the process before, where the controller sets them."""
+        if last is not None:
+            await self._rates.go_on_from(last)
+
     async def loop(self) -> None:
         """Runs until it is cancelled."""
         while True:
@@ -70,6 +75,19 @@ class RateControl:
         self._state: ControllerState | None = None
         self._records: deque[StepRecord] = deque(maxlen=_RECORDS)
         self._advised = run.state.knobs
+
+    async def go_on_from(self, last: StepRecord) -> None:
+        """Within the limits of now; what was estimated and learnt of the queue is gone."""
+        flow = last.flow
+        if self._mode != "act" or not flow.concurrent_rollouts:
+            return
+        knobs = Knobs(
+            open_groups=flow.open_groups or None,
+            concurrent_rollouts=flow.concurrent_rollouts,
+            steps_per_publish=flow.steps_per_publish,
+            resting=self._limits.shared[len(self._limits.shared) - flow.resting :],
+        )
+        await self._set(self._limits.clamped(knobs, self._run.state.knobs))
 
     async def after(self, record: StepRecord) -> None:
         """Decide after ``record``."""
