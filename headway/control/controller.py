@@ -210,7 +210,9 @@ def _measured(
     there = {name: limits.value(state.knobs, name) for name in KNOBS}
     before = {name: limits.value(trial.before, name) for name in KNOBS}
     allowed = _allowed(state, evidence, limits)
-    back = [name for name in KNOBS if before[name] != there[name] and allowed(name, there[name], before[name])]
+    back: list[KnobName] = [
+        name for name in KNOBS if before[name] != there[name] and allowed(name, there[name], before[name])
+    ]
     if not back:
         return Decision(state=done, actions=(said,))
     refused = tuple((name, 1 if there[name] > before[name] else -1) for name in back)
