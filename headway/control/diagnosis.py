@@ -123,7 +123,8 @@ def diagnose(
 
 
 def steady_steps(records: Sequence[StepRecord], budget: int) -> list[StepRecord]:
-    """The last regime's records, 60 at most, without those in which the queue was filling."""
+    """The last regime's records, 60 at most, without those in which the queue was filling. A regime that has only just
+    begun is looked at together with the steps before it."""
     steps = [r for r in usable(records) if r.step > budget]
     kept: list[StepRecord] = []
     for record in steps[-_MOST_STEPS:]:
@@ -131,6 +132,8 @@ def steady_steps(records: Sequence[StepRecord], budget: int) -> list[StepRecord]
         drifted = find_drift(kept[-16 - RECENT :])
         if drifted is not None:
             kept = [r for r in kept if r.step >= drifted[0]]
+    if len(kept) < LEAST_STEPS:
+        kept = steps[-2 * LEAST_STEPS :]
     flows = [(r.flow.open_groups, r.flow.concurrent_rollouts, r.flow.steps_per_publish, r.flow.resting) for r in kept]
     changed = max((i for i in range(1, len(flows)) if flows[i] != flows[i - 1]), default=0)
     return kept[changed:] if len(kept) - changed >= LEAST_STEPS else kept  # knobs as they are now
