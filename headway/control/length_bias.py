@@ -32,7 +32,7 @@ class LengthBiasStatistics(msgspec.Struct, frozen=True, kw_only=True):
     ks: float = 0.0  # trained against all completed lengths
     scheduling_ks: float = 0.0  # overdue and discarded rollouts: all lengths reached with and without them
     filter_ks: float = 0.0  # filtered rollouts, likewise
-    pruning_ks: float = 0.0  # pruned rollouts, likewise
+    pruning_ks: float = 0.0  # pruned rollouts, dropped or trained as they stood, likewise
     failure_ks: float = 0.0  # failed rollouts, likewise
     censored_share: float = 0.0  # share of admitted rollouts in cohorts not closed yet
     cut_share: float = 0.0  # share of the closed cohorts' rollouts that ended before their length was known
@@ -103,6 +103,7 @@ class LengthBias:
     ``ks`` compares complete lengths, as the rule says; a rollout that was cut (an overdue one cancelled while
     it ran, a pruned one) has none. The statistics by cause therefore compare lengths *reached*, complete or
     not, with and without the rollouts that the cause took: a policy that cancels long rollouts shows there.
+    A rollout that was pruned and trained as it stood is trained, but not in its length: pruning took that.
 
     Invariant: under ``wait``, with no filter, pruning or failure, the trained and the completed multisets
     of closed cohorts are equal and every statistic is 0.
@@ -155,6 +156,8 @@ class LengthBias:
         def taken_by(cause: Cause) -> float:
             endings: list[Ending] = [ending for ending, its_cause in CAUSE_OF.items() if its_cause == cause]
             taken = _total(side.get(ending, Counter[int]()) for side in (complete, cut) for ending in endings)
+            if cause == "pruning":  # nothing else trains a rollout before its own end
+                taken.update(cut.get("trained", Counter[int]()))
             if not taken:
                 return 0.0  # a multiset against itself; at every step, mostly
             return ks_statistic(reached - taken, reached)

@@ -7,7 +7,7 @@ reached t, P(L > t) = product over s <= t of (1 - d(s) / n(s)).
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -73,6 +73,29 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
         hazard = self._hazard
         beyond = math.log(self.tail_share / left) / hazard if hazard and left > 0 else math.inf
         return max(1, int(min(self.limit_tokens, self.last_tokens + max(0.0, beyond))))
+
+    def beyond(self, tokens: float) -> float:
+        """P(L > tokens)."""
+        if tokens >= self.limit_tokens:
+            return 0.0
+        if tokens >= self.last_tokens:
+            return self.tail_share * math.exp(-self._hazard * (tokens - self.last_tokens))
+        ended = bisect_right(self.tokens, tokens)
+        return self.survival[ended - 1] if ended else 1.0
+
+    def mean_remaining_tokens(self, tokens: int) -> float:
+        """E[L - tokens | L > tokens]: what one that has grown so long is expected to gain. 0.0 where everything seen
+        had ended by then: nothing is known of longer ones."""
+        share = self.beyond(tokens)
+        if share <= 0:
+            return 0.0
+        ends = [end for end in self.tokens if tokens < end < self.last_tokens]
+        edges = [tokens, *ends, max(tokens, self.last_tokens)]
+        seen = sum((end - start) * self.beyond(start) for start, end in pairwise(edges))
+        start, hazard = edges[-1], self._hazard
+        room = max(0, self.limit_tokens - start)
+        unseen = self.beyond(start) * (-math.expm1(-hazard * room) / hazard if hazard else room)
+        return (seen + unseen) / share
 
     def capped(self, limit_tokens: int) -> LengthDistribution:
         """The same responses under a smaller limit: those beyond it end at it."""

@@ -13,6 +13,7 @@ from headway.config.schema import Experiment
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
+from headway.orchestrator.pruning import Pruning
 from headway.orchestrator.run import Run
 from headway.orchestrator.state import RunState
 from headway.orchestrator.task_sets import training_weights
@@ -21,7 +22,7 @@ from headway.records.control import Knobs
 from headway.records.ledger import LedgerLine
 from headway.records.task import Task
 from headway.records.trace import TraceLine
-from headway.rollout.single_turn import Generate, SingleTurn
+from headway.rollout.single_turn import Generate, SingleTurn, WatchOf
 from headway.runtime.clock import Clock
 from headway.tasks.cursor import TaskCursor
 from headway.tokens.tokenizer import Tokenizer
@@ -60,7 +61,7 @@ def assemble(
     stack.enter_context(closing(buffer))
     parking = Parking(state, buffer, queue)
 
-    def rollouts(temperature: float | None = None) -> SingleTurn:
+    def rollouts(temperature: float | None = None, watch_of: WatchOf | None = None) -> SingleTurn:
         return SingleTurn(
             generate,
             actors.tokenizer,
@@ -71,6 +72,7 @@ def assemble(
             max_resumes=queue.max_resumes,
             resume_gate=parking.wait,
             requests=actors.generator,
+            watch_of=watch_of,
         )
 
     context = RunContext(
@@ -92,6 +94,9 @@ def assemble(
         evaluation_tasks=dict(actors.evaluation_tasks),
         started_s=clock.now(),
     )
+    if experiment.pruning.on:
+        context.pruning = Pruning(context)
+        context.rollouts = rollouts(watch_of=context.pruning.watch_of)
     return Run(context, rollouts(experiment.evaluation.temperature))
 
 

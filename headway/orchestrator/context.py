@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
@@ -17,6 +18,9 @@ from headway.rollout.single_turn import SingleTurn
 from headway.runtime.clock import Clock
 from headway.tasks.cursor import TaskCursor
 from headway.tokens.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # it works with the context
+    from headway.orchestrator.pruning import Pruning
 
 
 @dataclass
@@ -39,6 +43,7 @@ class RunContext:
     keep_sample: Callable[[dict[str, object]], None]
     directory: str
     evaluation_tasks: dict[str, list[Task]] = field(default_factory=dict)  # split -> tasks
+    pruning: Pruning | None = None  # None: no rollout is ended early
     started_s: float = 0.0  # clock when this process began the run
 
     def time_s(self) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import numpy as np
 from headway.config.schema import Experiment
 from headway.control.learning_signal import is_zero_variance, solve_rate_histogram
 from headway.control.length_bias import LengthBias
+from headway.control.pruning import pruner_figures
 from headway.control.summaries import distribution, length_histogram, quantile
 from headway.orchestrator.flow import flow_of
 from headway.orchestrator.source_scores import source_scores
@@ -25,6 +27,8 @@ from headway.records.trace import GroupEnd, GroupTrace, RolloutTrace, Span, Step
 from headway.records.training import StepReport
 from headway.runtime.clock import Clock
 
+_TYPICAL_STEPS = 8  # newest steps whose durations say what a step takes
+
 
 @dataclass
 class Interval:
@@ -33,6 +37,7 @@ class Interval:
     started_s: float
     cpu_s: float
     finished: list[FinishedGroup] = field(default_factory=list)
+    metas: list[dict[str, float]] = field(default_factory=list)  # what hooks.group_meta said of them
     accepted: int = 0  # rollouts of groups that entered the buffer
     accepted_groups: int = 0
     ended_tokens: Counter[str] = field(default_factory=Counter)  # ending -> response tokens
@@ -65,6 +70,7 @@ class Meter:
         self.length_bias = LengthBias(experiment.queue.groups_per_step)
         self.applied_version = 0
         self._interval = self._fresh()
+        self._recent_step_s: deque[float] = deque(maxlen=_TYPICAL_STEPS)
         self._engines: list[EngineStatistics] = []
         self._engines_s = clock.now()  # when they were asked
 
@@ -76,17 +82,28 @@ class Meter:
         self._interval = self._fresh()
         self._engines, self._engines_s = list(engines), self._clock.now()
 
+    @property
+    def last_step_s(self) -> float:
+        """Clock when the last step was completed, or when counting began."""
+        return self._interval.started_s
+
+    @property
+    def typical_step_s(self) -> float:
+        """Median duration of the newest steps, waits included; 0.0 before the first."""
+        return median(self._recent_step_s) if self._recent_step_s else 0.0
+
     # -- told by the loops ---------------------------------------------------------------------------
 
     def admitted(self, group: Group) -> None:
         self.length_bias.admit(group.index, group.size)
         self._interval.admitted += group.size
 
-    def finished(self, group: FinishedGroup, accepted: bool) -> None:
-        """All members of a group are verified; ``accepted``: it entered the buffer."""
+    def finished(self, group: FinishedGroup, accepted: bool, meta: Mapping[str, float] | None = None) -> None:
+        """All members of a group are verified; ``accepted``: it entered the buffer; ``meta``: its own statistics."""
         self._interval.finished.append(group)
+        self._interval.metas.append(dict(meta or {}))
         if accepted:
-            self._interval.accepted += len(group.rollouts)
+            self._interval.accepted += len(group.valid)
             self._interval.accepted_groups += 1
         if self._observe is not None:
             self._observe(group_trace(group, self._clock.now()))
@@ -154,12 +171,13 @@ class Meter:
         What the engines say is missing: ``with_engines``."""
         interval, self._interval = self._interval, self._fresh()
         step_s = max(self._interval.started_s - interval.started_s, 1e-9)
+        self._recent_step_s.append(step_s)
         samples = sum(len(group.valid) for group in trained)
         produced = sum(len(group.rollouts) for group in interval.finished)
         if self._observe is not None:
             self._observe(_step_trace(report, interval.started_s, self._interval.started_s, samples))
         bias = self.length_bias.statistics()
-        endings, failures = state.books.take_recent()
+        endings, failures, filtered = state.books.take_recent()
         return StepRecord(
             step=report.step,
             version=report.version,
@@ -191,6 +209,10 @@ class Meter:
             ended_tokens=dict(interval.ended_tokens),
             endings=endings,
             failures=failures,
+            filtered=filtered,
+            group_meta=_means(interval.metas),
+            judge_tokens=sum(r.judge_tokens for group in interval.finished for r in group.rollouts),
+            judge_cost=sum(r.judge_cost for group in interval.finished for r in group.rollouts),
             length_bias_ks=bias.ks,
             length_bias_scheduling_ks=bias.scheduling_ks,
             length_bias_filter_ks=bias.filter_ks,
@@ -216,6 +238,7 @@ class Meter:
             token_staleness=token_staleness(trained, report.step, self._token_budget),
             environment_staleness=environment_staleness(trained, report.step),
             by_source=source_scores((g.group.task.source, r) for g in interval.finished for r in g.rollouts),
+            pruning=pruner_figures(interval.finished),
             **_learning_fields(interval.finished),
             **_length_fields([r for group in interval.finished for r in group.valid]),
         )
@@ -233,6 +256,7 @@ class Meter:
             endings={"trained": samples},
             trajectory_staleness=trajectory_staleness(trained, step, self._token_budget),
             token_staleness=token_staleness(trained, step, self._token_budget),
+            pruning=pruner_figures(trained),
             **_learning_fields(trained),
             **_length_fields([r for group in trained for r in group.valid]),
         )
@@ -298,6 +322,15 @@ def _step_trace(report: StepReport, start_s: float, end_s: float, samples: int) 
 def _tidy(seconds: float) -> float:
     """To the microsecond: the rest only makes the file longer."""
     return round(seconds, 6)
+
+
+def _means(metas: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each name over the groups that have it."""
+    named: dict[str, list[float]] = {}
+    for meta in metas:
+        for name, value in meta.items():
+            named.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in named.items()}
 
 
 def _mfu(report: StepReport, peak_flops_per_s: float) -> float:

@@ -9,7 +9,7 @@ from headway.config.schema import Experiment
 from headway.config.sources import TaskSource, VerifierSettings
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
-from headway.rollout.verifiers import VERIFIERS
+from headway.rollout.verifiers import PRUNER_KEY, VERIFIERS
 from headway.tasks.sources import load_tasks, require_disjoint, without_prompts_of
 
 SPLITS = ("train", "validation", "test")
@@ -59,13 +59,14 @@ def training_weights(experiment: Experiment) -> dict[str, float]:
 
 
 def named_verifiers(experiment: Experiment, sets: Mapping[str, Iterable[Task]]) -> dict[str, VerifierSettings]:
-    """``Task.verifier`` -> its settings, for every one that the tasks ask for, the default's "" left out.
+    """``Task.verifier`` -> its settings, for every one that tasks and pruners ask for, the default's "" left out.
 
     A name is one of ``[verifiers.NAME]``, or else of a built-in verifier or a module:function with its defaults.
     Raises ConfigurationError, naming the source, for one that is neither.
     """
     asked = {task.verifier: task for tasks in sets.values() for task in tasks if task.verifier}
-    return {key: _settings_of(key, experiment, task.source) for key, task in asked.items()}
+    named = {key: _settings_of(key, experiment, task.source) for key, task in asked.items()}
+    return named | {PRUNER_KEY + pruner: settings for pruner, settings in experiment.pruning.judges.items()}
 
 
 def _settings_of(key: str, experiment: Experiment, source: str) -> VerifierSettings:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
 from headway.control.staleness import select_batch
 from headway.orchestrator.accounts import end_finished, end_running
 from headway.orchestrator.batches import build_batch
@@ -269,5 +271,6 @@ def sample_line(run: RunContext, step: int, sample: Sample, ending: Ending) -> d
         "advantage": sample.advantage,
         "versions": [[span.version, span.tokens] for span in rollout.versions],
         "finish_reason": rollout.finish_reason,
+        "pruned": None if rollout.pruned is None else msgspec.to_builtins(rollout.pruned),
         "ending": ending,
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 
@@ -48,6 +50,36 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     generator_s: float = 0.0  # of all replicas that take requests: between two looks at their counters
     decode_steps: int = 0  # of all replicas; 0: they don't count them
     preemptions: int = 0
+
+
+class PrunerFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one pruner did to the groups that finished since the last step (control/pruning.py)."""
+
+    rollouts: int = 0  # ended early
+    dropped: int = 0  # ... of these, left their group; the others were scored as they stood, and train
+    saved_tokens: float = 0.0  # response tokens that the former would have gone on for, as expected when they ended
+    audits: int = 0  # hit as well, but run to their own end
+    wrong: int = 0  # ... of these, those whose reward pruning would have changed
+    reward_bias: float = 0.0  # ... mean of their reward less what pruning would have put in its place
+
+    @property
+    def wrong_rate(self) -> float:
+        """Share of the audits that were wrong; 0.0 without any."""
+        return self.wrong / self.audits if self.audits else 0.0
+
+    @staticmethod
+    def total(figures: Iterable[PrunerFigures]) -> PrunerFigures:
+        """Figures of several steps or pruners as one; the bias is the mean over all audits."""
+        found = list(figures)
+        audits = sum(one.audits for one in found)
+        return PrunerFigures(
+            rollouts=sum(one.rollouts for one in found),
+            dropped=sum(one.dropped for one in found),
+            saved_tokens=sum(one.saved_tokens for one in found),
+            audits=audits,
+            wrong=sum(one.wrong for one in found),
+            reward_bias=sum(one.audits * one.reward_bias for one in found) / audits if audits else 0.0,
+        )
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"):
@@ -99,6 +131,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     endings: dict[str, int] = {}
     ended_tokens: dict[str, int] = {}  # response tokens they had: wasted, but for the trained ones
     failures: dict[str, int] = {}
+    filtered: dict[str, int] = {}  # why rollouts were: zero_variance, low_advantage, overlong, too_few_kept, user:WHY
+    # what language models that judge have read and written for the groups that finished since the last step
+    judge_tokens: int = 0
+    judge_cost: float = 0.0  # in the currency of verifier.parameters.price_*
     # learning signal, over the groups that finished since the last step (filtered ones included)
     reward_mean: float = 0.0
     reward_std: float = 0.0
@@ -106,6 +142,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     solve_rate_histogram: list[int] = []  # groups by share solved, 11 bins: 0, (0, .1], ... (.7, .8], (.8, 1), 1
     zero_variance_share: float = 0.0
     by_source: dict[str, SourceScore] = {}  # label of a task source -> its share of the above; {}: a single source
+    group_meta: dict[str, float] = {}  # means over groups of what hooks.group_meta said of each
     # response lengths, tokens, over the same
     length_mean: float = 0.0
     length_p50: float = 0.0
@@ -113,6 +150,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     length_max: int = 0
     length_histogram: dict[str, int] = {}  # last length of a bucket -> responses; four buckets for every doubling
     truncated_share: float = 0.0
+    # early pruning in the same groups: pruner -> what it did; {}: nothing
+    pruning: dict[str, PrunerFigures] = {}
     # length bias: two-sample KS over closed admission cohorts, cumulative
     length_bias_ks: float = 0.0
     length_bias_scheduling_ks: float = 0.0
@@ -147,6 +186,8 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="evaluatio
     reward_mean: float
     length_mean: float
     failed: int = 0
+    judge_tokens: int = 0  # of language models that judged it
+    judge_cost: float = 0.0
     duration_s: float = 0.0
     time_s: float = 0.0
     by_source: dict[str, SourceScore] = {}  # label of a task source -> its share of the above; {}: a single source

@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from headway.records.errors import ConfigurationError
+from headway.records.rollout import Pruned
 from headway.runtime.run_directory import RunDirectory
 
 
@@ -29,6 +30,7 @@ class KeptSample(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[tuple[int, int]]  # (version, tokens) spans of the response
     finish_reason: str
     ending: str
+    pruned: Pruned | None = None  # ended early, or audited
 
     @property
     def tokens(self) -> int:
@@ -115,6 +117,8 @@ def _body(sample: KeptSample) -> Text:
         f"{_versions(sample)} · finish {sample.finish_reason} · {sample.ending}\n\n",
         style="dim",
     )
+    if sample.pruned is not None:
+        body.append(_pruned(sample.pruned) + "\n\n", style="yellow")
     body.append("prompt\n", style="bold cyan")
     body.append(visible(sample.prompt) + "\n\n")
     body.append("response\n", style="bold cyan")
@@ -128,6 +132,14 @@ def _versions(sample: KeptSample) -> str:
     spans = ", ".join(f"{version} (×{tokens})" for version, tokens in sample.versions)
     word = "version" if len(sample.versions) == 1 else "versions"
     return f"{word} {spans}, staleness {sample.step - sample.versions[0][0]}"
+
+
+def _pruned(pruned: Pruned) -> str:
+    where = f"by {pruned.pruner} at {pruned.at_tokens} tokens: {pruned.why}"
+    if not pruned.audited:
+        return f"pruned {where}; about {pruned.saved_tokens:.0f} tokens saved"
+    reward = "" if pruned.cut_reward is None else f"; pruning would have given {pruned.cut_reward:g}"
+    return f"audited, else pruned {where}{reward}"
 
 
 def visible(text: str) -> str:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from headway.records.ledger import Distribution, EvaluationRecord, LedgerLine, StepRecord
+from headway.records.ledger import Distribution, EvaluationRecord, LedgerLine, PrunerFigures, StepRecord
 
 # name -> (field of StepRecord, what it is)
 STEP_METRICS: dict[str, tuple[str, str]] = {
@@ -55,6 +55,8 @@ STEP_METRICS: dict[str, tuple[str, str]] = {
     "reward/std": ("reward_std", "over the groups finished in the step"),
     "reward/solve_rate": ("solve_rate", "share of responses that solve their task"),
     "reward/zero_variance_share": ("zero_variance_share", "share of groups whose rewards are all equal"),
+    "reward/judge_tokens": ("judge_tokens", "read and written by language models that judge"),
+    "reward/judge_cost": ("judge_cost", "of the same, in the currency of its price"),
     "length/mean_tokens": ("length_mean", "of responses"),
     "length/p50_tokens": ("length_p50", "of responses"),
     "length/p99_tokens": ("length_p99", "of responses"),
@@ -115,19 +117,43 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             kind = name.removesuffix("_steps")
             yield f"{kind}_mean_steps", distribution.mean
             yield f"{kind}_max_steps", distribution.max
+        if line.flow.concurrent_rollouts:
+            yield "control/open_groups", float(line.flow.open_groups)  # 0: no limit
+            yield "control/concurrent_rollouts", float(line.flow.concurrent_rollouts)
+            yield "control/steps_per_publish", float(line.flow.steps_per_publish)
+            yield "rates/useful_samples_per_s", line.flow.useful_samples / line.step_s if line.step_s else 0.0
         for ending, count in line.endings.items():
             yield f"endings/{ending}_rollouts", float(count)
         for ending, tokens in line.ended_tokens.items():
             yield f"endings/{ending}_tokens", float(tokens)
         for boundary, count in line.failures.items():
             yield f"failures/{boundary}_rollouts", float(count)
+        for reason, count in line.filtered.items():
+            yield f"filtered/{_UNUSUAL_OR_SLASH.sub('_', reason)}_rollouts", float(count)
+        for name, value in line.group_meta.items():
+            yield f"group_meta/{_UNUSUAL_OR_SLASH.sub('_', name)}", value
         names = source_names({*sources, *line.by_source})
         for label, score in line.by_source.items():
             if score.samples:
                 yield f"by_source/{names[label]}_solve_rate", score.solve_rate
                 yield f"by_source/{names[label]}_samples", float(score.samples)
+        if line.pruning:
+            yield from _pruning(line)
         for name, value in line.metrics.items():
             yield f"{_metric_group(name)}/{_UNUSUAL.sub('_', name)}", value
+
+
+def _pruning(line: StepRecord) -> Iterator[tuple[str, float]]:
+    total = PrunerFigures.total(line.pruning.values())
+    yield "pruning/rollouts", float(total.rollouts)
+    yield "pruning/dropped_rollouts", float(total.dropped)
+    yield "pruning/saved_tokens", total.saved_tokens
+    yield "pruning/audited_rollouts", float(total.audits)
+    if total.audits:
+        yield "pruning/wrong_rate", total.wrong_rate
+        yield "pruning/reward_bias", total.reward_bias
+    for pruner, figures in line.pruning.items():
+        yield f"pruning_by/{pruner}_rollouts", float(figures.rollouts)
 
 
 def source_names(labels: Iterable[str]) -> dict[str, str]:

@@ -241,7 +241,9 @@ def test_a_change_of_lengths_or_acceptance_begins_a_regime() -> None:
 # --- in whole runs ---------------------------------------------------------------------------------------
 
 
-def run_of(mode: str, *, steps: int = 60, sample_s: float = 0.05, kills_s: tuple[float, ...] = (), **control: Any) -> Any:
+def run_of(
+    mode: str, *, steps: int = 60, sample_s: float = 0.05, kills_s: tuple[float, ...] = (), **control: Any
+) -> Any:
     experiment = experiment_of(
         Path("none"),
         run={"steps": steps},

@@ -1,0 +1,237 @@
+"""What each policy of the queue does to a real run: rates, waits, staleness, waste, length bias, and what was learnt.
+
+    python benchmarks/policies.py [--quick] [--rounds 2] [--pairs 4]
+
+The quickstart's task and cold start (responses: median 15 tokens, p99 eight times that), one core for the generator and
+one for the trainer; every policy trains the same number of samples from the same weights. First a table over all
+policies, ``--rounds`` times each, in turns; then the controller, the best of the fixed ones and the synchronous run
+again, ``--pairs`` times side by side, because the best of several is the luckiest as well. Policies whose length bias
+by scheduling or pruning is above the controller's own limit are shown, but are no rivals: their samples are shorter.
+
+Columns: trained samples/s [range], waits of trainer and generator, mean trajectory staleness (versions), tokens wasted,
+length bias by scheduling, filter and pruning, solve rate as sampled in the last quarter and held out, others' cores.
+
+The last line is one JSON object: ``controller_vs_best_fixed`` and ``controller_vs_sync`` are ratios of trained
+samples/s within a pair, [median, lower 95 % bound of the mean (Student's t)]. Rates count groups with a non-zero
+advantage alone: the others are filtered. The first ``--warm`` steps are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipeline_machine import Snapshot, load, snapshot, wait_until_quiet
+
+from headway.records.ledger import EvaluationRecord, StepRecord
+from headway.runtime.ledger import read_ledger
+
+ARITHMETIC = Path(__file__).resolve().parents[1] / "examples" / "arithmetic"
+SYNCHRONOUS, CONTROLLER = "synchronous", "controller"
+ASYNCHRONOUS = ("--queue.budget=8",)
+POLICIES: dict[str, tuple[str, ...]] = {
+    SYNCHRONOUS: ("--queue.budget=0",),
+    "sync, discard": ("--queue.budget=0", "--queue.oversampling=2.0", "--queue.surplus=discard"),
+    "asynchronous": ASYNCHRONOUS,
+    "async, small budget": ("--queue.budget=2",),
+    "oversample, continue": (*ASYNCHRONOUS, "--queue.oversampling=4.0"),
+    "oversample, park": (*ASYNCHRONOUS, "--queue.oversampling=4.0", "--queue.surplus=park"),
+    "oversample, discard": (*ASYNCHRONOUS, "--queue.oversampling=4.0", "--queue.surplus=discard"),
+    "pruning": (*ASYNCHRONOUS, "--pruning.length_cap.tokens=96", "--pruning.repetition.loops=8"),
+    CONTROLLER: (*ASYNCHRONOUS, "--control.mode=act"),
+}
+COMMON = (
+    "--queue.groups_per_step=16",
+    "--generator.slots=64",
+    "--algorithm.loss=decoupled_ppo",
+    "--trainer.learning_rate=2.5e-4",
+    "--trainer.schedule=constant",
+    "--checkpoint.every_steps=100000",
+    "--evaluation.every_s=100000",
+    "--evaluation.stop_at_solve_rate=1.0",
+    "--evaluation.before=false",
+    "--run.time_limit_s=100000",
+    "--ledger.trackers=[]",
+)
+QUIET_CORES = 0.05
+BIAS_LIMIT = 0.1  # KS; as control.length_bias_limit
+T_95 = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 7: 1.90, 8: 1.86, 9: 1.83}  # one-sided, by freedom
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run, its warm-up left out."""
+
+    samples_per_s: float  # trained
+    trainer_wait: float  # share of the time
+    generator_wait: float
+    staleness: float  # mean trajectory staleness, versions
+    wasted: float  # share of the response tokens that ended untrained
+    scheduling_ks: float  # length bias by cause
+    filter_ks: float
+    pruning_ks: float
+    solve_rate: float  # of the responses sampled in the last quarter
+    held_out: float  # of the last weights, on the test tasks
+    foreign_cores: float  # kept busy by others meanwhile
+
+
+def run(folder: Path, start: Path, policy: str, seed: int, steps: int, warm: int) -> Outcome:
+    """Train once with ``policy``; its folder is removed afterwards."""
+    shutil.rmtree(folder, ignore_errors=True)
+    wait_until_quiet(QUIET_CORES, 20.0)
+    tasks = [f"--tasks.{name}.path={start}/tasks/{name}.jsonl" for name in ("train", "validation", "test")]
+    options = [f"--run.directory={folder}", f"--model.path={start}/sft", f"--run.seed={seed}", f"--run.steps={steps}"]
+    command = [sys.executable, "-m", "headway.cli.main", "train", str(ARITHMETIC / "experiment.toml"), "--json"]
+    before, children = snapshot(), children_s()
+    process = subprocess.Popen(
+        [*command, *options, *tasks, *COMMON, *POLICIES[policy]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    output, _ = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"{policy}: exit code {process.returncode}\n{output[-2000:]}")
+    return outcome_of(folder, warm, foreign_cores(before, children))
+
+
+def foreign_cores(before: Snapshot, children_before_s: float) -> float:
+    """Cores that others kept busy since ``before``; ours are the processes that have ended meanwhile."""
+    after = snapshot()
+    busy_s = after.busy_s - before.busy_s + after.stolen_s - before.stolen_s
+    ours_s = children_s() - children_before_s + sum(after.roles_s.values()) - sum(before.roles_s.values())
+    return max(0.0, busy_s - ours_s) / (after.time_s - before.time_s)
+
+
+def children_s() -> float:
+    """CPU seconds of every process of ours that has ended, and of those it had waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def outcome_of(folder: Path, warm: int, foreign: float) -> Outcome:
+    lines = list(read_ledger(folder))
+    every = [line for line in lines if isinstance(line, StepRecord)]
+    steps = every[warm:]
+    elapsed_s = sum(step.step_s for step in steps)
+    tokens: dict[str, int] = {}
+    for step in steps:
+        for ending, count in step.ended_tokens.items():
+            tokens[ending] = tokens.get(ending, 0) + count
+    last = every[-max(1, len(every) // 4) :]
+    groups = [sum(step.solve_rate_histogram) for step in last]
+    after = next(line for line in lines if isinstance(line, EvaluationRecord) and line.phase == "after")
+    return Outcome(
+        samples_per_s=sum(step.samples for step in steps) / elapsed_s,
+        trainer_wait=sum(step.trainer_wait_s for step in steps) / elapsed_s,
+        generator_wait=sum(step.generator_wait_ratio * step.step_s for step in steps) / elapsed_s,
+        staleness=statistics.mean(step.trajectory_staleness.mean for step in steps),
+        wasted=1.0 - tokens.get("trained", 0) / max(1, sum(tokens.values())),
+        scheduling_ks=every[-1].length_bias_scheduling_ks,
+        filter_ks=every[-1].length_bias_filter_ks,
+        pruning_ks=every[-1].length_bias_pruning_ks,
+        solve_rate=sum(s.solve_rate * n for s, n in zip(last, groups, strict=True)) / max(1, sum(groups)),
+        held_out=after.solve_rate,
+        foreign_cores=foreign,
+    )
+
+
+def show(policy: str, found: list[Outcome]) -> None:
+    """One row of the table: medians, and the range of the rate."""
+
+    def middle(name: str) -> float:
+        return statistics.median(getattr(one, name) for one in found)
+
+    rates = [one.samples_per_s for one in found]
+    print(
+        f"{policy:22} {middle('samples_per_s'):6.0f} [{min(rates):.0f}-{max(rates):.0f}]",
+        f"waits {middle('trainer_wait'):4.0%} {middle('generator_wait'):4.0%}",
+        f"stale {middle('staleness'):4.1f}",
+        f"wasted {middle('wasted'):4.0%}",
+        f"KS {middle('scheduling_ks'):.3f} {middle('filter_ks'):.3f} {middle('pruning_ks'):.3f}",
+        f"solve {middle('solve_rate'):.3f} {middle('held_out'):.3f}",
+        f"others {middle('foreign_cores'):.2f}",
+        sep="  ",
+        flush=True,
+    )
+
+
+def biased(found: list[Outcome]) -> float:
+    """Length bias by scheduling and pruning: what trains short responses alone is fast, and is no rival."""
+    return statistics.median(max(one.scheduling_ks, one.pruning_ks) for one in found)
+
+
+def lower_bound(ratios: list[float]) -> float:
+    """Lower 95 % confidence bound of the mean (one-sided Student's t); the least where there are fewer than three."""
+    if len(ratios) < 3:
+        return min(ratios)
+    freedom = len(ratios) - 1
+    return statistics.mean(ratios) - T_95.get(freedom, 1.7) * statistics.stdev(ratios) / math.sqrt(len(ratios))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--directory", type=Path, default=Path("runs/benchmark-policies"))
+    parser.add_argument("--policies", nargs="*", choices=list(POLICIES), default=list(POLICIES))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=80, help="of 128 samples")
+    parser.add_argument("--warm", type=int, default=12)
+    parser.add_argument("--quick", action="store_true", help="one short round and pair: to see that it works")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.pairs, arguments.steps, arguments.warm = 1, 1, 6, 2
+    start: Path = arguments.directory / "start"
+    quickstart = [sys.executable, str(ARITHMETIC / "quickstart.py"), "--cold-start-only", "--directory", str(start)]
+    subprocess.run(quickstart, check=True, stdout=subprocess.DEVNULL)
+    folder: Path = arguments.directory / "run"
+    print(f"load averages at the start: {load()}", flush=True)
+
+    def measure(policy: str, seed: int) -> Outcome:
+        return run(folder, start, policy, seed, arguments.steps, arguments.warm)
+
+    table: dict[str, list[Outcome]] = {policy: [] for policy in arguments.policies}
+    for number in range(arguments.rounds):
+        order = arguments.policies if number % 2 == 0 else arguments.policies[::-1]
+        for policy in order:
+            table[policy].append(measure(policy, number))
+            print(f"  round {number + 1}: ", end="")
+            show(policy, table[policy][-1:])
+    print()
+    for policy, found in table.items():
+        show(policy, found)
+    fixed = [policy for policy in table if policy != CONTROLLER and biased(table[policy]) <= BIAS_LIMIT]
+    best = max(fixed, key=lambda policy: statistics.median(one.samples_per_s for one in table[policy]))
+    print(f"\nagain, side by side: {CONTROLLER}, {best} (the best), {SYNCHRONOUS}")
+    rivals = list(dict.fromkeys((CONTROLLER, best, SYNCHRONOUS)))
+    pairs: list[dict[str, Outcome]] = []
+    for number in range(arguments.pairs if CONTROLLER in table else 0):
+        order = rivals if number % 2 == 0 else rivals[::-1]
+        pairs.append({policy: measure(policy, 100 + number) for policy in order})
+        for policy, one in pairs[-1].items():
+            print(f"  pair {number + 1}: ", end="")
+            show(policy, [one])
+
+    def ratio(rival: str) -> list[float]:
+        found = [pair[CONTROLLER].samples_per_s / pair[rival].samples_per_s for pair in pairs]
+        return [statistics.median(found), lower_bound(found)] if found else []
+
+    result = {
+        "policies": {policy: [asdict(one) for one in found] for policy, found in table.items()},
+        "best_fixed": best,
+        "controller_vs_best_fixed": ratio(best),
+        "controller_vs_sync": ratio(SYNCHRONOUS),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

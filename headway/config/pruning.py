@@ -1,0 +1,193 @@
+"""Early pruning: which rollouts end before their own end, and what becomes of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from headway.config.section import Positive, Seconds, Section
+from headway.config.sources import VerifierSettings
+
+Mode = Literal["score", "drop"]
+Probability = Annotated[float, Field(gt=0, lt=1)]
+
+PRUNERS = ("length", "relative_length", "budget", "repetition", "value", "verifier", "group")
+
+
+class LengthCap(Section):
+    """A cap on the response, below ``rollout.max_response_tokens``: unlike that limit, audited."""
+
+    tokens: Positive  # a response that reaches so many is pruned
+    mode: Mode = "score"  # score: verified as it stands, and trained; drop: it leaves its group
+
+
+class RelativeLengthCap(Section):
+    """A cap that follows the group: its members answer the same prompt."""
+
+    times_median: Annotated[float, Field(gt=1)] = 4.0  # of the lengths of those that came to their own end
+    least_finished: Positive = 2  # members that must have done so before there is a cap
+    least_tokens: Positive = 64  # no response is pruned below so many
+    mode: Mode = "score"  # score: verified as it stands, and trained; drop: it leaves its group
+
+
+class BudgetCap(Section):
+    """A cap by the clock: rollouts that can't end before their group is due."""
+
+    least_chance: Probability = 0.05  # of ending in time, by the lengths seen so far; below it is pruned
+    slack_steps: Annotated[float, Field(ge=0)] = 1.0  # a group is due so many steps after the last it may be trained at
+    least_tokens: Positive = 64  # no response is pruned below so many
+    mode: Mode = "score"  # score: verified as it stands, and trained; drop: it leaves its group
+
+
+class RepetitionCap(Section):
+    """Responses that go round in circles."""
+
+    longest_period: Positive = 64  # tokens of a loop: the response's end repeats itself exactly after at most so many
+    repeats: Annotated[int, Field(ge=2)] = 4  # so often at least ...
+    loop_tokens: Positive = 64  # ... and over so many tokens at least
+    ngram: Positive = 4  # tokens; of such runs in the window ...
+    window_tokens: Positive = 256  # ... the last so many tokens ...
+    repeated_share: Annotated[float, Field(gt=0, le=1)] = 0.9  # ... so many stand there already; 1: loops alone count
+    mode: Mode = "score"  # score: verified as it stands, and trained; drop: it leaves its group
+
+    @model_validator(mode="after")
+    def _window(self) -> RepetitionCap:
+        if self.ngram >= self.window_tokens:
+            raise ValueError(f"ngram = {self.ngram} must be smaller than window_tokens = {self.window_tokens}")
+        return self
+
+
+class ValueBound(Section):
+    """Rollouts that will hardly solve their task."""
+
+    name: str = ""  # a verifier of the response so far, as in [verifier]; "": the group's own solve rate so far
+    parameters: dict[str, Any] = {}  # its keyword arguments
+    timeout_s: Seconds = 10.0  # hard limit per call; the call is given up and the rollout goes on
+    every_tokens: Positive = 64  # new tokens between two calls for one rollout
+    below: Probability = 0.02  # an estimate of the probability below this is pruned
+    prior: Annotated[float, Field(gt=0)] = 0.5  # of the group's solve rate: solved and unsolved, each counted so often
+    mode: Mode = "drop"  # score: verified as it stands, and trained; drop: it leaves its group
+
+    @model_validator(mode="after")
+    def _own_keys(self) -> ValueBound:
+        for key, meant in (("parameters", bool(self.name)), ("timeout_s", bool(self.name)), ("prior", not self.name)):
+            if not meant and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key!r} has no effect with name = {self.name!r}")
+        return self
+
+
+class PartialVerifier(Section):
+    """Rollouts that are wrong already."""
+
+    name: str  # a verifier of the response so far, as in [verifier]: exact | numeric | ... | module:function
+    parameters: dict[str, Any] = {}  # its keyword arguments
+    timeout_s: Seconds = 10.0  # hard limit per call; the call is given up and the rollout goes on
+    every_tokens: Positive = 64  # new tokens between two calls for one rollout
+    below: float = 0.5  # a reward below this is pruned
+    mode: Mode = "drop"  # score: verified as it stands, and trained; drop: it leaves its group
+
+
+class GroupBound(Section):
+    """Groups whose outcome is decided: the rest of such a group is dropped."""
+
+    confidence: Probability = 0.9  # that the rest would get the very reward that all finished ones got
+    prior: Annotated[float, Field(gt=0)] = 0.5  # of Beta(prior, prior), how alike members are: small expects unanimity
+    least_finished: Annotated[int, Field(ge=2)] = 3  # members that must have been verified
+    mode: Literal["drop"] = "drop"  # half a response would be scored as none, and look like a difference
+
+
+class Pruning(Section):
+    """Rollouts that end early (docs/pruning.md). Each table below is a pruner, off unless it is there."""
+
+    every_tokens: Positive = 16  # new tokens after which a rollout is looked at again
+    audit_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the prunable run to their own end: who was wrong?
+    length: LengthCap | None = None  # a cap on the response
+    relative_length: RelativeLengthCap | None = None  # a cap that follows the lengths of its group
+    budget: BudgetCap | None = None  # rollouts that can't end before their group is due
+    repetition: RepetitionCap | None = None  # responses that go round in circles
+    value: ValueBound | None = None  # rollouts that will hardly solve their task
+    verifier: PartialVerifier | None = None  # rollouts that are wrong already
+    group: GroupBound | None = None  # the rest of a group whose outcome is decided
+
+    @property
+    def on(self) -> tuple[str, ...]:
+        """The pruners there are, in the order they are asked."""
+        return tuple(name for name in PRUNERS if getattr(self, name) is not None)
+
+    def mode_of(self, pruner: str) -> Mode:
+        return getattr(self, pruner).mode
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether members are verified as they finish, not with their group: siblings' rewards decide on the others."""
+        return self.group is not None or (self.value is not None and not self.value.name)
+
+    @property
+    def judges(self) -> dict[str, VerifierSettings]:
+        """Pruner -> the verifier that it shows responses so far."""
+        chosen = {"value": self.value, "verifier": self.verifier}
+        return {
+            pruner: VerifierSettings(name=judge.name, parameters=judge.parameters, timeout_s=judge.timeout_s)
+            for pruner, judge in chosen.items()
+            if judge is not None and judge.name
+        }
+
+    def require_possible(self, *, longest_tokens: int, group_size: int, deterministic: bool) -> None:
+        """Raise ValueError for pruners that could never prune in an experiment with these limits, or must not."""
+        if deterministic and self.on:
+            raise ValueError(
+                f"run.deterministic = true excludes pruning.{self.on[0]}: when a rollout is stopped depends on when "
+                "its tokens arrive"
+            )
+        reached: list[tuple[str, int]] = []
+        if self.length is not None:
+            reached.append(("length.tokens", self.length.tokens))
+        if self.relative_length is not None:
+            reached.append(("relative_length.least_tokens", self.relative_length.least_tokens))
+        if self.budget is not None:
+            reached.append(("budget.least_tokens", self.budget.least_tokens))
+        if self.repetition is not None:
+            loop = min(self.repetition.loop_tokens, self.repetition.window_tokens)
+            reached.append(("repetition.loop_tokens and window_tokens", loop))
+        reached += [
+            (f"{pruner}.every_tokens", judge.every_tokens)
+            for pruner, judge in (("value", self.value), ("verifier", self.verifier))
+            if judge is not None and judge.name
+        ]
+        for key, tokens in [*reached, *([("every_tokens", self.every_tokens)] if self.on else [])]:
+            if tokens >= longest_tokens:
+                raise ValueError(
+                    f"pruning.{key} = {tokens} never prunes anything: it must be below rollout.max_response_tokens = "
+                    f"{longest_tokens}"
+                )
+        self._require_reachable(group_size)
+        siblings = [("group.least_finished", self.group.least_finished)] if self.group is not None else []
+        if self.relative_length is not None:
+            siblings.append(("relative_length.least_finished", self.relative_length.least_finished))
+        for key, finished in siblings:
+            if finished >= group_size:
+                raise ValueError(
+                    f"pruning.{key} = {finished} never prunes anything: it must be below rollout.group_size = "
+                    f"{group_size}"
+                )
+
+    def _require_reachable(self, group_size: int) -> None:
+        """Raise ValueError for bounds that not even a group with one member left to finish comes to."""
+        value, group, others = self.value, self.group, group_size - 1
+        if value is not None and not value.name:
+            least = value.prior / (2 * value.prior + others)
+            if least >= value.below:
+                raise ValueError(
+                    f"pruning.value.below = {value.below:g} never prunes anything: with pruning.value.prior = "
+                    f"{value.prior:g}, when {others} of a group have failed, all but one, its solve rate is estimated "
+                    f"as {least:.3g}"
+                )
+        if group is not None:
+            most = (group.prior + others) / (2 * group.prior + others)
+            if most < group.confidence:
+                raise ValueError(
+                    f"pruning.group.confidence = {group.confidence:g} never prunes anything: with pruning.group.prior "
+                    f"= {group.prior:g}, when {others} of a group agree, all but one, the last one does with "
+                    f"probability {most:.3g}"
+                )

@@ -1,0 +1,148 @@
+"""Early pruning: which rollouts end before their own end, whom the audit lets go on, what it saved and what it cost.
+
+A rollout that a pruner hits is *scored* (verified as it stands: it trains and stays in its group's baseline) or
+*dropped* (it leaves its group). A fixed share is *audited*: hit all the same, but run to its own end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+from headway.control.lengths import LengthDistribution
+from headway.records.ledger import PrunerFigures
+from headway.records.rollout import FinishedGroup, Rollout
+
+AGREE = 1e-9  # rewards that differ by no more are the same
+
+
+def is_audited(seed: int, group: int, member: int | None, share: float) -> bool:
+    """Whether a rollout runs to its own end if a pruner hits it: a draw that is a function of (run seed, admission
+    index, member) alone, so it neither depends on the order of events nor changes in a resume.
+
+    member None: the draw for the group as a whole. It decides for all the rest that a group's pruner would stop: with
+    each drawn on its own, the group would wait for some and know of the decision only a part.
+    """
+    key = f"{seed}:{group}:{'group' if member is None else member}:audit"
+    draw = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+    return draw < share * 2.0**64
+
+
+def relative_cap_tokens(
+    finished_tokens: Sequence[int], *, times_median: float, least_finished: int, least_tokens: int
+) -> int | None:
+    """Tokens at which a member is too long for its group; None: no cap yet.
+
+    finished_tokens: lengths of the members that came to their own end.
+    """
+    if len(finished_tokens) < max(1, least_finished):
+        return None
+    return max(least_tokens, math.ceil(times_median * median(finished_tokens)))
+
+
+def due_in_s(
+    *, first_version: int, budget: int, version: int, since_step_s: float, step_s: float, slack_steps: float
+) -> float:
+    """Seconds until a group whose oldest token has ``first_version`` is due; negative: it is late.
+
+    The last step that may train it is step first_version + budget (rule 2). ``version`` steps are completed, the last
+    one ``since_step_s`` ago, and one takes ``step_s``; the group is due ``slack_steps`` after that step's turn comes.
+
+    Example: first version 3, budget 2, version 4, step 4 began 1 s ago, 10 s a step, slack 1: step 5 begins in 9 s, and
+    the group is due in 19 s.
+    """
+    turns = max(0, first_version + budget - version) + slack_steps
+    return turns * step_s - since_step_s
+
+
+def chance_to_end(lengths: LengthDistribution, tokens: int, more_tokens: float) -> float:
+    """P(L <= tokens + more | L > tokens) of a response that has ``tokens`` and time for ``more_tokens``.
+
+    1.0 where nothing as long was ever seen to go on: of that the lengths say nothing. 0.0 when there is no time.
+    """
+    if more_tokens <= 0:
+        return 0.0
+    share = lengths.beyond(tokens)
+    return 1.0 - lengths.beyond(tokens + more_tokens) / share if share > 0 else 1.0
+
+
+def expected_saving_tokens(lengths: LengthDistribution, tokens: int, audited_tokens: Sequence[int]) -> float:
+    """Response tokens that a rollout hit at ``tokens`` would still have generated.
+
+    audited_tokens: how many those did that the same pruner hit and the audit let go on. They are a random sample of
+    all it hits, so their mean is right whatever it looks for; lengths alone would take a loop for any other response.
+    Before there are many, what the lengths say (E[L - tokens | L > tokens]) counts as one of them.
+    """
+    return (lengths.mean_remaining_tokens(tokens) + sum(audited_tokens)) / (1 + len(audited_tokens))
+
+
+def solve_probability(solved: int, finished: int, prior: float) -> float:
+    """Mean of the Beta posterior of a group's solve rate, (prior + solved) / (2 prior + finished)."""
+    return (prior + solved) / (2 * prior + finished)
+
+
+def agreement(agreeing: int, rest: int, prior: float) -> float:
+    """Probability that ``rest`` further members all get the reward that all ``agreeing`` finished ones got.
+
+    With p the chance that a member does, p ~ Beta(prior, prior) before and Beta(prior + agreeing, prior) after, so
+    E[p^rest] = product over i < rest of (prior + agreeing + i) / (2 prior + agreeing + i): the bound is exact under the
+    prior. Solved and unsolved alike.
+
+    Example: prior 0.5, 6 of 8 agree: 6.5/7 x 7.5/8 = 0.871.
+    """
+    return math.prod((prior + agreeing + i) / (2 * prior + agreeing + i) for i in range(rest))
+
+
+def rewards_agree(rewards: Sequence[float]) -> bool:
+    """Whether all rewards are the same, up to rounding."""
+    return not rewards or max(rewards) - min(rewards) <= AGREE
+
+
+def pruner_figures(groups: Iterable[FinishedGroup]) -> dict[str, PrunerFigures]:
+    """What each pruner did to groups that finished: pruner -> figures.
+
+    An audited rollout is *wrong* when pruning would have changed what its group learns: where it is known which reward
+    the pruned response would have had (``cut_reward``), when its own differs; where it would have left its group, when
+    it solved the task. Its *bias* is its reward less what pruning would have put in its place: ``cut_reward``, or the
+    mean reward of the group's other valid members. One that failed, or that has no others, is no audit.
+    """
+    ended: dict[str, list[Rollout]] = {}
+    audits: dict[str, list[tuple[bool, float]]] = {}
+    for group in groups:
+        for rollout in group.rollouts:
+            pruned = rollout.pruned
+            if pruned is None:
+                continue
+            if not pruned.audited:
+                ended.setdefault(pruned.pruner, []).append(rollout)
+            elif (found := _audit(rollout, group)) is not None:
+                audits.setdefault(pruned.pruner, []).append(found)
+    return {
+        pruner: PrunerFigures(
+            rollouts=len(ended.get(pruner, ())),
+            dropped=sum(r.left == "pruned" for r in ended.get(pruner, ())),
+            saved_tokens=sum(r.pruned.saved_tokens for r in ended.get(pruner, ()) if r.pruned is not None),
+            audits=len(audits.get(pruner, ())),
+            wrong=sum(wrong for wrong, _ in audits.get(pruner, ())),
+            reward_bias=_mean([bias for _, bias in audits.get(pruner, ())]),
+        )
+        for pruner in sorted(ended.keys() | audits.keys())
+    }
+
+
+def _audit(rollout: Rollout, group: FinishedGroup) -> tuple[bool, float] | None:
+    """(wrong, reward less what pruning would have given) of an audited rollout; None: it says nothing."""
+    assert rollout.pruned is not None
+    if not rollout.valid:
+        return None
+    instead = rollout.pruned.cut_reward
+    if instead is not None:
+        return abs(rollout.reward - instead) > AGREE, rollout.reward - instead
+    others = [other.reward for other in group.valid if other.member != rollout.member]
+    return (rollout.solved, rollout.reward - _mean(others)) if others else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

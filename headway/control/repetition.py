@@ -1,0 +1,69 @@
+"""Responses that go round in circles: exact loops, and windows that say the same things again and again."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+
+def loop_period(ids: Sequence[int], *, longest_period: int, repeats: int, loop_tokens: int) -> int | None:
+    """The shortest period (tokens) with which the end of ``ids`` repeats itself exactly; None when it doesn't.
+
+    A period p counts when the last max(p x repeats, loop_tokens) tokens have it: at least ``repeats`` times the same p
+    tokens (>= 2), over at least ``loop_tokens``. Periods up to ``longest_period`` are tried; where the end of the text
+    is no repetition of what stood p before, which is where texts mostly differ, a period costs one comparison.
+
+    Example: 7 1 2 1 2 1 2 with repeats = 3 and loop_tokens = 6: period 2. With loop_tokens = 7: none.
+    """
+    total = len(ids)
+    for period in range(1, min(longest_period, total - 1) + 1):
+        span = max(period * repeats, loop_tokens)
+        if span <= period or span > total:
+            continue
+        if ids[-1] == ids[-1 - period] and ids[total - span + period :] == ids[total - span : total - period]:
+            return period
+    return None
+
+
+class NgramWindow:
+    """How much of the last ``window_tokens`` tokens stands there more than once: the share of its runs of ``ngram``
+    tokens that are not the first of their kind, 1 - distinct / all.
+
+    ``extend`` with all tokens so far, as often as one likes: each new token costs O(1), memory is one window. The share
+    is 0.0 until the window is full, so a short response raises no alarm.
+
+    Example, window 6, ngram 2, tokens 1 2 1 2 1 2: runs 12 21 12 21 12, two kinds of five: share 0.6.
+    """
+
+    def __init__(self, window_tokens: int, ngram: int) -> None:
+        if not 0 < ngram < window_tokens:
+            raise ValueError(f"runs of {ngram} tokens in a window of {window_tokens}")
+        self._ngram = ngram
+        self._most = window_tokens - ngram + 1  # runs in a full window
+        self._runs: deque[tuple[int, ...]] = deque()
+        self._counts: Counter[tuple[int, ...]] = Counter()
+        self._seen = 0  # tokens taken in
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Take in what ``ids`` has gained since the last call (it only ever grows)."""
+        first = max(self._seen, self._ngram - 1, len(ids) - self._most)
+        if first > max(self._seen, self._ngram - 1):  # everything before has left the window
+            self._runs.clear()
+            self._counts.clear()
+        for end in range(first, len(ids)):
+            run = tuple(ids[end - self._ngram + 1 : end + 1])
+            self._runs.append(run)
+            self._counts[run] += 1
+            if len(self._runs) > self._most:
+                gone = self._runs.popleft()
+                self._counts[gone] -= 1
+                if not self._counts[gone]:
+                    del self._counts[gone]
+        self._seen = max(self._seen, len(ids))
+
+    @property
+    def repeated_share(self) -> float:
+        """0 to 1 - 1 / runs; 0.0 while the window isn't full."""
+        if len(self._runs) < self._most:
+            return 0.0
+        return 1.0 - len(self._counts) / self._most

@@ -1,0 +1,337 @@
+"""Early pruning while members generate: looks at their tokens as they come, decides, and stops them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from headway.config.pruning import Pruning as Settings
+from headway.control.lengths import LengthDistribution, length_distribution
+from headway.control.pruning import (
+    agreement,
+    chance_to_end,
+    due_in_s,
+    expected_saving_tokens,
+    is_audited,
+    relative_cap_tokens,
+    rewards_agree,
+    solve_probability,
+)
+from headway.control.repetition import NgramWindow, loop_period
+from headway.orchestrator.context import RunContext
+from headway.records.clients import Watch
+from headway.records.errors import HeadwayError
+from headway.records.generation import PartialResponse
+from headway.records.rollout import Group, Pruned, Rollout, Verdict
+from headway.rollout.single_turn import apply_verdict
+from headway.rollout.verifiers import PRUNER_KEY
+
+_LENGTHS = 2048  # newest lengths that estimates are made of
+_FRESH = 32  # ... made again after so many more
+_AUDITS = 64  # newest audits of a pruner that say what it saves
+_NOTHING = PartialResponse()
+_RATE_LOOKS = 8  # newest looks at a member that its tokens/s are measured over
+
+
+@dataclass
+class _Member:
+    """One that generates."""
+
+    group: Group
+    number: int
+    response: PartialResponse = _NOTHING  # as last seen
+    looks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RATE_LOOKS))  # (clock, tokens)
+    window: NgramWindow | None = None
+    judged_tokens: dict[str, int] = field(default_factory=dict)  # pruner -> tokens it was last shown
+    judge: asyncio.Task[None] | None = None
+    hit: Pruned | None = None  # being stopped, or audited
+
+    @property
+    def tokens(self) -> int:
+        return len(self.response.ids)
+
+
+@dataclass
+class _Siblings:
+    """A group whose members generate."""
+
+    members: dict[int, _Member] = field(default_factory=dict)  # not finished
+    own_ends: list[int] = field(default_factory=list)  # tokens of those that came to their own end
+    rewards: list[float] = field(default_factory=list)  # of the valid ones, where members are verified as they finish
+    solved: int = 0
+    decided: bool = False
+
+
+class Pruning:
+    """What ``[pruning]`` asks for, in one run. Evaluations are never pruned.
+
+    A member is looked at (``watch_of``) about every ``every_tokens``; the first pruner that hits it decides, in the
+    order of ``Settings.on``. Verifiers of half a response run in the verifier's processes, one call at a time for
+    each member, and hold up neither it nor the event loop: it goes on until the answer is there. What fails there is
+    recorded once for each pruner, and the member goes on.
+
+    ``finished`` takes every member as it comes back from the generator: it enters the lengths, leaves its group where
+    its pruner drops, and is verified at once where siblings' rewards decide on the others. State is kept in memory
+    alone: after a restart, members that are generated again are looked at again, and the audit's draws are the same.
+    """
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self._settings: Settings = run.experiment.pruning
+        self._groups: dict[int, _Siblings] = {}
+        self._observed: deque[tuple[int, bool]] = deque(maxlen=_LENGTHS)
+        self._fresh = 0
+        self._lengths = self._distribution()
+        self._gained: dict[str, deque[int]] = {name: deque(maxlen=_AUDITS) for name in self._settings.on}
+        self._failed: set[str] = set()
+        rules: dict[str, Callable[[_Member], str]] = {
+            "length": self._too_long,
+            "relative_length": self._too_long_for_its_group,
+            "budget": self._too_late,
+            "repetition": self._goes_round,
+            "value": self._hopeless,
+        }
+        self._rules = [(name, rules[name]) for name in self._settings.on if name in rules]
+
+    # --- told by the rollouts ---------------------------------------------------------------------------
+
+    def watch_of(self, group: Group, member: int) -> Watch:
+        """Who is told of this member's tokens."""
+        rule = self._settings.repetition
+        entry = _Member(group, member, window=None if rule is None else NgramWindow(rule.window_tokens, rule.ngram))
+        self._groups.setdefault(group.index, _Siblings()).members[member] = entry
+        return Watch(self._settings.every_tokens, lambda response: self._look(entry, response))
+
+    async def finished(self, group: Group, rollout: Rollout) -> Rollout:
+        """``rollout``, which came back from the generator, with what became of it here."""
+        siblings = self._groups.setdefault(group.index, _Siblings())
+        entry = siblings.members.pop(rollout.member, None)
+        if entry is not None and entry.judge is not None:
+            entry.judge.cancel()
+        own_end = rollout.finish_reason in ("stop", "length")
+        if own_end:
+            siblings.own_ends.append(len(rollout.response_ids))
+        if rollout.failure is None:
+            self._observe(len(rollout.response_ids), own_end)
+        if rollout.pruned is not None:
+            rollout = self._pruned(rollout, rollout.pruned)
+        elif entry is not None and entry.hit is not None and entry.hit.audited:
+            rollout = await self._audited(entry, entry.hit, rollout)
+        if not self._settings.needs_rewards or not rollout.valid:
+            return rollout
+        rollout = apply_verdict(rollout, await self._verify(group, rollout.response_ids), self._run.clock.now())
+        if rollout.valid:
+            siblings.rewards.append(rollout.reward)
+            siblings.solved += rollout.solved
+            self._decide(group, siblings)
+        return rollout
+
+    def forget(self, group: int) -> None:
+        """A group left the generator, or was cancelled there."""
+        siblings = self._groups.pop(group, None)
+        for entry in siblings.members.values() if siblings is not None else ():
+            if entry.judge is not None:
+                entry.judge.cancel()
+
+    # --- who is hit -------------------------------------------------------------------------------------
+
+    def _look(self, entry: _Member, response: PartialResponse) -> None:
+        entry.response = response
+        if entry.hit is not None:
+            return
+        entry.looks.append((self._run.clock.now(), entry.tokens))
+        if entry.window is not None:
+            entry.window.extend(response.ids)
+        for pruner, rule in self._rules:
+            if why := rule(entry):
+                self._hit(entry, pruner, why)
+                return
+        self._consult(entry)
+
+    def _hit(self, entry: _Member, pruner: str, why: str) -> None:
+        group, member = entry.group.index, entry.number
+        seed, share = self._run.experiment.run.seed, self._settings.audit_share
+        tokens = max(entry.tokens, self._run.rollouts.reached(group, member))
+        audited = is_audited(seed, group, member, share)
+        saved = 0.0 if audited else self._saving(pruner, tokens)
+        entry.hit = Pruned(pruner=pruner, why=why, at_tokens=tokens, saved_tokens=saved, audited=audited)
+        if not audited:
+            self._run.rollouts.stop(group, member, entry.hit)
+
+    def _too_long(self, entry: _Member) -> str:
+        rule = self._settings.length
+        hit = rule is not None and entry.tokens >= rule.tokens
+        return f"{entry.tokens} tokens, capped at {rule.tokens}" if hit and rule is not None else ""
+
+    def _too_long_for_its_group(self, entry: _Member) -> str:
+        rule = self._settings.relative_length
+        assert rule is not None
+        own_ends = self._groups[entry.group.index].own_ends
+        cap = relative_cap_tokens(
+            own_ends,
+            times_median=rule.times_median,
+            least_finished=rule.least_finished,
+            least_tokens=rule.least_tokens,
+        )
+        if cap is None or entry.tokens < cap:
+            return ""
+        return f"{entry.tokens} tokens, capped at {cap}: {rule.times_median:g} x the median of {len(own_ends)} siblings"
+
+    def _too_late(self, entry: _Member) -> str:
+        rule, run = self._settings.budget, self._run
+        assert rule is not None
+        (began_s, began_tokens), (now_s, tokens) = entry.looks[0], entry.looks[-1]
+        step_s = run.meter.typical_step_s
+        if not step_s or tokens < rule.least_tokens or tokens <= began_tokens or now_s <= began_s:
+            return ""
+        due_s = due_in_s(
+            first_version=entry.response.versions[0].version,
+            budget=run.experiment.queue.budget,
+            version=run.state.version,
+            since_step_s=now_s - run.meter.last_step_s,
+            step_s=step_s,
+            slack_steps=rule.slack_steps,
+        )
+        rate = (tokens - began_tokens) / (now_s - began_s)
+        chance = chance_to_end(self._lengths, tokens, due_s * rate)
+        if chance >= rule.least_chance:
+            return ""
+        when = f"in {due_s:.1f} s" if due_s >= 0 else f"for {-due_s:.1f} s"
+        return f"its group is due {when}; at {rate:.1f} tokens/s it would end in time with probability {chance:.2g}"
+
+    def _goes_round(self, entry: _Member) -> str:
+        rule = self._settings.repetition
+        assert rule is not None
+        assert entry.window is not None
+        period = loop_period(
+            entry.response.ids,
+            longest_period=rule.longest_period,
+            repeats=rule.repeats,
+            loop_tokens=rule.loop_tokens,
+        )
+        if period is not None:
+            return f"a loop of {period} token" + ("s" if period > 1 else "")
+        if entry.window.repeated_share < rule.repeated_share:
+            return ""
+        share = entry.window.repeated_share
+        return f"{share:.0%} of the {rule.ngram}-token runs in the last {rule.window_tokens} tokens are repeated"
+
+    def _hopeless(self, entry: _Member) -> str:
+        rule = self._settings.value
+        assert rule is not None
+        siblings = self._groups[entry.group.index]
+        if rule.name or not siblings.rewards:
+            return ""
+        value = solve_probability(siblings.solved, len(siblings.rewards), rule.prior)
+        if value >= rule.below:
+            return ""
+        return f"solve rate estimated as {value:.2g}: {siblings.solved} of {len(siblings.rewards)} siblings"
+
+    # --- verifiers of half a response -------------------------------------------------------------------
+
+    def _consult(self, entry: _Member) -> None:
+        for pruner in self._settings.judges:
+            every_tokens: int = getattr(self._settings, pruner).every_tokens
+            if entry.judge is None and entry.tokens - entry.judged_tokens.get(pruner, 0) >= every_tokens:
+                entry.judged_tokens[pruner] = entry.tokens
+                name = f"prune-{entry.group.index}-{entry.number}"
+                entry.judge = asyncio.create_task(self._ask(entry, pruner, entry.response.ids), name=name)
+
+    async def _ask(self, entry: _Member, pruner: str, ids: tuple[int, ...]) -> None:
+        task = msgspec.structs.replace(entry.group.task, verifier=PRUNER_KEY + pruner)
+        try:
+            [verdict] = await self._run.verifier.verify(task, [self._run.tokenizer.decode(ids)])
+        except HeadwayError as error:  # the pool is stopped, or lost its processes: then it fails the run by itself
+            self._record_failure(pruner, str(error))
+            return
+        finally:
+            entry.judge = None
+        below: float = getattr(self._settings, pruner).below
+        if verdict.failure is not None:
+            self._record_failure(pruner, verdict.failure.cause)
+        elif pruner == "value" and not 0 <= verdict.reward <= 1:
+            self._record_failure(pruner, f"it returned {verdict.reward:g}, not a probability")
+        elif verdict.reward < below and entry.hit is None:
+            what = "probability of solving" if pruner == "value" else "reward"
+            self._hit(entry, pruner, f"{what} {verdict.reward:.3g} below {below:g} at {len(ids)} tokens")
+
+    def _record_failure(self, pruner: str, cause: str) -> None:
+        if pruner not in self._failed:
+            self._failed.add(pruner)
+            self._run.event("pruner_failed", f"pruning.{pruner}: {cause}; said once, its rollouts go on")
+
+    # --- decided groups ---------------------------------------------------------------------------------
+
+    def _decide(self, group: Group, siblings: _Siblings) -> None:
+        """Stop the rest of a group whose outcome the finished members decide; or audit the whole decision."""
+        rule = self._settings.group
+        rest = [entry for entry in siblings.members.values() if entry.hit is None]
+        finished = len(siblings.rewards)
+        if rule is None or siblings.decided or not rest or finished < rule.least_finished:
+            return
+        if not rewards_agree(siblings.rewards):
+            return
+        confidence = agreement(finished, len(siblings.members), rule.prior)
+        if confidence < rule.confidence:
+            return
+        siblings.decided = True
+        run = self._run
+        audited = is_audited(run.experiment.run.seed, group.index, None, self._settings.audit_share)
+        common = siblings.rewards[0]
+        why = f"all {finished} finished ones got {common:g}: the rest will with probability {confidence:.3g}"
+        for entry in rest:
+            tokens = run.rollouts.reached(group.index, entry.number)
+            entry.hit = Pruned(
+                pruner="group",
+                why=why,
+                at_tokens=tokens,
+                saved_tokens=0.0 if audited else self._saving("group", tokens),
+                audited=audited,
+                cut_reward=common if audited else None,
+            )
+            if not audited:
+                run.rollouts.stop(group.index, entry.number, entry.hit)
+
+    # --- what became of them ----------------------------------------------------------------------------
+
+    def _pruned(self, rollout: Rollout, pruned: Pruned) -> Rollout:
+        """One that was stopped: it stays as it stands, or leaves. Without a token there is nothing to score."""
+        if rollout.response_ids and self._settings.mode_of(pruned.pruner) == "score":
+            return rollout
+        now = self._run.clock.now()
+        return msgspec.structs.replace(rollout, left="pruned", left_reason=pruned.pruner, finished_s=now)
+
+    async def _audited(self, entry: _Member, hit: Pruned, rollout: Rollout) -> Rollout:
+        """One that was let go on, with the reward that its response had when it was hit, where that is what pruning
+        would have given. A response that can't be scored then is no audit."""
+        if rollout.failure is not None:
+            return rollout
+        self._gained[hit.pruner].append(len(rollout.response_ids) - hit.at_tokens)
+        if hit.pruner != "group" and self._settings.mode_of(hit.pruner) == "score":
+            verdict = await self._verify(entry.group, rollout.response_ids[: hit.at_tokens])
+            if verdict.failure is not None:
+                return rollout
+            hit = msgspec.structs.replace(hit, cut_reward=float(verdict.reward))
+        return msgspec.structs.replace(rollout, pruned=hit)
+
+    async def _verify(self, group: Group, ids: tuple[int, ...]) -> Verdict:
+        [verdict] = await self._run.verifier.verify(group.task, [self._run.tokenizer.decode(ids)])
+        return verdict
+
+    # --- lengths ----------------------------------------------------------------------------------------
+
+    def _observe(self, tokens: int, own_end: bool) -> None:
+        self._observed.append((tokens, own_end))
+        self._fresh += 1
+        if self._fresh >= min(_FRESH, len(self._observed)):
+            self._lengths, self._fresh = self._distribution(), 0
+
+    def _saving(self, pruner: str, tokens: int) -> float:
+        return expected_saving_tokens(self._lengths, tokens, self._gained[pruner])
+
+    def _distribution(self) -> LengthDistribution:
+        return length_distribution(self._observed, self._run.experiment.rollout.max_response_tokens)
