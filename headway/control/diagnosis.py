@@ -28,7 +28,7 @@ from headway.records.planning import Change, Constraint, QueueOutcome
 LEAST_STEPS = 8  # usable records, those in which the queue was filling not counted
 _MOST_STEPS = 60
 _SEEDS = (0, 1, 2)
-_ROLLOUTS = 4000
+_ROLLOUTS = 2000
 _SHOWN = 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ def values(history: list[Knobs], bounds: ControlLimits, name: KnobName) -> list[
 
 def moves(history: list[Knobs], bounds: ControlLimits, name: KnobName) -> list[int]:
     of = values(history, bounds, name)
-    return [after - before for before, after in zip(of, of[1:], strict=False) if after != before]
+    return [after - before for before, after in itertools.pairwise(of) if after != before]
 
 
 @few
@@ -168,7 +169,7 @@ def test_it_comes_to_rest_on_stationary_inputs(shows: Situation, first: Knobs, s
     history, actions = play(shows, bounds, first, seed=seed, steps=150)
     for name in KNOBS:
         of = moves(history, bounds, name)
-        turns = sum(a * b < 0 for a, b in zip(of, of[1:], strict=False))
+        turns = sum(a * b < 0 for a, b in itertools.pairwise(of))
         assert turns <= 2, (name, of, actions)
     assert len(set(history[-40:])) == 1, actions
 
@@ -300,14 +301,14 @@ def test_a_resumed_run_goes_on_with_its_knobs() -> None:
     killed = run_of("act", kills_s=(at_s,))
     resumed = next(i for i, line in enumerate(killed.lines) if isinstance(line, EventRecord) and line.event == "resume")
     before = [line for line in killed.lines[:resumed] if isinstance(line, StepRecord)][-1].flow
-    after = [line for line in killed.lines[resumed:] if isinstance(line, StepRecord) and line.step_s][0].flow
+    after = next(line for line in killed.lines[resumed:] if isinstance(line, StepRecord) and line.step_s).flow
     assert before.open_groups
     assert (after.open_groups, after.concurrent_rollouts) == (before.open_groups, before.concurrent_rollouts)
     assert not killed.audit
 
 
 def test_acting_is_refused_where_results_must_not_depend_on_times() -> None:
-    with pytest.raises(ConfigurationError, match="run.deterministic"):
+    with pytest.raises(ConfigurationError, match=r"run\.deterministic"):
         experiment_of(Path("none"), run={"deterministic": True}, control={"mode": "act"})
     with pytest.raises(ConfigurationError, match="named twice"):
         experiment_of(Path("none"), control={"pin": ["open_groups", "open_groups"]})
