@@ -134,7 +134,7 @@ firsts = st.builds(
     steps_per_publish=st.sampled_from([1, 2]),
 )
 seeds = st.integers(0, 1000)
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=8, deadline=None)  # a look at the model simulates some dozen queues
 
 
 def values(history: list[Knobs], bounds: ControlLimits, name: KnobName) -> list[int]:
