@@ -20,6 +20,7 @@ from headway.control.summaries import distribution, length_histogram, quantile
 from headway.orchestrator.flow import flow_of
 from headway.orchestrator.source_scores import source_scores
 from headway.orchestrator.state import RunState
+from headway.records.curriculum import CurriculumStep
 from headway.records.generation import AppliedWeights, EngineStatistics
 from headway.records.ledger import Distribution, StepRecord
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
@@ -60,8 +61,10 @@ class Meter:
         clock: Clock,
         peak_flops_per_s: float = 0.0,
         observe: Callable[[TraceLine], None] | None = None,
+        curriculum: Callable[[], CurriculumStep] = CurriculumStep,
     ) -> None:
-        """``observe`` is told who ran when."""
+        """``observe`` is told who ran when; ``curriculum`` says what was drawn since it was last asked."""
+        self._curriculum = curriculum
         self._observe = observe
         self._experiment = experiment
         self._clock = clock
@@ -234,6 +237,7 @@ class Meter:
                 straggler_wait_s=interval.straggler_wait_s,
                 update_wait_s=interval.update_wait_s,
             ),
+            curriculum=self._curriculum(),
             trajectory_staleness=trajectory_staleness(trained, report.step, self._token_budget),
             token_staleness=token_staleness(trained, report.step, self._token_budget),
             environment_staleness=environment_staleness(trained, report.step),
