@@ -42,11 +42,13 @@ class Case:
     placement: Placement
     budget: int
     uniform: float = 0.0  # share of tasks whose groups are filtered
+    spread: float = 0.9  # of the logarithm of the lengths
+    longest_tokens: int = 256
 
 
 CASES = (
-    Case("few slots", apart(6), 8),
-    Case("straggling", apart(32), 1),
+    Case("few slots", apart(2), 4),
+    Case("straggling", apart(16), 1, uniform=0.5, spread=1.1, longest_tokens=400),
     Case("trainer-bound", apart(48), 4),
 )
 
@@ -59,8 +61,8 @@ def shape_of(case: Case) -> Shape:
         intermediate=384,
         prompt_tokens=24,
         median_tokens=24,
-        spread=0.9,
-        longest_tokens=256,
+        spread=case.spread,
+        longest_tokens=case.longest_tokens,
         uniform=case.uniform,
     )
 
