@@ -12,6 +12,7 @@ from headway.algorithms.advantages import resolve as resolve_advantage
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
 from headway.orchestrator.context import RunContext
+from headway.orchestrator.drawing import drawing_of
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.pruning import Pruning
@@ -25,7 +26,6 @@ from headway.records.task import Task
 from headway.records.trace import TraceLine
 from headway.rollout.single_turn import Generate, SingleTurn, WatchOf
 from headway.runtime.clock import Clock
-from headway.tasks.cursor import TaskCursor
 from headway.tokens.tokenizer import Tokenizer
 
 WrapGenerate = Callable[[Generate], Generate]
@@ -62,6 +62,7 @@ def assemble(
     capacity = queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups
     buffer = GroupBuffer(buffer_path, capacity, clock)
     stack.enter_context(closing(buffer))
+    drawing = drawing_of(experiment, actors.train_tasks, training_weights(experiment))
     parking = Parking(state, buffer, queue)
 
     def rollouts(temperature: float | None = None, watch_of: WatchOf | None = None) -> SingleTurn:
@@ -86,11 +87,11 @@ def assemble(
         trainer=actors.trainer,
         verifier=actors.verifier,
         buffer=buffer,
-        tasks=TaskCursor(actors.train_tasks, experiment.run.seed, training_weights(experiment)),
+        drawing=drawing,
         tokenizer=actors.tokenizer,
         rollouts=rollouts(),
         parking=parking,
-        meter=Meter(experiment, clock, observe=actors.observe, cpu_s=actors.cpu_s),
+        meter=Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step, cpu_s=actors.cpu_s),
         record=actors.record,
         keep_sample=actors.keep_sample,
         directory=experiment.run.directory,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -19,6 +19,7 @@ from headway.control.pruning import pruner_figures
 from headway.control.summaries import distribution, length_histogram, quantile
 from headway.orchestrator.source_scores import source_scores
 from headway.orchestrator.state import RunState
+from headway.records.curriculum import CurriculumStep
 from headway.records.generation import AppliedWeights, EngineStatistics
 from headway.records.ledger import Distribution, StepRecord
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
@@ -36,6 +37,7 @@ class Interval:
     started_s: float
     cpu_s: float
     finished: list[FinishedGroup] = field(default_factory=list)
+    metas: list[dict[str, float]] = field(default_factory=list)  # what hooks.group_meta said of them
     accepted: int = 0  # rollouts of groups that entered the buffer
     ended_tokens: Counter[str] = field(default_factory=Counter)  # ending -> response tokens
     admitted: int = 0  # rollouts
@@ -55,9 +57,12 @@ class Meter:
         clock: Clock,
         peak_flops_per_s: float = 0.0,
         observe: Callable[[TraceLine], None] | None = None,
+        curriculum: Callable[[], CurriculumStep] = CurriculumStep,
         cpu_s: Callable[[], float] = time.process_time,
     ) -> None:
-        """``observe`` is told who ran when. ``cpu_s``: CPU seconds this process has used."""
+        """``observe`` is told who ran when; ``curriculum`` says what was drawn since it was last asked. ``cpu_s``: CPU
+        seconds this process has used."""
+        self._curriculum = curriculum
         self._cpu_s = cpu_s
         self._observe = observe
         self._experiment = experiment
@@ -95,11 +100,12 @@ class Meter:
         self.length_bias.admit(group.index, group.size)
         self._interval.admitted += group.size
 
-    def finished(self, group: FinishedGroup, accepted: bool) -> None:
-        """All members of a group are verified; ``accepted``: it entered the buffer."""
+    def finished(self, group: FinishedGroup, accepted: bool, meta: Mapping[str, float] | None = None) -> None:
+        """All members of a group are verified; ``accepted``: it entered the buffer; ``meta``: its own statistics."""
         self._interval.finished.append(group)
+        self._interval.metas.append(dict(meta or {}))
         if accepted:
-            self._interval.accepted += len(group.rollouts)
+            self._interval.accepted += len(group.valid)
         if self._observe is not None:
             self._observe(group_trace(group, self._clock.now()))
 
@@ -162,7 +168,7 @@ class Meter:
         if self._observe is not None:
             self._observe(_step_trace(report, interval.started_s, self._interval.started_s, samples))
         bias = self.length_bias.statistics()
-        endings, failures = state.books.take_recent()
+        endings, failures, filtered = state.books.take_recent()
         return StepRecord(
             step=report.step,
             version=report.version,
@@ -194,6 +200,10 @@ class Meter:
             ended_tokens=dict(interval.ended_tokens),
             endings=endings,
             failures=failures,
+            filtered=filtered,
+            group_meta=_means(interval.metas),
+            judge_tokens=sum(r.judge_tokens for group in interval.finished for r in group.rollouts),
+            judge_cost=sum(r.judge_cost for group in interval.finished for r in group.rollouts),
             length_bias_ks=bias.ks,
             length_bias_scheduling_ks=bias.scheduling_ks,
             length_bias_filter_ks=bias.filter_ks,
@@ -206,6 +216,7 @@ class Meter:
             mfu_compute=_mfu(report, self.peak_flops_per_s),
             peak_flops_per_s=self.peak_flops_per_s,
             metrics=report.metrics,
+            curriculum=self._curriculum(),
             trajectory_staleness=trajectory_staleness(trained, report.step, self._token_budget),
             token_staleness=token_staleness(trained, report.step, self._token_budget),
             environment_staleness=environment_staleness(trained, report.step),
@@ -285,6 +296,15 @@ def _step_trace(report: StepReport, start_s: float, end_s: float, samples: int) 
 def _tidy(seconds: float) -> float:
     """To the microsecond: the rest only makes the file longer."""
     return round(seconds, 6)
+
+
+def _means(metas: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each name over the groups that have it."""
+    named: dict[str, list[float]] = {}
+    for meta in metas:
+        for name, value in meta.items():
+            named.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in named.items()}
 
 
 def _mfu(report: StepReport, peak_flops_per_s: float) -> float:

@@ -14,7 +14,7 @@ from headway.records.rollout import Group, Parked, Rollout, Verdict
 from headway.records.task import Task
 from headway.rollout.seeds import rollout_seed
 from headway.rollout.single_turn import ResumeGate, Resumption, SingleTurn
-from headway.rollout.verifiers import to_verdict
+from headway.rollout.verdicts import to_verdict
 from headway.runtime.clock import Clock
 
 

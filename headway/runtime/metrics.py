@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from headway.records.curriculum import CurriculumStep
 from headway.records.ledger import Distribution, EvaluationRecord, LedgerLine, PrunerFigures, StepRecord
 
 # name -> (field of StepRecord, what it is)
@@ -55,6 +56,8 @@ STEP_METRICS: dict[str, tuple[str, str]] = {
     "reward/std": ("reward_std", "over the groups finished in the step"),
     "reward/solve_rate": ("solve_rate", "share of responses that solve their task"),
     "reward/zero_variance_share": ("zero_variance_share", "share of groups whose rewards are all equal"),
+    "reward/judge_tokens": ("judge_tokens", "read and written by language models that judge"),
+    "reward/judge_cost": ("judge_cost", "of the same, in the currency of its price"),
     "length/mean_tokens": ("length_mean", "of responses"),
     "length/p50_tokens": ("length_p50", "of responses"),
     "length/p99_tokens": ("length_p99", "of responses"),
@@ -121,15 +124,34 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield f"endings/{ending}_tokens", float(tokens)
         for boundary, count in line.failures.items():
             yield f"failures/{boundary}_rollouts", float(count)
+        for reason, count in line.filtered.items():
+            yield f"filtered/{_UNUSUAL_OR_SLASH.sub('_', reason)}_rollouts", float(count)
+        for name, value in line.group_meta.items():
+            yield f"group_meta/{_UNUSUAL_OR_SLASH.sub('_', name)}", value
         names = source_names({*sources, *line.by_source})
         for label, score in line.by_source.items():
             if score.samples:
                 yield f"by_source/{names[label]}_solve_rate", score.solve_rate
                 yield f"by_source/{names[label]}_samples", float(score.samples)
+        if line.curriculum.tasks:
+            yield from _of_curriculum(line.curriculum)
         if line.pruning:
             yield from _pruning(line)
         for name, value in line.metrics.items():
             yield f"{_metric_group(name)}/{_UNUSUAL.sub('_', name)}", value
+
+
+def _of_curriculum(curriculum: CurriculumStep) -> Iterator[tuple[str, float]]:
+    drawn = sum(curriculum.draws.values())
+    if drawn:  # else there is no mean
+        for reason, count in curriculum.draws.items():
+            yield f"curriculum/{reason}_draw_share", count / drawn
+        yield "curriculum/drawn_solve_rate", curriculum.solve_rate_mean
+        yield "curriculum/drawn_signal", curriculum.signal_mean
+        yield "curriculum/group_size_rollouts", curriculum.group_size_mean
+    yield "curriculum/min_signal", curriculum.min_signal
+    for region, count in curriculum.tasks.items():
+        yield f"curriculum/{region}_tasks", float(count)
 
 
 def _pruning(line: StepRecord) -> Iterator[tuple[str, float]]:
