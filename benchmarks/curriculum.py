@@ -7,11 +7,11 @@ Of 1000 training tasks 55 % are solved every time (copy a number), 20 % never (t
 25 % sometimes: the sums of examples/arithmetic, which the cold start slips in. Groups whose rewards are all equal are
 filtered in both, so both train on groups that teach something, and the price of finding them is what differs.
 
-Held-out sums are evaluated every few steps. A run's figure is the rollouts *generated* for training, that is opened, until
-they are solved at the target rate (each evaluation averaged with its two neighbours, the crossing read off the line
-between two of them). `rollouts_ratio` is adaptive over uniform, seed by seed, mean and standard error; the last line is
-one JSON object. Times play no part. Sampling noise is large: an evaluation's standard error is 0.02, the curve rises by
-0.003 a step.
+Held-out sums are evaluated every few steps. A run's figure is the rollouts *generated* for training, that is opened,
+until they are solved at the target rate (each evaluation averaged with its two neighbours, the crossing read off the
+line between two of them). `rollouts_ratio` is adaptive over uniform, seed by seed, mean and standard error; the last
+line is one JSON object. Times play no part. Sampling noise is large: an evaluation's standard error is 0.02, while the
+curve rises by 0.003 a step.
 """
 
 from __future__ import annotations
