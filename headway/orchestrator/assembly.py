@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ class Actors:
     record: Callable[[LedgerLine], None]  # the ledger
     keep_sample: Callable[[dict[str, object]], None] = lambda line: None
     observe: Callable[[TraceLine], None] | None = None  # told who ran when
+    cpu_s: Callable[[], float] = time.process_time  # CPU seconds of this process, for the ledger
+    rollouts: Callable[..., SingleTurn] = SingleTurn  # makes them, with the arguments of SingleTurn
     wrap_generate: WrapGenerate | None = None  # put between rollouts and generator (a benchmark sets lengths there)
 
 
@@ -63,7 +66,7 @@ def assemble(
     parking = Parking(state, buffer, queue)
 
     def rollouts(temperature: float | None = None, watch_of: WatchOf | None = None) -> SingleTurn:
-        return SingleTurn(
+        return actors.rollouts(
             generate,
             actors.tokenizer,
             experiment.rollout,
@@ -88,7 +91,7 @@ def assemble(
         tokenizer=actors.tokenizer,
         rollouts=rollouts(),
         parking=parking,
-        meter=Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step),
+        meter=Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step, cpu_s=actors.cpu_s),
         record=actors.record,
         keep_sample=actors.keep_sample,
         directory=experiment.run.directory,

@@ -62,9 +62,12 @@ class Meter:
         peak_flops_per_s: float = 0.0,
         observe: Callable[[TraceLine], None] | None = None,
         curriculum: Callable[[], CurriculumStep] = CurriculumStep,
+        cpu_s: Callable[[], float] = time.process_time,
     ) -> None:
-        """``observe`` is told who ran when; ``curriculum`` says what was drawn since it was last asked."""
+        """``observe`` is told who ran when; ``curriculum`` says what was drawn since it was last asked. ``cpu_s``: CPU
+        seconds this process has used."""
         self._curriculum = curriculum
+        self._cpu_s = cpu_s
         self._observe = observe
         self._experiment = experiment
         self._clock = clock
@@ -78,7 +81,7 @@ class Meter:
         self._engines_s = clock.now()  # when they were asked
 
     def _fresh(self) -> Interval:
-        return Interval(started_s=self._clock.now(), cpu_s=time.process_time())
+        return Interval(started_s=self._clock.now(), cpu_s=self._cpu_s())
 
     def restart_interval(self, engines: Sequence[EngineStatistics]) -> None:
         """Begin counting now: what came before (start-up, a held evaluation) belongs to no step."""

@@ -227,6 +227,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     effective_production_per_s: float = 0.0
     trained_per_s: float = 0.0
     endings: dict[str, int] = {}
+    simulated: bool = False  # by `headway simulate`: no model was trained
 
 
 LedgerLine = StepRecord | EvaluationRecord | EventRecord
