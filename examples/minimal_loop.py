@@ -21,7 +21,8 @@ from headway.orchestrator.batches import build_batch
 from headway.records.rollout import FinishedGroup, Group
 from headway.records.training import StepReport
 from headway.rollout.single_turn import SingleTurn, apply_verdict
-from headway.rollout.verifiers import resolve_verifier, to_verdict
+from headway.rollout.verdicts import to_verdict
+from headway.rollout.verifiers import resolve_verifier
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 from headway.tasks.cursor import TaskCursor
@@ -56,12 +57,7 @@ async def minimal_loop(experiment: Experiment) -> list[StepReport]:
         members = await asyncio.gather(*(rollouts.generate_member(group, member) for member in range(size)))
         verdicts = [to_verdict(verify(group.task, rollouts.text(r))) for r in members]
         judged = [apply_verdict(r, verdict, clock.now()) for r, verdict in zip(members, verdicts, strict=True)]
-        outcome = group_outcome(
-            judged,
-            size=size,
-            min_valid_ratio=queue.min_valid_ratio,
-            filter_zero_variance=queue.filter_zero_variance,
-        )
+        outcome = group_outcome(judged, size=size, limits=queue)
         del running[group.index]
         if outcome.ending is None:  # else it leaves N at once: another group may open
             finished[group.index] = FinishedGroup(group=group, rollouts=tuple(judged))

@@ -10,13 +10,14 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.runtime.imports import import_function
+from headway.runtime.hooks import Hook, load_hook, shown
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 Advantage = Callable[[FloatArray], FloatArray]
 BatchAdvantage = Callable[[FloatArray, IntArray], FloatArray]  # rewards [S], groups [S] -> advantages [S]
 
+KEY = "algorithm.advantage"
 STD_FLOOR = 1e-6  # added to the standard deviation, in units of reward
 
 
@@ -87,28 +88,32 @@ def resolve(name: str) -> BatchAdvantage:
     over_batch = BATCH_ADVANTAGES.get(name)
     if over_batch is not None:
         return over_batch
-    known = ADVANTAGES.get(name)
-    rule: Advantage = known or import_function(name, "algorithm.advantage", [*ADVANTAGES, *BATCH_ADVANTAGES])
+    rule = load_hook(KEY, name, ADVANTAGES, ("rewards_g",))
 
     def by_group(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
         advantages_s = np.zeros(len(rewards_s))
         for group in np.unique(groups_s):
             members = groups_s == group
-            advantages_s[members] = advantages_of(rule, rewards_s[members].tolist())
+            advantages_s[members] = advantages_of(rule, rewards_s[members])
         return advantages_s
 
     return by_group
 
 
-def advantages_of(function: Advantage, rewards: list[float]) -> list[float]:
-    """Apply ``function`` to one group and hold it to its contract.
+def advantages_of(rule: Hook, rewards_g: FloatArray) -> FloatArray:
+    """Apply ``rule`` to one group, [G] -> [G], and hold it to its contract.
 
-    Raises ValueError when it returns another shape or a non-finite value: a user's function is a boundary.
+    Raises HookFailed when it raises, or returns another shape or a value that isn't finite: without it there is no
+    batch, so that ends the run.
     """
-    rewards_g = np.asarray(rewards, dtype=np.float64)
-    advantages_g = np.asarray(function(rewards_g), dtype=np.float64)
+    result = rule(rewards_g.copy())
+    try:
+        advantages_g = np.asarray(result, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise rule.failed(f"returned {shown(result)}: {len(rewards_g)} numbers are needed") from None
     if advantages_g.shape != rewards_g.shape:
-        raise ValueError(f"advantage function returned shape {advantages_g.shape} for {rewards_g.shape} rewards")
-    if not np.all(np.isfinite(advantages_g)):
-        raise ValueError(f"advantage function returned non-finite values for rewards {rewards}")
-    return advantages_g.tolist()
+        shape = list(advantages_g.shape)
+        raise rule.failed(f"returned shape {shape} for {len(rewards_g)} rewards: one number each is needed")
+    if not np.isfinite(advantages_g).all():
+        raise rule.failed(f"returned {shown(advantages_g.tolist())} for {shown(rewards_g.tolist())}: not all finite")
+    return advantages_g

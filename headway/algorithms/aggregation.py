@@ -38,17 +38,20 @@ def weighting(
     responses. ``seq_mean_token_mean``: each response's mean, mean over responses (GRPO, 2024, Eq. 3; GSPO, 2025).
 
     Responses without a loss token count in no mean over responses; in ``fixed`` they do, as their length isn't asked.
+    Everything counts by ``arrays.weights_s``: a sample that stands in the batch n times, its group padded, has weight
+    1/n each time, which changes nothing.
     """
+    shares_s = np.ones(arrays.samples) if arrays.weights_s is None else arrays.weights_s
     tokens_s = np.bincount(sample_of_token(arrays), weights=arrays.loss_mask_n, minlength=arrays.samples)
-    weights_s = np.ones(arrays.samples)
+    weights_s = shares_s
     if aggregation == "seq_mean_token_mean":
-        weights_s = 1.0 / np.maximum(tokens_s, 1.0)
+        weights_s = shares_s / np.maximum(tokens_s, 1.0)
     if aggregation == "token_mean":
-        divisor = float(tokens_s[minibatch].sum())
+        divisor = float((tokens_s * shares_s)[minibatch].sum())
     elif aggregation != "fixed":
-        divisor = float(np.count_nonzero(tokens_s[minibatch]))
+        divisor = float(shares_s[minibatch][tokens_s[minibatch] > 0].sum())
     elif fixed_tokens is not None:
-        divisor = fixed_tokens * len(minibatch) / max(1, arrays.samples)
+        divisor = fixed_tokens * float(shares_s[minibatch].sum()) / max(1.0, float(shares_s.sum()))
     else:
-        divisor = float(len(minibatch) * max_response_tokens)
+        divisor = float(shares_s[minibatch].sum() * max_response_tokens)
     return Weighting(weights_s=weights_s, divisor=max(1.0, divisor))

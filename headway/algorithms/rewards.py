@@ -1,9 +1,13 @@
-"""What becomes of a reward: responses near the length limit, a KL penalty inside it."""
+"""What becomes of a reward: responses near the length limit, rewards by turn, a KL penalty inside it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
+
+from headway.records.rollout import Rollout
 
 
 def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
@@ -23,3 +27,28 @@ def reward_to_go(penalties_m: NDArray[np.float64], sequence_m: NDArray[np.int64]
     before_m = np.cumsum(penalties_m) - penalties_m  # of all earlier tokens, earlier samples' included
     before_s = np.cumsum(total_s) - total_s
     return total_s[sequence_m] - (before_m - before_s[sequence_m])
+
+
+def returns_to_go(rewards: Sequence[float], discount: float) -> list[float]:
+    """[T] of T turns: ``R_t = r_t + discount x R_(t+1)``, what a turn and those after it have earned.
+
+    Example, discount 0.5: rewards 1, 0, 4 give 1 + 0.5 x 2 = 2, 0 + 0.5 x 4 = 2 and 4.
+    """
+    found: list[float] = []
+    to_go = 0.0
+    for reward in reversed(rewards):
+        to_go = reward + discount * to_go
+        found.append(to_go)
+    return found[::-1]
+
+
+def credits_of(rollout: Rollout, reward: float, discount: float | None) -> list[float]:
+    """What a rollout's advantages are computed from: one return to go for each turn, or ``reward`` for all its tokens
+    where it has no turn rewards or ``discount`` is None.
+
+    ``reward``: the rollout's, shaped; what shaping added to the verifier's is added to the last turn's reward.
+    """
+    if discount is None or not rollout.turn_rewards:
+        return [reward]
+    *before, last = rollout.turn_rewards
+    return returns_to_go([*before, last + reward - rollout.reward], discount)

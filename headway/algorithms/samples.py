@@ -38,6 +38,7 @@ class SampleArrays:
     versions_n: IntArray  # [N] version each token was sampled under
     lengths_s: IntArray  # [S] tokens of each sample
     groups_s: IntArray  # [S] admission index of each sample's group
+    weights_s: NDArray[np.float64] | None = None  # [S] part of each sample's loss that counts; None: all of it
 
     @property
     def samples(self) -> int:
@@ -49,7 +50,10 @@ class SampleArrays:
 
     @property
     def loss_tokens(self) -> int:
-        return int(np.count_nonzero(self.loss_mask_n))
+        """Tokens that carry loss; those of a padded sample's copies count once together."""
+        if self.weights_s is None:
+            return int(np.count_nonzero(self.loss_mask_n))
+        return round(float(self.weights_s[sample_of_token(self)][self.loss_mask_n].sum()))
 
     @property
     def starts_s(self) -> IntArray:
@@ -90,9 +94,9 @@ def build_arrays(batch: TrainBatch) -> SampleArrays:
         np.int64,
         response_tokens,
     )
-    advantages_s = np.fromiter((sample.advantage for sample in batch.samples), np.float32, len(rollouts))
     advantages_n = np.zeros(tokens, np.float32)
-    advantages_n[at_r] = np.repeat(advantages_s, responses_s)
+    advantages_n[at_r] = _advantages(batch.samples, responses_s)
+    weights = [sample.weight for sample in batch.samples]
     return SampleArrays(
         token_ids_n=token_ids_n,
         loss_mask_n=loss_mask_n,
@@ -101,6 +105,7 @@ def build_arrays(batch: TrainBatch) -> SampleArrays:
         versions_n=versions_n,
         lengths_s=lengths_s,
         groups_s=np.fromiter((r.group for r in rollouts), np.int64, len(rollouts)),
+        weights_s=None if all(weight == 1.0 for weight in weights) else np.array(weights),
     )
 
 
@@ -130,6 +135,24 @@ def split_by_group(arrays: SampleArrays, parts: int) -> list[IntArray]:
 
 def _count(lengths: Iterable[int]) -> IntArray:
     return np.fromiter(lengths, np.int64)
+
+
+def _advantages(samples: Sequence[Sample], responses_s: IntArray) -> FloatArray:
+    """[R] the advantage of every response token: its sample's, or its turn's."""
+    advantages_s = np.fromiter((sample.advantage for sample in samples), np.float32, len(samples))
+    advantages_r = np.repeat(advantages_s, responses_s)
+    ends_s = np.cumsum(responses_s)
+    for index, sample in enumerate(samples):
+        if sample.turn_advantages:
+            turns_t = np.diff(sample.rollout.turn_ends, prepend=0)
+            if len(turns_t) != len(sample.turn_advantages) or turns_t.sum() != responses_s[index]:
+                raise ValueError(
+                    f"rollout {sample.rollout.rollout_id}: {len(sample.turn_advantages)} turn advantages, turns end at "
+                    f"{list(sample.rollout.turn_ends)} of {responses_s[index]} response tokens"
+                )
+            start = ends_s[index] - responses_s[index]
+            advantages_r[start : ends_s[index]] = np.repeat(np.array(sample.turn_advantages, np.float32), turns_t)
+    return advantages_r
 
 
 def _require_consistent(samples: Sequence[Sample], responses_s: IntArray) -> None:

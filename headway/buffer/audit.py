@@ -137,7 +137,7 @@ def _audit_rollouts(
         report.rollouts[ending or "open"] += 1
         report.expect(0 <= member < size, f"{name} is beyond its group's {size} members")
         report.expect((ending is None) or bool(reason), f"{name} ended as {ending} without a reason")
-        left = {"failed", "filtered", "pruned"}  # as the group finished
+        left = {"failed", "filtered", "pruned", "discarded"}  # as the group finished
         allowed = {group_ending, *left} if state == "ended" else {None, *left}
         report.expect(ending in allowed, f"{name} is {ending or 'open'}, its group is {state} {group_ending or ''}")
         report.expect(bool(is_finished) or ending is not None, f"{name} is neither finished nor ended")

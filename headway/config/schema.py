@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from headway.config.hooks import Hooks
 from headway.config.presets import apply_preset
 from headway.config.pruning import Pruning
 from headway.config.section import NonNegative, Positive, Seconds, Section
@@ -19,6 +20,7 @@ Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]  # 
 
 # Names that need no import; a user's own is module:function.
 ADVANTAGES = ("group_mean", "group_mean_std", "leave_one_out", "batch_mean_std", "group_mean_batch_std")
+BATCH_ADVANTAGES = ("batch_mean_std", "group_mean_batch_std")  # known only once a batch is formed
 LOSSES = ("ppo_clip", "decoupled_ppo", "gspo", "cispo", "dppo", "reinforce")
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -102,7 +104,11 @@ class Queue(Section):
     max_environment_staleness: NonNegative | None = None  # of a parked rollout's environment; default: any
     stale_environment: Literal["restart", "fail"] = "restart"  # a staler one: the rollout begins anew, or fails
     filter_zero_variance: bool = True  # groups whose rewards are all equal end as filtered: they teach nothing
-    min_valid_ratio: Annotated[float, Field(gt=0, le=1)] = 0.5  # a group with fewer members without failure fails
+    min_advantage: Annotated[float, Field(ge=0)] = 0.0  # a group without an advantage of this size is filtered
+    min_valid_group_ratio: Annotated[float, Field(gt=0, le=1)] = 0.5  # a group with fewer members without failure fails
+    min_valid_item_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # one of which less is left by filters is filtered
+    group_timeout_s: Seconds | None = None  # a group generated for longer goes on with those that have finished ...
+    min_timeout_group_ratio: Annotated[float, Field(gt=0, le=1)] = 0.7  # ... if they are so many of it, or fails
     give_up_after_batches: Positive = 100  # the run ends when groups of so many batches in a row end untrained
 
 
@@ -114,6 +120,7 @@ class Algorithm(Section):
     clip_high: Annotated[float, Field(gt=0)] = 0.28  # ... 1 + clip_high
     dual_clip: Annotated[float, Field(gt=1)] | None = None  # bound of the ratio where the advantage is negative
     behaviour_weight_cap: Annotated[float, Field(gt=0)] = 2.0  # truncated importance weight (TIS); 1e9: never truncated
+    turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None  # of rewards by turn, to go; unset: outcome alone
     aggregation: Literal["token_mean", "fixed", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean"  # of losses
     fixed_denominator_tokens: Positive | None = None  # 'fixed': default samples x max_response_tokens
     proximal: Literal["auto", "recompute", "current"] = "auto"  # auto: current when one optimiser step per batch
@@ -124,7 +131,7 @@ class Algorithm(Section):
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the KL penalty against model.reference; 0: none
     kl_estimator: Literal["k1", "k2", "k3", "k1_unbiased", "k3_unbiased"] = "k3"  # trainer/kl.py
     kl_in: Literal["loss", "reward"] = "loss"  # where the penalty is put; in the reward: k1 of each token, to go
-    overlong: Literal["score", "mask", "penalty"] = "score"  # a response cut at its limit: as it is, unlearnt, costlier
+    overlong: Literal["score", "mask", "penalty", "filter"] = "score"  # if cut: as it is, unlearnt, costlier, left out
     overlong_buffer_tokens: Positive | None = None  # penalty: over these last tokens it rises; default: a fifth of all
     overlong_penalty: Annotated[float, Field(gt=0)] = 1.0  # penalty: reward taken from a response at the limit
     allow_truncated_sampling: bool = False  # train on top_p / top_k samples, whose bias is not corrected
@@ -248,6 +255,7 @@ class Experiment(Section):
     rollout: Rollout = Rollout()
     generator: Generator = Generator()
     queue: Queue = Queue()
+    hooks: Hooks = Hooks()
     pruning: Pruning = Pruning()
     algorithm: Algorithm = Algorithm()
     trainer: Trainer = Trainer()
@@ -285,6 +293,21 @@ class Experiment(Section):
             raise ValueError(
                 f"queue.budget = {self.queue.budget} deadlocks with weights.steps_per_publish = "
                 f"{self.weights.steps_per_publish}: the budget must be at least steps_per_publish - 1"
+            )
+        if self.queue.min_advantage > 0 and algorithm.advantage in BATCH_ADVANTAGES:
+            raise ValueError(
+                f"queue.min_advantage = {self.queue.min_advantage:g} is asked of each group as it finishes, and "
+                f"algorithm.advantage = {algorithm.advantage!r} is known only once the batch is formed"
+            )
+        if algorithm.second_moment_limit is not None and self.hooks.pad_group != "none":
+            raise ValueError(
+                f"hooks.pad_group = {self.hooks.pad_group!r} would count copies in the batch's mean that "
+                "algorithm.second_moment_limit bounds: leave one of them out"
+            )
+        if algorithm.turn_discount is not None and self.hooks.normalize_group != "identity":
+            raise ValueError(
+                f"hooks.normalize_group = {self.hooks.normalize_group!r} is given one reward for each rollout, and "
+                "algorithm.turn_discount learns from one for each turn: leave one of them out"
             )
         kv, wanted = self.generator.kv_capacity_tokens, self.generator.slots * self.max_sequence_tokens
         if self.run.deterministic and kv is not None and kv < wanted:
@@ -377,6 +400,10 @@ RESUMABLE_KEYS: frozenset[str] = frozenset(
         "generator.queue_ahead_groups",
         "generator.update_mode",
         "queue.give_up_after_batches",
+        "queue.group_timeout_s",
+        "queue.min_timeout_group_ratio",
+        "hooks.group_meta",
+        "hooks.logging",
         "queue.max_concurrent_rollouts",
         "queue.max_resumes",
         "pruning.*",

@@ -29,7 +29,7 @@ _MEANT_FOR: Mapping[str, tuple[str, ...]] = {
 class VerifierSettings(Section):
     """A verifier that tasks choose by name: ``verifier = "NAME"`` in their source or their row."""
 
-    name: str = "exact"  # exact | numeric | math | regex | reasoning-gym | module:function
+    name: str = "exact"  # exact | numeric | math | regex | reasoning-gym | weighted | judge | module:function
     parameters: dict[str, Any] = {}  # keyword arguments of the verifier
     timeout_s: Seconds = 10.0  # hard limit per response; the job is killed
 

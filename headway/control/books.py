@@ -27,7 +27,7 @@ class Books:
         self._open: dict[int, set[int]] = {}
         self._next_index = 0
         self._open_rollouts = 0
-        self._taken: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self._taken: tuple[Counter[str], ...] = (Counter(), Counter(), Counter())
         self.admitted = 0  # rollouts
         self.endings: Counter[str] = Counter()  # ending -> rollouts
         self.reasons: Counter[tuple[str, str]] = Counter()  # (ending, reason) -> rollouts
@@ -102,13 +102,18 @@ class Books:
             self.reasons[ending, reason] += count
         self.failures.update(failures)
         self.admitted = self._open_rollouts + self.endings.total()
-        self._taken = (self.endings.copy(), self.failures.copy())
+        self._taken = self._counts()
 
-    def take_recent(self) -> tuple[dict[str, int], dict[str, int]]:
-        """(endings, failures by boundary) since the last call."""
-        endings, failures = self.endings - self._taken[0], self.failures - self._taken[1]
-        self._taken = (self.endings.copy(), self.failures.copy())
-        return dict(endings), dict(failures)
+    def take_recent(self) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        """(endings, failures by boundary, filtered ones by reason) since the last call."""
+        now = self._counts()
+        endings, failures, filtered = (dict(count - taken) for count, taken in zip(now, self._taken, strict=True))
+        self._taken = now
+        return endings, failures, filtered
+
+    def _counts(self) -> tuple[Counter[str], ...]:
+        filtered = {reason: count for (ending, reason), count in self.reasons.items() if ending == "filtered"}
+        return self.endings.copy(), self.failures.copy(), Counter(filtered)
 
     def check(self, *, admitted: int, open_now: int) -> None:
         """Compare with an independent count of rollouts admitted and open. Raises BooksUnbalanced."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from headway.algorithms.advantages import resolve as resolve_advantage
 from headway.config.load import require_resumable
-from headway.config.schema import LOSSES, Experiment
+from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
+from headway.orchestrator.check_functions import function_problems
 from headway.orchestrator.memory import existing, memory_findings, memory_places, memory_uses
 from headway.orchestrator.task_sets import SPLITS, generated_apart, named_verifiers, require_template
 from headway.records.errors import ConfigurationError, HeadwayError, RemoteError
@@ -25,7 +25,6 @@ from headway.records.task import Task
 from headway.runtime.addresses import is_loopback, require_free
 from headway.runtime.devices import Device, cpu_multiplies_bfloat16, parse_device
 from headway.runtime.exporters import missing_packages
-from headway.runtime.imports import require_module
 from headway.runtime.run_directory import RunDirectory
 from headway.tasks.sources import overlap, read_tasks
 from headway.tokens.tokenizer import Tokenizer
@@ -300,18 +299,10 @@ def _deadlocks(experiment: Experiment) -> Iterator[Finding]:
 
 
 def _functions(inputs: _Inputs) -> Iterator[Finding]:
-    """The user's own functions. The advantage is imported as the run will; a loss lives in the trainer's process and
-    needs torch, so only its module is looked for. (The verifier's is really called, below.)"""
-    algorithm = inputs.experiment.algorithm
-    try:
-        resolve_advantage(algorithm.advantage)
-    except ConfigurationError as error:
-        yield _error("algorithm.advantage", str(error))
-    try:
-        if algorithm.loss not in LOSSES:
-            require_module(algorithm.loss, "algorithm.loss", LOSSES)
-    except ConfigurationError as error:
-        yield _error("algorithm.loss", str(error))
+    """The user's own functions."""
+    train = (inputs.tasks or {}).get("train")
+    for key, message in function_problems(inputs.experiment, train[0] if train else None):
+        yield _error(key, message)
 
 
 # --- devices and space -----------------------------------------------------------------------------------

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from headway.control.learning_signal import group_outcome
 from headway.orchestrator.accounts import end_finished, end_leavers
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.dispatch import Generated
+from headway.orchestrator.leaving import Leaving
 from headway.records.clients import Verifier
-from headway.records.errors import NoProgress
+from headway.records.errors import HookFailed, NoProgress
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
 from headway.records.task import Task
 from headway.rollout.single_turn import apply_verdict
@@ -30,6 +30,8 @@ class Collect:
     def __init__(self, run: RunContext, generated: Channel[Generated]) -> None:
         self._run = run
         self._generated = generated
+        self._leaving = Leaving(run.experiment, lambda rollout: run.tokenizer.decode(rollout.response_ids))
+        self._told: set[str] = set()  # hooks whose failure is in the ledger
 
     async def loop(self) -> None:
         """Runs until it is cancelled."""
@@ -44,19 +46,15 @@ class Collect:
         verified = await verify_rollouts(group.task, rollouts, run.verifier, run.tokenizer, run.clock)
         if group.index not in run.state.running:
             return  # it ended as overdue while it was being verified
-        finished = FinishedGroup(group=group, rollouts=verified)
-        queue = run.experiment.queue
-        outcome = group_outcome(
-            verified,
-            size=group.size,
-            min_valid_ratio=queue.min_valid_ratio,
-            filter_zero_variance=queue.filter_zero_variance,
-        )
+        judged = self._leaving.judge(FinishedGroup(group=group, rollouts=verified))
+        finished, outcome = judged.finished, judged.outcome
+        for problem in judged.problems:
+            self._tell(problem)
         # From this commit on the group is finished: nothing loses it.
         run.buffer.finish_group(finished, outcome.ending, outcome.reason)
         end_leavers(run, finished)
         del run.state.running[group.index]
-        run.meter.finished(finished, accepted=outcome.ending is None)
+        run.meter.finished(finished, accepted=outcome.ending is None, meta=judged.meta)
         if outcome.ending is None:
             run.state.finished[group.index] = finished
             run.state.finished_at_s[group.index] = run.clock.now()
@@ -65,6 +63,12 @@ class Collect:
             end_finished(run, finished, outcome.ending, outcome.reason)
             self._require_progress(finished, outcome.ending, outcome.reason)
         run.state.changed.notify()
+
+    def _tell(self, problem: HookFailed) -> None:
+        """Once for each hook: what follows is counted in the books."""
+        if problem.key not in self._told:
+            self._told.add(problem.key)
+            self._run.event("hook_failed", str(problem), hook=problem.key)
 
     def _require_progress(self, last: FinishedGroup, ending: Ending, reason: str) -> None:
         """Say so when group after group ends untrained; raises NoProgress when that doesn't change."""

@@ -6,9 +6,10 @@ import asyncio
 
 from headway.control.admission import credit
 from headway.orchestrator.context import RunContext
+from headway.orchestrator.group_timeout import generate_in_time
 from headway.orchestrator.state import RunningGroup
 from headway.records.generation import PartialResponse
-from headway.records.rollout import Group, Rollout
+from headway.records.rollout import Failure, Group, Rollout
 from headway.runtime.channel import Channel
 
 Generated = tuple[Group, tuple[Rollout, ...]]
@@ -111,11 +112,14 @@ class Dispatch:
                 self._run.state.changed.notify()
             return rollout if pruning is None else await pruning.finished(entry.group, rollout)
 
+        def stop(position: int, why: Failure) -> None:
+            self._run.rollouts.stop(entry.group.index, position, why)
+
         pruning = self._run.pruning
-        members = (member(position) for position in range(entry.group.size))
+        limits, clock = self._run.experiment.queue, self._run.clock
         try:
-            rollouts = await asyncio.gather(*members)
+            rollouts = await generate_in_time(entry.group, member, stop, limits, clock)
         finally:
             if pruning is not None:
                 pruning.forget(entry.group.index)
-        await self._generated.put((entry.group, tuple(rollouts)))
+        await self._generated.put((entry.group, rollouts))

@@ -99,6 +99,8 @@ def evaluation_record(
         reward_mean=sum(rollout.reward for rollout in valid) / count,
         length_mean=sum(len(rollout.response_ids) for rollout in valid) / count,
         failed=len(rollouts) - len(valid),
+        judge_tokens=sum(rollout.judge_tokens for rollout in rollouts),
+        judge_cost=sum(rollout.judge_cost for rollout in rollouts),
         duration_s=duration_s,
         time_s=time_s,
         # the group of the first task is -len(tasks), of the last -1

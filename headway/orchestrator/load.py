@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from headway.config.schema import Experiment
-from headway.control.learning_signal import group_outcome
 from headway.orchestrator.collect import verify_rollouts
+from headway.orchestrator.leaving import Leaving
 from headway.orchestrator.state import Signal
 from headway.orchestrator.task_sets import training_weights
 from headway.records.clients import Generator, Verifier, Watch
 from headway.records.generation import GenerationRequest, GenerationResult
-from headway.records.rollout import Group, Parked, Rollout
+from headway.records.rollout import FinishedGroup, Group, Parked, Rollout
 from headway.records.task import Task
 from headway.rollout.single_turn import Resumption, SingleTurn
 from headway.runtime.clock import Clock
@@ -58,6 +58,7 @@ class Load:
         self._cursor = TaskCursor(tasks, experiment.run.seed, training_weights(experiment))
         self._clock = clock
         self._cancel = cancel
+        self._leaving = Leaving(experiment, lambda rollout: tokenizer.decode(rollout.response_ids))
         self._open: set[str] = set()
         self._unfinished = 0
         self._changed = Signal()
@@ -150,14 +151,8 @@ class Load:
         self.verify_response_s.append((self._clock.now() - started) / group.size)
         self.failures += [r.failure.cause for r in verified if r.failure is not None]
         self.groups.append(tuple(len(rollout.response_ids) for rollout in verified if rollout.response_ids))
-        queue = self._experiment.queue
-        outcome = group_outcome(
-            verified,
-            size=group.size,
-            min_valid_ratio=queue.min_valid_ratio,
-            filter_zero_variance=queue.filter_zero_variance,
-        )
-        self.accepted += outcome.ending is None
+        judged = self._leaving.judge(FinishedGroup(group=group, rollouts=verified))
+        self.accepted += judged.outcome.ending is None
 
     async def _member(self, group: Group, member: int) -> Rollout:
         rollout = await self._rollouts.generate_member(group, member)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -36,6 +36,7 @@ class Interval:
     started_s: float
     cpu_s: float
     finished: list[FinishedGroup] = field(default_factory=list)
+    metas: list[dict[str, float]] = field(default_factory=list)  # what hooks.group_meta said of them
     accepted: int = 0  # rollouts of groups that entered the buffer
     ended_tokens: Counter[str] = field(default_factory=Counter)  # ending -> response tokens
     admitted: int = 0  # rollouts
@@ -93,11 +94,12 @@ class Meter:
         self.length_bias.admit(group.index, group.size)
         self._interval.admitted += group.size
 
-    def finished(self, group: FinishedGroup, accepted: bool) -> None:
-        """All members of a group are verified; ``accepted``: it entered the buffer."""
+    def finished(self, group: FinishedGroup, accepted: bool, meta: Mapping[str, float] | None = None) -> None:
+        """All members of a group are verified; ``accepted``: it entered the buffer; ``meta``: its own statistics."""
         self._interval.finished.append(group)
+        self._interval.metas.append(dict(meta or {}))
         if accepted:
-            self._interval.accepted += len(group.rollouts)
+            self._interval.accepted += len(group.valid)
         if self._observe is not None:
             self._observe(group_trace(group, self._clock.now()))
 
@@ -160,7 +162,7 @@ class Meter:
         if self._observe is not None:
             self._observe(_step_trace(report, interval.started_s, self._interval.started_s, samples))
         bias = self.length_bias.statistics()
-        endings, failures = state.books.take_recent()
+        endings, failures, filtered = state.books.take_recent()
         return StepRecord(
             step=report.step,
             version=report.version,
@@ -192,6 +194,10 @@ class Meter:
             ended_tokens=dict(interval.ended_tokens),
             endings=endings,
             failures=failures,
+            filtered=filtered,
+            group_meta=_means(interval.metas),
+            judge_tokens=sum(r.judge_tokens for group in interval.finished for r in group.rollouts),
+            judge_cost=sum(r.judge_cost for group in interval.finished for r in group.rollouts),
             length_bias_ks=bias.ks,
             length_bias_scheduling_ks=bias.scheduling_ks,
             length_bias_filter_ks=bias.filter_ks,
@@ -283,6 +289,15 @@ def _step_trace(report: StepReport, start_s: float, end_s: float, samples: int) 
 def _tidy(seconds: float) -> float:
     """To the microsecond: the rest only makes the file longer."""
     return round(seconds, 6)
+
+
+def _means(metas: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each name over the groups that have it."""
+    named: dict[str, list[float]] = {}
+    for meta in metas:
+        for name, value in meta.items():
+            named.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in named.items()}
 
 
 def _mfu(report: StepReport, peak_flops_per_s: float) -> float:

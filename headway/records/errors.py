@@ -23,6 +23,20 @@ class CheckpointCorrupt(ConfigurationError):
     """A checkpoint fails its checksums; names the file."""
 
 
+class HookFailed(HeadwayError):
+    """A user's function raised, or returned what its contract doesn't allow: ``key`` of the experiment file names it,
+    the message says which function it is and what came back."""
+
+    def __init__(self, key: str, name: str, what: str) -> None:
+        super().__init__(f"{key} = {name!r} {what}")
+        self.key = key
+
+    @property
+    def short(self) -> str:
+        """The key without its section."""
+        return self.key.rpartition(".")[2]
+
+
 class WorkerDied(HeadwayError):
     """A worker process ended: ``cause`` holds exit code or signal and its last traceback."""
 

@@ -113,6 +113,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     endings: dict[str, int] = {}
     ended_tokens: dict[str, int] = {}  # response tokens they had: wasted, but for the trained ones
     failures: dict[str, int] = {}
+    filtered: dict[str, int] = {}  # why rollouts were: zero_variance, low_advantage, overlong, too_few_kept, user:WHY
+    # what language models that judge have read and written for the groups that finished since the last step
+    judge_tokens: int = 0
+    judge_cost: float = 0.0  # in the currency of verifier.parameters.price_*
     # learning signal, over the groups that finished since the last step (filtered ones included)
     reward_mean: float = 0.0
     reward_std: float = 0.0
@@ -120,6 +124,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     solve_rate_histogram: list[int] = []  # groups by share solved, 11 bins: 0, (0, .1], ... (.7, .8], (.8, 1), 1
     zero_variance_share: float = 0.0
     by_source: dict[str, SourceScore] = {}  # label of a task source -> its share of the above; {}: a single source
+    group_meta: dict[str, float] = {}  # means over groups of what hooks.group_meta said of each
     # response lengths, tokens, over the same
     length_mean: float = 0.0
     length_p50: float = 0.0
@@ -162,6 +167,8 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="evaluatio
     reward_mean: float
     length_mean: float
     failed: int = 0
+    judge_tokens: int = 0  # of language models that judged it
+    judge_cost: float = 0.0
     duration_s: float = 0.0
     time_s: float = 0.0
     by_source: dict[str, SourceScore] = {}  # label of a task source -> its share of the above; {}: a single source

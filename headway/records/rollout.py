@@ -28,8 +28,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     reward: float  # finite
     solved: bool  # counts towards the solve rate
+    turn_rewards: tuple[float, ...] = ()  # of each turn, where the verifier tells them apart
     detail: dict[str, Any] = {}
     verify_s: float = 0.0
+    judge_tokens: int = 0  # of a language model that judged it, prompts included
+    judge_cost: float = 0.0  # of the same, in the currency of its price
     failure: Failure | None = None  # set: the reward is not valid
 
 
@@ -51,7 +54,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     to the buffer) -> *ended* exactly once (trained, filtered, pruned, discarded, overdue, failed).
 
     A member may leave its group when the group finishes, before any advantage is computed: ``failure`` says that it
-    failed, ``left`` that it was filtered or pruned. Only the others are *valid*.
+    failed, ``left`` that it was filtered, pruned or discarded. Only the others are *valid*.
 
     Invariant: len(response_ids) == len(response_logprobs) == len(response_mask) == sum of span tokens.
     Masked tokens (an environment's replies) carry log-probability 0.0 and the version of the token before.
@@ -69,10 +72,14 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     response_mask: tuple[bool, ...] = ()  # True: sampled by the policy, may carry loss
     versions: tuple[VersionSpan, ...] = ()
     finish_reason: FinishReason = "stop"
-    reward: float = 0.0  # valid only when failure is None
+    reward: float = 0.0  # what the verifier said; valid only when failure is None
+    trained_reward: float | None = None  # what advantages are computed from, after hooks; None: the reward, shaped
+    turn_ends: tuple[int, ...] = ()  # response tokens up to the end of each turn, where turns have rewards
+    turn_rewards: tuple[float, ...] = ()  # of each turn
     solved: bool = False
+    verdict: dict[str, Any] = {}  # what else the verifier said (JSON types)
     failure: Failure | None = None
-    left: Literal["filtered", "pruned"] | None = None  # how it left its group before training; None: it did not
+    left: Literal["filtered", "pruned", "discarded"] | None = None  # how it left its group before training
     left_reason: str = ""
     pruned: Pruned | None = None  # ended early by a pruner, or audited; whether it left the group is in ``left``
     opened_s: float = 0.0  # clock at admission
@@ -80,6 +87,9 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     generated_s: float = 0.0  # clock at its last token
     finished_s: float = 0.0  # clock when verified
     verify_s: float = 0.0  # time inside the verifier
+    judge_tokens: int = 0  # of a language model that judged it, prompts included
+    judge_cost: float = 0.0  # of the same, in the currency of its price
+    copies: int = 1  # how often it stands in a padded batch; each copy has that part of its weight
     resumes: int = 0  # how often it was parked and resumed, or moved off a dead engine
     reprefills: int = 0  # how often its KV was recomputed
     turns: int = 1
@@ -91,7 +101,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def valid(self) -> bool:
-        """Whether it takes part in its group: verified, neither failed nor filtered nor pruned."""
+        """Whether it takes part in its group: verified, neither failed nor filtered, pruned or discarded."""
         return self.failure is None and self.left is None
 
     @property
@@ -170,4 +180,6 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout with its advantage: the unit the trainer consumes."""
 
     rollout: Rollout
-    advantage: float
+    advantage: float  # of every token; with turn_advantages their mean over its tokens
+    turn_advantages: tuple[float, ...] = ()  # of the tokens of each turn (``rollout.turn_ends``); (): all alike
+    weight: float = 1.0  # part of its loss that counts here: 1 / copies

@@ -14,7 +14,7 @@ from headway.records.errors import ConfigurationError, HeadwayError, RemoteError
 from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.records.trace import Span, WorkerState
-from headway.rollout.verifiers import failed_verdict
+from headway.rollout.verdicts import failed_verdict
 from headway.runtime.channel import Channel, ChannelClosed, ChannelStatistics
 from headway.runtime.clock import Clock
 from headway.runtime.devices import machine_cores
@@ -182,7 +182,8 @@ class VerifierPool:
                     continue
             else:
                 scored = [await self._score_single(seat, job.task, response) for response in responses]
-            verdicts.update(zip(left, scored, strict=True))
+            for i, verdict in zip(left, scored, strict=True):
+                verdicts[i] = _paid_for(verdict, verdicts.get(i))
             left = [i for i in left if _lost(verdicts[i])]
             attempts += 1
             if not left or attempts > self._retries:
@@ -269,6 +270,17 @@ class VerifierPool:
 def _lost(verdict: Verdict) -> bool:
     """It failed for a reason that has nothing to do with the response."""
     return verdict.failure is not None and verdict.failure.infrastructure
+
+
+def _paid_for(verdict: Verdict, earlier: Verdict | None) -> Verdict:
+    """``verdict`` with what an earlier attempt at it has cost as well."""
+    if earlier is None or not earlier.judge_tokens:
+        return verdict
+    return msgspec.structs.replace(
+        verdict,
+        judge_tokens=verdict.judge_tokens + earlier.judge_tokens,
+        judge_cost=verdict.judge_cost + earlier.judge_cost,
+    )
 
 
 def _given_up(verdict: Verdict, attempts: int) -> Verdict:

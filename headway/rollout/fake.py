@@ -10,7 +10,7 @@ import msgspec
 from headway.records.errors import HeadwayError
 from headway.records.rollout import Verdict
 from headway.records.task import Task
-from headway.rollout.verifiers import to_verdict
+from headway.rollout.verdicts import to_verdict
 from headway.runtime.clock import Clock
 
 

@@ -6,7 +6,6 @@ import faulthandler
 import math
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,9 +15,9 @@ from headway.config import schema
 from headway.config.sources import VerifierSettings
 from headway.records.rollout import Verdict
 from headway.records.task import Task
-from headway.rollout.verifiers import failed_verdict, resolve_named, to_verdict
-
-_LONGEST_DETAIL = 4000  # characters of a traceback that are kept: its end says what happened
+from headway.rollout.scorers import ManyScorer, score_guarded
+from headway.rollout.verdicts import failed_verdict
+from headway.rollout.verifiers import resolve_named
 
 
 class VerifierService:
@@ -49,11 +48,24 @@ class VerifierService:
             return [failed_verdict(cause)] * len(responses)
         verdicts: list[Verdict] = []
         score, timeout_s = self._verifiers[task.verifier]
+        if isinstance(score, ManyScorer):
+            return score_many(score, timeout_s, task, responses)
         with Watchdog(timeout_s) as watchdog:
             for response in responses:
                 watchdog.restart()
                 verdicts.append(score_guarded(score, task, response))
         return verdicts
+
+
+def score_many(score: ManyScorer, timeout_s: float, task: Task, responses: Sequence[str]) -> list[Verdict]:
+    """Score responses several at once; the watchdog gives them ``timeout_s`` for each that one thread scores in a row.
+    Their verify_s is an equal part each of the time that all took."""
+    started = time.monotonic()
+    with Watchdog(timeout_s * -(-len(responses) // score.concurrency)) as watchdog:
+        watchdog.restart()
+        verdicts = score.score_all(task, responses)
+    elapsed_s = (time.monotonic() - started) / max(1, len(verdicts))
+    return [msgspec.structs.replace(verdict, verify_s=elapsed_s) for verdict in verdicts]
 
 
 class Watchdog:
@@ -80,19 +92,3 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         faulthandler.cancel_dump_traceback_later()
-
-
-def score_guarded(
-    score: Callable[[Task, str], object], task: Task, response: str, now: Callable[[], float] = time.monotonic
-) -> Verdict:
-    """Score one response; whatever the verifier raises becomes a failed Verdict with the traceback in detail.
-
-    An OSError (a refused connection, a timeout) is infrastructure, worth another try; the rest is its own defect."""
-    started = now()
-    try:
-        verdict = to_verdict(score(task, response))
-    except (Exception, SystemExit) as error:  # the reward boundary's one capture point
-        detail = "".join(traceback.format_exception(error))[-_LONGEST_DETAIL:]
-        cause = f"the verifier raised {type(error).__name__}: {error}"
-        verdict = failed_verdict(cause[:300], infrastructure=isinstance(error, OSError), detail=detail)
-    return msgspec.structs.replace(verdict, verify_s=now() - started)

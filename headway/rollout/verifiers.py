@@ -15,25 +15,27 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from typing import Any, SupportsFloat, cast
+from typing import Any, cast
 
-import msgspec
+from pydantic import ValidationError
 
 from headway.config.sources import VerifierSettings
 from headway.records.errors import ConfigurationError
-from headway.records.rollout import Failure, Verdict
 from headway.records.task import Task
 from headway.rollout.extraction import EXTRACTS, Extract, close, extract_answer, last_match, last_number
+from headway.rollout.judge import DEFAULT_PATTERN, DEFAULT_PROMPT, Judge
 from headway.rollout.math_answers import math_scorer
+from headway.rollout.scorers import Scorer, longest_s
+from headway.rollout.weighted import Part, WeightedScorer
 from headway.runtime.imports import import_function
 from headway.tasks.entries import unpack_entry
 from headway.tasks.sources import build_generator
 
 PRUNER_KEY = "pruning."  # and a pruner: the verifier of half a response that it asks
-Scorer = Callable[[Task, str], object]  # what a verifier is once its parameters are bound
 
 VERIFIERS: dict[str, Callable[..., Scorer]] = {}  # name -> builder: parameters in, scorer out; checks parameters
 
@@ -63,7 +65,13 @@ def resolve_verifier(verifier: VerifierSettings) -> Scorer:
         _require_parameters(name, function, (None, ""), parameters)
         return functools.partial(function, **parameters)
     _require_parameters(name, builder, (), parameters)
-    return builder(**parameters)
+    scorer = builder(**parameters)
+    if longest_s(scorer) > verifier.timeout_s:
+        raise ConfigurationError(
+            f"verifier.timeout_s = {verifier.timeout_s:g} would kill {name!r} at work: by its timeouts, retries and "
+            f"waits it may take {longest_s(scorer):g} s over a response"
+        )
+    return scorer
 
 
 def resolve_named(key: str, verifier: VerifierSettings) -> Scorer:
@@ -141,10 +149,7 @@ def regex(*, pattern: str, group: int | str | None = None, extract: Extract = "a
     answer, a match is enough. Flags go into the pattern: ``(?s)``, ``(?i)``.
     """
     _require_extract(extract)
-    try:
-        compiled = re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise ConfigurationError(f"verifier.parameters.pattern = {pattern!r}: {error}") from None
+    compiled = _compiled(pattern)
     chosen = group if group is not None else min(1, compiled.groups)
     names: list[int | str] = [*range(compiled.groups + 1), *compiled.groupindex]
     if chosen not in names:
@@ -205,6 +210,124 @@ def reasoning_gym(*, extract: Extract = "all") -> Scorer:
     return score
 
 
+@register("weighted")
+def weighted(*, parts: list[dict[str, Any]], solved_by: str = "") -> Scorer:
+    """The weighted sum of other verifiers' rewards.
+
+    ``parts``: tables of ``name``, ``parameters``, ``weight`` (default 1, may be negative) and ``label`` (default: the
+    name). ``solved_by``: the label of the part that says whether the task is solved; default: the first.
+    """
+    if not isinstance(parts, list) or not parts:
+        raise ConfigurationError(f"verifier.parameters.parts = {parts!r}: a list of tables is needed")
+    built = tuple(_part(index, given) for index, given in enumerate(parts))
+    labels = [part.label for part in built]
+    if len(set(labels)) < len(labels):
+        raise ConfigurationError(f"verifier.parameters.parts: {labels}: give those of equal name a 'label' each")
+    if solved_by and solved_by not in labels:
+        valid = ", ".join(labels)
+        raise ConfigurationError(f"verifier.parameters.solved_by = {solved_by!r}: valid: {valid}")
+    return WeightedScorer(parts=built, solved_by=solved_by or labels[0])
+
+
+def _part(index: int, given: object) -> Part:
+    where = f"verifier.parameters.parts[{index}]"
+    known = ("name", "parameters", "weight", "label")
+    fields = dict(cast("Mapping[str, Any]", given)) if isinstance(given, Mapping) else {}
+    unknown = [key for key in fields if key not in known]
+    if unknown or not isinstance(fields.get("name"), str):
+        what = f"unknown key {unknown[0]!r}" if unknown else f"{given!r} has no 'name'"
+        raise ConfigurationError(f"{where}: {what}; valid: {', '.join(known)}")
+    weight, label = fields.get("weight", 1.0), fields.get("label", fields["name"])
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+        raise ConfigurationError(f"{where}.weight = {weight!r}: must be a finite number")
+    if not isinstance(label, str):
+        raise ConfigurationError(f"{where}.label = {label!r}: must be a text")
+    try:
+        settings = VerifierSettings(name=fields["name"], parameters=fields.get("parameters", {}))
+        scorer = resolve_verifier(settings.model_copy(update={"timeout_s": math.inf}))
+    except ValidationError:
+        raise ConfigurationError(f"{where}.parameters = {fields.get('parameters')!r}: must be a table") from None
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}.{str(error).removeprefix('verifier.')}") from None
+    return Part(label=label, scorer=scorer, weight=float(weight))
+
+
+@register("judge")
+def judge(
+    *,
+    url: str,
+    model: str,
+    api_key_env: str = "",
+    prompt: str = DEFAULT_PROMPT,
+    system: str = "",
+    pattern: str = DEFAULT_PATTERN,
+    lowest: float = 0.0,
+    highest: float = 10.0,
+    solved_at: float = 1.0,
+    concurrency: int = 8,
+    timeout_s: float = 30.0,
+    retries: int = 2,
+    retry_s: float = 1.0,
+    price_prompt: float = 0.0,
+    price_completion: float = 0.0,
+    body: dict[str, Any] | None = None,
+) -> Scorer:
+    """A language model's score, as a reward from 0 to 1 (rollout/judge.py).
+
+    ``url``: the endpoint's base, say https://api.openai.com/v1. ``api_key_env``: the environment variable that holds
+    its key. ``prompt`` may say {prompt}, {answer}, {response}, {lowest} and {highest}; the last match of ``pattern`` in
+    the answer is the score. ``concurrency`` requests at once in each verifier process. ``price_*``: of a million
+    tokens. ``body``: further keys of the request, say {temperature = 0, max_tokens = 512}.
+    """
+    for name, text in (("url", url), ("model", model), ("api_key_env", api_key_env), ("prompt", prompt)):
+        if not isinstance(text, str):
+            raise ConfigurationError(f"verifier.parameters.{name} = {text!r}: must be a text")
+    if not url.startswith(("http://", "https://")) or not model:
+        raise ConfigurationError(f"verifier.parameters: url = {url!r}, model = {model!r}: an http(s) address, a name")
+    if "{response}" not in prompt:
+        raise ConfigurationError("verifier.parameters.prompt doesn't say {response}: the judge would see nothing of it")
+    key = os.environ.get(api_key_env, "") if api_key_env else ""
+    if api_key_env and not key:
+        raise ConfigurationError(f"verifier.parameters.api_key_env: the environment has no {api_key_env}")
+    for name, value in (("timeout_s", timeout_s), ("retry_s", retry_s), ("solved_at", solved_at)):
+        _require_number(name, value)
+    for name, value in (("price_prompt", price_prompt), ("price_completion", price_completion)):
+        _require_number(name, value)
+    for name, value, least in (("concurrency", concurrency, 1), ("retries", retries, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"verifier.parameters.{name} = {value!r}: must be an integer >= {least}")
+    if timeout_s == 0 or not lowest < highest:
+        raise ConfigurationError(
+            f"verifier.parameters: timeout_s = {timeout_s}, lowest = {lowest}, highest = {highest}: needed are a limit "
+            "above 0, and lowest below highest"
+        )
+    return Judge(
+        url=url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions",
+        model=model,
+        key=key,
+        prompt=prompt,
+        system=system,
+        pattern=_compiled(pattern),
+        lowest=lowest,
+        highest=highest,
+        solved_at=solved_at,
+        concurrency=concurrency,
+        timeout_s=timeout_s,
+        retries=retries,
+        retry_s=retry_s,
+        price_prompt=price_prompt,
+        price_completion=price_completion,
+        body=body or {},
+    )
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ConfigurationError(f"verifier.parameters.pattern = {pattern!r}: {error}") from None
+
+
 def _require_extract(extract: str) -> None:
     if extract not in EXTRACTS:
         raise ConfigurationError(f"verifier.parameters.extract = {extract!r}: valid: {', '.join(EXTRACTS)}")
@@ -220,64 +343,3 @@ def _reference_number(task: Task) -> Decimal:
     if number is None:
         raise ValueError(f"task {task.task_id}: its answer {task.answer!r} is not a number")
     return number
-
-
-# --- what a verifier may return --------------------------------------------------------------------------
-
-
-def to_verdict(result: object) -> Verdict:
-    """A verifier's return value as a Verdict; one that can't be used becomes a Verdict with ``failure``.
-
-    A number counts as solved from 1 upwards; a mapping or a Verdict may say otherwise.
-    """
-    solved: object = None
-    detail: object = {}
-    if isinstance(result, Verdict):
-        if result.failure is not None:
-            return msgspec.structs.replace(result, reward=0.0, solved=False)
-        value, solved, detail = result.reward, result.solved, result.detail
-    elif isinstance(result, Mapping):
-        fields = {str(key): field for key, field in cast("Mapping[Any, Any]", result).items()}
-        value, solved, detail = fields.pop("reward", None), fields.pop("solved", None), fields
-    else:
-        value = result
-    reward = _number(value)
-    if reward is None:
-        return failed_verdict(
-            f"the verifier returned {_short(result)}: expected a number, a Verdict or a dictionary with 'reward'"
-        )
-    if not math.isfinite(reward):
-        return failed_verdict(f"the reward is {reward}, not a finite number")
-    try:
-        plain = msgspec.to_builtins(detail, str_keys=True, enc_hook=_plain)
-    except (TypeError, ValueError, OverflowError) as error:
-        return failed_verdict(f"the verdict's detail can't be stored: {error}")
-    return Verdict(reward=reward, solved=reward >= 1 if solved is None else bool(solved), detail=plain)
-
-
-def failed_verdict(cause: str, *, infrastructure: bool = False, detail: str = "", verify_s: float = 0.0) -> Verdict:
-    """A Verdict whose reward is not valid, failed at the boundary "reward"."""
-    failure = Failure(boundary="reward", cause=cause, infrastructure=infrastructure, detail=detail)
-    return Verdict(reward=0.0, solved=False, verify_s=verify_s, failure=failure)
-
-
-def _number(value: object) -> float | None:
-    # anything with a float form counts (NumPy scalars, 0-d tensors); text doesn't have one
-    if not hasattr(value, "__float__"):
-        return None
-    try:
-        return float(cast("SupportsFloat", value))
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several, a huge integer
-        return None
-
-
-def _plain(value: Any) -> Any:
-    """NumPy scalars and arrays as plain numbers and lists."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"a {type(value).__name__} has no JSON form")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -15,12 +15,12 @@ from typing import Any, cast
 from headway.records.errors import ConfigurationError
 
 
-def import_function(name: str, key: str, known: Collection[str]) -> Callable[..., Any]:
+def import_function(name: str, key: str, known: Collection[str], *, asynchronous: bool = False) -> Callable[..., Any]:
     """The plain function that ``module:function`` names (``function`` may be a dotted path into the module).
 
     The working directory is searched last. ``key`` (of the experiment file) and ``known`` (its names that need no
-    import) only word the error. Raises ConfigurationError: an unknown name, a module that can't be imported, with
-    the reason, or that holds no such function, with the nearest.
+    import) only word the error. ``asynchronous``: it may be an async function. Raises ConfigurationError: an unknown
+    name, a module that can't be imported, with the reason, or that holds no such function, with the nearest.
     """
     module_name, path = _split(name, key, known)
     _search_working_directory()
@@ -36,8 +36,9 @@ def import_function(name: str, key: str, known: Collection[str]) -> Callable[...
             near = _nearest(part, [public for public in vars(found) if not public.startswith("_")])
             raise ConfigurationError(f"{key} = {name!r}: {module_name} has no {part!r}; {near}{_valid(known)}")
         found = getattr(found, part)
-    if not callable(found) or inspect.iscoroutinefunction(found):
-        raise ConfigurationError(f"{key} = {name!r}: must be a plain function (not a class, not async)")
+    if not callable(found) or (inspect.iscoroutinefunction(found) and not asynchronous):
+        wanted = "function (not a class)" if asynchronous else "plain function (not a class, not async)"
+        raise ConfigurationError(f"{key} = {name!r}: must be a {wanted}")
     return cast("Callable[..., Any]", found)
 
 

@@ -55,6 +55,8 @@ STEP_METRICS: dict[str, tuple[str, str]] = {
     "reward/std": ("reward_std", "over the groups finished in the step"),
     "reward/solve_rate": ("solve_rate", "share of responses that solve their task"),
     "reward/zero_variance_share": ("zero_variance_share", "share of groups whose rewards are all equal"),
+    "reward/judge_tokens": ("judge_tokens", "read and written by language models that judge"),
+    "reward/judge_cost": ("judge_cost", "of the same, in the currency of its price"),
     "length/mean_tokens": ("length_mean", "of responses"),
     "length/p50_tokens": ("length_p50", "of responses"),
     "length/p99_tokens": ("length_p99", "of responses"),
@@ -121,6 +123,10 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield f"endings/{ending}_tokens", float(tokens)
         for boundary, count in line.failures.items():
             yield f"failures/{boundary}_rollouts", float(count)
+        for reason, count in line.filtered.items():
+            yield f"filtered/{_UNUSUAL_OR_SLASH.sub('_', reason)}_rollouts", float(count)
+        for name, value in line.group_meta.items():
+            yield f"group_meta/{_UNUSUAL_OR_SLASH.sub('_', name)}", value
         names = source_names({*sources, *line.by_source})
         for label, score in line.by_source.items():
             if score.samples:

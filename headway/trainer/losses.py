@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headway.runtime.imports import import_function
+from headway.runtime.hooks import Hook, load_hook
 
 # exp(20) = 4.9e8: a log-ratio beyond it is noise, and float32 must neither overflow nor give 0 x inf.
 MAX_LOG_RATIO = 20.0
@@ -167,20 +167,22 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def resolve(name: str) -> Loss:
+def resolve(name: str) -> Hook:
     """The loss named ``name``, or the user's own ``module:function``. Raises ConfigurationError."""
-    known = LOSSES.get(name)
-    return known if known is not None else import_function(name, "algorithm.loss", LOSSES)
+    return load_hook("algorithm.loss", name, LOSSES, ("terms", "settings"))
 
 
-def require_elementwise(name: str, result: object, tokens: torch.Size) -> None:
-    """Hold what the loss ``name`` returned to its contract: one value per token, shape ``tokens`` = [M].
+def token_loss(loss: Hook, terms: TokenTerms, settings: LossSettings) -> TokenLoss:
+    """What ``loss`` makes of ``terms``: one value per token, shape [M].
 
-    Raises ValueError: of a mean, say, the gradient would depend on how the tokens were packed."""
+    Raises HookFailed for anything else: of a mean, say, the gradient would depend on how the tokens were packed."""
+    result: object = loss(terms, settings)
     if not isinstance(result, TokenLoss):
-        raise ValueError(f"algorithm.loss = {name!r} returned a {type(result).__name__}: a TokenLoss is needed")
+        raise loss.failed(f"returned a {type(result).__name__}: a TokenLoss is needed")
+    tokens = terms.logprobs_m.shape
     if not result.loss_m.shape == result.clipped_m.shape == tokens:
-        raise ValueError(
-            f"algorithm.loss = {name!r} returned loss_m of shape {list(result.loss_m.shape)} and clipped_m of shape "
+        raise loss.failed(
+            f"returned loss_m of shape {list(result.loss_m.shape)} and clipped_m of shape "
             f"{list(result.clipped_m.shape)} for {list(tokens)} tokens: one value per token is needed"
         )
+    return result

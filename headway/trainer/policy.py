@@ -30,7 +30,7 @@ from headway.config.schema import Algorithm, Experiment, Trainer
 from headway.models.decoder import Decoder
 from headway.trainer.kl import kl_estimate
 from headway.trainer.learner import Learner, Update
-from headway.trainer.losses import LOSSES, MAX_LOG_RATIO, LossSettings, TokenTerms, require_elementwise, resolve
+from headway.trainer.losses import LOSSES, MAX_LOG_RATIO, LossSettings, TokenTerms, resolve, token_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +179,7 @@ class PolicyGradient:
             logprobs_m, entropies_m = self.learner.logprobs(batch, arrays, self.temperature)
             at = batch.targets_m
             terms = self._terms(arrays, prepared, at, samples_n[at], logprobs_m)
-            result = self.loss(terms, self.settings)
-            require_elementwise(self.algorithm.loss, result, logprobs_m.shape)
+            result = token_loss(self.loss, terms, self.settings)
             loss_m = result.loss_m
             if prepared.reference_n is not None and self.algorithm.kl_in == "loss":
                 reference_m = self._tensor(prepared.reference_n[at])

@@ -50,6 +50,7 @@ class Outcome:
     duration_s: float
     bias_lengths: tuple[dict[int, int], dict[int, int]]
     endings: dict[str, int] = field(default_factory=dict)
+    trainers: list[FakeTrainer] = field(default_factory=list)  # of every process of the run
 
     @property
     def steps(self) -> list[StepRecord]:
@@ -107,6 +108,7 @@ def simulate(
             settings = experiment.run.model_copy(update={"directory": folder, "seed": seed})
             resolved = experiment.model_copy(update={"run": settings})
             lines: list[LedgerLine] = []
+            trainers: list[FakeTrainer] = []
             for session, kill_s in enumerate([*kills_s, None]):
                 generator = FakeGenerator(
                     clock,
@@ -116,6 +118,7 @@ def simulate(
                     **{"length_of": lambda request: long_tailed(seed, request, longest)} | (generator_options or {}),
                 )
                 trainer = FakeTrainer(clock, sample_s, publish_s=publish_s, skip_steps=skip_steps)
+                trainers.append(trainer)
                 if session == 0:
                     spoil(trainer)
                 actors = Actors(
@@ -129,6 +132,7 @@ def simulate(
                 )
                 outcome = await _session(resolved, actors, clock, lines, trainer, kill_s, interrupt_s)
                 if outcome is not None:
+                    outcome.trainers = trainers
                     return outcome
             raise AssertionError("every session was killed")
 

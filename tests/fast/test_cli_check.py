@@ -256,7 +256,8 @@ def test_functions_that_are_not_there(setup: Setup) -> None:
     found = setup.messages(algorithm={"advantage": "json:laods", "loss": "nosuch.module:f"})
     assert "json has no 'laods'; did you mean 'loads'?" in found["algorithm.advantage"]
     assert "there is no module 'nosuch.module'" in found["algorithm.loss"]
-    assert setup.messages(algorithm={"advantage": "json:loads"}) == {}
+    assert "raised TypeError" in setup.messages(algorithm={"advantage": "json:loads"})["algorithm.advantage"]
+    assert setup.messages(algorithm={"advantage": "numpy:negative"}) == {}
 
 
 def test_a_users_functions_are_found_in_the_working_directory_and_a_loss_is_not_imported(
@@ -270,6 +271,15 @@ def test_a_users_functions_are_found_in_the_working_directory_and_a_loss_is_not_
     assert setup.messages(algorithm={"advantage": "my_advantage:ranked", "loss": "my_loss:f"}) == {}
     broken = setup.messages(algorithm={"advantage": "my_broken:f"})["algorithm.advantage"]
     assert "my_broken can't be imported: ZeroDivisionError" in broken
+    (setup.folder / "my_filter.py").write_text(
+        "def keep(group, rollout):\n    return group.task.prompt != '' and rollout.reward <= 1.0\n"
+        "def count(group, rollout):\n    return 1\n"
+        "def one(group):\n    return True\n"
+    )
+    assert setup.messages(hooks={"filter_item": "my_filter:keep"}) == {}
+    found = setup.messages(hooks={"filter_item": "my_filter:count", "is_valid_group": "my_filter:one"})
+    assert "returned 1: True, False or (True or False, why) is needed" in found["hooks.filter_item"]
+    assert "is called as one(group, rollouts), and takes (group)" in found["hooks.is_valid_group"]
 
 
 # --- devices, space, directory ---------------------------------------------------------------------------

@@ -65,10 +65,11 @@ def test_any_order_of_endings_balances_and_restores(sizes, random):
         ending = random.choice(ENDINGS)
         books.end(g, m, ending, "why", "engine" if ending == "failed" else None)
     books.check(admitted=len(rollouts), open_now=len(rollouts) - cut)
-    recent, failures = books.take_recent()
+    recent, failures, filtered = books.take_recent()
     assert sum(recent.values()) == cut
     assert failures.get("engine", 0) == books.endings["failed"]
-    assert books.take_recent() == ({}, {})
+    assert sum(filtered.values()) == books.endings["filtered"]
+    assert books.take_recent() == ({}, {}, {})
 
     left: dict[int, list[int]] = {}
     for g, m in rollouts[cut:]:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.config.schema import Queue
 from headway.control.learning_signal import GroupOutcome, group_outcome
 from headway.control.length_bias import LengthBias
 from headway.control.lengths import length_distribution
@@ -303,7 +304,7 @@ def test_an_audit_that_failed_says_nothing() -> None:
 
 
 def outcome_of(*rollouts: Rollout) -> GroupOutcome:
-    return group_outcome(rollouts, size=len(rollouts), min_valid_ratio=0.5, filter_zero_variance=True)
+    return group_outcome(rollouts, size=len(rollouts), limits=Queue())
 
 
 def test_a_group_ends_as_pruned_where_pruning_took_too_many() -> None:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.config.schema import Queue
 from headway.control.learning_signal import group_outcome, is_zero_variance, solve_rate_bin, solve_rate_histogram
 from headway.control.summaries import distribution, quantile
 from headway.records.rollout import Failure, Rollout
@@ -35,20 +36,20 @@ def members(*rewards):
     ],
 )
 def test_group_outcome(rewards, ratio, ending, reason):
-    outcome = group_outcome(members(*rewards), size=len(rewards), min_valid_ratio=ratio, filter_zero_variance=True)
+    outcome = group_outcome(members(*rewards), size=len(rewards), limits=Queue(min_valid_group_ratio=ratio))
     assert (outcome.ending, outcome.reason) == (ending, reason)
     assert outcome.valid == sum(r is not None for r in rewards)
 
 
 def test_zero_variance_is_reported_when_it_is_not_filtered():
-    outcome = group_outcome(members(1.0, 1.0), size=2, min_valid_ratio=0.5, filter_zero_variance=False)
+    outcome = group_outcome(members(1.0, 1.0), size=2, limits=Queue(filter_zero_variance=False))
     assert outcome.ending is None
     assert outcome.zero_variance
 
 
 def test_a_group_with_a_member_missing_is_refused():
     with pytest.raises(ValueError, match="1 finished members of a group of 2"):
-        group_outcome(members(1.0), size=2, min_valid_ratio=0.5, filter_zero_variance=True)
+        group_outcome(members(1.0), size=2, limits=Queue())
 
 
 def test_zero_variance_allows_rounding_only():

@@ -364,7 +364,7 @@ def test_books_balance_and_replays_are_equal_whatever_prunes(seed, kills_s, over
 
     outcome, _ = run_of(
         EVERYTHING,
-        queue={"overdue": overdue, "filter_zero_variance": True, "min_valid_ratio": 0.25},
+        queue={"overdue": overdue, "filter_zero_variance": True, "min_valid_group_ratio": 0.25},
         generator={"update_mode": update_mode},
         seed=seed,
         reward=some_fail,
@@ -392,7 +392,7 @@ def test_a_killed_run_trains_the_same_batches_again(monkeypatch: pytest.MonkeyPa
         return report
 
     monkeypatch.setattr(FakeTrainer, "train_step", remember)
-    outcome, _ = run_of(EVERYTHING, kills_s=(1.0,), queue={"min_valid_ratio": 0.25})
+    outcome, _ = run_of(EVERYTHING, kills_s=(1.0,), queue={"min_valid_group_ratio": 0.25})
     whole(outcome)
     assert again > 0
     assert any(s.rollout.pruned for batch in trained.values() for s in batch.samples)

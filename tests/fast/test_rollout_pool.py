@@ -16,7 +16,7 @@ from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.rollout.client import VerifierPool
 from headway.rollout.fake import FakeVerifier
-from headway.rollout.verifiers import failed_verdict
+from headway.rollout.verdicts import failed_verdict
 from headway.runtime.clock import Clock, run_virtual
 from headway.runtime.workers import WorkerSpec
 

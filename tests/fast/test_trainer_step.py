@@ -15,6 +15,7 @@ from objective_definition import gradient as arrays_gradient
 from tiny_trainer import Context, make_batch, make_experiment, make_model
 
 from headway.algorithms.samples import build_arrays
+from headway.records.errors import HookFailed
 from headway.records.training import TrainBatch
 from headway.trainer import losses
 from headway.trainer.learner import token_logprobs
@@ -210,7 +211,7 @@ def test_own_loss_is_held_to_its_contract(model: str, loss, message: str, monkey
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     name = f"test_trainer_step:{loss.__name__}"
     trainer = service(model, algorithm={"loss": name})
-    with pytest.raises(ValueError, match=f"algorithm.loss = '{name}' .*{message}"):
+    with pytest.raises(HookFailed, match=f"algorithm.loss = '{name}' .*{message}"):
         trainer.train_step(make_batch(1))
 
 

@@ -21,7 +21,8 @@ from headway.records.rollout import Failure, Verdict
 from headway.records.task import Task
 from headway.rollout.extraction import extract_answer, last_number
 from headway.rollout.service import VerifierService
-from headway.rollout.verifiers import VERIFIERS, register, resolve_verifier, to_verdict
+from headway.rollout.verdicts import to_verdict
+from headway.rollout.verifiers import VERIFIERS, register, resolve_verifier
 from headway.tasks.sources import load_tasks
 
 
@@ -144,7 +145,7 @@ class TestBuiltIn:
         assert "source = 'reasoning-gym'" in verdict.failure.cause
 
     def test_register_refuses_a_taken_name(self):
-        assert set(VERIFIERS) == {"exact", "numeric", "math", "regex", "reasoning-gym"}
+        assert set(VERIFIERS) == {"exact", "numeric", "math", "regex", "reasoning-gym", "weighted", "judge"}
         with pytest.raises(ValueError, match="already registered"):
             register("exact")(lambda: lambda _task, _response: 0.0)
 
@@ -153,7 +154,7 @@ class TestBuiltIn:
     ("name", "parameters", "message"),
     [
         ("exat", {}, "'exat' is unknown; did you mean 'exact'"),
-        ("zzz", {}, "valid: exact, math, numeric, reasoning-gym, regex or module:function"),
+        ("zzz", {}, "valid: exact, judge, math, numeric, reasoning-gym, regex, weighted or module:function"),
         ("exact", {"extrct": "all"}, "extrct.*valid: extract, strip"),
         ("exact", {"extract": "lastline"}, "extract = 'lastline': valid: all, last_line, answer_tag"),
         ("numeric", {"tolerance": -1}, "tolerance = -1: must be a finite number >= 0"),

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from headway.algorithms.advantages import advantages_of, resolve
-from headway.records.errors import ConfigurationError
+from headway.algorithms.advantages import KEY, Advantage, advantages_of, resolve
+from headway.records.errors import ConfigurationError, HookFailed
+from headway.runtime.hooks import Hook
 
 # rewards (1, 0, 0, 1, 0): mean 2/5; population variance (2*0.6^2 + 3*0.4^2) / 5 = 0.24, deviation 0.4898979485566356;
 # others' means: 1/4 for a solved member, 2/4 for an unsolved one.
@@ -107,8 +108,15 @@ def test_unknown_names_say_what_is_valid(name: str) -> None:
         resolve(name)
 
 
-def test_own_function_is_held_to_its_contract() -> None:
-    with pytest.raises(ValueError, match="shape"):
-        advantages_of(lambda rewards_g: rewards_g[:1], [1.0, 2.0])
-    with pytest.raises(ValueError, match="non-finite"):
-        advantages_of(lambda rewards_g: rewards_g * float("inf"), [1.0, 2.0])
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (lambda rewards_g: rewards_g[:1], r"returned shape \[1\] for 2 rewards"),
+        (lambda rewards_g: rewards_g * float("inf"), r"returned \[inf, inf\] for \[1.0, 2.0\]: not all finite"),
+        (lambda rewards_g: "high", "returned 'high': 2 numbers are needed"),
+        (lambda rewards_g: rewards_g[5], "raised IndexError: .*test_advantages.py, line"),
+    ],
+)
+def test_own_function_is_held_to_its_contract(function: Advantage, what: str) -> None:
+    with pytest.raises(HookFailed, match="algorithm.advantage = 'mine:own' " + what):
+        advantages_of(Hook(key=KEY, name="mine:own", function=function), np.array([1.0, 2.0]))

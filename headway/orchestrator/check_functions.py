@@ -1,0 +1,50 @@
+"""What is wrong with the user's own functions, found before a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from headway.algorithms.advantages import KEY as ADVANTAGE
+from headway.algorithms.advantages import resolve as resolve_advantage
+from headway.algorithms.group_hooks import ARGUMENTS, resolve_hooks
+from headway.algorithms.hook_conformance import advantage_violations, hook_violations
+from headway.config.hooks import HOOKS, Hooks
+from headway.config.schema import ADVANTAGES, LOSSES, Experiment
+from headway.records.errors import ConfigurationError
+from headway.records.task import Task
+from headway.runtime.hooks import load_hook
+from headway.runtime.imports import require_module
+
+
+def function_problems(experiment: Experiment, task: Task | None) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong). Advantages and hooks are imported as the run will, and called on made-up groups of
+    ``task``, where there is one; a loss lives in the trainer's process and needs torch, so only its module is looked
+    for (the rest is for ``python -m headway.trainer.loss_conformance``). The verifier is really called, elsewhere."""
+    yield from _objective(experiment)
+    for short, names in HOOKS.items():
+        name = getattr(experiment.hooks, short)
+        if name in names:
+            continue
+        try:
+            if short in ARGUMENTS:
+                hooks = resolve_hooks(Hooks(**{short: name}))
+                for violation in hook_violations(hooks, task) if task is not None else ():
+                    yield f"hooks.{short}", violation
+        except ConfigurationError as error:
+            yield f"hooks.{short}", str(error)
+
+
+def _objective(experiment: Experiment) -> Iterator[tuple[str, str]]:
+    algorithm = experiment.algorithm
+    try:
+        resolve_advantage(algorithm.advantage)
+        if algorithm.advantage not in ADVANTAGES:
+            for violation in advantage_violations(load_hook(ADVANTAGE, algorithm.advantage, {}, ("rewards_g",))):
+                yield ADVANTAGE, violation
+    except ConfigurationError as error:
+        yield ADVANTAGE, str(error)
+    try:
+        if algorithm.loss not in LOSSES:
+            require_module(algorithm.loss, "algorithm.loss", LOSSES)
+    except ConfigurationError as error:
+        yield "algorithm.loss", str(error)

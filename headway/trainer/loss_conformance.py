@@ -1,0 +1,90 @@
+"""Whether a loss keeps its contract: ``python -m headway.trainer.loss_conformance module:function`` (or a known name).
+
+One finite value per token for any finite log-probabilities; tokens of one sample don't touch those of another, so that
+packing can't change the gradient; a gradient through ``logprobs_m`` alone; the same again for the same terms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from headway.records.errors import HeadwayError, HookFailed
+from headway.runtime.hooks import Hook
+from headway.trainer.losses import LossSettings, TokenTerms, resolve, token_loss
+
+_TOKENS_S = (3, 1, 4)  # of the samples of the made-up batch
+_SETTINGS = LossSettings()
+
+
+def loss_violations(loss: Hook) -> Iterator[str]:
+    """What ``loss`` does against its contract; nothing when all is well."""
+    try:
+        yield from _violations(loss)
+    except HookFailed as error:
+        yield str(error)
+
+
+def _violations(loss: Hook) -> Iterator[str]:
+    terms = _terms(scale=0.3)
+    whole = token_loss(loss, terms, _SETTINGS).loss_m
+    if not torch.equal(whole, token_loss(loss, terms, _SETTINGS).loss_m):
+        yield str(loss.failed("gives another loss for the same terms: a replay would train on something else"))
+        return
+    start = 0
+    for sample, tokens in enumerate(_TOKENS_S):
+        alone = token_loss(loss, _of(terms, slice(start, start + tokens)), _SETTINGS).loss_m
+        if not torch.allclose(alone, whole[start : start + tokens], rtol=1e-5, atol=1e-6):
+            yield str(loss.failed(f"gives sample {sample} another loss with others beside it: packing would change it"))
+        start += tokens
+    if not whole.requires_grad:
+        yield str(loss.failed("has no gradient: it doesn't depend on logprobs_m, or detaches it"))
+    for scale, what in ((500.0, "log-ratios of 500"), (0.0, "equal log-probabilities")):
+        loss_m = token_loss(loss, _terms(scale=scale), _SETTINGS).loss_m
+        if not torch.isfinite(loss_m).all():
+            yield str(loss.failed(f"isn't finite for {what}: losses.ratio bounds them"))
+
+
+def _terms(scale: float) -> TokenTerms:
+    """A batch of three samples; ``scale``: the size of its log-ratios, in nats."""
+    tokens = sum(_TOKENS_S)
+    away_m = scale * torch.linspace(-1.0, 1.0, tokens)
+    behaviour_m = -1.0 - scale - 0.1 * torch.arange(tokens)
+    return TokenTerms(
+        logprobs_m=(behaviour_m + away_m).requires_grad_(),
+        proximal_m=behaviour_m + 0.5 * away_m,
+        behaviour_m=behaviour_m,
+        advantages_m=torch.repeat_interleave(torch.tensor([2.3, -0.7, 0.5]), torch.tensor(_TOKENS_S)),
+        sequence_m=torch.repeat_interleave(torch.arange(len(_TOKENS_S)), torch.tensor(_TOKENS_S)),
+        keep_m=torch.ones(tokens, dtype=torch.bool),
+    )
+
+
+def _of(terms: TokenTerms, tokens: slice) -> TokenTerms:
+    def cut(values: Tensor) -> Tensor:
+        return values[tokens]
+
+    found = {field.name: cut(getattr(terms, field.name)) for field in dataclasses.fields(terms)}
+    found["sequence_m"] = found["sequence_m"] - found["sequence_m"][0]
+    return TokenTerms(**found)
+
+
+def main(names: list[str]) -> int:
+    """Check the losses ``names``; the exit code: 0 when all keep their contract, 2 when one can't be found."""
+    violations: list[str] = []
+    try:
+        for name in names:
+            violations += loss_violations(resolve(name))
+    except HeadwayError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print("\n".join(violations) or f"{', '.join(names)}: the contract is kept")
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
