@@ -420,8 +420,8 @@ def test_what_was_pruned_is_said_where_something_was() -> None:
     verdict = judge(pruned, summarise(pruned), 2)
     assert verdict.pruning_text == (
         "10 rollouts ended early (repetition 10), 4 of them left their group; about 2,275 response tokens saved, 50% "
-        "of what would have been generated. Of 3 audited ones, which ran to their own end, pruning would have been wrong "
-        "about 1 (33%); their reward is +0.250 off what it would have given."
+        "of what would have been generated. Of 3 audited ones, which ran to their own end, pruning would have been "
+        "wrong about 1 (33%); their reward is +0.250 off what it would have given."
     )
     assert verdict.sentences[-1] == ("What was pruned?", verdict.pruning_text)
     assert "What was pruned?" not in dict(judge(plain, summarise(plain), 2).sentences)
