@@ -19,6 +19,7 @@ from headway.control.pruning import pruner_figures
 from headway.control.summaries import distribution, length_histogram, quantile
 from headway.orchestrator.source_scores import source_scores
 from headway.orchestrator.state import RunState
+from headway.records.curriculum import CurriculumStep
 from headway.records.generation import AppliedWeights, EngineStatistics
 from headway.records.ledger import Distribution, StepRecord
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
@@ -56,8 +57,13 @@ class Meter:
         clock: Clock,
         peak_flops_per_s: float = 0.0,
         observe: Callable[[TraceLine], None] | None = None,
+        curriculum: Callable[[], CurriculumStep] = CurriculumStep,
+        cpu_s: Callable[[], float] = time.process_time,
     ) -> None:
-        """``observe`` is told who ran when."""
+        """``observe`` is told who ran when; ``curriculum`` says what was drawn since it was last asked. ``cpu_s``: CPU
+        seconds this process has used."""
+        self._curriculum = curriculum
+        self._cpu_s = cpu_s
         self._observe = observe
         self._experiment = experiment
         self._clock = clock
@@ -71,7 +77,7 @@ class Meter:
         self._engines_s = clock.now()  # when they were asked
 
     def _fresh(self) -> Interval:
-        return Interval(started_s=self._clock.now(), cpu_s=time.process_time())
+        return Interval(started_s=self._clock.now(), cpu_s=self._cpu_s())
 
     def restart_interval(self, engines: Sequence[EngineStatistics]) -> None:
         """Begin counting now: what came before (start-up, a held evaluation) belongs to no step."""
@@ -210,6 +216,7 @@ class Meter:
             mfu_compute=_mfu(report, self.peak_flops_per_s),
             peak_flops_per_s=self.peak_flops_per_s,
             metrics=report.metrics,
+            curriculum=self._curriculum(),
             trajectory_staleness=trajectory_staleness(trained, report.step, self._token_budget),
             token_staleness=token_staleness(trained, report.step, self._token_budget),
             environment_staleness=environment_staleness(trained, report.step),

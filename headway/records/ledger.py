@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from headway.records.curriculum import CurriculumStep
+
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
     """A summary of one quantity over the samples of a step."""
@@ -140,6 +142,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     length_bias_filter_ks: float = 0.0
     length_bias_pruning_ks: float = 0.0
     censored_share: float = 0.0  # share of admitted rollouts in cohorts not closed yet
+    curriculum: CurriculumStep = CurriculumStep()  # no tasks in it: they are drawn in turn
     # throughput
     generated_tokens_per_s: float = 0.0
     trained_tokens_per_s: float = 0.0
@@ -205,6 +208,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     effective_production_per_s: float = 0.0
     trained_per_s: float = 0.0
     endings: dict[str, int] = {}
+    simulated: bool = False  # by `headway simulate`: no model was trained
 
 
 LedgerLine = StepRecord | EvaluationRecord | EventRecord
