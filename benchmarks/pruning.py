@@ -128,7 +128,8 @@ def train(directory: Path, seed: int, steps: int, pruned: bool) -> Outcome:
     # Named by all that decides the outcome, so a finished one is never taken for another.
     digest = hashlib.blake2b(json.dumps(options).encode(), digest_size=4).hexdigest()
     folder = directory / f"{'pruned' if pruned else 'plain'}-{seed}-{digest}"
-    if not (folder / "summary.json").exists():
+    summary = folder / "summary.json"
+    if not (summary.exists() and json.loads(summary.read_text())["finished"]):  # an interrupted one has a summary, too
         resume = ["--resume"] if (folder / "config.json").exists() else []
         _headway("train", CONFIG, "--json", *resume, f"--run.directory={folder}", *options, quiet=True)
     outcome = outcome_of(folder)
