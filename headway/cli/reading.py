@@ -1,4 +1,4 @@
-"""`headway report`, `show`, `trace` and `explain-task`: reading what a run left, while it goes on or after it ended."""
+"""`headway report`, `doctor`, `show`, `trace`, `explain-task`: reading what a run left, while it goes on or later."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ RUN = typer.Argument(..., metavar="RUN", help="The run's folder.", show_default=
 
 def add_commands(app: typer.Typer) -> None:
     app.command("report", epilog="Example: headway report runs/arithmetic/rl")(report)
+    app.command("doctor", epilog="Example: headway doctor runs/arithmetic/rl --usd-per-device-hour 2.5")(doctor)
     app.command("trace", epilog="Example: headway trace runs/arithmetic/rl --from-step 40 --to-step 45")(trace)
     app.command("show", epilog="Example: headway show runs/arithmetic/rl --step 40 --unsolved")(show)
     app.command("explain-task", epilog="Example: headway explain-task runs/arithmetic/rl 3f2a")(explain_task)
@@ -36,6 +37,25 @@ def report(
     page = write_page(run, output or None)
     print_verdict(run)
     typer.echo(f"report: {page}")
+
+
+def doctor(
+    run: str = RUN,
+    usd_per_device_hour: float | None = typer.Option(
+        None, "--usd-per-device-hour", metavar="USD", help="What an hour of one device costs; default: no money."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print everything as one JSON object."),
+) -> None:
+    """Say what bounds a run, where its device-hours go, and the three changes with the largest predicted gain."""
+    from headway.report.doctor import examine, print_report
+
+    report = examine(run, usd_per_device_hour)
+    if as_json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(report).decode())
+        return
+    print_report(report, usd_per_device_hour)
 
 
 def show(

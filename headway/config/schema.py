@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from headway.config.control import Control
 from headway.config.curriculum import Curriculum
 from headway.config.hooks import Hooks
 from headway.config.presets import apply_preset
@@ -265,6 +266,7 @@ class Experiment(Section):
     checkpoint: Checkpoint = Checkpoint()
     evaluation: Evaluation = Evaluation()
     ledger: Ledger = Ledger()
+    control: Control = Control()
     sft: Sft = Sft()
 
     @model_validator(mode="before")
@@ -317,6 +319,11 @@ class Experiment(Section):
                 f"generator.kv_capacity_tokens = {kv} makes requests wait for each other, so results would depend on "
                 "when they arrive, which run.deterministic = true excludes: at least generator.slots x "
                 f"(rollout.max_prompt_tokens + rollout.max_response_tokens) = {wanted}, or leave it out"
+            )
+        if self.run.deterministic and self.control.mode == "act":
+            raise ValueError(
+                "control.mode = 'act' sets the run's knobs by the times it measures, which run.deterministic = true "
+                "excludes: valid: 'off' or 'advise'"
             )
         self._require_surplus()
         self.pruning.require_possible(
@@ -451,6 +458,12 @@ RESUMABLE_KEYS: frozenset[str] = frozenset(
         "verifier.workers",
         "rollout.timeout_s",
         "rollout.retries",
+        "control.mode",
+        "control.interval_steps",
+        "control.pin",
+        "control.max_steps_per_publish",
+        "control.length_bias_limit",
+        "control.staleness_tolerance",
         "checkpoint.every_steps",
         "checkpoint.keep_last",
         "evaluation.every_steps",

@@ -118,6 +118,11 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             kind = name.removesuffix("_steps")
             yield f"{kind}_mean_steps", distribution.mean
             yield f"{kind}_max_steps", distribution.max
+        if line.flow.concurrent_rollouts:
+            yield "control/open_groups", float(line.flow.open_groups)  # 0: no limit
+            yield "control/concurrent_rollouts", float(line.flow.concurrent_rollouts)
+            yield "control/steps_per_publish", float(line.flow.steps_per_publish)
+            yield "rates/useful_samples_per_s", line.flow.useful_samples / line.step_s if line.step_s else 0.0
         for ending, count in line.endings.items():
             yield f"endings/{ending}_rollouts", float(count)
         for ending, tokens in line.ended_tokens.items():

@@ -51,6 +51,11 @@ def recorded_steps(lines: Sequence[LedgerLine]) -> int:
     return max((line.version for line in lines if isinstance(line, StepRecord)), default=0)
 
 
+def last_step(lines: Sequence[LedgerLine]) -> StepRecord | None:
+    """The last step recorded."""
+    return next((line for line in reversed(lines) if isinstance(line, StepRecord)), None)
+
+
 def is_finished(lines: Sequence[LedgerLine]) -> bool:
     """Whether the run ended in order and was not resumed since."""
     names = [line.event for line in lines if isinstance(line, EventRecord)]
