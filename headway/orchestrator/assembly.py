@@ -22,6 +22,7 @@ from headway.records.control import Knobs
 from headway.records.ledger import LedgerLine
 from headway.records.task import Task
 from headway.records.trace import TraceLine
+from headway.rollout.own import make_rollouts
 from headway.rollout.single_turn import Generate, SingleTurn, WatchOf
 from headway.runtime.clock import Clock
 from headway.tasks.cursor import TaskCursor
@@ -62,12 +63,11 @@ def assemble(
     parking = Parking(state, buffer, queue)
 
     def rollouts(temperature: float | None = None, watch_of: WatchOf | None = None) -> SingleTurn:
-        return SingleTurn(
+        return make_rollouts(
+            experiment,
             generate,
             actors.tokenizer,
-            experiment.rollout,
             clock,
-            run_seed=experiment.run.seed,
             temperature=temperature,
             max_resumes=queue.max_resumes,
             resume_gate=parking.wait,
