@@ -39,12 +39,12 @@ from headway.runtime.ledger import read_ledger
 ARITHMETIC = Path(__file__).resolve().parents[1] / "examples" / "arithmetic"
 CONFIG = str(ARITHMETIC / "experiment.toml")
 SEEDS = (1, 2, 3, 4, 5)
-CIRCLES = 0.2  # share of the demonstrations that go round in circles
+CIRCLES = 0.5  # share of the demonstrations that go round in circles
 CIRCLE_TOKENS = 200  # ... for so many tokens
-LONGEST = 256  # tokens of a response
+LONGEST = 512  # tokens of a response
 SPOILT = (
-    "--sft.steps=80",
-    "--sft.learning_rate=2e-3",
+    "--sft.steps=60",
+    "--sft.learning_rate=5e-4",
     "--sft.warmup_steps=5",
     "--sft.stop_at_solve_rate=1.0",
     "--sft.evaluate_every_steps=0",
@@ -54,7 +54,7 @@ RECIPE = (
     "--run.time_limit_s=100000",
     "--queue.groups_per_step=8",
     "--trainer.warmup_steps=5",
-    "--trainer.learning_rate=5e-4",
+    "--trainer.learning_rate=2.5e-4",
     "--checkpoint.every_steps=1000",
     "--evaluation.samples_per_task=2",
     # the last weights are scored, not the best: no validation during the run
@@ -84,11 +84,11 @@ class Outcome(NamedTuple):
 
     reward: float  # of the last weights on the test tasks
     standard_error: float  # of it, within this run
-    tokens_per_sample: float  # response tokens of all groups that finished / samples trained
+    tokens_per_sample: float  # response tokens of all rollouts that ended, trained or not / samples trained
     samples: int  # trained
     solve_rates: list[float]  # of the training tasks as sampled, over tenths of the run
     pruning: dict[str, PrunerFigures]
-    finished_tokens: int
+    tokens: int  # response tokens of all rollouts that ended
     wall_s: float
 
 
@@ -109,13 +109,12 @@ def cold_start(folder: Path, seed: int = 0) -> None:
 
 
 def in_circles(solution: str, rng: random.Random) -> str:
-    """``solution``; or, with probability CIRCLES, its first steps and then one of them again and again."""
+    """``solution``; or, with probability CIRCLES, some of its steps and then one sign again and again."""
     steps = solution.split("=")
     if len(steps) < 2 or rng.random() >= CIRCLES:
         return solution
-    stuck = rng.randrange(len(steps) - 1)  # never the last one: that would be an answer
-    repeats = -(-CIRCLE_TOKENS // (len(steps[stuck]) + 1))
-    return "=".join([*steps[:stuck], *[steps[stuck]] * repeats])
+    stuck = rng.randrange(1, len(steps))  # before the last one: that would be an answer
+    return "=".join(steps[:stuck]) + "=" * CIRCLE_TOKENS
 
 
 def train(directory: Path, seed: int, steps: int, pruned: bool) -> Outcome:
@@ -135,8 +134,7 @@ def train(directory: Path, seed: int, steps: int, pruned: bool) -> Outcome:
     outcome = outcome_of(folder)
     curve = " ".join(f"{rate:.2f}" for rate in outcome.solve_rates)
     print(
-        f"seed {seed} {'pruned' if pruned else 'plain ':6}: reward {outcome.reward:.3f} ± "
-        f"{outcome.standard_error:.3f}, "
+        f"seed {seed}, {'pruned' if pruned else 'plain '}: reward {outcome.reward:.3f} ± {outcome.standard_error:.3f}, "
         f"{outcome.tokens_per_sample:.1f} response tokens per trained sample, {outcome.samples} samples, "
         f"{outcome.wall_s:.0f} s   {curve}",
         flush=True,
@@ -151,7 +149,7 @@ def outcome_of(folder: Path) -> Outcome:
     after = next(line for line in lines if isinstance(line, EvaluationRecord) and line.phase == "after")
     tenths = [steps[len(steps) * part // 10 : len(steps) * (part + 1) // 10] for part in range(10)]
     samples = sum(step.samples for step in steps)
-    tokens = sum(step.finished_tokens for step in steps)
+    tokens = sum(sum(step.ended_tokens.values()) for step in steps)
     pruners = sorted({pruner for step in steps for pruner in step.pruning})
     return Outcome(
         reward=after.reward_mean,
@@ -163,7 +161,7 @@ def outcome_of(folder: Path) -> Outcome:
             pruner: PrunerFigures.total(step.pruning[pruner] for step in steps if pruner in step.pruning)
             for pruner in pruners
         },
-        finished_tokens=tokens,
+        tokens=tokens,
         wall_s=lines[-1].time_s,
     )
 
@@ -194,7 +192,7 @@ def result_of(plain: Sequence[Outcome], pruned: Sequence[Outcome]) -> dict[str, 
     saved = [1 - after.tokens_per_sample / before.tokens_per_sample for before, after in pairs]
     difference = [after.reward - before.reward for before, after in pairs]
     saved_tokens = [sum(figures.saved_tokens for figures in one.pruning.values()) for one in pruned]
-    estimated = [tokens / (tokens + one.finished_tokens) for tokens, one in zip(saved_tokens, pruned, strict=True)]
+    estimated = [more / (more + one.tokens) for more, one in zip(saved_tokens, pruned, strict=True)]
     total = PrunerFigures.total(figures for one in pruned for figures in one.pruning.values())
     return {
         "tokens_saved": round(mean(saved), 4),

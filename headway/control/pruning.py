@@ -68,6 +68,16 @@ def chance_to_end(lengths: LengthDistribution, tokens: int, more_tokens: float) 
     return 1.0 - lengths.beyond(tokens + more_tokens) / share if share > 0 else 1.0
 
 
+def expected_saving_tokens(lengths: LengthDistribution, tokens: int, audited_tokens: Sequence[int]) -> float:
+    """Response tokens that a rollout hit at ``tokens`` would still have generated.
+
+    audited_tokens: how many those did that the same pruner hit and the audit let go on. They are a random sample of
+    all it hits, so their mean is right whatever it looks for; lengths alone would take a loop for any other response.
+    Before there are many, what the lengths say (E[L - tokens | L > tokens]) counts as one of them.
+    """
+    return (lengths.mean_remaining_tokens(tokens) + sum(audited_tokens)) / (1 + len(audited_tokens))
+
+
 def solve_probability(solved: int, finished: int, prior: float) -> float:
     """Mean of the Beta posterior of a group's solve rate, (prior + solved) / (2 prior + finished)."""
     return (prior + solved) / (2 * prior + finished)

@@ -216,7 +216,7 @@ class Meter:
             by_source=source_scores((g.group.task.source, r) for g in interval.finished for r in g.rollouts),
             pruning=pruner_figures(interval.finished),
             **_learning_fields(interval.finished),
-            **_length_fields(interval.finished),
+            **_length_fields([r for group in interval.finished for r in group.valid]),
         )
 
     def lost_step(self, step: int, trained: Sequence[FinishedGroup], time_s: float) -> StepRecord:
@@ -234,7 +234,7 @@ class Meter:
             token_staleness=token_staleness(trained, step, self._token_budget),
             pruning=pruner_figures(trained),
             **_learning_fields(trained),
-            **_length_fields(trained),
+            **_length_fields([r for group in trained for r in group.valid]),
         )
 
     def with_engines(self, record: StepRecord, engines: Sequence[EngineStatistics]) -> StepRecord:
@@ -349,14 +349,11 @@ def _learning_fields(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
     }
 
 
-def _length_fields(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
-    finished_tokens = sum(len(r.response_ids) for group in groups for r in group.rollouts)
-    rollouts = [r for group in groups for r in group.valid]
+def _length_fields(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     if not rollouts:
-        return {"finished_tokens": finished_tokens}
+        return {}
     lengths = [len(r.response_ids) for r in rollouts]
     return {
-        "finished_tokens": finished_tokens,
         "length_mean": sum(lengths) / len(lengths),
         "length_p50": quantile(lengths, 0.5),
         "length_p99": quantile(lengths, 0.99),

@@ -15,6 +15,7 @@ from headway.control.pruning import (
     agreement,
     chance_to_end,
     due_in_s,
+    expected_saving_tokens,
     is_audited,
     relative_cap_tokens,
     rewards_agree,
@@ -31,6 +32,7 @@ from headway.rollout.verifiers import PRUNER_KEY
 
 _LENGTHS = 2048  # newest lengths that estimates are made of
 _FRESH = 32  # ... made again after so many more
+_AUDITS = 64  # newest audits of a pruner that say what it saves
 _NOTHING = PartialResponse()
 _RATE_LOOKS = 8  # newest looks at a member that its tokens/s are measured over
 
@@ -84,6 +86,7 @@ class Pruning:
         self._observed: deque[tuple[int, bool]] = deque(maxlen=_LENGTHS)
         self._fresh = 0
         self._lengths = self._distribution()
+        self._gained: dict[str, deque[int]] = {name: deque(maxlen=_AUDITS) for name in self._settings.on}
         self._failed: set[str] = set()
         rules: dict[str, Callable[[_Member], str]] = {
             "length": self._too_long,
@@ -154,7 +157,7 @@ class Pruning:
         seed, share = self._run.experiment.run.seed, self._settings.audit_share
         tokens = max(entry.tokens, self._run.rollouts.reached(group, member))
         audited = is_audited(seed, group, member, share)
-        saved = 0.0 if audited else self._lengths.mean_remaining_tokens(tokens)
+        saved = 0.0 if audited else self._saving(pruner, tokens)
         entry.hit = Pruned(pruner=pruner, why=why, at_tokens=tokens, saved_tokens=saved, audited=audited)
         if not audited:
             self._run.rollouts.stop(group, member, entry.hit)
@@ -286,7 +289,7 @@ class Pruning:
                 pruner="group",
                 why=why,
                 at_tokens=tokens,
-                saved_tokens=0.0 if audited else self._lengths.mean_remaining_tokens(tokens),
+                saved_tokens=0.0 if audited else self._saving("group", tokens),
                 audited=audited,
                 cut_reward=common if audited else None,
             )
@@ -307,6 +310,7 @@ class Pruning:
         would have given. A response that can't be scored then is no audit."""
         if rollout.failure is not None:
             return rollout
+        self._gained[hit.pruner].append(len(rollout.response_ids) - hit.at_tokens)
         if hit.pruner != "group" and self._settings.mode_of(hit.pruner) == "score":
             verdict = await self._verify(entry.group, rollout.response_ids[: hit.at_tokens])
             if verdict.failure is not None:
@@ -325,6 +329,9 @@ class Pruning:
         self._fresh += 1
         if self._fresh >= min(_FRESH, len(self._observed)):
             self._lengths, self._fresh = self._distribution(), 0
+
+    def _saving(self, pruner: str, tokens: int) -> float:
+        return expected_saving_tokens(self._lengths, tokens, self._gained[pruner])
 
     def _distribution(self) -> LengthDistribution:
         return length_distribution(self._observed, self._run.experiment.rollout.max_response_tokens)

@@ -122,7 +122,6 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     length_max: int = 0
     length_histogram: dict[str, int] = {}  # last length of a bucket -> responses; four buckets for every doubling
     truncated_share: float = 0.0
-    finished_tokens: int = 0  # response tokens of all members of these groups, those that left included
     # early pruning in the same groups: pruner -> what it did; {}: nothing
     pruning: dict[str, PrunerFigures] = {}
     # length bias: two-sample KS over closed admission cohorts, cumulative

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-from headway.records.ledger import EvaluationRecord, LedgerLine, RunSummary, StepRecord
+from headway.records.ledger import EvaluationRecord, LedgerLine, PrunerFigures, RunSummary, StepRecord
 from headway.runtime.summary import books_event, evaluations, held_evaluation
 
 Balance = Literal[
@@ -36,17 +37,20 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     books_text: str
     failures: dict[str, int]  # rollouts lost, by boundary
     failures_text: str
+    pruning_text: str = ""  # "": nothing was pruned
 
     @property
     def sentences(self) -> list[tuple[str, str]]:
         """(question, answer), in reading order."""
-        return [
+        answers = [
             ("Who waits for whom?", self.balance_text),
             ("How stale?", self.staleness_text),
             ("Is it learning?", self.learning_text),
             ("Do the books balance?", self.books_text),
             ("What failed?", self.failures_text),
+            ("What was pruned?", self.pruning_text),
         ]
+        return [(question, answer) for question, answer in answers if answer]
 
 
 def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) -> Judgement:
@@ -74,6 +78,7 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
         books_text=_books_text(lines, summary),
         failures=failures,
         failures_text=_failures_text(failures, summary),
+        pruning_text=_pruning_text(steps),
     )
 
 
@@ -214,3 +219,25 @@ def _failures_text(failures: dict[str, int], summary: RunSummary) -> str:
 
 def _versions(count: int) -> str:
     return "1 version" if count == 1 else f"{count} versions"
+
+
+def _pruning_text(steps: Sequence[StepRecord]) -> str:
+    total = PrunerFigures.total(figures for step in steps for figures in step.pruning.values())
+    if not total.rollouts and not total.audits:
+        return ""
+    by: Counter[str] = Counter()
+    for step in steps:
+        by.update({pruner: figures.rollouts for pruner, figures in step.pruning.items()})
+    generated = sum(sum(step.ended_tokens.values()) for step in steps)
+    text = (
+        f"{total.rollouts:,} rollouts ended early ({', '.join(f'{pruner} {n:,}' for pruner, n in by.most_common())}), "
+        f"{total.dropped:,} of them left their group; about {total.saved_tokens:,.0f} response tokens saved, "
+        f"{total.saved_tokens / max(1.0, total.saved_tokens + generated):.0%} of what would have been generated. "
+    )
+    if not total.audits:
+        return text + "Nothing was audited."
+    return text + (
+        f"Of {total.audits:,} audited ones, which ran to their own end, pruning would have been wrong about "
+        f"{total.wrong:,} ({total.wrong_rate:.0%}); their reward is {total.reward_bias:+.3f} off what it would have "
+        "given."
+    )

@@ -62,7 +62,6 @@ STEP_METRICS: dict[str, tuple[str, str]] = {
     "length/p99_tokens": ("length_p99", "of responses"),
     "length/max_tokens": ("length_max", "of responses"),
     "length/truncated_share": ("truncated_share", "responses cut at the limit"),
-    "length/finished_tokens": ("finished_tokens", "response tokens of all members of the groups finished in the step"),
     "length_bias/ks": ("length_bias_ks", "KS distance of trained from all completed lengths"),
     "length_bias/scheduling_ks": ("length_bias_scheduling_ks", "the part scheduling causes"),
     "length_bias/filter_ks": ("length_bias_filter_ks", "the part filters cause"),

@@ -10,11 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.config.schema import Queue
+from headway.control.learning_signal import GroupOutcome, group_outcome
+from headway.control.length_bias import LengthBias
 from headway.control.lengths import length_distribution
 from headway.control.pruning import (
     agreement,
     chance_to_end,
     due_in_s,
+    expected_saving_tokens,
     is_audited,
     pruner_figures,
     relative_cap_tokens,
@@ -109,6 +113,13 @@ def test_what_remains_fits_the_limit(seen: list[tuple[int, bool]], tokens: int) 
     assert 0 <= lengths.mean_remaining_tokens(tokens) <= 70 - tokens + 1e-9
     assert 0 <= lengths.beyond(tokens + 1) <= lengths.beyond(tokens) <= 1
     assert lengths.mean_remaining_tokens(0) == pytest.approx(lengths.mean_tokens)
+
+
+def test_what_is_saved_is_what_audits_of_the_same_pruner_went_on_for() -> None:
+    short = length_distribution([(10, True), (20, True), (30, True)], 500)
+    assert expected_saving_tokens(short, 15, []) == short.mean_remaining_tokens(15) == 10
+    assert expected_saving_tokens(short, 15, [400]) == 205
+    assert expected_saving_tokens(short, 15, [400] * 64) == pytest.approx(394)
 
 
 # --- repetition ------------------------------------------------------------------------------------------
@@ -284,3 +295,34 @@ def test_an_audit_that_failed_says_nothing() -> None:
     failed = msgspec.structs.replace(rollout(0, 0.0, hit("value", audited=True)), failure=failure)
     alone = rollout(0, 1.0, hit("value", audited=True))
     assert pruner_figures([group_of(failed, rollout(1, 1.0)), group_of(alone)]) == {}
+
+
+# --- what it means for a group and for the length bias ---------------------------------------------------
+
+
+def outcome_of(*rollouts: Rollout) -> GroupOutcome:
+    return group_outcome(rollouts, size=len(rollouts), limits=Queue())
+
+
+def test_a_group_ends_as_pruned_where_pruning_took_too_many() -> None:
+    failure = Failure(boundary="reward", cause="c", infrastructure=False)
+    gone = [rollout(i, 0.0, hit("value"), left=True) for i in range(4)]
+    failed = [msgspec.structs.replace(rollout(i, 0.0), failure=failure) for i in range(4)]
+    assert outcome_of(rollout(0, 0.0), rollout(1, 1.0), *gone[2:]).ending is None
+    assert outcome_of(rollout(0, 1.0), *gone[1:]) == GroupOutcome(ending="pruned", reason="too_few_valid", valid=1)
+    assert outcome_of(rollout(0, 1.0), gone[1], *failed[2:]).ending == "pruned"  # two would be enough
+    assert outcome_of(gone[0], *failed[1:]).ending == "failed"
+    assert outcome_of(rollout(0, 1.0), rollout(1, 1.0), *gone[2:]).reason == "zero_variance"
+    assert outcome_of(rollout(0, 1.0), rollout(1, 1.0), rollout(2, 1.0), gone[3]).ending == "filtered"  # its 0.0 left
+
+
+def test_a_rollout_trained_as_it_was_cut_is_not_as_long_as_it_would_have_been() -> None:
+    bias = LengthBias(groups_per_step=1)
+    bias.admit(0, 4)
+    for length in (3, 5):
+        bias.end(0, "trained", length, complete=True)
+    for length in (8, 8):
+        bias.end(0, "trained", length, complete=False)
+    found = bias.statistics()
+    assert found.pruning_ks == 0.5  # without them, all are at most 5 tokens long; with them, half
+    assert (found.ks, found.scheduling_ks, found.filter_ks, found.cut_share) == (0.0, 0.0, 0.0, 0.5)

@@ -66,6 +66,10 @@ def figures_of(outcome: Outcome) -> dict[str, PrunerFigures]:
     }
 
 
+def ended_tokens(outcome: Outcome) -> int:
+    return sum(sum(step.ended_tokens.values()) for step in outcome.steps)
+
+
 def whole(outcome: Outcome) -> None:
     """Books balance, and what was trained was trained once."""
     assert outcome.event("books").data["balanced"] == 1
@@ -103,7 +107,7 @@ def test_what_is_saved_is_what_would_have_come() -> None:
     synchronous: dict[str, Any] = {"reward": long_is_wrong, "queue": {"budget": 0}, "steps": 60}
     unpruned, _ = run_of({}, **synchronous)
     pruned, batches = run_of({"length": {"tokens": 40}, "audit_share": 0.2, "every_tokens": 1}, **synchronous)
-    saved = sum(step.finished_tokens for step in unpruned.steps) - sum(step.finished_tokens for step in pruned.steps)
+    saved = ended_tokens(unpruned) - ended_tokens(pruned)
     found = figures_of(pruned)["length"]
     assert found.audits > 0
     assert saved > 0

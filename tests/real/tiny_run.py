@@ -38,6 +38,11 @@ def parity(task: Task, response: str) -> float:
     return float(len(response) % 2 == 0)
 
 
+def odd_is_wrong(task: Task, response: str) -> float:
+    """Of half a response: whether the task's first number is even."""
+    return float(int(task.prompt[:2]) % 2 == 0)
+
+
 def troubled(task: Task, response: str, folder: str) -> float:
     """Parity; but every 7th call raises, every 11th gives no number, and the 5th hangs, then and when asked again."""
     calls, hanging = Path(folder) / "calls", Path(folder) / "hanging"
