@@ -53,6 +53,15 @@ TABLES = (
         verify_s REAL,
         PRIMARY KEY (grp, member)
     ) WITHOUT ROWID""",
+    # What a finished group shows of its task; failed ones show nothing. ``id`` is the order of finishing.
+    """CREATE TABLE evidence (
+        id INTEGER PRIMARY KEY,
+        grp INTEGER NOT NULL UNIQUE,
+        solved INTEGER NOT NULL,
+        valid INTEGER NOT NULL,
+        zero_variance INTEGER NOT NULL,
+        version INTEGER NOT NULL      -- of the oldest first token
+    )""",
     # What a parked member has so far, until its group finishes or ends.
     "CREATE TABLE partials (id INTEGER PRIMARY KEY, body BLOB NOT NULL)",  # id as of payloads; msgpack
     "CREATE TABLE payloads (id INTEGER PRIMARY KEY, body BLOB NOT NULL)",  # id = grp << 16 | member; msgpack

@@ -10,6 +10,7 @@ import msgspec
 
 from headway.control.books import Books
 from headway.control.length_bias import LengthBias
+from headway.records.curriculum import Draw, DrawnGroup, Evidence
 from headway.records.errors import BufferCorrupt
 from headway.records.rollout import FinishedGroup, Group, Parked, Rollout
 from headway.records.task import Task
@@ -22,6 +23,7 @@ INSERT_ROLLOUT = "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 
 _rollout_decoder = msgspec.msgpack.Decoder(Rollout)
 _parked_decoder = msgspec.msgpack.Decoder(Parked)
 _task_decoder = msgspec.json.Decoder(Task)
+_draw_decoder = msgspec.json.Decoder(Draw)
 _ids_decoder = msgspec.msgpack.Decoder(tuple[int, ...])
 
 
@@ -143,3 +145,28 @@ def read_length_bias(connection: sqlite3.Connection, groups_per_step: int) -> Le
     for index, ending, length, complete, count in rows:
         bias.end(index, ending, length, complete=bool(complete), count=count)
     return bias
+
+
+def read_drawn_groups(connection: sqlite3.Connection) -> list[DrawnGroup]:
+    """Every group there ever was, by index: why it was drawn and what came of it."""
+    rows = connection.execute(
+        "SELECT idx, task_id, size, admitted_version, draw, ending, reason, step, e.id, e.solved, e.valid,"
+        " e.zero_variance, e.version FROM groups LEFT JOIN evidence e ON e.grp = idx ORDER BY idx"
+    )
+    return [
+        DrawnGroup(
+            index=index,
+            task_id=task_id,
+            size=size,
+            admitted_version=admitted,
+            draw=None if draw is None else _draw_decoder.decode(draw),
+            ending=ending,
+            reason=reason or "",
+            step=step,
+            evidence=None
+            if order is None
+            else Evidence(group=index, solved=solved, valid=valid, zero_variance=bool(flat), version=version),
+            finished_as=order or 0,
+        )
+        for index, task_id, size, admitted, draw, ending, reason, step, order, solved, valid, flat, version in rows
+    ]

@@ -23,6 +23,7 @@ from headway.buffer.rows import (
     payload_id,
     payload_ids,
     read_books,
+    read_drawn_groups,
     read_group,
     read_length_bias,
     read_parked,
@@ -31,6 +32,7 @@ from headway.buffer.rows import (
 )
 from headway.control.books import Books
 from headway.control.length_bias import LengthBias
+from headway.records.curriculum import Draw, DrawnGroup, Evidence
 from headway.records.errors import BooksUnbalanced, BufferCorrupt, BufferFull, HeadwayError
 from headway.records.rollout import ENDINGS, Batch, Ending, FinishedGroup, Group, Parked, Rollout
 from headway.runtime.clock import Clock, RealClock
@@ -133,9 +135,10 @@ class GroupBuffer:
 
     # -- transitions ---------------------------------------------------------------------------------
 
-    def admit(self, group: Group, cursor_position: int | None = None) -> None:
+    def admit(self, group: Group, cursor_position: int | None = None, draw: Draw | None = None) -> None:
         """Open a group and reserve its place. ``cursor_position``: of the task cursor after this group's task
-        (default: one task per group so far). Raises BufferFull, or BooksUnbalanced for an index out of turn."""
+        (default: one task per group so far). ``draw``: why its task was drawn. Raises BufferFull, or BooksUnbalanced
+        for an index out of turn."""
         if group.index != self._next_index:
             raise BooksUnbalanced(f"group {group.index} is admitted where index {self._next_index} is next")
         if not 1 <= group.size < 1 << MEMBER_BITS:
@@ -150,11 +153,12 @@ class GroupBuffer:
             group.size,
             group.admitted_version,
             group.admitted_s,
+            None if draw is None else msgspec.json.encode(draw),
         )
         with self._transaction() as connection:
             connection.execute(
-                "INSERT INTO groups (idx, task_id, task, prompt_ids, size, admitted_version, admitted_s, state)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, 'open')",
+                "INSERT INTO groups (idx, task_id, task, prompt_ids, size, admitted_version, admitted_s, draw, state)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'open')",
                 row,
             )
             position = group.index + 1 if cursor_position is None else cursor_position
@@ -163,10 +167,16 @@ class GroupBuffer:
         self._entries[group.index] = _Entry(size=group.size)
         self._peak = max(self._peak, len(self._entries))
 
-    def finish_group(self, finished: FinishedGroup, ending: Ending | None = None, reason: str = "") -> None:
+    def finish_group(
+        self,
+        finished: FinishedGroup,
+        ending: Ending | None = None,
+        reason: str = "",
+        evidence: Evidence | None = None,
+    ) -> None:
         """Commit the members; those that left (failed, filtered, pruned) end here. The group is then buffered, or ends
         at once with ``ending`` (failed, filtered, pruned). Raises BooksUnbalanced when the group isn't open or a member
-        is missing or twice."""
+        is missing or twice. ``evidence``: what it shows of its task."""
         index = finished.group.index
         entry = self._entry(index, "open")
         members = [rollout.member for rollout in finished.rollouts]
@@ -181,6 +191,11 @@ class GroupBuffer:
             connection.execute(
                 "UPDATE groups SET state = 'buffered', first_version = ? WHERE idx = ?", (finished.first_version, index)
             )
+            if evidence is not None:
+                connection.execute(
+                    "INSERT INTO evidence (grp, solved, valid, zero_variance, version) VALUES (?, ?, ?, ?, ?)",
+                    (index, evidence.solved, evidence.valid, evidence.zero_variance, evidence.version),
+                )
             self._delete_partials(connection, index)
             if ending is not None:
                 self._end(connection, index, ending, reason, None)
@@ -362,6 +377,11 @@ class GroupBuffer:
                 "SELECT step, groups FROM batches WHERE outcome = 'trained' ORDER BY step"
             ).fetchall()
         return {step: json.loads(groups) for step, groups in rows}
+
+    def drawn_groups(self) -> list[DrawnGroup]:
+        """Every group this buffer ever held, by index: why its task was drawn, and what came of it."""
+        with reading(self._path):
+            return read_drawn_groups(self._connection)
 
     def books(self) -> Books:
         """Books of everything this buffer ever held."""

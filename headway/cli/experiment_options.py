@@ -24,12 +24,16 @@ def load(context: typer.Context, path: str) -> Experiment:
     is neither an option of the command nor an override."""
     from headway.config.load import load_experiment
 
+    return load_experiment(path, given_overrides(context))
+
+
+def given_overrides(context: typer.Context) -> list[str]:
+    """The command's overrides; a usage error for anything else that it doesn't know."""
     known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
     try:
-        given = overrides(context.args, known)
+        return overrides(context.args, known)
     except ValueError as error:
         context.fail(str(error))
-    return load_experiment(path, given)
 
 
 def overrides(arguments: Sequence[str], known_options: Sequence[str] = ()) -> list[str]:

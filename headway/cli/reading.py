@@ -1,16 +1,20 @@
-"""`headway report`, `headway show` and `headway trace`: reading what a run left, while it goes on or after it ended."""
+"""`headway report`, `doctor`, `show`, `trace`, `explain-task`: reading what a run left, while it goes on or later."""
 
 from __future__ import annotations
 
 import typer
+
+from headway.records.curriculum import CurriculumExplanation
 
 RUN = typer.Argument(..., metavar="RUN", help="The run's folder.", show_default=False)
 
 
 def add_commands(app: typer.Typer) -> None:
     app.command("report", epilog="Example: headway report runs/arithmetic/rl")(report)
+    app.command("doctor", epilog="Example: headway doctor runs/arithmetic/rl --usd-per-device-hour 2.5")(doctor)
     app.command("trace", epilog="Example: headway trace runs/arithmetic/rl --from-step 40 --to-step 45")(trace)
     app.command("show", epilog="Example: headway show runs/arithmetic/rl --step 40 --unsolved")(show)
+    app.command("explain-task", epilog="Example: headway explain-task runs/arithmetic/rl 3f2a")(explain_task)
 
 
 def report(
@@ -35,6 +39,25 @@ def report(
     typer.echo(f"report: {page}")
 
 
+def doctor(
+    run: str = RUN,
+    usd_per_device_hour: float | None = typer.Option(
+        None, "--usd-per-device-hour", metavar="USD", help="What an hour of one device costs; default: no money."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print everything as one JSON object."),
+) -> None:
+    """Say what bounds a run, where its device-hours go, and the three changes with the largest predicted gain."""
+    from headway.report.doctor import examine, print_report
+
+    report = examine(run, usd_per_device_hour)
+    if as_json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(report).decode())
+        return
+    print_report(report, usd_per_device_hour)
+
+
 def show(
     run: str = RUN,
     step: int | None = typer.Option(None, "--step", help="Only rollouts trained in this step."),
@@ -47,6 +70,27 @@ def show(
     from headway.report.show import Selection, show_samples
 
     show_samples(run, Selection(step=step, group=group, solved=solved, limit=limit), as_json=as_json)
+
+
+def explain_task(
+    run: str = RUN,
+    task: str = typer.Argument("", metavar="[TASK]", help="A task's id, the start of it, or text of its prompt."),
+    whole: bool = typer.Option(False, "--all", help="Every draw of the task, not only the newest."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """Why a task was drawn, each time, what came of it, and what would be drawn next; without TASK, the whole
+    curriculum: band, tasks by region, draws by reason."""
+    import msgspec
+
+    from headway.orchestrator.explain import RunHistory
+    from headway.report.explain import overview_text, task_text
+
+    history = RunHistory(run)
+    found = history.explain(history.find(task)) if task else history.overview()
+    if as_json:
+        typer.echo(msgspec.json.encode(found).decode())
+    else:
+        typer.echo(overview_text(found) if isinstance(found, CurriculumExplanation) else task_text(found, whole=whole))
 
 
 def trace(

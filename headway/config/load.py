@@ -7,16 +7,23 @@ import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast, get_args, get_origin
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from headway.config.schema import Experiment, is_resumable
 from headway.records.errors import ConfigurationError
 
+Schema = TypeVar("Schema", bound=Experiment)
+
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
-    """Read and validate the experiment at ``path``.
+    """Read and validate the experiment at ``path``: `load_file`."""
+    return load_file(path, overrides, Experiment)
+
+
+def load_file(path: str | Path, overrides: Sequence[str], schema: type[Schema]) -> Schema:
+    """Read and validate the file at ``path``, which ``schema`` describes.
 
     Relative paths inside the file stay relative to the working directory. ``overrides`` are
     ``section.key=value`` (leading dashes allowed), the value read as TOML, else as a string.
@@ -34,16 +41,21 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{file} is not valid TOML: {error}") from None
     for override in overrides:
-        _apply_override(raw, override)
-    return validate_experiment(raw, str(file))
+        _apply_override(raw, override, schema)
+    return validate(raw, str(file), schema)
 
 
 def validate_experiment(raw: dict[str, Any], origin: str) -> Experiment:
     """Validate a raw mapping; ``origin`` names it in errors."""
+    return validate(raw, origin, Experiment)
+
+
+def validate(raw: dict[str, Any], origin: str, schema: type[Schema]) -> Schema:
+    """Validate a raw mapping as ``schema``; ``origin`` names it in errors."""
     try:
-        return Experiment.model_validate(raw)
+        return schema.model_validate(raw)
     except ValidationError as error:
-        lines = [_explain({**item, "loc": _written(raw, item["loc"])}) for item in error.errors()]
+        lines = [_explain({**item, "loc": _written(raw, item["loc"])}, schema) for item in error.errors()]
         raise ConfigurationError(f"{origin}: " + "; ".join(lines)) from None
 
 
@@ -67,13 +79,13 @@ def _written(raw: object, location: tuple[str | int, ...]) -> tuple[str | int, .
     return tuple(parts)
 
 
-def _apply_override(raw: dict[str, Any], override: str) -> None:
+def _apply_override(raw: dict[str, Any], override: str, schema: type[Experiment]) -> None:
     key, equals, value = override.lstrip("-").partition("=")
     parts = key.split(".")
     if not equals or len(parts) < 2 or not all(parts):
         raise ConfigurationError(f"override {override!r}: expected --section.key=value")
     node: Any = raw
-    annotation: Any = Experiment
+    annotation: Any = schema
     for part in parts[:-1]:
         name = _spelled(part, node, annotation)
         if not isinstance(node, list):  # an item is of the type its list is declared with
@@ -128,11 +140,11 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def _explain(item: dict[str, Any]) -> str:
+def _explain(item: dict[str, Any], schema: type[Experiment]) -> str:
     location = tuple(item["loc"])
     key = ".".join(str(part) for part in location) or "experiment"
     if item["type"] == "extra_forbidden":
-        valid = _valid_names(location[:-1])
+        valid = _valid_names(location[:-1], schema)
         near = difflib.get_close_matches(str(location[-1]), valid, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else "valid: " + ", ".join(valid)
         return f"unknown key {key!r}; {hint}"
@@ -146,8 +158,8 @@ def _explain(item: dict[str, Any]) -> str:
     return f"{key} = {item['input']!r}: {message}"
 
 
-def _valid_names(location: tuple[Any, ...]) -> list[str]:
-    model: type[BaseModel] = Experiment
+def _valid_names(location: tuple[Any, ...], schema: type[Experiment]) -> list[str]:
+    model: type[BaseModel] = schema
     for part in location:
         field = model.model_fields.get(str(part))
         if field is None:

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from headway.config.control import Control
+from headway.config.curriculum import Curriculum
 from headway.config.hooks import Hooks
 from headway.config.presets import apply_preset
 from headway.config.pruning import Pruning
@@ -256,6 +258,7 @@ class Experiment(Section):
     generator: Generator = Generator()
     queue: Queue = Queue()
     hooks: Hooks = Hooks()
+    curriculum: Curriculum = Curriculum()
     pruning: Pruning = Pruning()
     algorithm: Algorithm = Algorithm()
     trainer: Trainer = Trainer()
@@ -263,6 +266,7 @@ class Experiment(Section):
     checkpoint: Checkpoint = Checkpoint()
     evaluation: Evaluation = Evaluation()
     ledger: Ledger = Ledger()
+    control: Control = Control()
     sft: Sft = Sft()
 
     @model_validator(mode="before")
@@ -316,6 +320,11 @@ class Experiment(Section):
                 "when they arrive, which run.deterministic = true excludes: at least generator.slots x "
                 f"(rollout.max_prompt_tokens + rollout.max_response_tokens) = {wanted}, or leave it out"
             )
+        if self.run.deterministic and self.control.mode == "act":
+            raise ValueError(
+                "control.mode = 'act' sets the run's knobs by the times it measures, which run.deterministic = true "
+                "excludes: valid: 'off' or 'advise'"
+            )
         self._require_surplus()
         self.pruning.require_possible(
             longest_tokens=self.rollout.max_response_tokens,
@@ -328,6 +337,17 @@ class Experiment(Section):
                 f"rollout.top_p = {self.rollout.top_p:g} with rollout.top_k = {self.rollout.top_k} gives "
                 "log-probabilities the trainer can't reproduce: set top_p = 1 and top_k = 0, or "
                 "algorithm.allow_truncated_sampling = true"
+            )
+        smallest, size, largest = self.smallest_group, self.rollout.group_size, self.largest_group
+        if not smallest <= size <= largest:
+            raise ValueError(
+                f"curriculum.min_group_size = {smallest} and max_group_size = {largest} must enclose "
+                f"rollout.group_size = {size}"
+            )
+        if self.curriculum.mode == "adaptive" and smallest < 2:
+            raise ValueError(
+                f"curriculum.mode = 'adaptive' looks for tasks whose attempts differ: groups need 2 or more, not "
+                f"{smallest}"
             )
         if self.queue.groups_per_step * self.rollout.group_size < 2:
             raise ValueError(
@@ -377,12 +397,32 @@ class Experiment(Section):
         return self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
+    def smallest_group(self) -> int:
+        """Fewest rollouts that a group is opened with."""
+        adaptive = self.curriculum.mode == "adaptive"
+        return (self.curriculum.min_group_size if adaptive else None) or self.rollout.group_size
+
+    @property
+    def largest_group(self) -> int:
+        """Most rollouts of a group."""
+        adaptive = self.curriculum.mode == "adaptive"
+        return (self.curriculum.max_group_size if adaptive else None) or self.rollout.group_size
+
+    @property
+    def task_rest_groups(self) -> tuple[int, int]:
+        """Groups for which the curriculum doesn't draw a task of its band again: at least (all that may be open, so
+        that a task seldom has two groups open) and where it has a choice."""
+        queue = self.queue
+        least = queue.groups_per_step * (queue.budget + 1)
+        return least, max(least, self.curriculum.repeat_after_groups or 16 * queue.groups_per_step)
+
+    @property
     def concurrent_rollouts(self) -> int:
         """Most rollouts that may hold a slot or wait for one at once (at least one group)."""
         if self.queue.max_concurrent_rollouts is not None:
-            return max(self.queue.max_concurrent_rollouts, self.rollout.group_size)
+            return max(self.queue.max_concurrent_rollouts, self.largest_group)
         slots = self.generator.slots * len(self.generator.devices)
-        return max(slots, self.rollout.group_size) + self.generator.queue_ahead_groups * self.rollout.group_size
+        return max(slots, self.largest_group) + self.generator.queue_ahead_groups * self.rollout.group_size
 
 
 # Keys that may differ from the run's stored configuration when it is resumed; all others must be equal. A part that is
@@ -418,6 +458,12 @@ RESUMABLE_KEYS: frozenset[str] = frozenset(
         "verifier.workers",
         "rollout.timeout_s",
         "rollout.retries",
+        "control.mode",
+        "control.interval_steps",
+        "control.pin",
+        "control.max_steps_per_publish",
+        "control.length_bias_limit",
+        "control.staleness_tolerance",
         "checkpoint.every_steps",
         "checkpoint.keep_last",
         "evaluation.every_steps",

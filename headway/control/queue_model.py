@@ -38,9 +38,12 @@ class QueueModel(msgspec.Struct, frozen=True, kw_only=True):
     slots: int  # of one replica
     replicas: int = 1
     concurrent_rollouts: int  # that may run or wait for a slot
+    surplus_groups: int = 0  # open beyond admission: at a full batch all that is unfinished is discarded; 0: it goes on
+    open_groups: int | None = None  # most open at once, within what admission allows; None: all of it
     length_at: Callable[[float], int]  # quantile function of the response lengths
     group_correlation: float = 0.0  # of the lengths in a group (Gaussian copula)
     prompt_tokens: float = 0.0
+    delay_s: float = 0.0  # a request holds its slot so long before its first token
     decode_fixed_s: float  # a decode step of one replica: fixed + its requests x request
     decode_request_s: float
     beside: float = 1.0  # a decode step takes so much longer while the trainer computes
@@ -145,7 +148,10 @@ class _Simulation:
             applied_version=self.applied,
             groups_per_step=model.groups_per_step,
             budget=model.budget,
+            surplus_groups=0 if self.busy else model.surplus_groups,
         )
+        if model.open_groups is not None:
+            groups = max(0, min(groups, model.open_groups - len(self.open)))
         free = model.concurrent_rollouts - len(self.running) - len(self.waiting)
         for _ in range(min(groups, free // model.group_size)):
             group = _Group(self.admitted, self.applied, model.group_size)
@@ -157,7 +163,8 @@ class _Simulation:
             group.first = min(group.first, self.applied)
             group.tokens += model.prompt_tokens + length
             self.serial += 1
-            heapq.heappush(self.running, (self.work + length, self.serial, group))
+            delay = model.delay_s / self.step_s() if model.delay_s else 0.0  # tokens that it would have made meanwhile
+            heapq.heappush(self.running, (self.work + delay + length, self.serial, group))
 
     def _lengths(self) -> list[int]:
         model, normal = self.model, self.random.normalvariate
@@ -208,13 +215,17 @@ class _Simulation:
             )
             for group in self.open.values()
         ]
-        chosen = select_batch(self.version, candidates, model.groups_per_step, model.budget, model.overdue)
+        policy = "drop" if model.surplus_groups else model.overdue
+        chosen = select_batch(self.version, candidates, model.groups_per_step, model.budget, policy)
         for index in chosen.overdue:
             self._end_overdue(self.open.pop(index))
         self.missing, self.stalled = chosen.missing, not chosen.groups
         if not chosen.groups:
             return
         batch = [self.open[index] for index in chosen.groups]
+        if model.surplus_groups:
+            for group in [group for group in self.open.values() if not group.finished]:
+                self._end_overdue(self.open.pop(group.index))
         self.trained += [self.version - group.version for group in batch]
         self.busy = True
         tokens = sum(group.tokens for group in batch)
@@ -253,15 +264,16 @@ class _Simulation:
             self._after(self.model.publish_s, "published", [])
 
 
-def simulate(model: QueueModel, *, seed: int = 0) -> QueueOutcome:
-    """Run ``model`` until it is in steady state, then long enough to count (8 to 60 steps, by batch size).
+def simulate(model: QueueModel, *, seed: int = 0, rollouts: int = _MAX_ROLLOUTS) -> QueueOutcome:
+    """Run ``model`` until it is in steady state, then long enough to count (8 to 60 steps, by batch size: about
+    ``rollouts`` rollouts).
 
     Batches of more than 512 samples are simulated in proportion: fewer groups in fewer slots, each as much slower.
     Raises ValueError for a model under which the run would stand still (a budget below steps_per_publish - 1).
     """
     scale, model = _scaled_down(model)
     per_step = model.groups_per_step * model.group_size
-    counted = max(_LEAST_STEPS, min(_MOST_STEPS, int(_MAX_ROLLOUTS * model.acceptance) // per_step))
+    counted = max(_LEAST_STEPS, min(_MOST_STEPS, int(rollouts * model.acceptance) // per_step))
     warm = model.budget + max(2, counted // 4)
     simulation = _Simulation(model, seed)
     _run_to(simulation, warm)
@@ -302,6 +314,8 @@ def _scaled_down(model: QueueModel) -> tuple[float, QueueModel]:
         groups_per_step=groups,
         slots=slots,
         concurrent_rollouts=max(model.group_size, round(model.concurrent_rollouts / scale)),
+        surplus_groups=math.ceil(model.surplus_groups / scale),
+        open_groups=None if model.open_groups is None else max(1, round(model.open_groups / scale)),
         decode_request_s=model.decode_request_s * model.slots / slots,
         train_token_s=model.train_token_s * scale,
         verify_response_s=model.verify_response_s * scale,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
 from collections.abc import Callable, Collection
 
+from headway.control.routing import ReplicaLoad, choose_replica
+from headway.generator.fake_replica import FakeReplica, FakeRequest, ReplicaCosts
 from headway.records.clients import Watch
 from headway.records.errors import HeadwayError
 from headway.records.generation import (
@@ -15,53 +16,26 @@ from headway.records.generation import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
-    PartialResponse,
     PublishedWeights,
     UpdateMode,
-    VersionSpan,
 )
 from headway.runtime.clock import Clock
 
 TokenLatency = float | Callable[[int], float]
-_ROUNDING = 1e-6  # tokens: what adding up times may lose
-_PERIOD = 991  # the tokens of a response repeat after this many; prime, so that seeds differ
-
-
-class _Request:
-    """One request in the fake. ``base``: the work at which its first new token began."""
-
-    def __init__(
-        self,
-        request: GenerationRequest,
-        serial: int,
-        future: asyncio.Future[GenerationResult],
-        watch: Watch | None,
-    ) -> None:
-        self.watch = watch
-        self.told = len(request.partial.ids)  # response tokens when it was last told
-        self.request = request
-        self.serial = serial
-        self.future = future
-        self.length = 0  # response tokens it will end with
-        self.reason: FinishReason = "stop"
-        self.base = 0.0
-        self.change = 0  # index of the version it started under
-        self.running = False
-        self.first_token_s = 0.0
-        self.reprefills = 0
-
-    @property
-    def resumed_tokens(self) -> int:
-        return len(self.request.partial.ids)
 
 
 class FakeGenerator:
-    """Stand-in for ``GeneratorPool``: same protocol, continuous batching over ``slots``, described latencies.
+    """Stand-in for ``GeneratorPool``: same protocol and routing, continuous batching, described latencies.
 
-    All running requests advance together: one token each per ``token_s`` (a number, or a function of how many run).
+    In each of ``replicas``, all running requests advance together, one token each per decode step:
+    ``token_s`` (a number, or a function of how many run) plus ``kv_token_s`` for every token in their KV. A prefill
+    stops decoding for ``prefill_token_s`` a token; a prompt that a running sibling has in its KV isn't prefilled again.
+    ``prefill_s(request)`` instead: prefills elsewhere, which only delay their request. When ``kv_capacity_tokens`` are
+    full, the youngest request is preempted: it waits, and is prefilled again. ``slots`` bounds those that run.
+
     ``length_of(request)``: tokens its response would have; one above ``max_tokens`` ends with "length".
-    ``prefill_s(request)``: time before its first token. ``update_s``: how long an update pauses everything.
-    ``error_of(request)``: a cause makes the request fail after its prefill, "" lets it be.
+    ``update_s``: how long an update pauses every replica; ``recompute`` then prefills what runs again, ``abort`` ends
+    it. ``error_of(request)``: a cause makes the request fail after its prefill, "" lets it be.
 
     A token belongs to the version applied when it was completed. Equal calls at equal times give equal results;
     a response's tokens depend only on seed and position.
@@ -84,116 +58,113 @@ class FakeGenerator:
         version: int = 0,
         shares_devices: bool = False,
         lend_s: float = 0.0,
+        replicas: int = 1,
+        kv_token_s: float = 0.0,
+        prefill_token_s: float = 0.0,
+        kv_capacity_tokens: int | None = None,
+        counted: bool = False,
     ) -> None:
-        """``shares_devices``: with the trainer, so that lending them stops it, ``lend_s`` after it was asked."""
+        """``counted``: responses of any length take no memory (records/counted.py); a buffer can't read them again.
+        ``shares_devices``: with the trainer, so that lending them stops it, ``lend_s`` after it was asked.
+        ``slots`` and ``kv_capacity_tokens`` are those of one replica."""
         self._clock = clock
         self._shares_devices = shares_devices
         self._lend_s = lend_s
-        self._lent = False
-        self._slots = slots
-        self._token_s = token_s
         self._length_of = length_of or _length_from_seed
-        self._prefill_s = prefill_s
         self._update_s = update_s
         self._mode: UpdateMode = update_mode
         self._error_of = error_of
-        self._work = 0.0  # tokens every slot has completed since the start
-        self._work_at_s = clock.now()
-        self._paused = False
-        self._changes: list[tuple[float, int]] = [(0.0, version)]  # work at which each version was applied
-        self._waiting: list[tuple[int, int, _Request]] = []
-        self._running: dict[int, _Request] = {}
-        self._due: list[tuple[float, int, _Request]] = []  # (work at its end, serial, request)
-        self._watched: list[tuple[float, int, _Request]] = []  # (work at which its watch is told, serial, request)
-        self._open: dict[str, _Request] = {}
+        costs = ReplicaCosts(
+            token_s=token_s,
+            kv_token_s=kv_token_s,
+            prefill_token_s=prefill_token_s,
+            prefill_s=prefill_s,
+            slots=slots,
+            kv_capacity_tokens=kv_capacity_tokens,
+            counted=counted,
+        )
+        self._replicas = [_Driven(costs, version, clock, self._end_due) for _ in range(replicas)]
+        self._open: dict[str, tuple[FakeRequest, _Driven, asyncio.Future[GenerationResult]]] = {}
         self._serial = 0
-        self._timer: asyncio.Task[None] | None = None
-        self._timer_due_s = math.inf
+        self._last_route: tuple[tuple[int, ...], int] | None = None
         self._updating = asyncio.Lock()
         self._stopped = False
-        self._generated = self._finished = 0
-        self._busy_s = self._idle_s = self._paused_s = self._lent_s = 0.0
 
     # --- the Generator protocol -----------------------------------------------------------------------------
 
     async def start(self) -> None:
-        self._work_at_s = self._clock.now()
+        for replica in self._replicas:
+            replica.advance()
 
-    async def generate(self, request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
-        """See :class:`headway.records.clients.Generator`."""
+    async def generate(
+        self, request: GenerationRequest, watch: Watch | None = None, session: str = ""
+    ) -> GenerationResult:
+        """See :class:`headway.records.clients.Generator`. ``session``: names the rollout of several turns it belongs
+        to, whose KV a replica keeps from one turn to the next while there is room."""
         if self._stopped:
             raise HeadwayError("the generator is stopped")
         if request.request_id in self._open:
             raise ValueError(f"request {request.request_id!r} is already open")
-        entry = _Request(request, self._serial, asyncio.get_running_loop().create_future(), watch)
+        wanted, most = max(1, self._length_of(request)), request.sampling.max_tokens
+        entry = FakeRequest(request, self._serial, min(wanted, most), "stop" if wanted <= most else "length", watch)
+        entry.session = session
         self._serial += 1
-        wanted = max(1, self._length_of(request))
-        entry.length = min(wanted, request.sampling.max_tokens)
-        entry.reason = "stop" if wanted <= request.sampling.max_tokens else "length"
-        self._open[request.request_id] = entry
-        self._advance()
+        if self._error_of is not None and self._error_of(request):
+            entry.reason = "error"
+        replica = self._route(entry)
+        future: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
+        self._open[request.request_id] = entry, replica, future
+        replica.advance()
+        replica.core.enter(entry)
         if entry.length <= entry.resumed_tokens:
             self._end(entry, entry.reason)
-        else:
-            heapq.heappush(self._waiting, (request.priority, entry.serial, entry))
-            self._settle()
+        replica.settle()
         try:
-            return await entry.future
+            return await future
         finally:
-            if self._open.get(request.request_id) is entry:  # the caller was cancelled
-                self._advance()
-                self._remove(entry)
-                self._settle()
+            found = self._open.get(request.request_id)
+            if found is not None and found[0] is entry:  # the caller was cancelled
+                del self._open[request.request_id]
+                replica.advance()
+                _withdraw(entry, replica.core)
+                replica.settle()
 
     def cancel(self, request_id: str) -> None:
         """End a request with reason "abort" and its tokens so far. Unknown ids: no-op."""
-        entry = self._open.get(request_id)
-        if entry is not None:
-            self._advance()
+        if request_id in self._open:
+            entry, replica, _ = self._open[request_id]
+            replica.advance()
             self._end(entry, "abort")
-            self._settle()
-
-    def tokens_so_far(self, request_id: str) -> int:
-        """See :class:`headway.records.clients.Generator`."""
-        entry = self._open.get(request_id)
-        if entry is None:
-            return 0
-        self._advance()
-        return entry.resumed_tokens + self._produced(entry)
+            replica.settle()
 
     async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
         """Apply a version in flight, in the fake's update mode."""
         async with self._updating:
-            self._advance()
-            crossing = list(self._running.values())
-            reprefilled = 0
-            if self._mode == "abort":
-                for entry in crossing:
-                    if entry.request.interruptible:
-                        self._end(entry, "abort")
-            elif self._mode == "recompute":
-                for entry in crossing:
-                    entry.reprefills += 1
-                    reprefilled += len(entry.request.prompt_ids) + entry.resumed_tokens + self._produced(entry)
-            self._paused = True
-            self._settle()
+            crossings: list[tuple[int, int]] = []
+            for replica in self._replicas:
+                replica.advance()
+                crossing, reprefilled = replica.core.begin_update(self._mode)
+                if self._mode == "abort":
+                    for entry in crossing:
+                        if entry.request.interruptible:
+                            self._end(entry, "abort")
+                crossings.append((len(crossing), reprefilled))
+                replica.settle()
             if self._update_s > 0:
                 await self._clock.sleep(self._update_s)
-            self._advance()
-            self._paused = False
-            self._changes.append((self._work, weights.version))
-            self._settle()
+            for replica, (_, reprefilled) in zip(self._replicas, crossings, strict=True):
+                replica.advance()
+                replica.core.end_update(weights.version, reprefilled)
+                replica.settle()
         return [
             AppliedWeights(
-                version=weights.version,
-                pause_s=self._update_s,
-                in_flight=len(crossing),
-                reprefilled_tokens=reprefilled,
+                version=weights.version, pause_s=self._update_s, in_flight=crossing, reprefilled_tokens=reprefilled
             )
+            for crossing, reprefilled in crossings
         ]
 
     async def applied_version(self) -> int:
-        return self._changes[-1][1]
+        return self.version
 
     async def lend_devices(self) -> None:
         """See :class:`headway.records.clients.Generator`."""
@@ -206,196 +177,174 @@ class FakeGenerator:
         self._set_lent(False)
 
     async def rest_replicas(self, resting: Collection[int]) -> None:
-        """One replica can't rest."""
+        """See :class:`headway.records.clients.Generator`."""
+        for index, replica in enumerate(self._replicas):
+            replica.resting = index in resting
+        if all(replica.resting for replica in self._replicas):
+            return
+        for name, (entry, replica, future) in list(self._open.items()):
+            if replica.resting:
+                replica.advance()
+                replica.core.interrupt(entry)
+                replica.settle()
+                other = self._route(entry)
+                other.advance()
+                other.core.enter(entry)
+                self._open[name] = entry, other, future
+                other.settle()
 
     async def statistics(self) -> list[EngineStatistics]:
-        self._advance()
-        running = self._running.values()
-        produced = [self._produced(entry) for entry in running]
-        held = sum(len(entry.request.prompt_ids) + entry.resumed_tokens for entry in running) + sum(produced)
-        return [
-            EngineStatistics(
-                version=self._changes[-1][1],
-                running=len(self._running),
-                waiting=len(self._open) - len(self._running),
-                slots=self._slots,
-                kv_used_tokens=held,
-                generated_tokens=self._generated + sum(produced),
-                finished=self._finished,
-                busy_s=self._busy_s,
-                idle_s=self._idle_s,
-                paused_s=self._paused_s,
-                lent_s=self._lent_s,
-            )
-        ]
+        for replica in self._replicas:
+            replica.advance()
+        return [_statistics(replica.core, replica.resting) for replica in self._replicas]
+
+    def forget_session(self, session: str) -> None:
+        """Its rollout is over: nobody will look for its KV. Unknown names: no-op."""
+        for replica in self._replicas:
+            replica.core.forget_session(session)
+
+    @property
+    def version(self) -> int:
+        """Lowest version applied by any replica."""
+        return min(replica.core.version for replica in self._replicas)
+
+    def tokens_so_far(self, request_id: str) -> int:
+        """See :class:`headway.records.clients.Generator`."""
+        if request_id not in self._open:
+            return 0
+        entry, replica, _ = self._open[request_id]
+        replica.advance()
+        return entry.resumed_tokens + entry.done + replica.core.produced(entry)
 
     async def stop(self) -> None:
         """End it; whoever still waits gets HeadwayError."""
         self._stopped = True
-        if self._timer is not None:
-            self._timer.cancel()
-        for entry in list(self._open.values()):
-            if not entry.future.done():
-                entry.future.set_exception(HeadwayError("the generator is stopped"))
+        for replica in self._replicas:
+            replica.stop()
+        for _, _, future in list(self._open.values()):
+            if not future.done():
+                future.set_exception(HeadwayError("the generator is stopped"))
 
-    # --- time and work --------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _route(self, entry: FakeRequest) -> _Driven:
+        """As the pool does; a later turn goes where its KV is."""
+        if len(self._replicas) == 1:
+            return self._replicas[0]
+        if entry.session:
+            for replica in self._replicas:
+                if replica.core.holds(entry.session) and not replica.resting:
+                    return replica
+        prompt = entry.request.prompt_ids
+        last, everyone = self._last_route, all(one.resting for one in self._replicas)
+        for replica in self._replicas:
+            replica.advance()
+        chosen = choose_replica(
+            [
+                ReplicaLoad(live=everyone or not one.resting, outstanding_tokens=one.core.outstanding_tokens)
+                for one in self._replicas
+            ],
+            len(prompt),
+            last[1] if last is not None and last[0] == prompt else None,
+        )
+        assert chosen is not None  # all are live
+        self._last_route = prompt, chosen
+        return self._replicas[chosen]
 
     def _set_lent(self, lent: bool) -> None:
-        self._advance()
-        self._lent = lent
-        self._settle()
+        for replica in self._replicas:
+            if replica.core.lent != lent:
+                replica.advance()
+                replica.core.lent = lent
+                replica.settle()
 
-    @property
-    def _stopped_decoding(self) -> bool:
-        return self._paused or self._lent
+    def _end_due(self, entry: FakeRequest) -> None:
+        self._end(entry, entry.reason)
 
-    def _step_s(self) -> float:
-        latency = self._token_s
-        return latency(len(self._running)) if callable(latency) else latency
-
-    def _advance(self) -> None:
-        """Bring the work up to now."""
-        now = self._clock.now()
-        elapsed_s, self._work_at_s = now - self._work_at_s, now
-        if self._lent:
-            self._lent_s += elapsed_s
-        elif self._paused:
-            self._paused_s += elapsed_s
-        elif self._running:
-            self._work += elapsed_s / self._step_s()
-            self._busy_s += elapsed_s
-        else:
-            self._idle_s += elapsed_s
-
-    def _settle(self) -> None:
-        """Tell watches and end what is due, fill the slots, and wake up at what comes next. The work is up to date."""
-        self._tell_watches()
-        while self._due and (self._due[0][2].serial not in self._running or self._due[0][0] <= self._work + _ROUNDING):
-            entry = heapq.heappop(self._due)[2]
-            if entry.serial in self._running:
-                self._end(entry, entry.reason)
-        while self._waiting and len(self._running) < self._slots and not self._stopped_decoding:
-            entry = heapq.heappop(self._waiting)[2]
-            if self._open.get(entry.request.request_id) is entry:
-                self._begin(entry)
-        self._set_timer()
-
-    def _tell_watches(self) -> None:
-        """Whom it is time to tell; a watch may cancel requests, and so come back here."""
-        while self._watched and self._watched[0][0] <= self._work + _ROUNDING:
-            _, serial, entry = heapq.heappop(self._watched)
-            if serial not in self._running or entry.watch is None:
-                continue
-            entry.told += entry.watch.every_tokens
-            self._watch(entry)
-            entry.watch.told(self._response(entry, entry.told - entry.resumed_tokens, entry.reason))
-
-    def _watch(self, entry: _Request) -> None:
-        """Remember when its watch is told next, if it lives so long."""
-        if entry.watch is not None and entry.told + entry.watch.every_tokens < entry.length:
-            at = entry.base + entry.told + entry.watch.every_tokens - entry.resumed_tokens
-            heapq.heappush(self._watched, (at, entry.serial, entry))
-
-    def _begin(self, entry: _Request) -> None:
-        self._running[entry.serial] = entry
-        entry.running = True
-        entry.change = len(self._changes) - 1
-        delay_s = self._prefill_s(entry.request) if self._prefill_s is not None else 0.0
-        entry.base = self._work + delay_s / self._step_s()
-        remaining = entry.length - entry.resumed_tokens
-        if self._error_of is not None and self._error_of(entry.request):
-            entry.reason, remaining = "error", 0
-        entry.first_token_s = self._clock.now() + delay_s + self._step_s()
-        heapq.heappush(self._due, (entry.base + remaining, entry.serial, entry))
-        self._watch(entry)
-
-    def _set_timer(self) -> None:
-        if self._stopped_decoding or not self._running:
-            due_s = math.inf
-        else:
-            due = min(self._due[0][0], self._watched[0][0] if self._watched else math.inf)
-            due_s = self._work_at_s + max(0.0, due - self._work) * self._step_s()
-        if due_s == self._timer_due_s:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._timer_due_s = due_s
-        if due_s < math.inf:
-            self._timer = asyncio.create_task(self._wake(due_s - self._clock.now()))
-
-    async def _wake(self, seconds: float) -> None:
-        await self._clock.sleep(seconds)
-        self._timer, self._timer_due_s = None, math.inf
-        self._advance()
-        self._settle()
-
-    # --- results --------------------------------------------------------------------------------------------
-
-    def _produced(self, entry: _Request) -> int:
-        """New tokens it has completed."""
-        if not entry.running:
-            return 0
-        done = math.floor(self._work - entry.base + _ROUNDING)
-        return 0 if entry.reason == "error" else max(0, min(entry.length - entry.resumed_tokens, done))
-
-    def _spans(self, entry: _Request, produced: int) -> tuple[VersionSpan, ...]:
-        spans = [[span.version, span.tokens] for span in entry.request.partial.versions]
-        counted = 0
-        for index in range(entry.change, len(self._changes)):
-            version = self._changes[index][1]
-            end = produced
-            if index + 1 < len(self._changes):
-                end = max(counted, min(produced, math.floor(self._changes[index + 1][0] - entry.base + _ROUNDING)))
-            if end > counted and spans and spans[-1][0] == version:
-                spans[-1][1] += end - counted
-            elif end > counted:
-                spans.append([version, end - counted])
-            counted = end
-        return tuple(VersionSpan(version=version, tokens=tokens) for version, tokens in spans)
-
-    def _end(self, entry: _Request, reason: FinishReason) -> None:
-        produced = self._produced(entry)
-        before = entry.request.partial
-        response = self._response(entry, produced, reason)
-        self._generated += produced
-        self._finished += 1
-        self._remove(entry)
-        if not entry.future.done():
-            entry.future.set_result(
+    def _end(self, entry: FakeRequest, reason: FinishReason) -> None:
+        _, replica, future = self._open.pop(entry.request.request_id)
+        core, begun = replica.core, entry.begun
+        response, produced = core.response(entry, reason)
+        core.generated += core.produced(entry)
+        context = entry.context_tokens + core.produced(entry)
+        _withdraw(entry, core)
+        core.finished += 1
+        if entry.session and reason != "error":
+            core.keep_session(entry.session, context)
+        if not future.done():
+            future.set_result(
                 GenerationResult(
                     request_id=entry.request.request_id,
                     response=response,
                     finish_reason=reason,
                     error=self._error_of(entry.request) if reason == "error" and self._error_of is not None else "",
-                    reprefills=entry.reprefills + (1 if entry.running and before.ids else 0),
+                    reprefills=entry.reprefills + (1 if begun and entry.request.partial.ids else 0),
                     first_token_s=entry.first_token_s if produced else 0.0,
                 )
             )
 
-    def _response(self, entry: _Request, produced: int, reason: FinishReason) -> PartialResponse:
-        """All its tokens when it has ``produced`` new ones; ``reason``: "stop" when these are all it will have."""
-        before, how = entry.request.partial, entry.request.sampling
-        ids = before.ids + _tokens(how.seed, entry.resumed_tokens, produced)
-        if reason == "stop" and produced == entry.length - entry.resumed_tokens and produced and how.stop_token_ids:
-            ids = (*ids[:-1], how.stop_token_ids[0])
-        return PartialResponse(
-            ids=ids,
-            logprobs=before.logprobs + (-0.5,) * produced,
-            versions=self._spans(entry, produced) if entry.running else before.versions,
-        )
 
-    def _remove(self, entry: _Request) -> None:
-        self._open.pop(entry.request.request_id, None)
-        self._running.pop(entry.serial, None)
+class _Driven:
+    """A replica and its timer. Timers are the running loop's: under either clock its time is the clock's."""
+
+    def __init__(self, costs: ReplicaCosts, version: int, clock: Clock, on_end: Callable[[FakeRequest], None]) -> None:
+        self.core = FakeReplica(costs, version, clock.now(), on_end)
+        self.resting = False  # takes no requests while others do
+        self._clock = clock
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due_s = math.inf
+
+    def advance(self) -> None:
+        self.core.advance(self._clock.now())
+
+    def settle(self) -> None:
+        """Do what is due and come again at the next event."""
+        self.core.settle()
+        due_s = self.core.next_event_s()
+        if due_s == self._timer_due_s:
+            return
+        self.stop()
+        if due_s < math.inf:
+            self._timer_due_s = due_s
+            self._timer = asyncio.get_running_loop().call_at(due_s, self._wake)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_due_s = None, math.inf
+
+    def _wake(self) -> None:
+        self._timer, self._timer_due_s = None, math.inf
+        self.advance()
+        self.settle()
+
+
+def _withdraw(entry: FakeRequest, core: FakeReplica) -> None:
+    core.leave(entry)
+    entry.length = -1  # its place among those that wait is void
+
+
+def _statistics(core: FakeReplica, resting: bool) -> EngineStatistics:
+    return EngineStatistics(
+        version=core.version,
+        resting=resting,
+        running=len(core.running),
+        waiting=core.open - len(core.running),
+        slots=core.costs.slots,
+        kv_used_tokens=core.held_tokens,
+        kv_capacity_tokens=core.costs.kv_capacity_tokens or 0,
+        generated_tokens=core.generated_tokens,
+        prefilled_tokens=core.prefilled,
+        finished=core.finished,
+        preemptions=core.preemptions,
+        busy_s=core.busy_s,
+        idle_s=core.idle_s,
+        paused_s=core.paused_s,
+        lent_s=core.lent_s,
+        decode_steps=int(core.decode_steps),
+    )
 
 
 def _length_from_seed(request: GenerationRequest) -> int:
     """1 .. max_tokens, spread evenly over seeds."""
     return 1 + (request.sampling.seed * 2654435761) % request.sampling.max_tokens
-
-
-def _tokens(seed: int, first: int, count: int) -> tuple[int, ...]:
-    """Token ids from position ``first`` on: a function of seed and position alone, in 8 .. 998."""
-    start = seed % _PERIOD + first
-    return tuple(8 + (start + index) % _PERIOD for index in range(count))

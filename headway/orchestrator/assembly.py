@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from headway.algorithms.advantages import resolve as resolve_advantage
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
 from headway.orchestrator.context import RunContext
+from headway.orchestrator.drawing import drawing_of
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.pruning import Pruning
@@ -22,10 +24,9 @@ from headway.records.control import Knobs
 from headway.records.ledger import LedgerLine
 from headway.records.task import Task
 from headway.records.trace import TraceLine
-from headway.rollout.own import make_rollouts
+from headway.rollout.own import rollout_maker
 from headway.rollout.single_turn import Generate, SingleTurn, WatchOf
 from headway.runtime.clock import Clock
-from headway.tasks.cursor import TaskCursor
 from headway.tokens.tokenizer import Tokenizer
 
 WrapGenerate = Callable[[Generate], Generate]
@@ -44,6 +45,8 @@ class Actors:
     record: Callable[[LedgerLine], None]  # the ledger
     keep_sample: Callable[[dict[str, object]], None] = lambda line: None
     observe: Callable[[TraceLine], None] | None = None  # told who ran when
+    cpu_s: Callable[[], float] = time.process_time  # CPU seconds of this process, for the ledger
+    rollouts: Callable[..., SingleTurn] | None = None  # makes them, with SingleTurn's arguments; None: hooks.rollout
     wrap_generate: WrapGenerate | None = None  # put between rollouts and generator (a benchmark sets lengths there)
 
 
@@ -60,14 +63,17 @@ def assemble(
     capacity = queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups
     buffer = GroupBuffer(buffer_path, capacity, clock)
     stack.enter_context(closing(buffer))
+    drawing = drawing_of(experiment, actors.train_tasks, training_weights(experiment))
     parking = Parking(state, buffer, queue)
+    make = actors.rollouts or rollout_maker(experiment)
 
     def rollouts(temperature: float | None = None, watch_of: WatchOf | None = None) -> SingleTurn:
-        return make_rollouts(
-            experiment,
+        return make(
             generate,
             actors.tokenizer,
+            experiment.rollout,
             clock,
+            run_seed=experiment.run.seed,
             temperature=temperature,
             max_resumes=queue.max_resumes,
             resume_gate=parking.wait,
@@ -83,11 +89,11 @@ def assemble(
         trainer=actors.trainer,
         verifier=actors.verifier,
         buffer=buffer,
-        tasks=TaskCursor(actors.train_tasks, experiment.run.seed, training_weights(experiment)),
+        drawing=drawing,
         tokenizer=actors.tokenizer,
         rollouts=rollouts(),
         parking=parking,
-        meter=Meter(experiment, clock, observe=actors.observe),
+        meter=Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step, cpu_s=actors.cpu_s),
         record=actors.record,
         keep_sample=actors.keep_sample,
         directory=experiment.run.directory,

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from headway.orchestrator.accounts import end_finished, end_leavers
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.dispatch import Generated
+from headway.orchestrator.drawing import evidence_of
 from headway.orchestrator.leaving import Leaving
 from headway.records.clients import Verifier
+from headway.records.curriculum import Evidence
 from headway.records.errors import HookFailed, NoProgress
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
 from headway.records.task import Task
@@ -50,8 +52,10 @@ class Collect:
         finished, outcome = judged.finished, judged.outcome
         for problem in judged.problems:
             self._tell(problem)
+        evidence = None if outcome.ending == "failed" else evidence_of(finished)
         # From this commit on the group is finished: nothing loses it.
-        run.buffer.finish_group(finished, outcome.ending, outcome.reason)
+        run.buffer.finish_group(finished, outcome.ending, outcome.reason, evidence)
+        self._learn(evidence)
         end_leavers(run, finished)
         del run.state.running[group.index]
         run.meter.finished(finished, accepted=outcome.ending is None, meta=judged.meta)
@@ -69,6 +73,14 @@ class Collect:
         if problem.key not in self._told:
             self._told.add(problem.key)
             self._run.event("hook_failed", str(problem), hook=problem.key)
+
+    def _learn(self, evidence: Evidence | None) -> None:
+        """Tell the curriculum, which may move its band."""
+        move = None if evidence is None else self._run.drawing.learn(evidence)
+        if move is not None:
+            what = f"min_signal {move.before:.2f} -> {move.after:.2f}: {move.why}"
+            share = round(move.zero_variance_share, 4)
+            self._run.event("curriculum_band", what, zero_variance_share=share, groups=move.groups)
 
     def _require_progress(self, last: FinishedGroup, ending: Ending, reason: str) -> None:
         """Say so when group after group ends untrained; raises NoProgress when that doesn't change."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
+from headway.orchestrator.drawing import Drawing
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.state import RunState
@@ -16,7 +17,6 @@ from headway.records.ledger import EventRecord, LedgerLine
 from headway.records.task import Task
 from headway.rollout.single_turn import SingleTurn
 from headway.runtime.clock import Clock
-from headway.tasks.cursor import TaskCursor
 from headway.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # it works with the context
@@ -34,7 +34,7 @@ class RunContext:
     trainer: Trainer
     verifier: Verifier
     buffer: GroupBuffer
-    tasks: TaskCursor
+    drawing: Drawing
     tokenizer: Tokenizer
     rollouts: SingleTurn
     parking: Parking

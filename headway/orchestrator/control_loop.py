@@ -1,19 +1,34 @@
-"""The control loop: the ledger, and (later) the knobs."""
+"""The control loop: ledger -> knobs."""
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
+
+import msgspec
+
+from headway.control.controller import Action, ControllerState, decide
+from headway.control.knob_search import limits_of
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.state import Signal
+from headway.records.control import Knobs
 from headway.records.ledger import StepRecord
 from headway.runtime.channel import Channel
+from headway.runtime.devices import lends
+from headway.runtime.ledger import EVENT_CONTROL
+
+_RECORDS = 40  # kept for the controller: its window, and room for skipped steps
 
 
 class Control:
-    """Writes each step's record.
+    """Writes each step's record; then, as ``control.mode`` says, lets the controller set the knobs.
 
     Consumes: the records of completed steps (train loop's channel); adds what the engines say.
-    Waits for: the engines' statistics.
+    Waits for: the engines' statistics, the controller's simulations (in a thread).
     Unblocked by: the train loop.
+
+    The knobs change in one assignment between two awaits; dispatch and train read them at their next decision. Rule 1
+    doesn't depend on them: a knob only takes away from what admission allows.
     """
 
     def __init__(self, run: RunContext, completed: Channel[StepRecord]) -> None:
@@ -21,19 +36,105 @@ class Control:
         self._completed = completed
         self._written = 0
         self._flushed = Signal()
+        self._rates = RateControl(run)
+
+    async def go_on_from(self, last: StepRecord | None) -> None:
+        """Set the knobs that were in effect at the last step of the process before, where the controller sets them."""
+        if last is not None:
+            await self._rates.go_on_from(last)
 
     async def loop(self) -> None:
         """Runs until it is cancelled."""
         while True:
-            await self._write(await self._completed.get())
+            record = await self._write(await self._completed.get())
             self._written += 1
             self._flushed.notify()
+            await self._rates.after(record)
 
     async def flushed(self, steps: int) -> None:
         """Wait until the records of ``steps`` completed steps are written."""
         while self._written < steps:
             await self._flushed.wait(self._flushed.count)
 
-    async def _write(self, record: StepRecord) -> None:
+    async def _write(self, record: StepRecord) -> StepRecord:
         run = self._run
-        run.record(run.meter.with_engines(record, await run.generator.statistics()))
+        whole = run.meter.with_engines(record, await run.generator.statistics())
+        run.record(whole)
+        return whole
+
+
+class RateControl:
+    """The controller in its run: asks it after each step, applies what it says, and puts that into the ledger."""
+
+    def __init__(self, run: RunContext) -> None:
+        ranks = run.experiment.trainer.devices
+        shared = [index for index, device in enumerate(run.experiment.generator.devices) if lends(device, ranks)]
+        self._run = run
+        self._mode = run.experiment.control.mode
+        self._limits = limits_of(run.experiment, shared)
+        self._state: ControllerState | None = None
+        self._records: deque[StepRecord] = deque(maxlen=_RECORDS)
+        self._advised = run.state.knobs
+
+    async def go_on_from(self, last: StepRecord) -> None:
+        """Within the limits of now; what was estimated and learnt of the queue is gone."""
+        flow = last.flow
+        if self._mode != "act" or not flow.concurrent_rollouts:
+            return
+        knobs = Knobs(
+            open_groups=flow.open_groups or None,
+            concurrent_rollouts=flow.concurrent_rollouts,
+            steps_per_publish=flow.steps_per_publish,
+            resting=self._limits.shared[len(self._limits.shared) - flow.resting :],
+        )
+        await self._set(self._limits.clamped(knobs, self._run.state.knobs))
+
+    async def after(self, record: StepRecord) -> None:
+        """Decide after ``record``."""
+        run = self._run
+        if self._mode == "off" or run.state.draining:
+            return
+        self._records.append(record)
+        if self._state is None:
+            filled = record.step + run.experiment.queue.budget + 1  # before, the queue was filling
+            self._state = ControllerState(knobs=run.state.knobs, regime_step=filled, decided_step=filled)
+        decision = await asyncio.to_thread(decide, self._state, tuple(self._records), self._limits)
+        self._state = decision.state
+        if self._mode == "advise":
+            self._advise(decision.actions)
+            return
+        for action in decision.actions:
+            self._say(action)
+        await self._set(decision.state.knobs)
+
+    async def _set(self, knobs: Knobs) -> None:
+        """Make these the run's knobs."""
+        state = self._run.state
+        if knobs == state.knobs:
+            return
+        rested = knobs.resting != state.knobs.resting
+        state.knobs = knobs
+        state.changed.notify()
+        if rested:
+            await self._run.generator.rest_replicas(knobs.resting)
+
+    def _advise(self, actions: tuple[Action, ...]) -> None:
+        """Say what would be set, once, and go on from the knobs as they are."""
+        assert self._state is not None
+        wanted, present = self._state.knobs, self._run.state.knobs
+        self._state = msgspec.structs.replace(self._state, knobs=present, trial=None, turns={}, directions={})
+        if wanted in (present, self._advised):
+            return
+        self._advised = wanted
+        for action in actions:
+            self._say(action)
+
+    def _say(self, action: Action) -> None:
+        data = {"kind": action.kind, "mode": self._mode, "predicted": action.predicted, "measured": action.measured}
+        if not action.knob:
+            self._run.event(EVENT_CONTROL, f"{action.kind}: {action.reason}", **data)
+            return
+        change = f"{action.knob} {action.old} -> {action.new}"
+        self._run.event(
+            EVENT_CONTROL, f"{change}: {action.reason}", knob=action.knob, old=action.old, new=action.new, **data
+        )

@@ -18,7 +18,7 @@ Generated = tuple[Group, tuple[Rollout, ...]]
 class Dispatch:
     """Opens groups while rule 1 allows and a slot would wait otherwise.
 
-    Consumes: admission credit (control), tasks (cursor), concurrency.
+    Consumes: admission credit (control), tasks and group sizes (drawing), concurrency.
     Waits for: a change of the shared state.
     Unblocked by: the train loop (a step completes), collect (a group ends or leaves the generator),
     weight updates (the applied version rises).
@@ -28,6 +28,7 @@ class Dispatch:
         self._run = run
         self._generated = generated
         self._tasks = asyncio.TaskGroup()
+        self._wanted = 1  # rollouts that must be free for the next group
 
     async def loop(self) -> None:
         """Runs until it is cancelled, and every member's generation with it."""
@@ -40,9 +41,11 @@ class Dispatch:
                 # The version that admission counts with is the one the group's deadline counts from.
                 applied = await self._run.generator.applied_version()
                 groups = 0 if state.draining else self._credit(applied)
-                for _ in range(groups):
+                opened = 0
+                while opened < groups and self._fits():
                     self._open(applied)
-                if not groups:
+                    opened += 1
+                if not opened:
                     await state.changed.wait(mark)
 
     async def drained(self) -> None:
@@ -52,7 +55,7 @@ class Dispatch:
             await state.changed.wait(state.changed.count)
 
     def _credit(self, applied_version: int) -> int:
-        """Groups that may open now: Eq. 3, the limit on open groups, the steps left to train, and concurrency."""
+        """Groups that may open now: Eq. 3, the limit on open groups, and the steps left to train."""
         run = self._run
         experiment, state = run.experiment, run.state
         # Surplus that will be discarded may be open only until the batch is full: later it would be a step too old.
@@ -70,8 +73,12 @@ class Dispatch:
         # A group that no step is left for would be generated in vain.
         left = experiment.queue.groups_per_step * (experiment.run.steps - state.version)
         by_steps = left + surplus - state.open_groups
-        by_concurrency = self._free_rollouts() // experiment.rollout.group_size
-        return max(0, min(by_budget, by_limit, by_steps, by_concurrency))
+        return max(0, min(by_budget, by_limit, by_steps))
+
+    def _fits(self) -> bool:
+        """Whether the generator's concurrency has room for the next group, whose size is known when its task is."""
+        self._wanted = self._run.drawing.peek().size
+        return self._free_rollouts() >= self._wanted or not self._run.state.running_rollouts
 
     def _free_rollouts(self) -> int:
         return self._run.state.knobs.concurrent_rollouts - self._run.state.running_rollouts
@@ -79,16 +86,16 @@ class Dispatch:
     def _open(self, applied_version: int) -> None:
         run = self._run
         state = run.state
-        task = run.tasks.next()
+        task, size, draw = run.drawing.take()
         group = Group(
             index=state.admitted,
             task=task,
             prompt_ids=run.tokenizer.render(task.shown, run.experiment.model.template),
-            size=run.experiment.rollout.group_size,
+            size=size,
             admitted_version=applied_version,
             admitted_s=run.clock.now(),
         )
-        run.buffer.admit(group)
+        run.buffer.admit(group, draw=draw)
         state.books.admit(group.index, group.size)
         run.meter.admitted(group)
         state.admitted += 1
@@ -108,7 +115,7 @@ class Dispatch:
             rollout = await self._run.rollouts.generate_member(entry.group, position, response, resumes)
             entry.unfinished -= 1
             entry.lengths[position] = len(rollout.response_ids)
-            if self._free_rollouts() >= entry.group.size:  # fewer let nothing begin
+            if self._free_rollouts() >= self._wanted:  # fewer let nothing begin
                 self._run.state.changed.notify()
             return rollout if pruning is None else await pruning.finished(entry.group, rollout)
 

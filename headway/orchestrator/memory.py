@@ -107,8 +107,8 @@ def _keys_of_layers(model: DecoderConfig, longest_tokens: int) -> list[int]:
 def memory_uses(experiment: Experiment, model: DecoderConfig) -> list[MemoryUse]:
     """What each process and kind of file needs, and where."""
     uses = [*_generators(experiment, model), *_trainers(experiment, model)]
-    queue, rollout, run = experiment.queue, experiment.rollout, Path(experiment.run.directory)
-    open_rollouts = queue.groups_per_step * (queue.budget + 1) * rollout.group_size
+    queue, run = experiment.queue, Path(experiment.run.directory)
+    open_rollouts = queue.groups_per_step * (queue.budget + 1) * experiment.largest_group
     open_tokens = open_rollouts * experiment.max_sequence_tokens
     parts = {"base": BASE_BYTES["orchestrator"], "open rollouts": open_tokens * _TOKEN_BYTES_IN_MEMORY}
     uses.append(MemoryUse(name="orchestrator", place="memory", parts=parts))
@@ -122,7 +122,7 @@ def memory_uses(experiment: Experiment, model: DecoderConfig) -> list[MemoryUse]
     parts = {"checkpoints": kept * 12 * parameters, "best": 2 * 4 * parameters}
     uses.append(MemoryUse(name="checkpoints", place=str(run), parts=parts))
     steps = min(experiment.run.steps, experiment.checkpoint.every_steps * kept)
-    trained = steps * queue.groups_per_step * rollout.group_size * experiment.max_sequence_tokens
+    trained = steps * queue.groups_per_step * experiment.largest_group * experiment.max_sequence_tokens
     parts = {"payloads": (trained + open_tokens) * _TOKEN_BYTES_ON_DISK}
     uses.append(MemoryUse(name="buffer", place=str(run), parts=parts))
     return uses
@@ -165,7 +165,7 @@ def _trainers(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUs
     settings, weights = experiment.trainer, parameter_count(model)
     tokens = max(settings.micro_batch_tokens, experiment.max_sequence_tokens)
     ranks = len(settings.devices)
-    samples = experiment.queue.groups_per_step * experiment.rollout.group_size
+    samples = experiment.queue.groups_per_step * experiment.largest_group
     tokens = min(tokens, -(-samples // max(1, ranks)) * experiment.max_sequence_tokens)
     logits = min(_CHUNK_LOGITS, tokens * model.vocabulary_size)
     on_device = {

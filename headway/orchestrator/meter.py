@@ -17,8 +17,10 @@ from headway.control.learning_signal import is_zero_variance, solve_rate_histogr
 from headway.control.length_bias import LengthBias
 from headway.control.pruning import pruner_figures
 from headway.control.summaries import distribution, length_histogram, quantile
+from headway.orchestrator.flow import flow_of
 from headway.orchestrator.source_scores import source_scores
 from headway.orchestrator.state import RunState
+from headway.records.curriculum import CurriculumStep
 from headway.records.generation import AppliedWeights, EngineStatistics
 from headway.records.ledger import Distribution, StepRecord
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
@@ -38,9 +40,12 @@ class Interval:
     finished: list[FinishedGroup] = field(default_factory=list)
     metas: list[dict[str, float]] = field(default_factory=list)  # what hooks.group_meta said of them
     accepted: int = 0  # rollouts of groups that entered the buffer
+    accepted_groups: int = 0
     ended_tokens: Counter[str] = field(default_factory=Counter)  # ending -> response tokens
     admitted: int = 0  # rollouts
     wait_s: float = 0.0
+    straggler_wait_s: float = 0.0
+    update_wait_s: float = 0.0
     publish_s: float = 0.0
     apply_s: float = 0.0
     apply_pause_s: float = 0.0
@@ -56,8 +61,13 @@ class Meter:
         clock: Clock,
         peak_flops_per_s: float = 0.0,
         observe: Callable[[TraceLine], None] | None = None,
+        curriculum: Callable[[], CurriculumStep] = CurriculumStep,
+        cpu_s: Callable[[], float] = time.process_time,
     ) -> None:
-        """``observe`` is told who ran when."""
+        """``observe`` is told who ran when; ``curriculum`` says what was drawn since it was last asked. ``cpu_s``: CPU
+        seconds this process has used."""
+        self._curriculum = curriculum
+        self._cpu_s = cpu_s
         self._observe = observe
         self._experiment = experiment
         self._clock = clock
@@ -71,7 +81,7 @@ class Meter:
         self._engines_s = clock.now()  # when they were asked
 
     def _fresh(self) -> Interval:
-        return Interval(started_s=self._clock.now(), cpu_s=time.process_time())
+        return Interval(started_s=self._clock.now(), cpu_s=self._cpu_s())
 
     def restart_interval(self, engines: Sequence[EngineStatistics]) -> None:
         """Begin counting now: what came before (start-up, a held evaluation) belongs to no step."""
@@ -100,6 +110,7 @@ class Meter:
         self._interval.metas.append(dict(meta or {}))
         if accepted:
             self._interval.accepted += len(group.valid)
+            self._interval.accepted_groups += 1
         if self._observe is not None:
             self._observe(group_trace(group, self._clock.now()))
 
@@ -119,6 +130,14 @@ class Meter:
     def waited(self, seconds: float) -> None:
         self._interval.wait_s += seconds
         self._span("trainer-0", "wait", seconds)
+
+    def straggled(self, seconds: float) -> None:
+        """Of what the trainer waited: a whole batch had finished, but older groups were due."""
+        self._interval.straggler_wait_s += seconds
+
+    def update_waited(self, seconds: float) -> None:
+        """The trainer waited until the version before was applied everywhere."""
+        self._interval.update_wait_s += seconds
 
     def published(self, seconds: float) -> None:
         self._interval.publish_s += seconds
@@ -149,11 +168,13 @@ class Meter:
         state: RunState,
         buffer_capacity_groups: int,
         time_s: float,
+        useful_samples: int = 0,
     ) -> StepRecord:
         """Close the interval, the moment a step is completed: everything since the last one was, as one line of
         the ledger. A step's own publish and checkpoint therefore stand in the next step's record.
 
-        ``trained``: none when the step was skipped. What the engines say is missing: ``with_engines``."""
+        ``trained``: none when the step was skipped. ``useful_samples``: of them, whose advantage isn't 0.
+        What the engines say is missing: ``with_engines``."""
         interval, self._interval = self._interval, self._fresh()
         step_s = max(self._interval.started_s - interval.started_s, 1e-9)
         self._recent_step_s.append(step_s)
@@ -210,6 +231,16 @@ class Meter:
             mfu_compute=_mfu(report, self.peak_flops_per_s),
             peak_flops_per_s=self.peak_flops_per_s,
             metrics=report.metrics,
+            flow=flow_of(
+                interval.finished,
+                knobs=state.knobs,
+                accepted_groups=interval.accepted_groups,
+                useful_samples=useful_samples,
+                trained_tokens=report.tokens,
+                straggler_wait_s=interval.straggler_wait_s,
+                update_wait_s=interval.update_wait_s,
+            ),
+            curriculum=self._curriculum(),
             trajectory_staleness=trajectory_staleness(trained, report.step, self._token_budget),
             token_staleness=token_staleness(trained, report.step, self._token_budget),
             environment_staleness=environment_staleness(trained, report.step),
@@ -242,8 +273,17 @@ class Meter:
         before, self._engines = self._engines, list(engines)
         asked_s, self._engines_s = self._engines_s, self._clock.now()
         elapsed_s = max(self._engines_s - asked_s, 1e-9)
+        flow = msgspec.structs.replace(
+            record.flow,
+            generated_tokens=round(_growth(before, engines, "generated_tokens")),
+            generator_busy_s=_growth(before, engines, "busy_s"),
+            generator_s=elapsed_s * sum(not engine.resting for engine in engines),
+            decode_steps=round(_growth(before, engines, "decode_steps")),
+            preemptions=round(_growth(before, engines, "preemptions")),
+        )
         return msgspec.structs.replace(
             record,
+            flow=flow,
             generated_tokens_per_s=_growth(before, engines, "generated_tokens") / elapsed_s,
             generator_wait_ratio=_mean_share(before, engines, "idle_s", elapsed_s),
             generator_lent_ratio=_mean_share(before, engines, "lent_s", elapsed_s),

@@ -105,4 +105,4 @@ def reopen_groups(run: RunContext) -> None:
     run.meter.length_bias = run.buffer.length_bias(run.experiment.queue.groups_per_step)
     state.admitted = run.buffer.next_index
     state.version = run.buffer.completed_steps
-    run.tasks.seek(run.buffer.cursor_position)
+    run.drawing.restore(run.buffer)

@@ -46,10 +46,11 @@ class Run:
         state.draining = True
         state.changed.notify()
 
-    async def begin(self, recorded: int | None = None) -> None:
+    async def begin(self, recorded: int | None = None, last: StepRecord | None = None) -> None:
         """Resume from checkpoint and batch log when there is one; publish; evaluate before the first step.
 
-        ``recorded``: steps that the ledger holds; later ones that are completed are recorded now. None: all are."""
+        ``recorded``: steps that the ledger holds; later ones that are completed are recorded now. None: all are.
+        ``last``: the last step in the ledger, whose knobs a controller goes on from."""
         run = self.context
         run.started_s = run.clock.now()
         resumed = run.buffer.next_index > 0
@@ -68,6 +69,7 @@ class Run:
             run.event("restored", f"version {version}", replayed=replayed, open=run.state.open_groups)
         run.meter.applied_version = await run.generator.applied_version()
         run.state.resume_gate.set()
+        await self._control.go_on_from(last)
         if run.state.version == 0 and run.experiment.evaluation.before:
             for split in ("validation", "test"):
                 await self._evaluations.held(split, "before")

@@ -69,6 +69,7 @@ class RunState:
     parkings: int = 0  # members parked since the last step
     interrupted: bool = False  # the user asked to stop: finish what runs, checkpoint, leave
     resume_gate: asyncio.Event = field(default_factory=asyncio.Event)  # open: parked rollouts may go on
+    _finished_candidates: dict[int, OpenGroup] = field(default_factory=dict)
 
     async def finish_update(self) -> None:
         """Wait for the update under way: its slot in shared memory must not be overwritten while it is read."""
@@ -105,17 +106,19 @@ class RunState:
             )
             for index, entry in self.running.items()
         ]
-        finished = [
-            OpenGroup(
-                index=index,
-                first_version=entry.first_version,
-                state="finished",
-                last_version=max((r.last_version for r in entry.valid), default=entry.first_version),
-            )
-            for index, entry in self.finished.items()
-        ]
-        return running + finished
+        known = self._finished_candidates  # a finished group doesn't change any more
+        self._finished_candidates = {i: known.get(i) or _candidate(entry) for i, entry in self.finished.items()}
+        return [*running, *self._finished_candidates.values()]
 
     def oldest_age_s(self) -> float:
         """Seconds the longest-buffered group has waited for the trainer."""
         return self.clock.now() - min(self.finished_at_s.values()) if self.finished_at_s else 0.0
+
+
+def _candidate(entry: FinishedGroup) -> OpenGroup:
+    return OpenGroup(
+        index=entry.group.index,
+        first_version=entry.first_version,
+        state="finished",
+        last_version=max((r.last_version for r in entry.valid), default=entry.first_version),
+    )

@@ -28,7 +28,7 @@ from headway.runtime.exporters import start_exports
 from headway.runtime.ledger import Ledger, read_ledger
 from headway.runtime.line_file import LineFile
 from headway.runtime.run_directory import RunDirectory
-from headway.runtime.summary import recorded_steps, summarise
+from headway.runtime.summary import last_step, recorded_steps, summarise
 from headway.runtime.trace_file import TraceFile
 from headway.runtime.workers import LocalLauncher
 from headway.tokens.tokenizer import Tokenizer
@@ -78,7 +78,8 @@ async def _train(experiment: Experiment, directory: RunDirectory, resume: bool, 
                 directory.withdraw()
             raise
         observers.announce()
-        await run.begin(recorded_steps(read_ledger(directory.path)))
+        recorded = read_ledger(directory.path)
+        await run.begin(recorded_steps(recorded), last_step(recorded))
         await run.train()
         await run.conclude()
         summary = summarise(read_ledger(directory.path))

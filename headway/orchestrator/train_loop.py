@@ -86,7 +86,10 @@ class Train:
                 run.meter.waited(run.clock.now() - started)
                 return [run.state.finished[index] for index in sorted(selection.groups)]
             if not selection.overdue:
+                looked_s, stalled = run.clock.now(), len(run.state.finished) >= queue.groups_per_step
                 await self._wait(mark)
+                if stalled:
+                    run.meter.straggled(run.clock.now() - looked_s)
         return None
 
     def _end_old(self) -> None:
@@ -160,6 +163,7 @@ class Train:
             state=state,
             buffer_capacity_groups=run.buffer.statistics().capacity,
             time_s=run.time_s(),
+            useful_samples=0 if report.skipped else sum(sample.advantage != 0 for sample in batch.samples),
         )
         self.completed_steps += 1
         await self._completed.put(record)
@@ -205,15 +209,19 @@ class Train:
         version = run.state.version
         if version - run.state.published_version < run.state.knobs.steps_per_publish:
             return
+        asked_s = run.clock.now()
         await run.state.finish_update()
         started = run.clock.now()
+        run.meter.update_waited(started - asked_s)
         weights = await surviving(run, lambda: run.trainer.publish(version), version)
         run.meter.published(run.clock.now() - started)
         run.state.published_version = version
         candidate = await self._evaluations.save_candidate_if_due()
+        published_s = run.clock.now()
         run.state.update = self._updates.create_task(self._apply(weights, candidate), name=f"update-{version}")
         if run.experiment.queue.budget == 0:
             await run.state.finish_update()
+            run.meter.update_waited(run.clock.now() - published_s)
 
     async def _apply(self, weights: PublishedWeights, candidate: bool) -> None:
         """Apply a version on every replica, in flight; parked rollouts go on once it is in place."""

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from headway.records.curriculum import CurriculumStep
+
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
     """A summary of one quantity over the samples of a step."""
@@ -22,6 +24,34 @@ class SourceScore(msgspec.Struct, frozen=True, kw_only=True):
     samples: int  # valid attempts
     solve_rate: float
     standard_error: float  # over tasks
+
+
+class Flow(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over one step from which the parameters of its queue are estimated (``control/ledger_model.py``). "Finished"
+    is what finished since the step before, whenever it began."""
+
+    open_groups: int = 0  # knobs in effect at the end of the step (records/control.py); 0: all that admission allows
+    concurrent_rollouts: int = 0
+    steps_per_publish: int = 0
+    resting: int = 0  # replicas that take no requests
+    useful_samples: int = 0  # trained ones whose advantage isn't 0
+    trained_tokens: int = 0  # of the batch, prompts included
+    finished_groups: int = 0  # verified, those that were then filtered or failed included
+    accepted_groups: int = 0  # ... that entered the buffer
+    responses: int = 0  # of the finished groups, without failure
+    prompt_tokens: int = 0  # of those responses, each with its own prompt
+    generating_s: float = 0.0  # summed over them: from admission to the last token
+    decode_s: float = 0.0  # ... from the first token, as the orchestrator saw it, to the last
+    decode_tokens: int = 0  # ... that came after the first
+    length_variance_between: float = 0.0  # mean squares of the logarithm of their lengths: between groups ...
+    length_variance_within: float = 0.0  # ... and within them
+    straggler_wait_s: float = 0.0  # of trainer_wait_s: a whole batch had finished, but older groups were due
+    update_wait_s: float = 0.0  # the trainer waited until the version before was applied everywhere
+    generated_tokens: int = 0  # by all replicas
+    generator_busy_s: float = 0.0  # inside model calls, summed over replicas
+    generator_s: float = 0.0  # of all replicas that take requests: between two looks at their counters
+    decode_steps: int = 0  # of all replicas; 0: they don't count them
+    preemptions: int = 0
 
 
 class PrunerFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +160,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     length_bias_filter_ks: float = 0.0
     length_bias_pruning_ks: float = 0.0
     censored_share: float = 0.0  # share of admitted rollouts in cohorts not closed yet
+    curriculum: CurriculumStep = CurriculumStep()  # no tasks in it: they are drawn in turn
     # throughput
     generated_tokens_per_s: float = 0.0
     trained_tokens_per_s: float = 0.0
@@ -138,6 +169,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     mfu_step: float = 0.0
     mfu_compute: float = 0.0
     peak_flops_per_s: float = 0.0  # measured matmul peak of the trainer's device at its dtype
+    flow: Flow = Flow()  # all 0: a step whose own record was lost in a kill, or of an older release
     metrics: dict[str, float] = {}  # from the trainer: loss, entropy, grad_norm, clip_fraction, ratio_p01/p50/p99, ...
 
 
@@ -195,6 +227,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     effective_production_per_s: float = 0.0
     trained_per_s: float = 0.0
     endings: dict[str, int] = {}
+    simulated: bool = False  # by `headway simulate`: no model was trained
 
 
 LedgerLine = StepRecord | EvaluationRecord | EventRecord

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from headway.records.errors import HeadwayError
 from headway.records.ledger import EvaluationRecord, EventRecord
+from headway.report.curriculum_plots import CURRICULUM_PLOTS
 from headway.report.formats import duration, percent, quantity
 from headway.report.live import shown_score
 from headway.report.plots import PLOTS, TRAINER, Evidence, Plot, metric_plot, render
@@ -186,7 +187,7 @@ def _plots(view: RunView) -> list[str]:
     if not len(evidence.series) and not view.evaluations:
         return ["<p>No step is recorded yet.</p>"]
     figures: dict[str, list[str]] = {}
-    for plot in [*PLOTS, *_further_metrics(evidence.series)]:
+    for plot in [*PLOTS, *CURRICULUM_PLOTS, *_further_metrics(evidence.series)]:
         svg = render(plot, evidence)
         if svg is not None:
             figures.setdefault(plot.section, []).append(

@@ -13,7 +13,7 @@ from headway.config.schema import Experiment
 from headway.records.planning import Calibration, CheckReport, Forecast, LengthSummary, MemoryPlace, MemoryUse
 from headway.report.formats import duration, quantity
 
-_BINDS = {
+BINDS = {
     "generator": "the generator",
     "trainer": "the trainer",
     "verifier": "the verifiers",
@@ -169,7 +169,7 @@ def forecast_rows(predicted: Forecast, experiment: Experiment) -> Rows:
         ),
         ("time", _time(predicted, experiment)),
         ("budget", _budget(predicted, experiment)),
-        ("binds", f"{_BINDS[predicted.binding]}: {predicted.reason}"),
+        ("binds", f"{BINDS[predicted.binding]}: {predicted.reason}"),
     ]
     for number, change in enumerate(predicted.changes, start=1):
         needs = f"; needs {change.needs}" if change.needs else ""

@@ -57,6 +57,8 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
         ("endings", ", ".join(f"{count:,} {ending}" for ending, count in summary.endings.items()) or "none"),
         ("books", "balanced" if summary.books_balanced else "NOT BALANCED"),
     ]
+    if summary.simulated:
+        rows.insert(0, ("simulated", "no model was trained: rates and waits are those of a scenario"))
     if summary.best_version is not None:
         rows.insert(3, ("best version", f"{summary.best_version:,}"))
     return rows

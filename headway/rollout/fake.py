@@ -1,15 +1,19 @@
-"""A deterministic stand-in for the verifier pool, on the injected clock."""
+"""Deterministic stand-ins, on the injected clock: the verifier pool, and the life of a rollout in a sandbox."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
 from headway.records.errors import HeadwayError
-from headway.records.rollout import Verdict
+from headway.records.generation import PartialResponse
+from headway.records.rollout import Group, Parked, Rollout, Verdict
 from headway.records.task import Task
+from headway.rollout.seeds import rollout_seed
+from headway.rollout.single_turn import ResumeGate, Resumption, SingleTurn
 from headway.rollout.verdicts import to_verdict
 from headway.runtime.clock import Clock
 
@@ -60,3 +64,54 @@ class FakeVerifier:
     async def stop(self) -> None:
         """Refuse further calls."""
         self._stopped = True
+
+
+SANDBOX = "sandbox: "  # begins the cause of a failure that is the environment's, not the engine's
+
+
+class FakeEnvironment(Protocol):
+    """What keeps the sandboxes of simulated rollouts, by their sampling seeds."""
+
+    def state_version(self, seed: int) -> int:
+        """Version of the oldest turn whose effect its sandbox holds; -1: of none."""
+        ...
+
+    def resume(self, seed: int, *, anew: bool) -> None:
+        """A parked rollout goes on: with the sandbox it has, or from its beginning in a fresh one."""
+        ...
+
+    def forget(self, seed: int) -> tuple[int, int]:
+        """The rollout is over; returns its model calls, and the version of the oldest turn whose effect its sandbox
+        held when it was resumed (-1: it was not)."""
+        ...
+
+
+class FakeRollout(SingleTurn):
+    """The life of a simulated rollout: a failure of its sandbox is the sandbox's, and its turns are counted."""
+
+    def __init__(self, *args: Any, environment: FakeEnvironment, resume_gate: ResumeGate | None, **named: Any) -> None:
+        async def gate(parked: Parked) -> Resumption:
+            assert resume_gate is not None
+            seed = rollout_seed(self._run_seed, parked.group, parked.member, self._prefix)
+            version = environment.state_version(seed)
+            how = await resume_gate(msgspec.structs.replace(parked, environment_version=version))
+            environment.resume(seed, anew=how == "restart")
+            return how
+
+        super().__init__(*args, resume_gate=gate if resume_gate is not None else None, **named)
+        self._environment = environment
+
+    async def generate_member(
+        self, group: Group, member: int, partial: PartialResponse = PartialResponse(), resumes: int = 0
+    ) -> Rollout:
+        """See SingleTurn."""
+        seed = rollout_seed(self._run_seed, group.index, member, self._prefix)
+        turns, version = 0, -1
+        try:
+            rollout = await super().generate_member(group, member, partial, resumes)
+        finally:
+            turns, version = self._environment.forget(seed)
+        failure = rollout.failure
+        if failure is not None and failure.cause.startswith(SANDBOX):
+            failure = msgspec.structs.replace(failure, boundary="sandbox")
+        return msgspec.structs.replace(rollout, failure=failure, turns=max(1, turns), environment_version=version)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -271,16 +272,19 @@ class OwnRollouts(SingleTurn):
         return await SingleTurn.generate_member(twin, asked, member)
 
 
+def rollout_maker(experiment: Experiment) -> Callable[..., SingleTurn]:
+    """What makes the rollouts of ``experiment``, with the arguments of `SingleTurn`: single turns, or those of
+    ``hooks.rollout``. Raises ConfigurationError for a function that can't be imported, or isn't async."""
+    name = experiment.hooks.rollout
+    return SingleTurn if name == "single_turn" else functools.partial(OwnRollouts, load_own(name))
+
+
 def make_rollouts(
     experiment: Experiment, generate: Generate, tokenizer: TextCodec, clock: Clock, **options: Any
 ) -> SingleTurn:
-    """The rollouts of ``experiment``: single turns, or those of ``hooks.rollout``; ``options``: of `SingleTurn`.
-    Raises ConfigurationError for a function that can't be imported, or isn't async."""
-    name = experiment.hooks.rollout
-    settings = {"run_seed": experiment.run.seed, **options}
-    if name == "single_turn":
-        return SingleTurn(generate, tokenizer, experiment.rollout, clock, **settings)
-    return OwnRollouts(load_own(name), generate, tokenizer, experiment.rollout, clock, **settings)
+    """The rollouts of ``experiment``; ``options``: of `SingleTurn`. Raises ConfigurationError as `rollout_maker`."""
+    make = rollout_maker(experiment)
+    return make(generate, tokenizer, experiment.rollout, clock, run_seed=experiment.run.seed, **options)
 
 
 def load_own(name: str) -> Hook:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import Literal, Protocol
@@ -13,6 +12,7 @@ import msgspec
 
 from headway.config import schema
 from headway.records.clients import Watch
+from headway.records.counted import all_finite, sampled_mask
 from headway.records.generation import (
     FinishReason,
     GenerationRequest,
@@ -301,7 +301,7 @@ class _Life:
             prompt_ids=group.prompt_ids,
             response_ids=self.response.ids,
             response_logprobs=self.response.logprobs,
-            response_mask=(True,) * len(self.response.ids),
+            response_mask=sampled_mask(self.response.ids),
             versions=self.response.versions,
             finish_reason="error" if failure is not None else self.finish_reason,
             failure=failure,
@@ -321,7 +321,7 @@ def _fault(response: PartialResponse) -> str:
     spanned = sum(span.tokens for span in response.versions)
     if len(response.logprobs) != tokens or spanned != tokens:
         return f"the engine returned {tokens} tokens, {len(response.logprobs)} log-probabilities, {spanned} versions"
-    if not all(map(math.isfinite, response.logprobs)):
+    if not all_finite(response.logprobs):
         return "the engine returned a log-probability that is not finite"
     return ""
 

@@ -24,8 +24,10 @@ FILE_NAME = "ledger.jsonl"
 EVENT_START = "start"  # a run began
 EVENT_RESUME = "resume"  # a run goes on: steps recorded after it may repeat earlier ones
 EVENT_BOOKS = "books"  # data: balanced 0/1, open, and a count under each ending's name
+EVENT_CONTROL = "control"  # the controller; data: kind, knob, old, new, predicted, measured (rate ratios), mode
 EVENT_BEST = "best"  # data: version of the checkpoint that is now the best
 EVENT_END = "end"  # the run ended in order
+EVENT_SIMULATED = "simulated"  # nothing of it happened: detail names the scenario
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(LedgerLine)

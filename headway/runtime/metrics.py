@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from headway.records.curriculum import CurriculumStep
 from headway.records.ledger import Distribution, EvaluationRecord, LedgerLine, PrunerFigures, StepRecord
 
 # name -> (field of StepRecord, what it is)
@@ -117,6 +118,11 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             kind = name.removesuffix("_steps")
             yield f"{kind}_mean_steps", distribution.mean
             yield f"{kind}_max_steps", distribution.max
+        if line.flow.concurrent_rollouts:
+            yield "control/open_groups", float(line.flow.open_groups)  # 0: no limit
+            yield "control/concurrent_rollouts", float(line.flow.concurrent_rollouts)
+            yield "control/steps_per_publish", float(line.flow.steps_per_publish)
+            yield "rates/useful_samples_per_s", line.flow.useful_samples / line.step_s if line.step_s else 0.0
         for ending, count in line.endings.items():
             yield f"endings/{ending}_rollouts", float(count)
         for ending, tokens in line.ended_tokens.items():
@@ -132,10 +138,25 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             if score.samples:
                 yield f"by_source/{names[label]}_solve_rate", score.solve_rate
                 yield f"by_source/{names[label]}_samples", float(score.samples)
+        if line.curriculum.tasks:
+            yield from _of_curriculum(line.curriculum)
         if line.pruning:
             yield from _pruning(line)
         for name, value in line.metrics.items():
             yield f"{_metric_group(name)}/{_UNUSUAL.sub('_', name)}", value
+
+
+def _of_curriculum(curriculum: CurriculumStep) -> Iterator[tuple[str, float]]:
+    drawn = sum(curriculum.draws.values())
+    if drawn:  # else there is no mean
+        for reason, count in curriculum.draws.items():
+            yield f"curriculum/{reason}_draw_share", count / drawn
+        yield "curriculum/drawn_solve_rate", curriculum.solve_rate_mean
+        yield "curriculum/drawn_signal", curriculum.signal_mean
+        yield "curriculum/group_size_rollouts", curriculum.group_size_mean
+    yield "curriculum/min_signal", curriculum.min_signal
+    for region, count in curriculum.tasks.items():
+        yield f"curriculum/{region}_tasks", float(count)
 
 
 def _pruning(line: StepRecord) -> Iterator[tuple[str, float]]:

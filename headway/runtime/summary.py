@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, RunSummary, StepRecord
 from headway.records.rollout import ENDINGS
-from headway.runtime.ledger import EVENT_BEST, EVENT_BOOKS, EVENT_END, EVENT_RESUME, EVENT_START
+from headway.runtime.ledger import EVENT_BEST, EVENT_BOOKS, EVENT_END, EVENT_RESUME, EVENT_SIMULATED, EVENT_START
 
 
 def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
@@ -42,12 +42,18 @@ def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
         ),
         trained_per_s=_share(samples, total_s),
         endings=_endings(steps, books),
+        simulated=any(isinstance(line, EventRecord) and line.event == EVENT_SIMULATED for line in lines),
     )
 
 
 def recorded_steps(lines: Sequence[LedgerLine]) -> int:
     """The version after the last step recorded."""
     return max((line.version for line in lines if isinstance(line, StepRecord)), default=0)
+
+
+def last_step(lines: Sequence[LedgerLine]) -> StepRecord | None:
+    """The last step recorded."""
+    return next((line for line in reversed(lines) if isinstance(line, StepRecord)), None)
 
 
 def is_finished(lines: Sequence[LedgerLine]) -> bool:

@@ -29,21 +29,7 @@ class TaskCursor:
 
         Raises ConfigurationError when there are no tasks, or none of a source.
         """
-        if not tasks:
-            raise ConfigurationError("there are no tasks to draw from")
-        if weights is None or len(weights) < 2:
-            self._walks = [_Walk(tasks, seed)]
-            self._mixture = Mixture([1.0])
-        else:
-            of_source: dict[str, list[Task]] = {name: [] for name in weights}
-            for task in tasks:
-                of_source[task.source].append(task)
-            # a seed of its own for each, or sources of one size would be shuffled alike
-            self._walks = [_Walk(members, f"{seed}:{name}") for name, members in of_source.items()]
-            self._mixture = Mixture(list(weights.values()))
-            for name, members in of_source.items():
-                if not members:
-                    raise ConfigurationError(f"{name}: there are no tasks to draw from")
+        self._walks, self._mixture = walks_of(tasks, seed, weights)
         self._position = 0
 
     @property
@@ -70,7 +56,24 @@ class TaskCursor:
         self._position = position
 
 
-class _Walk:
+def walks_of(tasks: Sequence[Task], seed: int, weights: Mapping[str, float] | None) -> tuple[list[Walk], Mixture]:
+    """A walk for each source, and whose turn it is. Arguments and errors as of ``TaskCursor``."""
+    if not tasks:
+        raise ConfigurationError("there are no tasks to draw from")
+    if weights is None or len(weights) < 2:
+        return [Walk(tasks, seed)], Mixture([1.0])
+    of_source: dict[str, list[Task]] = {name: [] for name in weights}
+    for task in tasks:
+        of_source[task.source].append(task)
+    for name, members in of_source.items():
+        if not members:
+            raise ConfigurationError(f"{name}: there are no tasks to draw from")
+    # a seed of its own for each, or sources of one size would be shuffled alike
+    walks = [Walk(members, f"{seed}:{name}") for name, members in of_source.items()]
+    return walks, Mixture(list(weights.values()))
+
+
+class Walk:
     """One source's tasks, epoch after epoch."""
 
     def __init__(self, tasks: Sequence[Task], seed: int | str) -> None:
@@ -80,11 +83,15 @@ class _Walk:
         self._order: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
     def task(self, position: int) -> Task:
+        return self.tasks[self.number(position)]
+
+    def number(self, position: int) -> int:
+        """Which of ``tasks`` stands at ``position`` (>= 0) of the walk."""
         epoch, offset = divmod(position, len(self.tasks))
         if epoch != self._epoch:
             self._order = permutation(len(self.tasks), self._seed, epoch)
             self._epoch = epoch
-        return self.tasks[int(self._order[offset])]
+        return int(self._order[offset])
 
 
 def permutation(size: int, seed: int | str, epoch: int) -> npt.NDArray[np.int64]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from headway.records.counted import sampled_tokens
 from headway.records.generation import PublishedWeights
 from headway.records.training import CheckpointInfo, StepReport, TrainBatch
 from headway.runtime.clock import Clock
@@ -31,7 +32,13 @@ class FakeTrainer:
         checkpoint_s: float = 0.0,
         skip_steps: frozenset[int] = frozenset(),
         keep_checkpoints: int = 2,
+        flops_per_token: float = 0.0,
+        keep_batches: bool = True,
     ) -> None:
+        """``flops_per_token``: of forward and backward, what MFU counts. ``keep_batches``: in ``batches``."""
+        self._flops_per_token = flops_per_token
+        self._keep_batches = keep_batches
+        self._calls = 0
         self._clock = clock
         self._latency = seconds_per_sample
         self._publish_s = publish_s
@@ -58,19 +65,23 @@ class FakeTrainer:
         began = self._clock.now()
         latency = self._latency
         await self._clock.sleep(latency(batch) if callable(latency) else latency * len(batch.samples))
-        skipped = len(self.batches) in self._skip_steps
-        self.batches.append(batch)
+        skipped = self._calls in self._skip_steps
+        self._calls += 1
+        if self._keep_batches:
+            self.batches.append(batch)
         self.version += 0 if skipped else 1
         rollouts = [sample.rollout for sample in batch.samples]
+        tokens = sum(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
         return StepReport(
             step=batch.step,
             version=self.version,
             skipped=skipped,
             reason="told to skip" if skipped else "",
             samples=len(rollouts),
-            tokens=sum(len(r.prompt_ids) + len(r.response_ids) for r in rollouts),
-            computed_tokens=sum(len(r.prompt_ids) + len(r.response_ids) for r in rollouts),
-            loss_tokens=sum(sum(r.response_mask) for r in rollouts),
+            tokens=tokens,
+            computed_tokens=tokens,
+            flops=tokens * self._flops_per_token,
+            loss_tokens=sum(sampled_tokens(r.response_mask) for r in rollouts),
             micro_batches=1,
             compute_s=self._clock.now() - began,
             metrics={"loss": 0.0, "grad_norm": 0.0, "entropy": 0.0, "learning_rate": 0.0},

@@ -21,7 +21,7 @@ from headway.records.task import Task
 from headway.records.trace import TraceLine
 from headway.rollout.fake import FakeVerifier
 from headway.runtime.clock import Clock, run_virtual
-from headway.runtime.summary import recorded_steps
+from headway.runtime.summary import last_step, recorded_steps
 from headway.trainer.fake import FakeTrainer, Latency
 
 
@@ -155,7 +155,7 @@ async def _session(
             await actor.start()  # type: ignore[attr-defined]
 
         async def whole() -> None:
-            await run.begin(recorded_steps(lines))
+            await run.begin(recorded_steps(lines), last_step(lines))
             await run.train()
             await run.conclude()
 

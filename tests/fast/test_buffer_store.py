@@ -5,7 +5,9 @@ import sqlite3
 
 import pytest
 
+from headway.buffer.history import read_history
 from headway.buffer.store import GroupBuffer
+from headway.records.curriculum import Draw, Evidence
 from headway.records.errors import BooksUnbalanced, BufferCorrupt, BufferFull, StorageFailed
 from headway.records.generation import PartialResponse, VersionSpan
 from headway.records.rollout import Batch, Failure, FinishedGroup, Group, Parked, Rollout
@@ -336,6 +338,29 @@ def test_length_bias_and_books_are_rebuilt_from_disk(buffer, path, tmp_path):
     assert (statistics.closed_cohorts, statistics.trained, statistics.completed) == (2, 4, 6)
     assert statistics.cut_share == 0.25
     assert statistics.scheduling_ks > 0
+
+
+def test_draws_and_what_groups_showed_come_back_in_the_order_of_commits(buffer, path, tmp_path):
+    draw = Draw(reason="band", probability=0.25, alpha=1.5, beta=2.5, signal=0.8, min_signal=0.5, size=2)
+    owners = [group(index, version=index) for index in range(4)]
+    for owner in owners:
+        buffer.admit(owner, draw=draw if owner.index % 2 else None)
+
+    def shown(index):
+        return Evidence(group=index, solved=1, valid=2, zero_variance=index == 0, version=index)
+
+    buffer.finish_group(finished(owners[2]), evidence=shown(2))
+    buffer.finish_group(finished(owners[0]), "filtered", "zero_variance", shown(0))
+    buffer.finish_group(finished(owners[1], failed=(0, 1)), "failed", "too_few_valid")
+    for again in (buffer, reopened(path, tmp_path)):
+        groups = again.drawn_groups()
+        assert [one.index for one in groups] == [0, 1, 2, 3]
+        assert [one.draw for one in groups] == [None, draw, None, draw]
+        assert [one.evidence for one in groups] == [shown(0), None, shown(2), None]
+        assert groups[2].finished_as < groups[0].finished_as
+        assert [one.ending for one in groups] == ["filtered", "failed", None, None]
+        assert [one.task_id for one in groups] == [owner.task.task_id for owner in owners]
+    assert read_history(path) == buffer.drawn_groups()
 
 
 def test_making_durable_keeps_working_and_is_recorded(buffer, path):

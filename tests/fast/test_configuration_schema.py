@@ -26,3 +26,30 @@ def test_bits_must_not_depend_on_who_waits_for_kv_tokens() -> None:
     for generator in ({"slots": 4, "kv_capacity_tokens": 160}, {"slots": 4}):
         assert experiment(run=run, rollout=lengths, generator=generator).run.deterministic
     assert experiment(rollout=lengths, generator={"slots": 4, "kv_capacity_tokens": 40}).generator.slots == 4
+
+
+def test_a_curriculums_groups_enclose_the_group_size_and_can_differ() -> None:
+    adaptive = {"mode": "adaptive"}
+    with pytest.raises(ConfigurationError, match=r"min_group_size = 9 and max_group_size = 8 must enclose .* = 8"):
+        experiment(curriculum=adaptive | {"min_group_size": 9})
+    with pytest.raises(ConfigurationError, match=r"max_group_size = 6 must enclose rollout.group_size = 8"):
+        experiment(curriculum=adaptive | {"max_group_size": 6})
+    with pytest.raises(ConfigurationError, match=r"'adaptive' looks for .* 2 or more, not 1"):
+        experiment(curriculum=adaptive, rollout={"group_size": 1})
+    with pytest.raises(ConfigurationError, match=r"'curriculum.cursor_shares'; did you mean 'cursor_share'"):
+        experiment(curriculum={"cursor_shares": 0.1})
+
+
+def test_the_largest_group_is_what_concurrency_has_room_for() -> None:
+    sizes = {"mode": "adaptive", "min_group_size": 4, "max_group_size": 24}
+    given = experiment(curriculum=sizes, queue={"max_concurrent_rollouts": 16})
+    assert (given.smallest_group, given.largest_group, given.concurrent_rollouts) == (4, 24, 24)
+    uniform = experiment(curriculum=sizes | {"mode": "uniform"}, queue={"max_concurrent_rollouts": 16})
+    assert (uniform.smallest_group, uniform.largest_group, uniform.concurrent_rollouts) == (8, 8, 16)
+
+
+def test_a_task_of_the_band_rests_at_least_while_a_group_of_it_may_be_open() -> None:
+    queue = {"groups_per_step": 4, "budget": 3}
+    assert experiment(queue=queue).task_rest_groups == (16, 64)
+    assert experiment(queue=queue, curriculum={"repeat_after_groups": 5}).task_rest_groups == (16, 16)
+    assert experiment(queue=queue, curriculum={"repeat_after_groups": 100}).task_rest_groups == (16, 100)

@@ -204,7 +204,7 @@ class CountingGenerator(FakeGenerator):
         return [msgspec.structs.replace(found, decode_steps=round(found.busy_s / TOKEN_S))]
 
     def open_tokens(self) -> list[int]:
-        return [self._produced(entry) for entry in self._open.values()]
+        return [self.tokens_so_far(request_id) for request_id in self._open]
 
 
 class TimedTrainer(FakeTrainer):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import headway.generator.fake as fake
+import headway.generator.fake_replica as fake
 from headway.control.pruning import is_audited
 from headway.records.errors import NoProgress
 from headway.records.ledger import EventRecord, PrunerFigures
@@ -240,7 +240,7 @@ def test_who_cannot_end_before_the_group_is_due_is_stopped() -> None:
 
 def circles(monkeypatch: pytest.MonkeyPatch, members: tuple[int, ...], period: int) -> None:
     """Responses go round in circles from token 30 on where the seed says so."""
-    tokens = fake._tokens
+    tokens = fake.made_up_tokens
 
     def looping(seed: int, first: int, count: int) -> tuple[int, ...]:
         plain = tokens(seed, first, count)
@@ -248,7 +248,7 @@ def circles(monkeypatch: pytest.MonkeyPatch, members: tuple[int, ...], period: i
             return plain
         return tuple(900 + at % period if at >= 30 else plain[at - first] for at in range(first, first + count))
 
-    monkeypatch.setattr(fake, "_tokens", looping)
+    monkeypatch.setattr(fake, "made_up_tokens", looping)
 
 
 def test_a_loop_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,24 @@
+"""Reading what a run drew, from outside: also while it goes on."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+from headway.buffer.database import SCHEMA_VERSION, reading
+from headway.buffer.rows import read_drawn_groups
+from headway.records.curriculum import DrawnGroup
+from headway.records.errors import BufferCorrupt
+
+
+def read_history(path: Path) -> list[DrawnGroup]:
+    """Every group of the buffer at ``path``, by index. Changes nothing. Raises BufferCorrupt, StorageFailed."""
+    with reading(path), closing(sqlite3.connect(path, timeout=10.0)) as connection:
+        connection.execute("PRAGMA query_only=ON")
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version != SCHEMA_VERSION:
+            raise BufferCorrupt(
+                f"the group buffer {path} has schema version {version}; this Headway reads version {SCHEMA_VERSION}"
+            )
+        return read_drawn_groups(connection)

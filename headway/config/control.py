@@ -1,0 +1,29 @@
+"""The controller's keys."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from headway.config.section import Positive, Section
+
+KnobName = Literal["open_groups", "concurrent_rollouts", "steps_per_publish", "resting"]
+
+
+class Control(Section):
+    """Matches the two rates while the run goes on: docs/control.md."""
+
+    mode: Literal["off", "advise", "act"] = "off"  # advise: say in the ledger what act would set, and set nothing
+    interval_steps: Positive = 2  # least steps between two decisions; they are what a decision is based on
+    pin: tuple[KnobName, ...] = ()  # knobs that stay as the experiment sets them
+    max_steps_per_publish: Positive = 4  # it publishes no more seldom; queue.budget + 1 where that is less
+    length_bias_limit: Annotated[float, Field(ge=0, le=1)] = 0.1  # KS by scheduling; beyond it no load is added
+    staleness_tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.01  # share of the rate given for younger samples
+
+    @field_validator("pin")
+    @classmethod
+    def _once(cls, value: tuple[KnobName, ...]) -> tuple[KnobName, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError("a knob is named twice")
+        return value

@@ -1,0 +1,44 @@
+"""The part of the experiment file that says which task is drawn next, and for how large a group."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from headway.config.section import Positive, Section
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+Probability = Annotated[float, Field(gt=0, lt=1)]
+
+
+class Curriculum(Section):
+    """Which task is drawn next, and for how large a group: docs/curriculum.md."""
+
+    mode: Literal["uniform", "adaptive"] = "uniform"  # every task in turn, or those whose outcomes are likely to differ
+    cursor_share: Annotated[float, Field(gt=0, le=1)] = 0.1  # of draws: the next task of the plain walk, so all are met
+    replay_share: Share = 0.05  # of draws: an unsolved task again, when one is due
+    replay_after_groups: Positive = 256  # an unsolved task is due after so many groups, then twice as many, and so on
+    repeat_after_groups: Positive | None = None  # a task of the band rests so long; default: 16 x groups_per_step
+    half_life_steps: Annotated[float, Field(gt=0)] = 32.0  # what was seen so many versions before the last look: half
+    min_signal: Probability = 0.5  # a task is in the band when its group's outcomes differ with this probability
+    min_signal_range: tuple[Probability, Probability] = (0.25, 0.8)  # it moves within, when ...
+    zero_variance_range: tuple[Share, Probability] = (0.1, 0.4)  # ... the share of flat groups in the band leaves this
+    min_group_size: Positive | None = None  # default: rollout.group_size
+    max_group_size: Positive | None = None  # default: rollout.group_size
+    member_gain: Probability = 0.02  # a group grows while a member raises the probability of a signal by so much
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Curriculum:
+        for name in ("min_signal_range", "zero_variance_range"):
+            low, high = getattr(self, name)
+            if low >= high:
+                raise ValueError(f"{name} = [{low:g}, {high:g}]: the first must be below the second")
+        low, high = self.min_signal_range
+        if not low <= self.min_signal <= high:
+            raise ValueError(f"min_signal = {self.min_signal:g} is outside min_signal_range = [{low:g}, {high:g}]")
+        if self.cursor_share + self.replay_share > 1:
+            raise ValueError(
+                f"cursor_share = {self.cursor_share:g} and replay_share = {self.replay_share:g} are more than all draws"
+            )
+        return self

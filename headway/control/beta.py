@@ -1,0 +1,101 @@
+"""A task's solve rate as a Beta distribution, and what it says of a group of attempts.
+
+With p ~ Beta(a, b) and n independent attempts, E[p^n] = prod_{i<n} (a + i) / (a + b + i): the beta-binomial
+distribution, so what is uncertain about p is in every probability below.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+def mixed_probability(alpha: float, beta: float, size: int) -> float:
+    """Probability that ``size`` attempts are neither all solved nor all unsolved: 1 - E[p^n] - E[(1-p)^n]."""
+    solved = unsolved = 1.0
+    for i in range(size):
+        total = alpha + beta + i
+        solved *= (alpha + i) / total
+        unsolved *= (beta + i) / total
+    return max(0.0, 1.0 - solved - unsolved)
+
+
+def group_size(alpha: float, beta: float, smallest: int, largest: int, gain: float) -> int:
+    """Attempts for a group: from ``smallest`` on one more as long as it raises the probability of mixed outcomes by
+    ``gain`` at least, up to ``largest``.
+
+    A rate known to be near 1/2 needs few, one near 0 or 1 or not known yet more, and one that is surely 0 or 1 none:
+    no number of attempts would show anything. What a member adds can't rise with their number, since
+    E[p^n (1-p)] + E[(1-p)^n p] falls in n.
+    """
+    size, reached = smallest, mixed_probability(alpha, beta, smallest)
+    while size < largest:
+        further = mixed_probability(alpha, beta, size + 1)
+        if further - reached < gain:
+            break
+        size, reached = size + 1, further
+    return size
+
+
+def interval(alpha: float, beta: float, mass: float = 0.9) -> tuple[float, float]:
+    """The central interval that holds ``mass`` of Beta(alpha, beta)."""
+    tail = (1.0 - mass) / 2
+    return _quantile(alpha, beta, tail), _quantile(alpha, beta, 1.0 - tail)
+
+
+def cumulative(alpha: float, beta: float, x: float) -> float:
+    """P(p <= x): the regularised incomplete beta function, by its continued fraction (Abramowitz and Stegun 26.5.8)
+    with Lentz's recurrence, on the side of the mean where it converges fast."""
+    if x <= 0.0 or x >= 1.0:
+        return 0.0 if x <= 0.0 else 1.0
+    if x > (alpha + 1.0) / (alpha + beta + 2.0):
+        return 1.0 - cumulative(beta, alpha, 1.0 - x)
+    scale = math.lgamma(alpha + beta) - math.lgamma(alpha) - math.lgamma(beta)
+    front = math.exp(scale + alpha * math.log(x) + beta * math.log1p(-x)) / alpha
+    return min(1.0, front * _fraction(alpha, beta, x))
+
+
+def _fraction(alpha: float, beta: float, x: float) -> float:
+    tiny = 1e-300
+    c, d = 1.0, 1.0 - (alpha + beta) * x / (alpha + 1.0)
+    d = 1.0 / (d if abs(d) > tiny else tiny)
+    value = d
+    for m in range(1, 300):
+        even = m * (beta - m) * x / ((alpha + 2 * m - 1) * (alpha + 2 * m))
+        odd = -(alpha + m) * (alpha + beta + m) * x / ((alpha + 2 * m) * (alpha + 2 * m + 1))
+        factor = 1.0
+        for term in (even, odd):
+            d = 1.0 + term * d
+            d = 1.0 / (d if abs(d) > tiny else tiny)
+            c = 1.0 + term / c
+            c = c if abs(c) > tiny else tiny
+            factor = c * d
+            value *= factor
+        if abs(factor - 1.0) < 1e-12:
+            break
+    return value
+
+
+def _quantile(alpha: float, beta: float, share: float) -> float:
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if cumulative(alpha, beta, middle) < share:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def known_limits(signal: float, size: int) -> tuple[float, float]:
+    """The solve rates between which ``size`` attempts differ with probability ``signal`` at least, were they known:
+    1 - p^n - (1-p)^n >= signal. (0.5, 0.5) where none is enough."""
+    low, high = 0.0, 0.5
+    if 1.0 - 2 * 0.5**size < signal:
+        return 0.5, 0.5
+    for _ in range(50):
+        middle = (low + high) / 2
+        if 1.0 - middle**size - (1.0 - middle) ** size < signal:
+            low = middle
+        else:
+            high = middle
+    return high, 1.0 - high

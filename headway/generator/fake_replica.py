@@ -1,0 +1,445 @@
+"""One replica of the fake generator: continuous batching as a sequence of events, without a clock of its own."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headway.records.clients import Watch
+from headway.records.counted import CountedTokens, Repeated, token_at
+from headway.records.generation import FinishReason, GenerationRequest, PartialResponse, UpdateMode, VersionSpan
+
+LOGPROB = -0.5  # of every token
+_ROUNDING = 1e-6  # tokens: what adding up times may lose
+_ROUNDING_S = 1e-9
+_FREE_SHARE = 0.01  # of the KV capacity that a newcomer must leave, or it would be preempted at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaCosts:
+    """What a replica takes its time for. A decode step gives every running request one token."""
+
+    token_s: float | Callable[[int], float]  # a decode step: a number, or a function of how many requests run
+    kv_token_s: float = 0.0  # added to it for every KV token of the running requests
+    prefill_token_s: float = 0.0  # of each token to prefill; decoding stands still meanwhile
+    prefill_s: Callable[[GenerationRequest], float] | None = None  # delay before decoding, beside everything else
+    slots: int = 64
+    kv_capacity_tokens: int | None = None
+    counted: bool = False  # responses are counted, not stored
+
+    def step_s(self, running: int) -> float:
+        return self.token_s(running) if callable(self.token_s) else self.token_s
+
+
+class FakeRequest:
+    """One request. It waits, is prefilled (or delayed), decodes; preempted, it waits again.
+
+    While it decodes, ``base`` is the replica's work at which its present stretch of tokens began; ``done`` tokens were
+    produced in earlier stretches.
+    """
+
+    __slots__ = (
+        "base",
+        "begun",
+        "cached",
+        "change",
+        "decoding",
+        "done",
+        "first_token_s",
+        "length",
+        "prompt_key",
+        "reason",
+        "reprefills",
+        "request",
+        "serial",
+        "session",
+        "spans",
+        "stretch",
+        "told",
+        "watch",
+    )
+
+    def __init__(
+        self, request: GenerationRequest, serial: int, length: int, reason: FinishReason, watch: Watch | None
+    ) -> None:
+        self.request = request
+        self.watch = watch
+        self.told = len(request.partial.ids)  # response tokens when it was last told
+        self.serial = serial
+        self.length = length  # response tokens it will end with
+        self.reason: FinishReason = reason
+        self.session = ""  # of a rollout whose turns follow one another; its KV is looked for
+        self.begun = False  # holds a slot
+        self.decoding = False
+        self.base = 0.0
+        self.change = 0  # index of the version its stretch began under
+        self.done = 0
+        self.stretch = 0  # how often it was preempted: events of an earlier stretch are void
+        self.spans: list[list[int]] = [[span.version, span.tokens] for span in request.partial.versions]
+        self.prompt_key: tuple[tuple[int, ...], int] = ((), 0)  # with the version it began under
+        self.first_token_s = 0.0
+        self.reprefills = 0
+        self.cached = False  # it began with the KV of its session
+
+    @property
+    def resumed_tokens(self) -> int:
+        return len(self.request.partial.ids)
+
+    @property
+    def context_tokens(self) -> int:
+        """What must be in the KV cache before its next token."""
+        return len(self.request.prompt_ids) + self.resumed_tokens + self.done
+
+    @property
+    def allowed_tokens(self) -> int:
+        """Prompt and still allowed response tokens: what it may cost a replica."""
+        return len(self.request.prompt_ids) + max(0, self.request.sampling.max_tokens - self.resumed_tokens - self.done)
+
+
+class FakeReplica:
+    """Requests in slots, their KV, and the time that decoding and prefills take.
+
+    ``work`` counts the tokens that every decoding request has gained since the start. Prefills stand in a line of
+    their own, and decoding waits for all of them. With n requests that decode and K tokens in their KV, the next d
+    tokens of each take the sum of d steps: d x step_s(n) + kv_token_s x (d K + n d (d - 1) / 2) seconds.
+
+    Used as: ``advance(now)``, change something, ``settle(now)``; ``next_event_s(now)`` says when to come again.
+    """
+
+    def __init__(self, costs: ReplicaCosts, version: int, now: float, on_end: Callable[[FakeRequest], None]) -> None:
+        self.costs = costs
+        self._on_end = on_end
+        self._now = now
+        self.changes: list[tuple[float, int]] = [(0.0, version)]  # work at which each version was applied
+        self.work = 0.0
+        self.running: dict[int, FakeRequest] = {}  # by serial, in the order they began
+        self.waiting: list[tuple[int, int, FakeRequest]] = []
+        self.open = 0
+        self.paused = self.lent = False
+        self._due: list[tuple[float, int, int, FakeRequest]] = []  # (work at its end, serial, stretch, request)
+        self._watched: list[tuple[float, int, int, FakeRequest]] = []  # (work at which its watch is told, ...)
+        self._delayed: list[tuple[float, int, int, FakeRequest]] = []  # (time its delay ends, ...)
+        self._prefills: deque[tuple[FakeRequest | None, int]] = deque()  # and the stretch it belongs to
+        self._prefill_left_s: deque[float] = deque()
+        self._decoding = 0
+        self._context = 0  # KV tokens of running requests at the begin of their stretches
+        self._bases = 0.0  # sum of the bases of decoding ones
+        self._allowed = 0  # of all open requests
+        self._sessions: OrderedDict[str, int] = OrderedDict()  # KV that ended turns left behind, oldest first
+        self._session_tokens = 0
+        self._prompts: Counter[tuple[tuple[int, ...], int]] = Counter()  # prompts in the KV of running ones
+        self.generated = self.prefilled = self.finished = self.preemptions = 0
+        self.busy_s = self.idle_s = self.paused_s = self.lent_s = self.decode_steps = 0.0
+
+    # --- what it holds --------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self.changes[-1][1]
+
+    @property
+    def kv_tokens(self) -> float:
+        """Of running requests: contexts and what they have gained."""
+        return self._context + self._decoding * self.work - self._bases
+
+    @property
+    def outstanding_tokens(self) -> int:
+        return int(self._allowed - (self._decoding * self.work - self._bases))
+
+    @property
+    def generated_tokens(self) -> int:
+        return self.generated + sum(self.produced(entry) for entry in self.running.values())
+
+    @property
+    def held_tokens(self) -> int:
+        return sum(entry.context_tokens + self.produced(entry) for entry in self.running.values())
+
+    def holds(self, session: str) -> bool:
+        return session in self._sessions
+
+    def produced(self, entry: FakeRequest) -> int:
+        """Tokens of its present stretch."""
+        if not entry.decoding or entry.reason == "error":
+            return 0
+        left = entry.length - entry.resumed_tokens - entry.done
+        return max(0, min(left, math.floor(self.work - entry.base + _ROUNDING)))
+
+    # --- time -----------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        """Bring the work up to ``now``, which is not after the next event."""
+        elapsed_s, self._now = now - self._now, now
+        if self.lent:
+            self.lent_s += elapsed_s
+        elif self.paused:
+            self.paused_s += elapsed_s
+        elif self._prefills:
+            self._prefill_left_s[0] -= elapsed_s
+            self.busy_s += elapsed_s
+        elif self.running:
+            if self._decoding:
+                gained = self._tokens_in(elapsed_s)
+                self.work += gained
+                self.decode_steps += gained
+            self.busy_s += elapsed_s
+        else:
+            self.idle_s += elapsed_s
+
+    def next_event_s(self) -> float:
+        """When something ends, begins or no longer fits; inf: not before it is told something."""
+        due_s = self._delayed[0][0] if self._delayed else math.inf
+        if self.paused or self.lent:
+            return due_s
+        if self._prefills:
+            return min(due_s, self._now + max(0.0, self._prefill_left_s[0]))
+        if not self._decoding:
+            return due_s
+        due = self._due[0][0]
+        tokens = (min(due, self._watched[0][0]) if self._watched else due) - self.work
+        capacity = self.costs.kv_capacity_tokens
+        if capacity is not None and self._decoding > 1:
+            tokens = min(tokens, (capacity - self.kv_tokens) / self._decoding)
+        return min(due_s, self._now + self._seconds_of(max(0.0, tokens)))
+
+    def _step_and_growth_s(self) -> tuple[float, float]:
+        """(a, b): d more tokens of each take a d + b d² seconds."""
+        running = self._decoding
+        kv_s = self.costs.kv_token_s
+        step_s = self.costs.step_s(running)
+        return (step_s + kv_s * (self.kv_tokens - running / 2), kv_s * running / 2) if kv_s else (step_s, 0.0)
+
+    def _seconds_of(self, tokens: float) -> float:
+        step_s, growth_s = self._step_and_growth_s()
+        return tokens * (step_s + growth_s * tokens)
+
+    def _tokens_in(self, seconds: float) -> float:
+        step_s, growth_s = self._step_and_growth_s()
+        if not growth_s:
+            return seconds / step_s
+        return 2.0 * seconds / (step_s + math.sqrt(step_s * step_s + 4.0 * growth_s * seconds))
+
+    # --- events ---------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Do what is due: watches, prefills and delays that are over, ends, preemptions, newcomers. Is up to date."""
+        self._let_sessions_go()  # before anything ends: KV only grows between two events
+        self._tell_watches()
+        while self._delayed and self._delayed[0][0] <= self._now + _ROUNDING_S:
+            _, _, stretch, entry = heapq.heappop(self._delayed)
+            if entry.begun and entry.stretch == stretch:
+                self._start_decoding(entry)
+        self._end_prefills()
+        while self._due:
+            work, _, stretch, entry = self._due[0]
+            valid = entry.decoding and entry.stretch == stretch
+            if valid and work > self.work + _ROUNDING:
+                break
+            heapq.heappop(self._due)
+            if valid:
+                self._on_end(entry)
+        if self.costs.kv_capacity_tokens is not None:
+            self._make_room(self.costs.kv_capacity_tokens)
+        self._fill()
+
+    def _tell_watches(self) -> None:
+        """Whom it is time to tell; a watch may cancel requests, and so come back here."""
+        while self._watched and self._watched[0][0] <= self.work + _ROUNDING:
+            _, _, stretch, entry = heapq.heappop(self._watched)
+            if entry.decoding and entry.stretch == stretch and entry.watch is not None:
+                entry.told += entry.watch.every_tokens
+                self._watch(entry)
+                entry.watch.told(self.response(entry)[0])
+
+    def _watch(self, entry: FakeRequest) -> None:
+        """Remember when its watch is told next, if it lives so long."""
+        if entry.watch is not None and entry.told + entry.watch.every_tokens < entry.length:
+            at = entry.base + entry.told + entry.watch.every_tokens - entry.resumed_tokens - entry.done
+            heapq.heappush(self._watched, (at, entry.serial, entry.stretch, entry))
+
+    def _let_sessions_go(self) -> None:
+        """What ended turns left behind makes room for what runs, oldest first."""
+        capacity = self.costs.kv_capacity_tokens
+        while capacity is not None and self._sessions and self.kv_tokens + self._session_tokens > capacity:
+            self._session_tokens -= self._sessions.popitem(last=False)[1]
+
+    def _make_room(self, capacity: int) -> None:
+        """Preempt the youngest requests until the rest fits."""
+        while len(self.running) > 1 and self.kv_tokens >= capacity - _ROUNDING:
+            entry = max(self.running.values(), key=lambda one: (one.request.priority, one.serial))
+            self.interrupt(entry)
+            self.preemptions += 1
+            self.enter(entry)
+
+    def _fill(self) -> None:
+        costs = self.costs
+        while self.waiting and len(self.running) < costs.slots and not self.paused and not self.lent:
+            entry = self.waiting[0][2]
+            if entry.begun or entry.length < 0:  # it was cancelled
+                heapq.heappop(self.waiting)
+                continue
+            if costs.kv_capacity_tokens is not None and self.running:
+                room = costs.kv_capacity_tokens * (1 - _FREE_SHARE) - self.kv_tokens
+                if entry.context_tokens > room:
+                    return
+            heapq.heappop(self.waiting)
+            self._begin(entry)
+        self._end_prefills()  # those that take no time
+
+    def _end_prefills(self) -> None:
+        """Prefills that are done let their requests decode; those of requests that are gone are left out."""
+        while self._prefills:
+            entry, stretch = self._prefills[0]
+            gone = entry is not None and not (entry.begun and entry.stretch == stretch)
+            if not gone and self._prefill_left_s[0] > _ROUNDING_S:
+                return
+            self._prefills.popleft()
+            self._prefill_left_s.popleft()
+            if entry is not None and not gone:
+                self._start_decoding(entry)
+
+    def _begin(self, entry: FakeRequest) -> None:
+        costs = self.costs
+        entry.begun = True
+        self.running[entry.serial] = entry
+        context = entry.context_tokens
+        self._context += context
+        known = 0
+        if entry.session:
+            known = self._sessions.pop(entry.session, 0)
+            self._session_tokens -= known
+            entry.cached = known > 0
+        if costs.prefill_token_s:
+            key = entry.prompt_key = (entry.request.prompt_ids, self.version)
+            if not known and self._prompts[key]:
+                known = len(entry.request.prompt_ids)  # a sibling's prompt is there already
+            self._prompts[key] += 1
+            fresh = max(0, context - known)
+            self.prefilled += fresh
+            self._prefills.append((entry, entry.stretch))
+            self._prefill_left_s.append(fresh * costs.prefill_token_s)
+            return
+        self.prefilled += max(0, context - known)
+        delay_s = costs.prefill_s(entry.request) if costs.prefill_s is not None else 0.0
+        if delay_s > 0:
+            heapq.heappush(self._delayed, (self._now + delay_s, entry.serial, entry.stretch, entry))
+        else:
+            self._start_decoding(entry)
+
+    def _start_decoding(self, entry: FakeRequest) -> None:
+        entry.decoding = True
+        entry.base = self.work
+        entry.change = len(self.changes) - 1
+        self._decoding += 1
+        self._bases += entry.base
+        remaining = 0 if entry.reason == "error" else entry.length - entry.resumed_tokens - entry.done
+        if entry.first_token_s == 0.0 and remaining:
+            entry.first_token_s = self._now + self._seconds_of(1.0)
+        heapq.heappush(self._due, (entry.base + remaining, entry.serial, entry.stretch, entry))
+        self._watch(entry)
+
+    # --- requests and versions ------------------------------------------------------------------------------
+
+    def enter(self, entry: FakeRequest) -> None:
+        """It waits for a slot; lower priorities first."""
+        self.open += 1
+        self._allowed += entry.allowed_tokens
+        heapq.heappush(self.waiting, (entry.request.priority, entry.serial, entry))
+
+    def leave(self, entry: FakeRequest) -> None:
+        """Take it off: its slot and its KV are free."""
+        self.open -= 1
+        self._allowed -= entry.allowed_tokens
+        if not entry.begun:
+            return
+        entry.begun = False
+        del self.running[entry.serial]
+        self._context -= entry.context_tokens
+        if self.costs.prefill_token_s:
+            self._prompts[entry.prompt_key] -= 1
+            if not self._prompts[entry.prompt_key]:
+                del self._prompts[entry.prompt_key]
+        if entry.decoding:
+            entry.decoding = False
+            self._decoding -= 1
+            self._bases -= entry.base
+
+    def interrupt(self, entry: FakeRequest) -> None:
+        """Take it off with the tokens it has; whoever it enters next prefills them."""
+        produced, begun = self.produced(entry), entry.begun
+        entry.spans = self._spans(entry)
+        self.leave(entry)
+        self.generated += produced
+        entry.done += produced
+        entry.stretch += 1
+        entry.reprefills += begun
+
+    def keep_session(self, session: str, tokens: int) -> None:
+        """The KV of a turn that has ended stays until room is needed."""
+        self._sessions[session] = tokens
+        self._session_tokens += tokens
+
+    def forget_session(self, session: str) -> None:
+        self._session_tokens -= self._sessions.pop(session, 0)
+
+    def begin_update(self, mode: UpdateMode) -> tuple[list[FakeRequest], int]:
+        """Decoding pauses; returns the requests that cross the update, and the tokens that are prefilled again."""
+        self._sessions.clear()
+        self._session_tokens = 0
+        crossing = list(self.running.values())
+        reprefilled = 0
+        if mode == "recompute":
+            for entry in crossing:
+                entry.reprefills += 1
+                reprefilled += entry.context_tokens + self.produced(entry)
+        self.paused = True
+        return crossing, reprefilled
+
+    def end_update(self, version: int, reprefilled: int) -> None:
+        self.paused = False
+        self.changes.append((self.work, version))
+        if reprefilled and self.costs.prefill_token_s:
+            self._prefills.append((None, 0))
+            self._prefill_left_s.append(reprefilled * self.costs.prefill_token_s)
+            self.prefilled += reprefilled
+
+    # --- results --------------------------------------------------------------------------------------------
+
+    def _spans(self, entry: FakeRequest) -> list[list[int]]:
+        """Its spans with the tokens of the present stretch."""
+        produced, spans, counted = self.produced(entry), [[*span] for span in entry.spans], 0
+        if not produced:
+            return spans
+        for index in range(entry.change, len(self.changes)):
+            version = self.changes[index][1]
+            end = produced
+            if index + 1 < len(self.changes):
+                work = self.changes[index + 1][0]
+                end = max(counted, min(produced, math.floor(work - entry.base + _ROUNDING)))
+            if end > counted and spans and spans[-1][0] == version:
+                spans[-1][1] += end - counted
+            elif end > counted:
+                spans.append([version, end - counted])
+            counted = end
+        return spans
+
+    def response(self, entry: FakeRequest, ended: FinishReason | None = None) -> tuple[PartialResponse, int]:
+        """Its tokens so far, and how many of them are new; ``ended``: how, when it is over."""
+        produced = entry.done + self.produced(entry)
+        before, how = entry.request.partial, entry.request.sampling
+        last = how.stop_token_ids[0] if ended == "stop" and how.stop_token_ids else -1
+        versions = tuple(VersionSpan(version=version, tokens=tokens) for version, tokens in self._spans(entry))
+        if not produced:
+            return PartialResponse(ids=before.ids, logprobs=before.logprobs, versions=versions), 0
+        new, logprobs = CountedTokens.of(produced, how.seed, last=last), Repeated.of(LOGPROB, produced)
+        if not self.costs.counted:
+            tokens = made_up_tokens(how.seed, entry.resumed_tokens, produced)
+            new, logprobs = (*tokens[:-1], last if last >= 0 else tokens[-1]), (LOGPROB,) * produced
+        return PartialResponse(ids=before.ids + new, logprobs=before.logprobs + logprobs, versions=versions), produced
+
+
+def made_up_tokens(seed: int, first: int, count: int) -> tuple[int, ...]:
+    """Token ids from position ``first`` on: a function of seed and position alone."""
+    return tuple(token_at(seed, first + index) for index in range(count))

@@ -1,0 +1,67 @@
+"""What identifies the queue's parameters, summed over one step (``records.ledger.Flow``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from headway.records.control import Knobs
+from headway.records.ledger import Flow
+from headway.records.rollout import FinishedGroup, Rollout
+
+
+def flow_of(
+    finished: Sequence[FinishedGroup],
+    *,
+    knobs: Knobs,
+    accepted_groups: int,
+    useful_samples: int,
+    trained_tokens: int,
+    straggler_wait_s: float,
+    update_wait_s: float,
+) -> Flow:
+    """Of the groups that ``finished`` in the step and of what the train loop measured. The engines' part is missing."""
+    responses = [r for group in finished for r in group.rollouts if r.failure is None and r.response_ids]
+    between, within = log_length_variances(finished)
+    timed = [r for r in responses if r.first_token_s > 0]
+    return Flow(
+        open_groups=knobs.open_groups or 0,
+        concurrent_rollouts=knobs.concurrent_rollouts,
+        steps_per_publish=knobs.steps_per_publish,
+        resting=len(knobs.resting),
+        useful_samples=useful_samples,
+        trained_tokens=trained_tokens,
+        finished_groups=len(finished),
+        accepted_groups=accepted_groups,
+        responses=len(responses),
+        prompt_tokens=sum(len(r.prompt_ids) for r in responses),
+        generating_s=sum(max(0.0, r.generated_s - r.opened_s) for r in responses),
+        decode_s=sum(_decode_s(r) for r in timed),
+        decode_tokens=sum(len(r.response_ids) - 1 for r in timed),
+        length_variance_between=between,
+        length_variance_within=within,
+        straggler_wait_s=straggler_wait_s,
+        update_wait_s=update_wait_s,
+    )
+
+
+def _decode_s(rollout: Rollout) -> float:
+    return max(0.0, rollout.generated_s - rollout.first_token_s)
+
+
+def log_length_variances(groups: Sequence[FinishedGroup]) -> tuple[float, float]:
+    """Mean squares of the logarithm of response lengths between groups (of about equal size) and within them: of a
+    one-way analysis of variance. (0, 0) for fewer than two groups of two."""
+    usable = [lengths for group in groups if len(lengths := _log_lengths(group)) > 1]
+    count = sum(map(len, usable))
+    if len(usable) < 2:
+        return 0.0, 0.0
+    mean = sum(map(sum, usable)) / count
+    means = [sum(group) / len(group) for group in usable]
+    between = sum(len(g) * (m - mean) ** 2 for g, m in zip(usable, means, strict=True)) / (len(usable) - 1)
+    within = sum((x - m) ** 2 for g, m in zip(usable, means, strict=True) for x in g) / (count - len(usable))
+    return between, within
+
+
+def _log_lengths(group: FinishedGroup) -> list[float]:
+    return [math.log(len(r.response_ids)) for r in group.rollouts if r.failure is None and r.response_ids]

@@ -1,0 +1,390 @@
+"""Rollouts of several turns in a simulation: model and sandbox calls in turn, behind the generator's interface."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import msgspec
+
+from headway.generator.fake import FakeGenerator
+from headway.planner.quantities import mix, uniform
+from headway.planner.scenario import Scenario
+from headway.planner.workload import Plan, Turn, WorkloadModel
+from headway.records.clients import Watch
+from headway.records.counted import CountedTokens, Repeated
+from headway.records.generation import (
+    AppliedWeights,
+    EngineStatistics,
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    PartialResponse,
+    PublishedWeights,
+    VersionSpan,
+)
+from headway.rollout.fake import SANDBOX
+from headway.runtime.clock import Clock
+
+_START, _TOOL = 101, 102  # purposes of random numbers
+_NOTHING = PartialResponse()
+
+
+@dataclass
+class EnvironmentCounts:
+    """What the sandboxes did. Seconds are summed over sandboxes."""
+
+    started: int = 0
+    start_failures: int = 0
+    tool_calls: int = 0
+    tool_failures: int = 0
+    starting_s: float = 0.0
+    waiting_s: float = 0.0  # for a place among those that start
+    tool_s: float = 0.0
+    live_s: float = 0.0
+    live_peak: int = 0
+    resumed_states: int = 0  # parked rollouts that went on in the sandbox they had
+    restarted_states: int = 0  # ... that began anew, as queue.stale_environment says
+    state_staleness_sum: int = 0  # versions between the oldest turn that a resumed sandbox holds and the resume
+    state_staleness_max: int = 0
+    tokens_begun_anew: int = 0  # response tokens that were thrown away with a sandbox
+
+
+@dataclass
+class _Life:
+    """One rollout: its plan, its sandbox, and whether somebody wants it to stop."""
+
+    plan: Plan
+    calls: int = 0  # random numbers used
+    turns: int = 0  # model calls made
+    live_since_s: float | None = None  # its sandbox
+    oldest_version: int = -1  # of a turn whose effect the sandbox holds
+    resumed_version: int = -1  # ... when it was last resumed in it
+    cut: bool = False  # somebody wants it to stop
+    waking: asyncio.Future[None] | None = None  # ends its wait for a reply
+    request_id: str = ""  # of the model call it has open
+    so_far: PartialResponse = _NOTHING
+
+
+class EnvironmentGenerator:
+    """The generator as rollouts of several turns see it: a request is a whole rollout.
+
+    Each turn is a request to ``engine``, whose prompt is all that came before; then the sandbox takes its time, and its
+    reply is added to the response as tokens that weren't sampled. A rollout that comes back with "abort" was cut in
+    a model call (by an update) or anywhere (by ``cancel``); resumed, it goes on where it was. A failure of the sandbox
+    ends the request with "error"; the next one begins anew. Whoever submits a rollout says when he is done with it
+    (``forget``): its sandbox lives until then.
+    """
+
+    def __init__(self, engine: FakeGenerator, workload: WorkloadModel, scenario: Scenario, clock: Clock) -> None:
+        self.engine = engine
+        self.counts = EnvironmentCounts()
+        self._workload = workload
+        self.environment = scenario.environment
+        self._scenario = scenario
+        self._clock = clock
+        self._lives: dict[int, _Life] = {}  # by sampling seed
+        self._open: dict[str, _Life] = {}  # by request
+        starting = scenario.environment.starting_at_once
+        self._starting = asyncio.Semaphore(starting) if starting is not None else None
+        self._live = 0
+
+    # --- the Generator protocol -----------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        await self.engine.start()
+
+    async def generate(self, request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
+        """See :class:`headway.records.clients.Generator`."""
+        key = request.sampling.seed
+        life = self._lives.get(key)
+        if life is None:
+            life = self._lives[key] = _Life(plan=self._workload.plan(request))
+        life.cut = False
+        self._open[request.request_id] = life
+        try:
+            return await _Turns(self, request, life, watch).run()
+        finally:
+            del self._open[request.request_id]
+
+    def forget(self, seed: int) -> tuple[int, int]:
+        """The rollout with this sampling seed is over; returns the model calls it made, and the version of the oldest
+        turn whose effect its sandbox held when it was resumed (-1: it was not)."""
+        life = self._lives.pop(seed, None)
+        if life is None:
+            return 0, -1
+        self.end_sandbox(life)
+        self.engine.forget_session(str(seed))
+        return life.turns, life.resumed_version
+
+    def cancel(self, request_id: str) -> None:
+        """End a rollout with reason "abort" and its tokens so far. Unknown ids: no-op."""
+        life = self._open.get(request_id)
+        if life is not None:
+            life.cut = True
+            if life.waking is not None:
+                _wake(life.waking)
+            if life.request_id:
+                self.engine.cancel(life.request_id)
+
+    def tokens_so_far(self, request_id: str) -> int:
+        """See :class:`headway.records.clients.Generator`."""
+        life = self._open.get(request_id)
+        if life is None:
+            return 0
+        return len(life.so_far.ids) + (self.engine.tokens_so_far(life.request_id) if life.request_id else 0)
+
+    async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
+        return await self.engine.update_weights(weights)
+
+    async def applied_version(self) -> int:
+        return await self.engine.applied_version()
+
+    async def lend_devices(self) -> None:
+        await self.engine.lend_devices()
+
+    async def reclaim_devices(self) -> None:
+        await self.engine.reclaim_devices()
+
+    async def rest_replicas(self, resting: Collection[int]) -> None:
+        await self.engine.rest_replicas(resting)
+
+    async def statistics(self) -> list[EngineStatistics]:
+        return await self.engine.statistics()
+
+    async def stop(self) -> None:
+        await self.engine.stop()
+
+    # --- sandboxes ------------------------------------------------------------------------------------------
+
+    def state_version(self, seed: int) -> int:
+        """Version of the oldest turn whose effect the rollout's sandbox holds; -1: of none."""
+        life = self._lives.get(seed)
+        return -1 if life is None else life.oldest_version
+
+    def resume(self, seed: int, *, anew: bool) -> None:
+        """A parked rollout goes on: with the sandbox it has, or from its beginning in a fresh one."""
+        life = self._lives.get(seed)
+        if life is None or life.oldest_version < 0:
+            return  # no tool was called yet: there is nothing that could be stale
+        if anew:
+            self.counts.restarted_states += 1
+            self.begin_anew(life)
+            return
+        staleness = self.engine.version - life.oldest_version
+        life.resumed_version = life.oldest_version
+        self.counts.resumed_states += 1
+        self.counts.state_staleness_sum += staleness
+        self.counts.state_staleness_max = max(self.counts.state_staleness_max, staleness)
+
+    def begin_anew(self, life: _Life) -> None:
+        """Its sandbox is gone, and with it what its turns did."""
+        self.end_sandbox(life)
+        self.counts.tokens_begun_anew += len(life.so_far.ids)
+        life.so_far = PartialResponse()
+        life.oldest_version = life.resumed_version = -1
+
+    def end_sandbox(self, life: _Life) -> None:
+        if life.live_since_s is not None:
+            self.counts.live_s += self._clock.now() - life.live_since_s
+            life.live_since_s = None
+            self._live -= 1
+
+    async def start_sandbox(self, life: _Life, key: int) -> str:
+        """Returns why it failed, or "". Over the account's limit it fails at once."""
+        counts, environment = self.counts, self.environment
+        if environment.live_at_once is not None and self._live >= environment.live_at_once:
+            counts.start_failures += 1
+            return f"{SANDBOX}environment.live_at_once = {environment.live_at_once} sandboxes are live"
+        self._live += 1  # one that starts counts: a provider's limit does so too
+        counts.live_peak = max(counts.live_peak, self._live)
+        life.live_since_s = asked_s = self._clock.now()
+        if self._starting is not None:
+            await self._starting.acquire()
+        try:
+            began_s = self._clock.now()
+            counts.waiting_s += began_s - asked_s
+            step = self.engine.version
+            seconds = environment.start_s.draw(mix(key, _START), step)
+            seconds *= self._scenario.factor("environment.start_s", step)
+            await self._clock.sleep(max(0.0, seconds))
+            counts.starting_s += self._clock.now() - began_s
+        finally:
+            if self._starting is not None:
+                self._starting.release()
+        if environment.start_failure and uniform(mix(key, _START, 1)) < environment.start_failure:
+            counts.start_failures += 1
+            self.end_sandbox(life)
+            return f"{SANDBOX}it didn't start"
+        counts.started += 1
+        return ""
+
+    async def call_tool(self, life: _Life, turn: Turn, key: int) -> str:
+        """Returns why it failed, or ""; early when the rollout is cut."""
+        self.counts.tool_calls += 1
+        began_s = self._clock.now()
+        loop = asyncio.get_running_loop()
+        life.waking = replied = loop.create_future()
+        timer = loop.call_later(turn.tool_s, _wake, replied)  # the loop's time is the clock's
+        try:
+            await replied
+        finally:
+            timer.cancel()
+            life.waking = None
+        self.counts.tool_s += self._clock.now() - began_s
+        if self.environment.tool_failure and uniform(mix(key, _TOOL)) < self.environment.tool_failure:
+            self.counts.tool_failures += 1
+            return f"{SANDBOX}it was lost in a tool call"
+        return ""
+
+
+class _Turns:
+    """One submission of a rollout: turn after turn, until it ends or is cut."""
+
+    def __init__(
+        self, owner: EnvironmentGenerator, request: GenerationRequest, life: _Life, watch: Watch | None
+    ) -> None:
+        self._owner = owner
+        self._request = request
+        self._life = life
+        self._watch = watch
+        self._reprefills = 0
+        self._first_token_s = 0.0
+
+    async def run(self) -> GenerationResult:
+        """From where the rollout is to its end."""
+        reason, error = await self._go_on()
+        if reason == "error":
+            self._owner.begin_anew(self._life)
+        return GenerationResult(
+            request_id=self._request.request_id,
+            response=self._life.so_far,
+            finish_reason=reason,
+            error=error,
+            reprefills=self._reprefills,
+            first_token_s=self._first_token_s,
+        )
+
+    async def _go_on(self) -> tuple[FinishReason, str]:
+        life, environment = self._life, self._owner.environment
+        position, done = 0, len(life.so_far.ids)
+        if environment.start == "rollout" and life.live_since_s is None:
+            error = await self._started()
+            if error:
+                return "error", error
+        for number, turn in enumerate(life.plan.turns):
+            last = number == len(life.plan.turns) - 1
+            if done < position + turn.tokens:
+                reason = await self._model_call(position + turn.tokens - done, last)
+                if reason != "stop":
+                    return reason, "the engine failed"
+                done = position + turn.tokens
+            if last:
+                return "stop", ""
+            position += turn.tokens + turn.reply_tokens
+            if done < position:
+                reason, error = await self._tool_call(turn)
+                if reason != "stop":
+                    return reason, error
+                done = position
+            if len(life.so_far.ids) >= self._request.sampling.max_tokens:
+                return "length", ""
+        raise AssertionError("a plan has a last turn")
+
+    async def _model_call(self, tokens: int, last: bool) -> FinishReason:
+        life, request = self._life, self._request
+        if life.cut:
+            return "abort"
+        left = request.sampling.max_tokens - len(life.so_far.ids)
+        wanted = min(tokens, left)
+        how = msgspec.structs.replace(
+            request.sampling,
+            max_tokens=wanted,
+            stop_token_ids=request.sampling.stop_token_ids if last and wanted == tokens else (),
+        )
+        key = request.sampling.seed
+        call = GenerationRequest(
+            request_id=f"{request.request_id}/{life.turns}",
+            prompt_ids=CountedTokens.of(len(request.prompt_ids) + len(life.so_far.ids), seed=key),
+            sampling=how,
+            priority=request.priority,
+            interruptible=request.interruptible,
+        )
+        life.turns += 1
+        life.request_id = call.request_id
+        keeps = self._owner.environment.keep_kv
+        try:
+            result = await self._owner.engine.generate(call, self._watched(), session=str(key) if keeps else "")
+        finally:
+            life.request_id = ""
+        self._reprefills += result.reprefills
+        self._first_token_s = self._first_token_s or result.first_token_s
+        life.so_far = _joined(life.so_far, result.response)
+        if result.finish_reason == "stop" and wanted < tokens:
+            return "length"
+        return result.finish_reason
+
+    async def _tool_call(self, turn: Turn) -> tuple[FinishReason, str]:
+        """The sandbox's reply; "abort" when somebody cancelled meanwhile, which comes before the reply."""
+        life = self._life
+        if life.cut:
+            return "abort", ""
+        if life.live_since_s is None:
+            error = await self._started()
+            if error:
+                return "error", error
+        if life.oldest_version < 0:
+            life.oldest_version = life.so_far.versions[0].version
+        life.calls += 1
+        error = await self._owner.call_tool(life, turn, mix(self._request.sampling.seed, life.calls))
+        if life.cut:
+            return "abort", ""
+        if error:
+            return "error", error
+        room = self._request.sampling.max_tokens - len(life.so_far.ids)
+        life.so_far = _replied(life.so_far, min(room, turn.reply_tokens), self._request.sampling.seed)
+        return "stop", ""
+
+    async def _started(self) -> str:
+        self._life.calls += 1
+        return await self._owner.start_sandbox(self._life, mix(self._request.sampling.seed, self._life.calls))
+
+    def _watched(self) -> Watch | None:
+        """The watch of the whole rollout, for one of its model calls."""
+        watch, before = self._watch, self._life.so_far
+        if watch is None:
+            return None
+        return Watch(watch.every_tokens, lambda partial: watch.told(_joined(before, partial)))
+
+
+def _wake(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
+
+
+def _joined(before: PartialResponse, new: PartialResponse) -> PartialResponse:
+    return PartialResponse(
+        ids=before.ids + new.ids,
+        logprobs=before.logprobs + new.logprobs,
+        versions=_appended(before.versions, new.versions),
+    )
+
+
+def _replied(before: PartialResponse, tokens: int, seed: int) -> PartialResponse:
+    """With an environment's reply: of the version of the token before."""
+    if not tokens:
+        return before
+    span = VersionSpan(version=before.versions[-1].version, tokens=tokens)
+    return PartialResponse(
+        ids=before.ids + CountedTokens.of(tokens, seed, sampled=0),
+        logprobs=before.logprobs + Repeated.of(before.logprobs[-1], tokens),
+        versions=_appended(before.versions, (span,)),
+    )
+
+
+def _appended(before: tuple[VersionSpan, ...], new: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
+    if before and new and before[-1].version == new[0].version:
+        joined = VersionSpan(version=new[0].version, tokens=before[-1].tokens + new[0].tokens)
+        return (*before[:-1], joined, *new[1:])
+    return before + new

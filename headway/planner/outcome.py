@@ -1,0 +1,88 @@
+"""What a simulation found, as figures and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from headway.planner.scenario import Scenario
+from headway.records.generation import EngineStatistics
+from headway.records.ledger import LedgerLine, RunSummary, StepRecord
+
+
+class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of a whole simulated run. Rates count from its first step to its last."""
+
+    summary: RunSummary
+    samples_per_s: float  # trained
+    step_s: float  # mean
+    trainer_wait: float  # share of the time
+    generator_wait: float
+    staleness_mean: float  # of trained trajectories, versions
+    staleness_max: int
+    generated_tokens: int
+    trained_tokens: int  # of trained responses, an environment's replies left out
+    wasted_share: float  # of the generated tokens: not trained when the run ended
+    model_calls: int
+    prefilled_tokens: int
+    preemptions: int
+    length_mean: float  # response tokens of finished rollouts
+    length_bias_ks: float
+    length_bias_scheduling_ks: float
+    length_bias_filter_ks: float
+    length_bias_pruning_ks: float
+    mfu_step: float  # 0: the scenario doesn't say what the trainer's peak is
+    mfu_compute: float
+    device_hours: float
+    dollars: float
+    environment: dict[str, float]  # counts of the sandboxes; all 0 without several turns
+
+
+def measure(
+    scenario: Scenario,
+    summary: RunSummary,
+    lines: Sequence[LedgerLine],
+    engines: Sequence[EngineStatistics],
+    environment: dict[str, float],
+) -> SimulationOutcome:
+    """The figures of a run that has ended."""
+    steps = [line for line in lines if isinstance(line, StepRecord)]
+    last = steps[-1] if steps else StepRecord(step=0, version=0)
+    total_s = sum(step.step_s for step in steps)
+    generated = sum(engine.generated_tokens for engine in engines)
+    trained = round(sum(step.trained_tokens_per_s * step.step_s for step in steps))
+    hours = scenario.devices * summary.duration_s / 3600
+    finished = sum(sum(step.endings.values()) for step in steps)
+
+    def weighted(values: list[float], weights: list[float]) -> float:
+        total = sum(weights)
+        return sum(v * w for v, w in zip(values, weights, strict=True)) / total if total else 0.0
+
+    return SimulationOutcome(
+        summary=summary,
+        samples_per_s=summary.trained_per_s,
+        step_s=total_s / max(1, len(steps)),
+        trainer_wait=summary.trainer_wait_ratio,
+        generator_wait=summary.generator_wait_ratio,
+        staleness_mean=weighted([s.trajectory_staleness.mean for s in steps], [s.samples for s in steps]),
+        staleness_max=summary.max_trajectory_staleness,
+        generated_tokens=generated,
+        trained_tokens=trained,
+        wasted_share=max(0.0, 1.0 - trained / generated) if generated else 0.0,
+        model_calls=sum(engine.finished for engine in engines),
+        prefilled_tokens=sum(engine.prefilled_tokens for engine in engines),
+        preemptions=sum(engine.preemptions for engine in engines),
+        length_mean=weighted([s.length_mean for s in steps], [float(sum(s.length_histogram.values())) for s in steps])
+        if finished
+        else 0.0,
+        length_bias_ks=last.length_bias_ks,
+        length_bias_scheduling_ks=last.length_bias_scheduling_ks,
+        length_bias_filter_ks=last.length_bias_filter_ks,
+        length_bias_pruning_ks=last.length_bias_pruning_ks,
+        mfu_step=weighted([s.mfu_step for s in steps], [s.step_s for s in steps]),
+        mfu_compute=weighted([s.mfu_compute for s in steps], [s.trainer_compute_s for s in steps]),
+        device_hours=hours,
+        dollars=hours * scenario.hardware.dollars_per_device_hour,
+        environment=environment,
+    )

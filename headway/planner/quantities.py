@@ -1,0 +1,136 @@
+"""Quantities of a scenario: a number, a distribution, or values by training step; drawn from counters, not states."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from functools import cached_property
+from statistics import NormalDist
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from headway.config.section import Section
+
+_NORMAL = NormalDist()
+_P99 = _NORMAL.inv_cdf(0.99)
+_MASK = (1 << 64) - 1
+_KEYS: dict[str, tuple[str, ...]] = {
+    "constant": ("value",),
+    "lognormal": ("median", "p99"),
+    "quantiles": ("at",),
+    "steps": ("values",),
+}
+
+
+class Quantity(Section):
+    """A number stands for ``{kind = "constant", value = NUMBER}``."""
+
+    kind: Literal["constant", "lognormal", "quantiles", "steps"]
+    value: float | None = None  # constant
+    median: Annotated[float, Field(gt=0)] | None = None  # lognormal
+    p99: Annotated[float, Field(gt=0)] | None = None  # lognormal: 99 of 100 values are at most this
+    at: tuple[tuple[float, float], ...] = ()  # quantiles: [share, value] pairs, both rising; straight lines between
+    values: tuple[float, ...] = ()  # steps: of training step 0, 1, ...; the last one holds from then on
+    least: float | None = None  # smaller values become this
+    most: float | None = None  # larger values become this
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_number(cls, raw: Any) -> Any:
+        return {"kind": "constant", "value": raw} if isinstance(raw, (int, float)) else raw
+
+    @model_validator(mode="after")
+    def _complete(self) -> Quantity:
+        needed = _KEYS[self.kind]
+        missing = [name for name in needed if not getattr(self, name) and getattr(self, name) != 0]
+        if missing:
+            raise ValueError(f"kind = {self.kind!r} needs {' and '.join(missing)}")
+        others = sorted({name for names in _KEYS.values() for name in names} & self.model_fields_set - set(needed))
+        if others:
+            raise ValueError(f"kind = {self.kind!r} takes {', '.join(needed)}, not {', '.join(others)}")
+        if self.median is not None and self.p99 is not None and self.p99 < self.median:
+            raise ValueError(f"p99 = {self.p99:g} is below the median {self.median:g}")
+        shares, values = [share for share, _ in self.at], [value for _, value in self.at]
+        if self.at and (shares != sorted(set(shares)) or values != sorted(values)):
+            raise ValueError("at: [share, value] pairs, shares rising from 0 to 1, values never falling")
+        if self.at and (shares[0] != 0 or shares[-1] != 1):
+            raise ValueError(f"at: the first share must be 0 and the last 1, not {shares[0]:g} and {shares[-1]:g}")
+        return self
+
+    def at_normal(self, z: float, step: int = 0) -> float:
+        """The value of a standard normal score: where ``z`` is in the normal distribution, this is in its own."""
+        if self.value is not None:
+            found = self.value
+        elif self.median is not None:
+            found = self.median * math.exp(self._sigma * z)
+        elif self.values:
+            found = self.values[min(step, len(self.values) - 1)]
+        else:
+            found = self._interpolated(_NORMAL.cdf(z))
+        if self.least is not None and found < self.least:
+            return self.least
+        return self.most if self.most is not None and found > self.most else found
+
+    def draw(self, key: int, step: int = 0) -> float:
+        """The value that belongs to ``key``."""
+        return self.at_normal(0.0 if self.fixed else normal(key), step)
+
+    @property
+    def fixed(self) -> bool:
+        return self.kind in ("constant", "steps")
+
+    def scaled(self, factor: float) -> Quantity:
+        """Every value times ``factor``; ``least`` and ``most`` stay."""
+        return self.model_copy(
+            update={
+                "value": None if self.value is None else self.value * factor,
+                "median": None if self.median is None else self.median * factor,
+                "p99": None if self.p99 is None else self.p99 * factor,
+                "at": tuple((share, value * factor) for share, value in self.at),
+                "values": tuple(value * factor for value in self.values),
+            }
+        )
+
+    def mean(self, points: int = 2000) -> float:
+        """Of its distribution, by numerical integration; of values by step: their plain mean."""
+        if self.kind == "steps":
+            return sum(self.values) / len(self.values)
+        scores = (_NORMAL.inv_cdf((index + 0.5) / points) for index in range(points))
+        return sum(map(self.at_normal, scores)) / points
+
+    @cached_property
+    def _sigma(self) -> float:
+        assert self.median is not None
+        assert self.p99 is not None
+        return math.log(self.p99 / self.median) / _P99
+
+    def _interpolated(self, share: float) -> float:
+        position = min(bisect_right(self.at, (share, math.inf)), len(self.at) - 1)
+        (low_share, low), (high_share, high) = self.at[position - 1], self.at[position]
+        return low + (high - low) * min(1.0, (share - low_share) / (high_share - low_share))
+
+
+def constant(value: float) -> Quantity:
+    return Quantity(kind="constant", value=value)
+
+
+def mix(*parts: int) -> int:
+    """64 bits that depend on ``parts`` alone (the finaliser of SplitMix64, Steele et al. 2014, over each in turn)."""
+    mixed = 0
+    for part in parts:
+        mixed = (mixed ^ part) + 0x9E3779B97F4A7C15 & _MASK
+        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _MASK
+        mixed ^= mixed >> 31
+    return mixed
+
+
+def uniform(key: int) -> float:
+    """In (0, 1)."""
+    return ((mix(key) >> 11) + 0.5) * 2.0**-53
+
+
+def normal(key: int) -> float:
+    """Standard normal."""
+    return _NORMAL.inv_cdf(uniform(key))

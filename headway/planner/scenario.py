@@ -1,0 +1,209 @@
+"""The scenario file of `headway simulate`: an experiment whose hardware, workload and environment are described."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from headway.config.load import load_file
+from headway.config.schema import Checkpoint, Evaluation, Experiment, Ledger, Model, Run, Tasks
+from headway.config.section import NonNegative, Positive, Section
+from headway.planner.quantities import Quantity, constant
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(gt=0)]
+Duration = Annotated[float, Field(ge=0)]
+
+# What [[drift]] may change.
+DRIFTING = (
+    "workload.prompt_tokens",
+    "workload.response_tokens",
+    "workload.turns",
+    "workload.turn_tokens",
+    "workload.reply_tokens",
+    "workload.tool_s",
+    "environment.start_s",
+    "hardware.trainer.step_s",
+    "hardware.generator.decode_s",
+)
+
+
+class GeneratorHardware(Section):
+    """The generator's replicas. Slots, KV capacity and update mode are keys of [generator]."""
+
+    replicas: Positive = 1  # generator.devices names them: it can't be set in a scenario
+    devices_per_replica: Positive = 1  # counted in device-hours
+    decode_fixed_s: Duration = 0.02  # of a decode step, which gives every running request a token
+    decode_request_s: Duration = 0.0  # ... more for each running request
+    decode_kv_token_s: Duration = 0.0  # ... more for each token in their KV
+    prefill_tokens_per_s: Rate | None = None  # of a replica, which doesn't decode meanwhile; default: no time at all
+    prefill_elsewhere: bool = False  # on devices of their own: a prefill delays its request alone
+    update_s: Duration = 0.0  # an update of the weights pauses decoding so long
+    shares_devices: bool = False  # with the trainer: decoding stands still during its steps
+
+
+class TrainerHardware(Section):
+    devices: Positive = 1  # counted in device-hours
+    step_fixed_s: Duration = 0.0  # of a training step
+    token_s: Duration = 0.0  # ... more for each token of the batch, prompts included
+    step_s: Quantity = constant(0.0)  # ... and beside these: a quantity, say values by step
+    publish_s: Duration = 0.0  # the trainer publishes a version
+    checkpoint_s: Duration = 0.0  # ... or writes a checkpoint
+    flops_per_token: Duration = 0.0  # of forward and backward; 6 x active parameters; for MFU
+    peak_flops_per_s: Duration = 0.0  # of all its devices; for MFU
+
+
+class Hardware(Section):
+    generator: GeneratorHardware = GeneratorHardware()
+    trainer: TrainerHardware = TrainerHardware()
+    verifiers: Positive = 1  # verifier processes: each scores a group's responses one after another
+    dollars_per_device_hour: Duration = 0.0  # of generator and trainer alike
+
+
+class Workload(Section):
+    """What is generated. Of tokens, those an environment replies count as response tokens too."""
+
+    tasks: Positive = 1000  # distinct ones
+    prompt_tokens: Quantity = constant(128)  # of a task
+    response_tokens: Quantity = constant(512)  # sampled ones of a rollout, when it is a single turn
+    group_correlation: Share = 0.0  # of the lengths inside a group
+    turns: Quantity = constant(1)  # model calls of a rollout; all but the last are followed by a reply
+    turn_tokens: Quantity = constant(256)  # sampled tokens of one turn, when there are several
+    reply_tokens: Quantity = constant(256)  # tokens of an environment's reply
+    tool_s: Quantity = constant(1.0)  # until the environment has replied
+    solve_rate: Quantity = constant(0.5)  # of a task under the first weights
+    trivial_share: Share = 0.0  # of tasks that are always solved
+    impossible_share: Share = 0.0  # of tasks that never are
+    learning: float = 0.0  # growth of a task's log-odds to be solved with each training step
+    verify_s: Quantity = constant(0.0)  # of one response
+
+    @model_validator(mode="after")
+    def _shares(self) -> Workload:
+        if self.trivial_share + self.impossible_share > 1:
+            raise ValueError(
+                f"trivial_share = {self.trivial_share:g} and impossible_share = {self.impossible_share:g} are more "
+                "than all tasks together"
+            )
+        return self
+
+
+class Environment(Section):
+    """Sandboxes of rollouts with several turns. Their failures are retried rollout.retries times."""
+
+    start_s: Quantity = constant(0.0)  # until a sandbox is up
+    start: Literal["first_tool", "rollout"] = "first_tool"  # when it is created
+    starting_at_once: Positive | None = None  # most that start at the same time; the others wait
+    live_at_once: Positive | None = None  # account limit: beyond it a start fails
+    start_failure: Share = 0.0  # of starts
+    tool_failure: Share = 0.0  # of tool calls: the sandbox is lost, and its rollout begins anew
+    keep_kv: bool = True  # between turns, while there is room; else each turn prefills all that came before
+
+
+class Drift(Section):
+    """A quantity changes while the run goes on."""
+
+    key: str  # one of: workload.response_tokens, workload.tool_s, environment.start_s, hardware.trainer.step_s, ...
+    factor: Annotated[float, Field(gt=0)]  # it is multiplied by this in the end
+    from_step: NonNegative = 0  # training step at which it begins to change
+    over_steps: NonNegative = 0  # ... and how many steps that takes; 0: at once
+
+    @field_validator("key")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in DRIFTING:
+            raise ValueError(f"valid: {', '.join(DRIFTING)}")
+        return value
+
+    def factor_at(self, step: int) -> float:
+        if step < self.from_step:
+            return 1.0
+        done = 1.0 if not self.over_steps else min(1.0, (step - self.from_step) / self.over_steps)
+        return 1.0 + (self.factor - 1.0) * done
+
+
+_NOT_SIMULATED = {
+    "model": "no model is loaded",
+    "tasks": "tasks are described by [workload]",
+    "verifier": "verdicts are described by [workload]",
+    "verifiers": "verdicts are described by [workload]",
+    "evaluation": "evaluations are not simulated",
+    "sft": "a cold start is not simulated",
+}
+
+
+class Scenario(Experiment):
+    """The whole scenario file."""
+
+    run: Run = Run(directory="runs/simulated")
+    model: Model = Model(path="simulated")
+    tasks: Tasks = Tasks.model_validate({"train": {"path": "simulated"}})
+    evaluation: Evaluation = Evaluation(before=False, after=False)
+    checkpoint: Checkpoint = Checkpoint(every_steps=1_000_000)
+    ledger: Ledger = Ledger(trackers=(), trace=False)
+    hardware: Hardware = Hardware()
+    workload: Workload = Workload()
+    environment: Environment = Environment()
+    drift: tuple[Drift, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _described(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        filled: dict[str, Any] = dict(raw)  # type: ignore[arg-type]  (of a TOML file: text -> anything)
+        for section, why in _NOT_SIMULATED.items():
+            if section in filled:
+                raise ValueError(f"[{section}] has no place in a scenario: {why}")
+        defaults = {"run": {"directory": "runs/simulated"}, "ledger": {"trackers": [], "trace": False}}
+        defaults["checkpoint"] = {"every_steps": 1_000_000}
+        for section, keys in defaults.items():
+            given = filled.get(section, {})
+            if isinstance(given, dict):
+                filled[section] = keys | given
+        return _with_replicas(filled)
+
+    def experiment(self) -> Experiment:
+        """The experiment that is simulated: this without what describes the world."""
+        fields = self.model_dump(mode="json", include=set(Experiment.model_fields))
+        return Experiment.model_validate(fields)
+
+    def factor(self, key: str, step: int) -> float:
+        """By what drift multiplies a quantity at a training step."""
+        found = 1.0
+        for drift in self.drift:
+            if drift.key == key:
+                found *= drift.factor_at(step)
+        return found
+
+    @property
+    def devices(self) -> int:
+        generator = self.hardware.generator
+        own = 0 if generator.shares_devices else self.hardware.trainer.devices
+        return generator.replicas * generator.devices_per_replica + own
+
+
+def _with_replicas(raw: dict[str, Any]) -> dict[str, Any]:
+    """One name in generator.devices for each replica: admission and concurrency count those."""
+    generator = raw.get("generator", {})
+    described: Any = raw.get("hardware", {})
+    described = described.get("generator", {}) if isinstance(described, dict) else {}
+    replicas = described.get("replicas", 1) if isinstance(described, dict) else 1
+    if not isinstance(generator, dict) or not isinstance(replicas, int):
+        return raw  # an error of its own
+    if "devices" in generator:
+        raise ValueError("generator.devices has no place in a scenario: set hardware.generator.replicas")
+    devices = [f"cuda:{index}" for index in range(max(1, replicas))]
+    return raw | {"generator": generator | {"devices": devices}}
+
+
+def load_scenario(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
+    """Read and validate a scenario, as ``config.load.load_experiment`` does an experiment. The run's folder is by
+    default runs/simulated/NAME, after the file. Raises ConfigurationError."""
+    scenario = load_file(path, overrides, Scenario)
+    if scenario.run.directory == Run(directory="runs/simulated").directory:
+        run = scenario.run.model_copy(update={"directory": f"runs/simulated/{Path(path).stem}"})
+        scenario = scenario.model_copy(update={"run": run})
+    return scenario

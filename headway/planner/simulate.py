@@ -1,0 +1,229 @@
+"""`headway simulate`: the real loops, buffer and rules in virtual time, over actors that a scenario describes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.generator.fake import FakeGenerator
+from headway.orchestrator.assembly import Actors, assemble
+from headway.orchestrator.run import Run
+from headway.planner.environment import EnvironmentGenerator
+from headway.planner.outcome import SimulationOutcome, measure
+from headway.planner.scenario import GeneratorHardware, Scenario
+from headway.planner.workload import WorkloadModel
+from headway.records.counted import CountedTokens
+from headway.records.errors import ConfigurationError
+from headway.records.generation import GenerationRequest
+from headway.records.ledger import LedgerLine
+from headway.records.training import TrainBatch
+from headway.rollout.fake import FakeRollout, FakeVerifier
+from headway.runtime.clock import Clock, run_virtual
+from headway.runtime.ledger import EVENT_SIMULATED, Ledger, read_ledger
+from headway.runtime.line_file import LineFile
+from headway.runtime.run_directory import RunDirectory
+from headway.runtime.summary import summarise
+from headway.runtime.trace_file import TraceFile
+from headway.trainer.fake import FakeTrainer
+
+OnLine = Callable[[LedgerLine], None]
+SCENARIO_FILE = "scenario.json"  # in the run's folder: what was simulated
+
+
+def simulate(scenario: Scenario, *, name: str = "scenario", on_line: OnLine | None = None) -> SimulationOutcome:
+    """Simulate ``scenario`` to its end; its run's folder then holds what a live run's would: ledger, summary, buffer.
+
+    A folder that holds an earlier simulation is emptied first. Deterministic: the same scenario writes the same ledger
+    to the byte. Raises ConfigurationError when the folder holds a live run; Deadlock when the simulated run would
+    stand still; whatever would have ended the run (HeadwayError).
+    """
+    experiment = scenario.experiment()
+    directory = RunDirectory(experiment.run.directory)
+    _make_way(directory.path)
+    directory.begin(experiment, resume=False)
+    try:
+        directory.write_json(directory.path / SCENARIO_FILE, json.loads(scenario.model_dump_json()))
+
+        async def main(clock: Clock) -> SimulationOutcome:
+            with ExitStack() as stack:
+                return await _simulate(scenario, name, directory, clock, stack, on_line)
+
+        return run_virtual(main)
+    finally:
+        directory.release()
+
+
+def is_simulated(path: Path) -> bool:
+    """Whether the folder holds a simulation."""
+    return (path / SCENARIO_FILE).is_file()
+
+
+def _make_way(path: Path) -> None:
+    if RunDirectory(path).holds_run() and not is_simulated(path):
+        raise ConfigurationError(f"{path} holds a live run: choose another run.directory for the simulation")
+    if is_simulated(path):
+        shutil.rmtree(path)
+
+
+async def _simulate(
+    scenario: Scenario, name: str, directory: RunDirectory, clock: Clock, stack: ExitStack, on_line: OnLine | None
+) -> SimulationOutcome:
+    ledger = stack.enter_context(Ledger(directory.path, clock))
+    if on_line is not None:
+        ledger.subscribe(on_line)
+    samples = stack.enter_context(LineFile(directory.samples))
+    world = World(scenario, clock)
+    observe = None
+    if scenario.ledger.trace:
+        trace = stack.enter_context(TraceFile(directory.path, clock, 0.0, on_failure=ledger.event))
+        ledger.subscribe(trace.on_line)
+        observe = trace.write
+    actors = world.actors(
+        record=ledger.record,
+        keep_sample=lambda line: samples.append(json.dumps(line).encode()),
+        observe=observe,
+    )
+    run = assemble(scenario.experiment(), actors, clock, directory.buffer, stack)
+    run.context.meter.peak_flops_per_s = scenario.hardware.trainer.peak_flops_per_s
+    ledger.event(EVENT_SIMULATED, name, seed=scenario.run.seed)
+    await drive(run)
+    data = {key: round(value, 6) for key, value in msgspec.to_builtins(world.environment.counts).items()}
+    if world.workload.multi_turn:
+        ledger.event("environment", "what the sandboxes did", **data)
+    summary = summarise(read_ledger(directory.path))
+    directory.write_json(directory.summary, summary)
+    return measure(scenario, summary, read_ledger(directory.path), await world.engine.statistics(), world.counts)
+
+
+async def drive(run: Run) -> None:
+    """The whole life of a run, start to end."""
+    context = run.context
+    for actor in (context.generator, context.trainer, context.verifier):
+        await actor.start()
+    await run.begin()
+    await run.train()
+    await run.conclude()
+
+
+class World:
+    """The fake actors of one scenario."""
+
+    def __init__(self, scenario: Scenario, clock: Clock) -> None:
+        self.scenario = scenario
+        self.trainer = self._trainer(clock)
+        self.workload = WorkloadModel(scenario, lambda: self.trainer.version)
+        self.engine = self._engine(clock)
+        self.environment = EnvironmentGenerator(self.engine, self.workload, scenario, clock)
+        self.verifier = FakeVerifier(
+            lambda task, response: self.workload.solved(task, int(response)),
+            clock,
+            latency_s=lambda task, response: self.workload.verify_s(int(response)),
+            workers=scenario.hardware.verifiers,
+        )
+
+    @property
+    def counts(self) -> dict[str, float]:
+        return {key: float(value) for key, value in msgspec.to_builtins(self.environment.counts).items()}
+
+    def actors(
+        self,
+        record: Callable[[LedgerLine], None],
+        keep_sample: Callable[[dict[str, object]], None] = lambda line: None,
+        observe: Any = None,
+    ) -> Actors:
+        """What ``orchestrator.assembly.assemble`` needs."""
+        several = self.workload.multi_turn
+        actors = Actors(
+            generator=self.environment if several else self.engine,
+            trainer=self.trainer,
+            verifier=self.verifier,
+            tokenizer=CountingTokenizer(self.workload),  # type: ignore[arg-type]  (stands in for a tokenizer folder)
+            train_tasks=self.workload.tasks(),
+            record=record,
+            keep_sample=keep_sample,
+            observe=observe,
+            cpu_s=lambda: 0.0,  # the simulation's own time is none of the run's
+        )
+        if several:
+            actors.rollouts = functools.partial(FakeRollout, environment=self.environment)
+        return actors
+
+    def _trainer(self, clock: Clock) -> FakeTrainer:
+        hardware, scenario = self.scenario.hardware.trainer, self.scenario
+
+        def step_s(batch: TrainBatch) -> float:
+            tokens = sum(len(s.rollout.prompt_ids) + len(s.rollout.response_ids) for s in batch.samples)
+            more_s = hardware.step_s.draw(scenario.run.seed * 1_000_003 + batch.step, batch.step)
+            seconds = hardware.step_fixed_s + tokens * hardware.token_s + more_s
+            return max(0.0, seconds * scenario.factor("hardware.trainer.step_s", batch.step))
+
+        return FakeTrainer(
+            clock,
+            step_s,
+            publish_s=hardware.publish_s,
+            checkpoint_s=hardware.checkpoint_s,
+            keep_checkpoints=scenario.checkpoint.keep_last,
+            flops_per_token=hardware.flops_per_token,
+            keep_batches=False,
+        )
+
+    def _engine(self, clock: Clock) -> FakeGenerator:
+        scenario, settings = self.scenario, self.scenario.generator
+        hardware = scenario.hardware.generator
+        several, drifts = self.workload.multi_turn, bool(scenario.drift)
+
+        def step_s(running: int) -> float:
+            seconds = hardware.decode_fixed_s + hardware.decode_request_s * running
+            if not drifts:
+                return seconds
+            return seconds * scenario.factor("hardware.generator.decode_s", self.trainer.version)
+
+        def length_of(request: GenerationRequest) -> int:
+            return request.sampling.max_tokens if several else self.workload.plan(request).tokens
+
+        elsewhere = hardware.prefill_elsewhere and hardware.prefill_tokens_per_s is not None
+        return FakeGenerator(
+            clock,
+            slots=settings.slots,
+            token_s=step_s,
+            length_of=length_of,
+            prefill_s=_delay(hardware) if elsewhere else None,
+            prefill_token_s=0.0
+            if elsewhere or not hardware.prefill_tokens_per_s
+            else 1 / hardware.prefill_tokens_per_s,
+            update_s=hardware.update_s,
+            update_mode=settings.update_mode,
+            shares_devices=hardware.shares_devices,
+            replicas=hardware.replicas,
+            kv_token_s=hardware.decode_kv_token_s,
+            kv_capacity_tokens=settings.kv_capacity_tokens,
+            counted=True,
+        )
+
+
+def _delay(hardware: GeneratorHardware) -> Callable[[GenerationRequest], float]:
+    rate = hardware.prefill_tokens_per_s or math.inf
+    return lambda request: (len(request.prompt_ids) + len(request.partial.ids)) / rate
+
+
+class CountingTokenizer:
+    """Prompts of the described lengths; a response decodes to its seed, by which the verifier knows it."""
+
+    stop_ids = (1,)
+
+    def __init__(self, workload: WorkloadModel) -> None:
+        self._workload = workload
+
+    def render(self, prompt: str, template: str) -> CountedTokens:
+        return self._workload.prompt(int(prompt))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(ids.seed) if isinstance(ids, CountedTokens) else f"{len(ids)} tokens"

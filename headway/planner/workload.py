@@ -1,0 +1,114 @@
+"""What a scenario's tasks ask for: lengths, turns, latencies, verdicts. Every draw is keyed, none has a state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headway.planner.quantities import Quantity, mix, normal, uniform
+from headway.planner.scenario import Scenario
+from headway.records.counted import CountedTokens
+from headway.records.generation import GenerationRequest
+from headway.records.task import Task
+
+_TASK, _PROMPT, _SHARED, _TURNS, _TURN, _REPLY, _TOOL, _SOLVED, _RATE, _KIND = range(10)  # purposes of random numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One model call and what it leads to."""
+
+    tokens: int  # sampled
+    reply_tokens: int = 0  # at least 1, which tells that it was called; 0 of the last turn
+    tool_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a rollout will do if nobody interrupts it."""
+
+    turns: tuple[Turn, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(turn.tokens + turn.reply_tokens for turn in self.turns)
+
+
+class WorkloadModel:
+    """Draws for one scenario and seed. ``step``: training step now, which drift and learning go by."""
+
+    def __init__(self, scenario: Scenario, step: Callable[[], int]) -> None:
+        self._scenario = scenario
+        self._workload = scenario.workload
+        self._seed = scenario.run.seed
+        self._step = step
+        self._several = not (self._workload.turns.fixed and self._workload.turns.at_normal(0.0) <= 1)
+        correlation = self._workload.group_correlation
+        self._common, self._own = math.sqrt(correlation), math.sqrt(1.0 - correlation)
+
+    @property
+    def multi_turn(self) -> bool:
+        return self._several
+
+    def tasks(self) -> list[Task]:
+        return [Task(task_id=f"{index:016x}", prompt=str(index)) for index in range(self._workload.tasks)]
+
+    def prompt(self, index: int) -> CountedTokens:
+        """The prompt of the task with this number."""
+        key = mix(self._seed, _PROMPT, index)
+        tokens = self._drawn(self._workload.prompt_tokens, "workload.prompt_tokens", key)
+        return CountedTokens.of(max(1, round(tokens)), seed=mix(self._seed, _TASK, index))
+
+    def plan(self, request: GenerationRequest) -> Plan:
+        """Of the rollout that ``request`` begins. It depends on its seed, its group, and the training step now."""
+        key = mix(self._seed, request.sampling.seed)
+        shared = normal(mix(self._seed, _SHARED, request.priority)) if self._common else 0.0
+        if not self._several:
+            score = self._score(key, shared)
+            tokens = self._valued(self._workload.response_tokens, "workload.response_tokens", score)
+            return Plan(turns=(Turn(tokens=max(1, round(tokens))),))
+        score = self._score(mix(key, _TURNS), shared)
+        count = max(1, round(self._valued(self._workload.turns, "workload.turns", score)))
+        return Plan(
+            turns=tuple(self._turn(mix(key, _TURN, index), shared, index == count - 1) for index in range(count))
+        )
+
+    def solved(self, task: Task, seed: int) -> bool:
+        """Whether the rollout with this sampling seed solves ``task``, judged now."""
+        workload, index = self._workload, int(task.prompt)
+        kind = uniform(mix(self._seed, _KIND, index))
+        if kind < workload.trivial_share:
+            return True
+        if kind < workload.trivial_share + workload.impossible_share:
+            return False
+        rate = workload.solve_rate.draw(mix(self._seed, _RATE, index))
+        if 0.0 < rate < 1.0 and workload.learning:
+            odds = math.log(rate / (1.0 - rate)) + workload.learning * self._step()
+            rate = 1.0 / (1.0 + math.exp(-max(-700.0, min(700.0, odds))))
+        return uniform(mix(self._seed, _SOLVED, seed)) < rate
+
+    def verify_s(self, seed: int) -> float:
+        return self._workload.verify_s.draw(mix(self._seed, seed), self._step())
+
+    def _turn(self, key: int, shared: float, last: bool) -> Turn:
+        workload = self._workload
+        score = self._score(key, shared)
+        tokens = max(1, round(self._valued(workload.turn_tokens, "workload.turn_tokens", score)))
+        if last:
+            return Turn(tokens=tokens)
+        reply = self._drawn(workload.reply_tokens, "workload.reply_tokens", mix(key, _REPLY))
+        tool_s = self._drawn(workload.tool_s, "workload.tool_s", mix(key, _TOOL))
+        return Turn(tokens=tokens, reply_tokens=max(1, round(reply)), tool_s=max(0.0, tool_s))
+
+    def _score(self, key: int, shared: float) -> float:
+        """Standard normal; scores of one group have the correlation that the scenario says (a Gaussian copula)."""
+        return self._common * shared + self._own * normal(key)
+
+    def _drawn(self, quantity: Quantity, name: str, key: int) -> float:
+        return self._valued(quantity, name, 0.0 if quantity.fixed else normal(key))
+
+    def _valued(self, quantity: Quantity, name: str, score: float) -> float:
+        step = self._step()
+        found = quantity.at_normal(score, step)
+        return found * self._scenario.factor(name, step) if self._scenario.drift else found

@@ -1,0 +1,139 @@
+"""Why a task was drawn, what its group showed, and what a curriculum says of itself."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+# cursor: the plain walk's turn; explore: the walk's next task, because what isn't known is worth as much as what is, or
+# nothing in the band is free; band: outcomes are likely to differ; replay: unsolved, and due again
+DrawReason = Literal["cursor", "explore", "band", "replay"]
+DRAW_REASONS: tuple[DrawReason, ...] = ("cursor", "explore", "band", "replay")
+# unseen: no group of it has finished; trivial and unsolved: outcomes are likely to be all alike, solved or not
+Region = Literal["unseen", "trivial", "band", "unsolved"]
+REGIONS: tuple[Region, ...] = ("unseen", "unsolved", "band", "trivial")
+
+
+class Draw(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Why a task was drawn: stored with its group. Solve rates are Beta(alpha, beta) under what was known then."""
+
+    reason: DrawReason
+    probability: float  # that the turn fell on this task, of all that it could have fallen on
+    alpha: float
+    beta: float
+    signal: float  # probability that outcomes of a group of the experiment's size differ
+    min_signal: float  # lower limit of the band
+    size: int  # attempts
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What a finished group shows of its task. Groups that failed show nothing."""
+
+    group: int  # admission index
+    solved: int  # valid members that solve it
+    valid: int  # >= 1
+    zero_variance: bool  # their rewards are all equal
+    version: int  # of the oldest first token
+
+
+class BandMove(msgspec.Struct, frozen=True, kw_only=True):
+    """The band's limit moved, and why."""
+
+    before: float
+    after: float
+    zero_variance_share: float  # of the last groups drawn from the band
+    groups: int  # that it was measured on
+    why: str
+
+
+class CurriculumStep(msgspec.Struct, frozen=True, kw_only=True):
+    """The curriculum's part of a step's record: draws since the last one, and the state after them."""
+
+    draws: dict[str, int] = {}  # reason -> groups
+    solve_rate_mean: float = 0.0  # expected, of the tasks drawn; 0.0: none was
+    signal_mean: float = 0.0  # probability that their outcomes differ
+    group_size_mean: float = 0.0
+    min_signal: float = 0.0  # lower limit of the band
+    tasks: dict[str, int] = {}  # region -> tasks
+
+
+class DrawnGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A group as far as the choice of tasks is concerned: what was drawn, and what came of it."""
+
+    index: int  # admission index
+    task_id: str
+    size: int
+    admitted_version: int
+    draw: Draw | None  # None: it was its turn
+    ending: str | None  # None: it has not ended
+    reason: str = ""  # of its ending
+    step: int | None = None  # it was or is trained at
+    evidence: Evidence | None = None  # once it has finished, unless it failed
+    finished_as: int = 0  # the how-manieth group with evidence it was to finish
+
+
+class Posterior(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a task's solve rate."""
+
+    mean: float
+    low: float  # 5 % quantile
+    high: float  # 95 % quantile
+    attempts: float  # that it rests on, a prior's and aged ones included
+    signal: float  # probability that outcomes of a group of the experiment's size differ
+
+
+class DrawExplanation(msgspec.Struct, frozen=True, kw_only=True):
+    """One draw and what came of it."""
+
+    group: int  # admission index
+    task_id: str
+    prompt: str = ""
+    version: int  # of the weights at admission; -1: not drawn yet
+    reason: str
+    probability: float
+    why: str
+    size: int
+    size_why: str
+    posterior: Posterior | None  # at the draw; None: nothing was considered
+    outcome: str
+    solved: int | None
+    valid: int | None
+    before: Posterior | None  # what the group found, other groups' outcomes meanwhile included
+    after: Posterior | None
+
+
+class TaskExplanation(msgspec.Struct, frozen=True, kw_only=True):
+    """A task's history."""
+
+    task_id: str
+    source: str  # "": the run has one only
+    prompt: str
+    answer: str
+    adaptive: bool  # the run has a curriculum
+    region: Region
+    now: Posterior
+    min_signal: float  # lower limit of the band
+    size: int  # attempts, were it drawn now
+    rests_groups: int  # until the band may draw it again
+    due_groups: int | None  # until it may be replayed; None: it need not be
+    band_probability: float  # that the next draw from the band falls on it
+    next_index: int  # admission index of the next group
+    draws: list[DrawExplanation]
+
+
+class CurriculumExplanation(msgspec.Struct, frozen=True, kw_only=True):
+    """A run's curriculum as a whole."""
+
+    adaptive: bool
+    tasks: int
+    groups: int  # drawn
+    regions: dict[str, int]
+    min_signal: float
+    known_limits: tuple[float, float]  # solve rates that reach it, were they known
+    group_size: int
+    solve_rates: list[int]  # seen tasks by expected solve rate, ten bins
+    draws: dict[str, int]  # reason -> groups
+    zero_variance_share: dict[str, float]  # reason -> of its groups that finished
+    moves: list[BandMove]
+    following: list[DrawExplanation]  # what would be drawn next if no group finished meanwhile

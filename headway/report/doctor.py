@@ -1,0 +1,181 @@
+"""`headway doctor RUN`: what bounds a run, what it costs, and what would help most. Reads the ledger alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headway.config.load import validate_experiment
+from headway.config.schema import Experiment
+from headway.control.diagnosis import Diagnosis, Recommendation, diagnose
+from headway.control.ledger_model import shape_of
+from headway.records.errors import ConfigurationError
+from headway.records.ledger import StepRecord
+from headway.report.formats import duration, percent, quantity
+from headway.report.preview import BINDS
+from headway.report.run_view import RunView, view_run
+from headway.runtime.devices import lends, parse_device
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the devices' time went, over all steps of the run. Hours are of one device."""
+
+    devices: int  # that either side computes on
+    duration_s: float  # of all steps recorded
+    device_h: float
+    usd: float | None  # None: no price given
+    lost_h: dict[str, float]  # cause -> device-hours, the largest first; of devices used by both sides only what
+    # neither of them uses
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the doctor says."""
+
+    run: str
+    state: str  # running | finished | stopped
+    costs: Costs
+    diagnosis: Diagnosis
+
+
+def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Report:
+    """Raises ConfigurationError when there is no ledger, no readable configuration, or too few steps in them."""
+    if usd_per_device_hour is not None and usd_per_device_hour < 0:
+        raise ConfigurationError(f"--usd-per-device-hour {usd_per_device_hour:g}: must be at least 0")
+    view = view_run(run_dir)
+    experiment = _experiment(view)
+    ranks = experiment.trainer.devices
+    lent = sum(lends(device, ranks) for device in experiment.generator.devices)
+    free = [rank for rank in ranks if not lends(rank, experiment.generator.devices)]
+    found = diagnose(view.steps, experiment, shape_of(experiment, lent), free)
+    if isinstance(found, str):
+        raise ConfigurationError(f"{view.path}: {found}")
+    costs = costs_of(view.steps, experiment, usd_per_device_hour)
+    return Report(run=str(view.path), state=view.state, costs=costs, diagnosis=found)
+
+
+def _experiment(view: RunView) -> Experiment:
+    if not view.configuration:
+        raise ConfigurationError(f"{view.path}/config.json can't be read: without it a ledger says too little")
+    return validate_experiment(view.configuration, f"{view.path}/config.json")
+
+
+def costs_of(steps: Sequence[StepRecord], experiment: Experiment, usd_per_device_hour: float | None) -> Costs:
+    """Device-hours of all steps, and those lost by cause."""
+    generator, ranks = experiment.generator.devices, experiment.trainer.devices
+    devices = len({parse_device(name) for name in (*generator, *ranks)})
+    seconds = sum(step.step_s for step in steps)
+    device_h = devices * seconds / 3600
+    own_ranks = sum(not lends(rank, generator) for rank in ranks)  # on a shared device others work meanwhile
+    lost: dict[str, float] = {
+        "trainer: waits for groups": own_ranks * sum(s.trainer_wait_s - s.flow.straggler_wait_s for s in steps),
+        "trainer: waits for stragglers": own_ranks * sum(s.flow.straggler_wait_s for s in steps),
+        "trainer: waits for an update": len(ranks) * sum(s.flow.update_wait_s for s in steps),
+        "trainer: publishes": len(ranks) * sum(s.publish_s for s in steps),
+        "trainer: writes checkpoints": len(ranks) * sum(s.checkpoint_s for s in steps),
+        "generator: has nothing to do": sum(s.generator_wait_ratio * s.flow.generator_s for s in steps),
+        "generator: stands still for updates": sum(_paused_s(s) for s in steps),
+    }
+    ended = {ending: sum(s.ended_tokens.get(ending, 0) for s in steps) for ending in _endings(steps)}
+    busy_s, tokens = sum(s.flow.generator_busy_s for s in steps), sum(ended.values())
+    for ending, count in ended.items():
+        if ending != "trained" and tokens:
+            lost[f"generator: rollouts that ended {ending}"] = busy_s * count / tokens
+    hours = {cause: lost_s / 3600 for cause, lost_s in lost.items() if lost_s > 0.0005 * seconds}
+    return Costs(
+        devices=devices,
+        duration_s=seconds,
+        device_h=device_h,
+        usd=None if usd_per_device_hour is None else device_h * usd_per_device_hour,
+        lost_h=dict(sorted(hours.items(), key=lambda item: -item[1])),
+    )
+
+
+def _paused_s(step: StepRecord) -> float:
+    known = step.generator_wait_ratio + step.generator_lent_ratio
+    return max(0.0, step.flow.generator_s * (1 - known) - step.flow.generator_busy_s)
+
+
+def _endings(steps: Sequence[StepRecord]) -> list[str]:
+    return list(dict.fromkeys(ending for step in steps for ending in step.ended_tokens))
+
+
+# --- what is printed -------------------------------------------------------------------------------------
+
+
+def print_report(report: Report, usd_per_device_hour: float | None, console: Console | None = None) -> None:
+    """One screen."""
+    console = console or Console(highlight=False)
+    found, costs = report.diagnosis, report.costs
+    error = f"± {found.error:.0%}"
+    model = found.simulated_per_s / found.samples_per_s - 1
+    rows = [
+        ("run", f"{report.run}, {report.state}; steps {found.first_step} to {found.last_step} are looked at"),
+        (
+            "rate",
+            f"{quantity(found.samples_per_s)} samples/s {error}, {quantity(found.useful_per_s)} of them useful "
+            f"(the model of the run says {model:+.0%})",
+        ),
+        ("bound by", f"{BINDS[found.binding]}: {found.reason}"),
+        (
+            "waits",
+            f"trainer {percent(found.trainer_wait)} ({percent(found.straggler_wait)} for stragglers), generator "
+            f"{percent(found.generator_wait)}",
+        ),
+        (
+            "queue",
+            f"mean staleness {found.staleness_mean:.1f}, {found.acceptance:.0%} of the groups trainable, "
+            f"{found.in_generation:.0f} rollouts in generation; the length tail needs η ≥ {found.needed_budget}",
+        ),
+        ("costs", _cost_text(costs, usd_per_device_hour)),
+    ]
+    _print_rows(console, rows)
+    if costs.lost_h:
+        console.print(Text("\nDevice-hours lost", style="bold underline"))
+        _print_rows(console, [(cause, _lost_text(hours, costs)) for cause, hours in list(costs.lost_h.items())[:6]])
+    console.print(Text("\nWhat would help most", style="bold underline"))
+    if not found.changes:
+        console.print("Nothing that was simulated gains 3 % or more.")
+    for number, change in enumerate(found.changes, 1):
+        for line in _change_lines(number, change):
+            console.print(Text(line), soft_wrap=True)
+    if found.unidentified:
+        console.print(Text("\nNot in the ledger", style="bold underline"))
+        _print_rows(console, list(found.unidentified.items()))
+
+
+def _cost_text(costs: Costs, usd_per_device_hour: float | None) -> str:
+    text = f"{costs.device_h:.3g} device-hours so far: {costs.devices} devices for {duration(costs.duration_s)}"
+    if costs.usd is None:
+        return text
+    return f"{text}; {costs.usd:,.2f} USD at {usd_per_device_hour:g} an hour"
+
+
+def _lost_text(hours: float, costs: Costs) -> str:
+    money = "" if costs.usd is None else f", {costs.usd * hours / costs.device_h:,.2f} USD"
+    return f"{hours:.3g} h, {hours / costs.device_h:.0%}{money}"
+
+
+def _change_lines(number: int, change: Recommendation) -> list[str]:
+    keys = " ".join(f"--{key}={_quoted(value)}" for key, value in change.settings.items())
+    text = f"{quantity(change.samples_per_s)} samples/s, {quantity(change.useful_per_s)} useful ({change.gain:+.0%}), "
+    text += f"± {change.error:.0%}; mean staleness {change.staleness_mean:.1f}"
+    return [f"{number}  {keys}", f"   {text}{f'; {change.needs}' if change.needs else ''}"]
+
+
+def _quoted(value: str) -> str:
+    """For a shell."""
+    return value if value.replace(".", "").isalnum() else f"'{value}'"
+
+
+def _print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
+    table = Table.grid(padding=(0, 3))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for label, value in rows:
+        table.add_row(label, Text(value))
+    console.print(table)

@@ -1,0 +1,305 @@
+"""`headway simulate`: determinism, timelines by hand, agreement with the queue model, memory, errors."""
+
+from __future__ import annotations
+
+import tracemalloc
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_run import synthetic_lines, write_run
+
+from headway.cli.main import main as headway
+from headway.config.load import validate
+from headway.control.queue_model import QueueModel
+from headway.control.queue_model import simulate as simulate_queue
+from headway.planner.outcome import SimulationOutcome
+from headway.planner.quantities import Quantity, constant
+from headway.planner.scenario import Scenario, load_scenario
+from headway.planner.simulate import simulate
+from headway.records.errors import ConfigurationError, NoProgress
+from headway.records.ledger import EventRecord, StepRecord
+from headway.runtime.ledger import read_ledger
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LONG_TAIL = {"kind": "lognormal", "median": 60, "p99": 480}
+
+
+def scenario_of(folder: Path, **sections: dict[str, Any]) -> Scenario:
+    raw: dict[str, Any] = {
+        "run": {"directory": str(folder / "run"), "steps": 6},
+        "rollout": {"group_size": 4, "max_response_tokens": 1000},
+        "queue": {"groups_per_step": 2, "budget": 2},
+        "generator": {"slots": 16},
+        "hardware": {"generator": {"decode_fixed_s": 0.01}, "trainer": {"token_s": 1e-4}},
+        "workload": {"response_tokens": LONG_TAIL},
+    }
+    for name, section in sections.items():
+        raw[name] = raw.get(name, {}) | section
+    return validate(raw, "scenario", Scenario)
+
+
+def steps_of(folder: Path) -> list[StepRecord]:
+    return [line for line in read_ledger(folder / "run") if isinstance(line, StepRecord)]
+
+
+def test_the_same_scenario_writes_the_same_ledger_to_the_byte(tmp_path, monkeypatch):
+    ledgers = []
+    for attempt in ("first", "second"):
+        (tmp_path / attempt).mkdir()
+        monkeypatch.chdir(tmp_path / attempt)
+        simulate(load_scenario(EXAMPLES / "scenarios" / "tools.toml", ["run.steps=2", "run.directory=run"]))
+        ledgers.append(Path("run/ledger.jsonl").read_bytes())
+    assert ledgers[0] == ledgers[1]
+    simulate(load_scenario(EXAMPLES / "scenarios" / "tools.toml", ["run.steps=2", "run.directory=run", "run.seed=1"]))
+    assert Path("run/ledger.jsonl").read_bytes() != ledgers[0]
+
+
+def test_a_simulation_leaves_what_a_live_run_leaves(tmp_path, capsys):
+    scenario = scenario_of(tmp_path)
+    outcome = simulate(scenario, name="short")
+    assert outcome.summary.finished
+    assert outcome.summary.books_balanced
+    assert outcome.summary.simulated
+    assert outcome.summary.samples_trained == 6 * 2 * 4
+    assert outcome.staleness_max <= 2
+    assert headway(["report", str(tmp_path / "run")]) == 0
+    assert headway(["show", str(tmp_path / "run"), "--limit", "1"]) == 0
+    simulate(scenario)  # over an earlier simulation
+    named = [line.detail for line in read_ledger(tmp_path / "run") if isinstance(line, EventRecord)]
+    assert "scenario" in named
+
+
+def test_a_synchronous_step_takes_what_its_parts_take(tmp_path):
+    """Budget 0, two groups of four, 100 tokens each at 0.01 + 8 x 0.001 s; training 8 x 228 tokens x 1 ms; updates."""
+    scenario = scenario_of(
+        tmp_path,
+        queue={"groups_per_step": 2, "budget": 0, "filter_zero_variance": False},
+        hardware={
+            "generator": {"decode_fixed_s": 0.01, "decode_request_s": 0.001, "update_s": 0.5},
+            "trainer": {"token_s": 1e-3, "step_fixed_s": 0.2, "publish_s": 0.3},
+        },
+        workload={"response_tokens": 100, "verify_s": 0.01},
+    )
+    simulate(scenario)
+    generated, verified, trained, published = 100 * 0.018, 2 * 4 * 0.01, 0.2 + 8 * 228e-3, 0.3 + 0.5
+    for step in steps_of(tmp_path)[1:]:
+        assert step.step_s == pytest.approx(generated + verified + trained + published)
+        assert step.trainer_wait_s == pytest.approx(generated + verified)
+
+
+def turned(tmp_path: Path, **environment: Any) -> Scenario:
+    return scenario_of(
+        tmp_path,
+        run={"directory": str(tmp_path / "run"), "steps": 3},
+        rollout={"group_size": 2, "max_response_tokens": 1000},
+        queue={"groups_per_step": 1, "budget": 0, "filter_zero_variance": False, "give_up_after_batches": 3},
+        hardware={"generator": {"decode_fixed_s": 0.1}, "trainer": {"token_s": 0.0}},
+        workload={"turns": 2, "turn_tokens": 10, "reply_tokens": 5, "tool_s": 3.0, "prompt_tokens": 7},
+        environment={"start_s": 2.0} | environment,
+    )
+
+
+def test_turns_alternate_between_model_and_sandbox(tmp_path):
+    """10 tokens (1 s), the sandbox starts (2 s), the tool (3 s), 10 tokens (1 s): 7 s; 25 tokens, 5 of them replies."""
+    outcome = simulate(turned(tmp_path))
+    for step in steps_of(tmp_path):
+        assert step.step_s == pytest.approx(7.0)
+        assert step.length_mean == 25
+        assert step.trained_tokens_per_s * step.step_s == pytest.approx(2 * 20)
+    counts = outcome.environment
+    assert (counts["started"], counts["tool_calls"], counts["live_peak"]) == (6, 6, 2)
+    assert counts["live_s"] == pytest.approx(6 * 6.0)
+
+
+def test_sandboxes_that_start_wait_for_each_other(tmp_path):
+    simulate(turned(tmp_path, starting_at_once=1))
+    assert steps_of(tmp_path)[1].step_s == pytest.approx(9.0)
+
+
+def test_a_sandbox_that_never_starts_fails_its_rollout_after_the_retries(tmp_path):
+    with pytest.raises(NoProgress, match="sandbox"):
+        simulate(turned(tmp_path, start_failure=1.0))
+
+
+def test_sandbox_failures_are_retried_and_counted_where_they_belong(tmp_path):
+    scenario = turned(tmp_path, tool_failure=0.5).model_copy(
+        update={"run": turned(tmp_path).run.model_copy(update={"steps": 20})}
+    )
+    outcome = simulate(scenario)
+    failures: dict[str, int] = {}
+    for step in steps_of(tmp_path):
+        for boundary, count in step.failures.items():
+            failures[boundary] = failures.get(boundary, 0) + count
+    assert failures.keys() <= {"sandbox"}
+    assert outcome.environment["tool_failures"] > 10
+    assert outcome.summary.samples_trained + sum(failures.values()) >= 20
+
+
+def test_parked_turns_go_on_where_they_were(tmp_path):
+    """However often rollouts are interrupted, the same ones are trained, with the same tokens."""
+    found: dict[str, SimulationOutcome] = {}
+    modes = {"never": ("keep", "continue"), "updates": ("abort", "continue"), "both": ("abort", "park")}
+    for name, (update_mode, surplus) in modes.items():
+        scenario = scenario_of(
+            tmp_path,
+            run={"directory": str(tmp_path / "run"), "steps": 12},
+            rollout={"group_size": 4, "max_response_tokens": 10_000},
+            queue={
+                "groups_per_step": 2,
+                "budget": 3,
+                "oversampling": 2,
+                "surplus": surplus,
+                "filter_zero_variance": False,
+            },
+            generator={"slots": 16, "update_mode": update_mode},
+            workload={
+                "turns": 6,
+                "turn_tokens": {"kind": "lognormal", "median": 20, "p99": 200},
+                "reply_tokens": 10,
+                "tool_s": {"kind": "lognormal", "median": 1, "p99": 10},
+            },
+        )
+        found[name] = simulate(scenario)
+    assert found["never"].environment["resumed_states"] == 0
+    assert 0 < found["updates"].environment["resumed_states"] < found["both"].environment["resumed_states"]
+    assert len({outcome.trained_tokens for outcome in found.values()}) == 1
+    assert len({outcome.generated_tokens for outcome in found.values()}) == 1
+
+
+def test_it_agrees_with_the_queue_model(tmp_path):
+    """Two independent simulations of one queue: the real loops, and control/queue_model.py's events."""
+    lengths = Quantity.model_validate(LONG_TAIL)
+    quantile = partial(_length_at, lengths)
+    for slots, token_s in ((16, 2e-4), (64, 2e-4), (32, 1e-3)):
+        scenario = scenario_of(
+            tmp_path,
+            run={"directory": str(tmp_path / "run"), "steps": 160},
+            rollout={"group_size": 4, "max_response_tokens": 10_000},
+            queue={"groups_per_step": 4, "budget": 3, "filter_zero_variance": False, "max_concurrent_rollouts": slots},
+            generator={"slots": slots},
+            hardware={"generator": {"decode_fixed_s": 0.01}, "trainer": {"token_s": token_s}},
+        )
+        simulate(scenario)
+        steady = steps_of(tmp_path)[8:-8]
+        seconds = sum(step.step_s for step in steady)
+        model = QueueModel(
+            groups_per_step=4, group_size=4, budget=3, slots=slots, concurrent_rollouts=slots, length_at=quantile,
+            prompt_tokens=128, decode_fixed_s=0.01, decode_request_s=0.0, train_fixed_s=0.0, train_token_s=token_s,
+        )  # fmt: skip
+        expected = simulate_queue(model)
+        assert sum(step.samples for step in steady) / seconds == pytest.approx(expected.samples_per_s, rel=0.1)
+        assert sum(step.trainer_wait_s for step in steady) / seconds == pytest.approx(expected.trainer_wait, abs=0.08)
+
+
+def _length_at(lengths: Quantity, share: float) -> int:
+    from statistics import NormalDist
+
+    return max(1, round(lengths.at_normal(NormalDist().inv_cdf(max(1e-12, share)))))
+
+
+def test_memory_does_not_grow_with_the_lengths(tmp_path):
+    """64 responses of 100,000 tokens in flight: 150 MB as tuples."""
+    scenario = scenario_of(
+        tmp_path,
+        run={"directory": str(tmp_path / "run"), "steps": 2},
+        rollout={"group_size": 8, "max_response_tokens": 200_000, "timeout_s": 1e6},
+        queue={"groups_per_step": 8, "budget": 1, "filter_zero_variance": False},
+        generator={"slots": 64},
+        workload={"response_tokens": 100_000},
+    )
+    tracemalloc.start()
+    try:
+        outcome = simulate(scenario)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert outcome.generated_tokens >= 128 * 100_000
+    assert peak < 30e6
+
+
+def test_drift_changes_what_is_generated_while_the_run_goes_on(tmp_path):
+    drift = {"key": "workload.response_tokens", "factor": 3.0, "from_step": 4}
+    scenario = scenario_of(
+        tmp_path,
+        run={"directory": str(tmp_path / "run"), "steps": 14},
+        queue={"groups_per_step": 2, "budget": 1, "filter_zero_variance": False},
+        workload={"response_tokens": 100},
+    ).model_copy(update={"drift": validate({"drift": [drift]}, "x", Scenario).drift})
+    simulate(scenario)
+    lengths = {step.length_mean for step in steps_of(tmp_path) if step.length_mean}
+    assert {100.0, 300.0} <= lengths
+    assert all(100.0 <= length <= 300.0 for length in lengths)
+
+
+def test_quantities():
+    assert constant(3.0).draw(1) == 3.0
+    values = Quantity(kind="steps", values=(1.0, 2.0))
+    assert [values.draw(0, step) for step in (0, 1, 5)] == [1.0, 2.0, 2.0]
+    lognormal = Quantity(kind="lognormal", median=100, p99=800)
+    drawn = sorted(lognormal.draw(key) for key in range(4000))
+    assert drawn[2000] == pytest.approx(100, rel=0.1)
+    assert drawn[3960] == pytest.approx(800, rel=0.25)
+    assert sum(drawn) / 4000 == pytest.approx(lognormal.mean(), rel=0.06)
+    empirical = Quantity(kind="quantiles", at=((0, 0.0), (0.5, 10.0), (1, 20.0)))
+    assert [empirical.at_normal(z) for z in (-9.0, 0.0, 9.0)] == pytest.approx([0.0, 10.0, 20.0], abs=1e-3)
+    assert lognormal.scaled(2.0).median == 200
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({"workload": {"respons_tokens": 3}}, "unknown key 'workload.respons_tokens'; did you mean 'response_tokens'?"),
+        ({"hardwar": {}}, "unknown key 'hardwar'; did you mean 'hardware'?"),
+        ({"queue": {"budgt": 3}}, "unknown key 'queue.budgt'; did you mean 'budget'?"),
+        ({"workload": {"response_tokens": {"kind": "lognormal", "median": 100}}}, "kind = 'lognormal' needs p99"),
+        ({"workload": {"tool_s": {"kind": "lognormal", "median": 9, "p99": 3}}}, "p99 = 3 is below the median 9"),
+        ({"workload": {"turns": {"kind": "constant", "value": 1, "p99": 3}}}, "'constant' takes value, not p99"),
+        ({"workload": {"trivial_share": 0.7, "impossible_share": 0.7}}, "are more than all tasks together"),
+        ({"model": {"path": "x"}}, "[model] has no place in a scenario: no model is loaded"),
+        ({"generator": {"devices": ["cuda:0"]}}, "set hardware.generator.replicas"),
+        ({"drift": [{"key": "workload.tool", "factor": 3}]}, "valid: workload.prompt_tokens"),
+    ],
+)
+def test_errors_name_the_key_and_what_would_be_valid(raw, said):
+    with pytest.raises(ConfigurationError) as error:
+        validate(raw, "scenario.toml", Scenario)
+    assert said in str(error.value)
+    assert str(error.value).startswith("scenario.toml: ")
+
+
+def test_the_command_ends_with_2_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("s.toml").write_text("[workload]\ntrivial_shar = 0.5\n")
+    assert headway(["simulate", "s.toml"]) == 2
+    assert "did you mean 'trivial_share'" in capsys.readouterr().err
+    assert headway(["simulate", "missing.toml"]) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.toml"]
+
+
+def test_a_live_run_is_never_overwritten(tmp_path):
+    write_run(tmp_path / "run", synthetic_lines(2))
+    with pytest.raises(ConfigurationError, match="holds a live run"):
+        simulate(scenario_of(tmp_path))
+
+
+def test_the_command_prints_a_table_or_json(tmp_path, capsys):
+    scenario = str(EXAMPLES / "scenarios" / "long_tail.toml")
+    directory = f"--run.directory={tmp_path / 'run'}"
+    assert headway(["simulate", scenario, "--run.steps=3", directory]) == 0
+    printed = capsys.readouterr().out
+    assert "trained samples" in printed
+    assert "device-hours" in printed
+    assert headway(["simulate", scenario, "--run.steps=3", directory, "--json"]) == 0
+    import msgspec
+
+    outcome = msgspec.json.decode(capsys.readouterr().out, type=SimulationOutcome)
+    assert outcome.summary.samples_trained == 3 * 16 * 8
+
+
+@pytest.mark.parametrize(
+    "path", sorted(EXAMPLES.glob("case_studies/*.toml")) + sorted(EXAMPLES.glob("scenarios/*.toml"))
+)
+def test_the_example_scenarios_are_valid(path):
+    assert load_scenario(path).run.directory == f"runs/simulated/{path.stem}"
