@@ -54,7 +54,7 @@ class Tasks(Section):
         for name, sources in (("train", self.train), ("validation", self.validation), ("test", self.test)):
             for source in sources or ():
                 for key in ("seed", "size"):
-                    if key in source.parameters:
+                    if source.source == "reasoning-gym" and key in source.parameters:
                         given = f"tasks.{name}.parameters.{key} = {source.parameters[key]!r}"
                         raise ValueError(f"{given} has no effect: set tasks.{name}.{key}")
         return self

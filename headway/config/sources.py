@@ -14,13 +14,13 @@ _OTHER_FORMATS = (".parquet", ".arrow", ".csv")  # files that only source = "dat
 # key -> the sources it means something to; a key that isn't here means something to all
 _MEANT_FOR: Mapping[str, tuple[str, ...]] = {
     "path": ("jsonl", "datasets"),
-    "name": ("datasets", "reasoning-gym"),
+    "name": ("datasets", "reasoning-gym", "function"),
     "subset": ("datasets",),
     "split": ("datasets",),
     "revision": ("datasets",),
-    "columns": ("jsonl", "datasets"),
-    "convert": ("jsonl", "datasets"),
-    "parameters": ("reasoning-gym",),
+    "columns": ("jsonl", "datasets", "function"),
+    "convert": ("jsonl", "datasets", "function"),
+    "parameters": ("reasoning-gym", "function"),
     "size": ("reasoning-gym",),
     "seed": ("reasoning-gym",),
 }
@@ -63,15 +63,15 @@ class SftColumns(Section):
 
 
 class TaskSource(Section):
-    source: Literal["jsonl", "datasets", "reasoning-gym"] = "jsonl"  # docs/inputs.md
+    source: Literal["jsonl", "datasets", "reasoning-gym", "function"] = "jsonl"  # docs/inputs.md
     path: str = ""  # jsonl: the file; datasets: a file or folder on this machine
-    name: str = ""  # datasets: its name on the Hugging Face hub; reasoning-gym: the generator's
+    name: str = ""  # datasets: on the Hugging Face hub; reasoning-gym: the generator's; function: module:function
     subset: str = ""  # datasets: which configuration of it, where there are several
     split: str = ""  # datasets: train, test, ...; default: the only one, or else train
     revision: str = ""  # datasets from the hub: a commit or tag, so that the data can't change under the run
     columns: TaskColumns = TaskColumns()  # which column is what
     convert: str = ""  # module:function from a row to {"prompt", "answer", ...}, or to None to leave it out
-    parameters: dict[str, Any] = {}  # reasoning-gym: the generator's parameters
+    parameters: dict[str, Any] = {}  # reasoning-gym: the generator's; function: its keyword arguments
     size: Positive = 1000  # reasoning-gym: how many tasks to generate
     seed: int = 0  # reasoning-gym: the generator's seed
     limit: Positive | None = None  # use only the first so many tasks (after shuffling by run seed)
@@ -123,6 +123,8 @@ def require_complete(section: TaskSource | SftSource, source: str) -> None:
             raise ValueError("source 'jsonl' needs 'path'")
         if PurePath(section.path).suffix in _OTHER_FORMATS:
             raise ValueError(f"{section.path!r} is no JSONL file: set source = 'datasets'")
+    if source == "function" and ":" not in section.name:
+        raise ValueError(f"source 'function' needs 'name', module:function, not {section.name!r}")
     if source == "reasoning-gym" and not section.name:
         raise ValueError("source 'reasoning-gym' needs 'name'")
     if source == "datasets" and bool(section.path) == bool(section.name):

@@ -24,6 +24,7 @@ from headway.records.control import Knobs
 from headway.records.ledger import LedgerLine
 from headway.records.task import Task
 from headway.records.trace import TraceLine
+from headway.rollout.own import rollout_maker
 from headway.rollout.single_turn import Generate, SingleTurn, WatchOf
 from headway.runtime.clock import Clock
 from headway.tokens.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ class Actors:
     keep_sample: Callable[[dict[str, object]], None] = lambda line: None
     observe: Callable[[TraceLine], None] | None = None  # told who ran when
     cpu_s: Callable[[], float] = time.process_time  # CPU seconds of this process, for the ledger
-    rollouts: Callable[..., SingleTurn] = SingleTurn  # makes them, with the arguments of SingleTurn
+    rollouts: Callable[..., SingleTurn] | None = None  # makes them, with SingleTurn's arguments; None: hooks.rollout
     wrap_generate: WrapGenerate | None = None  # put between rollouts and generator (a benchmark sets lengths there)
 
 
@@ -64,9 +65,10 @@ def assemble(
     stack.enter_context(closing(buffer))
     drawing = drawing_of(experiment, actors.train_tasks, training_weights(experiment))
     parking = Parking(state, buffer, queue)
+    make = actors.rollouts or rollout_maker(experiment)
 
     def rollouts(temperature: float | None = None, watch_of: WatchOf | None = None) -> SingleTurn:
-        return actors.rollouts(
+        return make(
             generate,
             actors.tokenizer,
             experiment.rollout,

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 
 from headway.algorithms.advantages import KEY as ADVANTAGE
 from headway.algorithms.advantages import resolve as resolve_advantage
-from headway.algorithms.group_hooks import ARGUMENTS, resolve_hooks
+from headway.algorithms.group_hooks import resolve_hooks
 from headway.algorithms.hook_conformance import advantage_violations, hook_violations
 from headway.config.hooks import HOOKS, Hooks
 from headway.config.schema import ADVANTAGES, LOSSES, Experiment
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
+from headway.rollout.own import load_own
 from headway.runtime.hooks import load_hook
 from headway.runtime.imports import require_module
+from headway.runtime.own_logging import load_own_logging
 
 
 def function_problems(experiment: Experiment, task: Task | None) -> Iterator[tuple[str, str]]:
@@ -26,7 +28,11 @@ def function_problems(experiment: Experiment, task: Task | None) -> Iterator[tup
         if name in names:
             continue
         try:
-            if short in ARGUMENTS:
+            if short == "rollout":
+                load_own(name)
+            elif short == "logging":
+                load_own_logging(name)
+            else:
                 hooks = resolve_hooks(Hooks(**{short: name}))
                 for violation in hook_violations(hooks, task) if task is not None else ():
                     yield f"hooks.{short}", violation

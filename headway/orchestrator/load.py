@@ -14,7 +14,8 @@ from headway.records.clients import Generator, Verifier, Watch
 from headway.records.generation import GenerationRequest, GenerationResult
 from headway.records.rollout import FinishedGroup, Group, Parked, Rollout
 from headway.records.task import Task
-from headway.rollout.single_turn import Resumption, SingleTurn
+from headway.rollout.own import make_rollouts
+from headway.rollout.single_turn import Resumption
 from headway.runtime.clock import Clock
 from headway.tasks.cursor import TaskCursor
 from headway.tokens.tokenizer import Tokenizer
@@ -64,12 +65,11 @@ class Load:
         self._changed = Signal()
         self._stopping = False
         self._verifying = 0
-        self._rollouts = SingleTurn(
+        self._rollouts = make_rollouts(
+            experiment,
             self._generate,
             tokenizer,
-            experiment.rollout,
             clock,
-            run_seed=experiment.run.seed,
             request_prefix="calibration-",
             resume_gate=self._hold,
         )

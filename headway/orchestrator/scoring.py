@@ -12,7 +12,7 @@ from headway.orchestrator.task_sets import load_task_sets, named_verifiers
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EvaluationRecord
 from headway.rollout.client import VerifierPool
-from headway.rollout.single_turn import SingleTurn
+from headway.rollout.own import make_rollouts
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 from headway.tokens.tokenizer import Tokenizer
@@ -39,12 +39,11 @@ class Scorer:
             named=named_verifiers(experiment, {split: self._tasks}),
             retries=experiment.rollout.retries,
         )
-        self._rollouts = SingleTurn(
+        self._rollouts = make_rollouts(
+            experiment,
             self.generator.generate,
             self._tokenizer,
-            experiment.rollout,
             self._clock,
-            run_seed=experiment.run.seed,
             temperature=experiment.evaluation.temperature,
             request_prefix=evaluation_prefix(split),
         )

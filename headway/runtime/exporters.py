@@ -25,6 +25,7 @@ from headway.runtime.metrics import Histogram, histograms, scalars
 from headway.runtime.run_directory import RunDirectory
 
 PROMETHEUS = "prometheus"
+LOGGING = "logging"
 
 # name -> (module and class of its exporter, package it needs, what to install)
 EXPORTERS: dict[str, tuple[str, str, str]] = {
@@ -33,6 +34,7 @@ EXPORTERS: dict[str, tuple[str, str, str]] = {
     "mlflow": ("headway.runtime.tracker_mlflow:MLflow", "mlflow", "headway[mlflow]"),
     "trackio": ("headway.runtime.tracker_trackio:Trackio", "trackio", "headway[trackio]"),
     PROMETHEUS: ("headway.runtime.prometheus:Prometheus", "prometheus_client", "prometheus-client"),
+    LOGGING: ("headway.runtime.own_logging:OwnLogging", "headway", "headway"),
 }
 
 CAPACITY = 1000  # lines that wait for one exporter; more are dropped
@@ -73,6 +75,9 @@ class Exporter:
 
     def log(self, step: int, values: dict[str, float], shapes: dict[str, Histogram]) -> None:
         """Numbers of a step or of an evaluation; ``step``: version of the trainer."""
+
+    def line(self, line: LedgerLine) -> None:
+        """Every line, as it was recorded; `log` or `event` follows with what is in it."""
 
     def event(self, event: EventRecord) -> None:
         """Something happened."""
@@ -228,6 +233,7 @@ class Exports:
 
 
 def _export(exporter: Exporter, line: LedgerLine, sources: tuple[str, ...]) -> None:
+    exporter.line(line)
     if isinstance(line, EventRecord):
         exporter.event(line)
     elif values := scalars(line, sources):
@@ -239,7 +245,8 @@ def _export(exporter: Exporter, line: LedgerLine, sources: tuple[str, ...]) -> N
 
 def wanted(experiment: Experiment) -> list[str]:
     """The exporters ``experiment`` asks for; `/metrics` first, because it fails fastest."""
-    return [*([PROMETHEUS] if experiment.ledger.prometheus else []), *experiment.ledger.trackers]
+    own = [LOGGING] if experiment.hooks.logging != "none" else []
+    return [*([PROMETHEUS] if experiment.ledger.prometheus else []), *own, *experiment.ledger.trackers]
 
 
 def missing_packages(experiment: Experiment) -> Iterator[str]:
@@ -247,7 +254,7 @@ def missing_packages(experiment: Experiment) -> Iterator[str]:
     for name in wanted(experiment):
         _, package, install = EXPORTERS[name]
         if importlib.util.find_spec(package) is None:
-            key = "ledger.prometheus" if name == PROMETHEUS else "ledger.trackers"
+            key = _key(name)
             yield f"{key}: {name!r} needs the package {package}: pip install '{install}'"
 
 
@@ -295,8 +302,12 @@ def _start(name: str, experiment: Experiment, folder: Path, run_id: str | None) 
     except HeadwayError:
         raise
     except Exception as error:  # the boundary to a tracker: no key, no network, a version that differs
-        key = "ledger.prometheus" if name == PROMETHEUS else "ledger.trackers"
-        raise ConfigurationError(f"{key}: {name!r} can't be started: {type(error).__name__}: {error}") from error
+        raise ConfigurationError(f"{_key(name)}: {name!r} can't be started: {type(error).__name__}: {error}") from error
+
+
+def _key(name: str) -> str:
+    """The key of the experiment file that asks for an exporter."""
+    return {PROMETHEUS: "ledger.prometheus", LOGGING: "hooks.logging"}.get(name, "ledger.trackers")
 
 
 def _stored_ids(path: Path) -> dict[str, Any]:

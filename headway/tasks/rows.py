@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +31,7 @@ class Rows:
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
         source = self._source
-        rows = read_objects(Path(source.path)) if source.source == "jsonl" else read_dataset(source)
+        rows = _rows_of(source)
         if not source.convert:
             yield from rows
             return
@@ -48,6 +49,31 @@ class Rows:
             else:
                 what = type(converted).__name__
                 raise ConfigurationError(f"{where}: {source.convert} returned a {what}; valid: a dictionary or None")
+
+
+def _rows_of(source: TaskSource | SftSource) -> Iterator[tuple[str, dict[str, Any]]]:
+    if source.source == "jsonl":
+        return read_objects(Path(source.path))
+    return _call(source) if isinstance(source, TaskSource) and source.source == "function" else read_dataset(source)
+
+
+def _call(source: TaskSource) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows that a user's function yields, each with its number. Raises ConfigurationError."""
+    function = import_function(source.name, "name", ())
+    number = -1
+    try:
+        inspect.signature(function).bind(**source.parameters)
+        for number, raw in enumerate(function(**source.parameters)):
+            if not isinstance(raw, Mapping):
+                what = f"yielded a {type(raw).__name__}; valid: dictionaries"
+                raise ConfigurationError(f"{source.name}, row {number}: it {what} of prompt, answer, ...")
+            yield f"{source.name}, row {number}", {str(key): value for key, value in raw.items()}
+    except ConfigurationError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
+        cause = f"{type(error).__name__}: {error}"
+        where = f"after row {number}" if number >= 0 else f"called with {dict(source.parameters)}"
+        raise ConfigurationError(f"{source.name} {where} raised {cause}") from error
 
 
 def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -329,3 +329,37 @@ def test_histograms_keep_every_count() -> None:
 def test_an_evaluation_that_measured_nothing_has_no_numbers() -> None:
     assert scalars(evaluation("during", 3, 0.0, samples=0)) == {}
     assert scalars(evaluation("during", 3, 0.5))["evaluation/test_solve_rate"] == 0.5
+
+
+logged: list[LedgerLine] = []
+
+
+def log_steps(line: LedgerLine) -> None:
+    logged.append(line)
+    if isinstance(line, EventRecord) and line.event == "start":
+        raise RuntimeError("no room")
+
+
+def test_a_users_function_is_called_with_every_line(tmp_path: Path) -> None:
+    logged.clear()
+    name = f"{__name__}:log_steps"
+    experiment = experiment_of(tmp_path, hooks={"logging": name}, ledger={"trackers": []})
+    directory = RunDirectory(tmp_path)
+    lines = [EventRecord(event="start"), step_record(0), evaluation("after", 1, 0.5)]
+    with Ledger(tmp_path, ManualClock()) as ledger, start_exports(experiment, directory, ledger, resume=False):
+        for line in lines:
+            ledger.record(line)
+    assert [line for line in logged if getattr(line, "event", "") not in ("exporter_failed",)] == lines
+    told = events_of(tmp_path)[-1]
+    assert (told.event, told.data["lines"]) == ("exporter_lost", 1)
+    assert (
+        f"logging: 1 lines of the ledger are missing there; first cause: HookFailed: hooks.logging = '{name}' raised"
+        in (told.detail)
+    )
+
+
+def test_a_logging_function_that_cannot_be_called_so_is_refused(tmp_path: Path) -> None:
+    experiment = experiment_of(tmp_path, hooks={"logging": "time:sleeep"}, ledger={"trackers": []})
+    refused = pytest.raises(ConfigurationError, match=r"hooks.logging = 'time:sleeep': time has no 'sleeep'")
+    with Ledger(tmp_path, ManualClock()) as ledger, refused:
+        start_exports(experiment, RunDirectory(tmp_path), ledger, resume=False)

@@ -242,3 +242,55 @@ def test_task_id_is_equal_exactly_for_equal_content(a: tuple[str, str], b: tuple
 def test_task_id_keeps_prompt_and_answer_apart():
     assert task_id("ab", "c") != task_id("a", "bc")
     assert task_id("1:a", "") != task_id("", "1:a")
+
+
+# --- a user's function ---------------------------------------------------------------------------------------
+
+
+def sums(count: int, start: int = 0):
+    for i in range(start, start + count):
+        yield {"prompt": f"{i}+1=", "answer": str(i + 1), "level": i % 2}
+
+
+def no_rows(what: str):
+    if what == "raises":
+        yield {"prompt": "a"}
+        raise OSError("gone")
+    yield from {"text": ["a"], "column": [{"question": "a"}], "empty": []}[what]
+
+
+def own(name: str, **fields: object) -> TaskSource:
+    return TaskSource.model_validate({"source": "function", "name": f"{__name__}:{name}", **fields})
+
+
+def test_a_function_yields_rows():
+    found = read_tasks(own("sums", parameters={"count": 3, "start": 5}, limit=2))
+    assert (len(found.tasks), found.limited) == (2, 1)
+    assert {(t.prompt, t.answer, t.metadata["level"]) for t in found.tasks} <= {
+        ("5+1=", "6", 1), ("6+1=", "7", 0), ("7+1=", "8", 1),
+    }  # fmt: skip
+    assert found.tasks[0].source == f"function:{__name__}:sums"
+    renamed = own("sums", parameters={"count": 2}, columns={"prompt": "answer", "answer": "", "metadata": []})
+    assert [task.prompt for task in load_tasks(renamed)] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("sums", {}, r"sums called with {} raised TypeError: missing a required argument: 'count'"),
+        ("sums", {"count": 2, "strat": 1}, "got an unexpected keyword argument 'strat'"),
+        ("no_rows", {"what": "text"}, "row 0: it yielded a str; valid: dictionaries of prompt, answer"),
+        ("no_rows", {"what": "column"}, 'row 0: missing "prompt"; it has: question'),
+        ("no_rows", {"what": "raises"}, "no_rows after row 0 raised OSError: gone"),
+        ("no_rows", {"what": "empty"}, "holds no tasks"),
+        ("no_such", {}, "has no 'no_such'; did you mean"),
+    ],
+)
+def test_a_function_that_yields_none_says_why(name: str, parameters: dict[str, object], message: str):
+    with pytest.raises(ConfigurationError, match=message):
+        load_tasks(own(name, parameters=parameters))
+
+
+def test_a_function_needs_its_name():
+    with pytest.raises(ValueError, match="source 'function' needs 'name', module:function, not 'sums'"):
+        TaskSource.model_validate({"source": "function", "name": "sums"})

@@ -1,0 +1,324 @@
+"""Rollouts made by a user's own function (``hooks.rollout``): turns through the injected generator, token-exact."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from headway.config.schema import Experiment
+from headway.records.errors import ConfigurationError, HookFailed
+from headway.records.generation import FinishReason, PartialResponse, VersionSpan
+from headway.records.rollout import Failure, Group, Pruned, Rollout
+from headway.records.task import Task
+from headway.rollout.single_turn import Generate, SingleTurn, Stop, TextCodec
+from headway.runtime.clock import Clock
+from headway.runtime.hooks import Hook, finite_number, load_hook, shown
+
+KEY = "hooks.rollout"
+_RETRY_S = 0.25  # before an environment that failed as infrastructure is tried anew; doubled each time
+
+
+class Codec(TextCodec, Protocol):
+    """What a function of the user's needs of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+class RolloutOver(Exception):
+    """Raised by `Attempt.generate` and `Attempt.observe` when there is nothing left to do: the limit of tokens is
+    reached, or the rollout was stopped. A function may let it pass, or catch it to clean up; the rollout ends as it
+    stands."""
+
+
+class Attempt:
+    """One rollout in the making: what ``async def function(attempt)`` is given.
+
+    ``await attempt.generate()`` samples a turn, ``attempt.observe(text)`` appends what the environment says to it.
+    Tokens are kept as they were sampled; those observed carry no loss. ``attempt.reward(x)`` rewards the turn just
+    sampled; the verifier's reward comes on top of the last one's. What the function returns must be None.
+
+    Example, a second try after a hint:
+
+        async def rollout(attempt):
+            if attempt.task.answer not in await attempt.generate():
+                attempt.observe("\\nThat is wrong. Again: ")
+                await attempt.generate()
+    """
+
+    def __init__(self, rollouts: OwnRollouts, group: Group, member: int) -> None:
+        self._rollouts = rollouts
+        self.group = group
+        self.member = member
+        self._turns: list[Rollout] = []  # as the generator gave them
+        self._observed: list[tuple[int, ...]] = []  # after each
+        self._rewards: list[float | None] = []
+        self._cut = False  # at the limit of tokens
+        self.stopped: Failure | Pruned | None = None  # while no turn was being sampled
+
+    @property
+    def task(self) -> Task:
+        return self.group.task
+
+    @property
+    def response_ids(self) -> tuple[int, ...]:
+        """All tokens after the prompt so far, sampled and observed."""
+        parts = zip(self._turns, self._observed, strict=True)
+        return tuple(token for turn, said in parts for token in (*turn.response_ids, *said))
+
+    @property
+    def tokens_left(self) -> int:
+        """Until `rollout.max_response_tokens`, which observed tokens count towards."""
+        return self._rollouts.max_response_tokens - len(self.response_ids)
+
+    async def generate(self, max_tokens: int | None = None) -> str:
+        """Sample a turn of at most ``max_tokens``; its text, special tokens left out. Raises RolloutOver."""
+        if max_tokens is not None and (isinstance(max_tokens, bool) or max_tokens < 1):
+            raise ValueError(f"max_tokens = {max_tokens!r}: 1 or more are needed")
+        if self.over:
+            raise RolloutOver("the rollout was stopped")
+        if self.tokens_left < 1:
+            self._cut = True
+            raise RolloutOver("no token is left")
+        limit = min(self.tokens_left, max_tokens or self.tokens_left)
+        turn = await self._rollouts.turn(self.group, self.member, len(self._turns), self.response_ids, limit)
+        self._turns.append(turn)
+        self._observed.append(())
+        self._rewards.append(None)
+        if self.over:
+            raise RolloutOver("the rollout was stopped" if turn.failure is None else turn.failure.cause)
+        return self._rollouts.text(turn)
+
+    def observe(self, text: str) -> None:
+        """Append what the environment replies: tokens without loss. Raises RolloutOver where they don't fit."""
+        self.observe_ids(self._rollouts.encode(text))
+
+    def observe_ids(self, ids: Sequence[int]) -> None:
+        """`observe`, in tokens."""
+        if not self._turns:
+            raise ValueError("nothing was generated yet: what comes before the first turn belongs into the prompt")
+        if len(ids) > self.tokens_left:
+            self._cut = True
+            raise RolloutOver(f"{len(ids)} tokens were observed where {self.tokens_left} are left")
+        self._observed[-1] += tuple(ids)
+
+    def reward(self, value: float) -> None:
+        """Reward the turn sampled last: algorithm.turn_discount says how it reaches those before it."""
+        number = finite_number(value)
+        if number is None or not self._turns:
+            raise ValueError(f"reward({value!r}): a finite number is needed, and a turn that it is for")
+        self._rewards[-1] = number
+
+    @property
+    def over(self) -> bool:
+        """It failed or was stopped."""
+        return self.stopped is not None or (
+            bool(self._turns) and (self._turns[-1].failure is not None or self._turns[-1].finish_reason == "abort")
+        )
+
+    def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
+        """What it came to."""
+        if failure is None and isinstance(self.stopped, Failure):
+            failure = self.stopped
+        if not self._turns:
+            cause = f"{KEY} = {self._rollouts.hook.name!r} sampled nothing"
+            failure = failure or Failure(boundary="environment", cause=cause, infrastructure=False)
+            return _empty(self.group, self.member, now, failure)
+        last, ids = self._turns[-1], self.response_ids
+        logprobs: list[float] = []
+        mask: list[bool] = []
+        versions: list[VersionSpan] = []
+        ends: list[int] = []
+        for turn, said in zip(self._turns, self._observed, strict=True):
+            logprobs += [*turn.response_logprobs, *(0.0 for _ in said)]
+            mask += [*(True for _ in turn.response_ids), *(False for _ in said)]
+            versions += turn.versions
+            if said and versions:  # an environment's tokens carry the version of the token before
+                versions.append(VersionSpan(version=versions[-1].version, tokens=len(said)))
+            ends.append(len(mask))
+        rewarded = any(reward is not None for reward in self._rewards)
+        return msgspec.structs.replace(
+            last,
+            group=self.group.index,
+            prompt_ids=self.group.prompt_ids,
+            response_ids=ids,
+            response_logprobs=tuple(logprobs),
+            response_mask=tuple(mask),
+            versions=_joined(versions),
+            failure=failure or last.failure,
+            finish_reason="error" if failure is not None else self._finish_reason(last),
+            pruned=self.stopped if isinstance(self.stopped, Pruned) else last.pruned,
+            turn_ends=tuple(ends),
+            turn_rewards=tuple(reward or 0.0 for reward in self._rewards) if rewarded else (),
+            turns=len(self._turns),
+            opened_s=self.group.admitted_s,
+            first_token_s=self._turns[0].first_token_s,
+            generated_s=now,
+            finished_s=now if failure is not None or last.failure is not None else 0.0,
+            resumes=sum(turn.resumes for turn in self._turns),
+            reprefills=sum(turn.reprefills for turn in self._turns),
+        )
+
+    def _finish_reason(self, last: Rollout) -> FinishReason:
+        if self.stopped is not None:
+            return "abort"
+        if last.finish_reason in ("stop", "length"):  # a turn's own limit isn't the response's
+            return "length" if self._cut or (self.tokens_left < 1 and last.finish_reason == "length") else "stop"
+        return last.finish_reason
+
+
+class OwnRollouts(SingleTurn):
+    """Rollouts as the user's function makes them. Each turn is a request like any other: retried, parked and resumed,
+    stopped, watched; watchers and `reached` see the tokens of the turn.
+
+    What the function raises fails the rollout at the boundary "environment", and no other; an OSError (a connection, a
+    timeout) is infrastructure: the rollout is made anew, ``rollout.retries`` times. So is one that was parked when the
+    orchestrator died: an environment isn't kept.
+    """
+
+    def __init__(self, hook: Hook, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.hook = hook
+        self._attempts: dict[tuple[int, int], tuple[Attempt, asyncio.Task[None]]] = {}
+
+    def prefixed(self, request_prefix: str) -> SingleTurn:
+        twin = cast("OwnRollouts", super().prefixed(request_prefix))
+        twin._attempts = {}
+        return twin
+
+    def stop(self, group: int, member: int, why: Stop) -> None:
+        """`SingleTurn.stop`. Between two turns there is nothing to park; for good, the function is cancelled."""
+        if (group, member) in self._lives:
+            super().stop(group, member, why)
+        elif (group, member) in self._attempts and why != "park":
+            attempt, task = self._attempts[group, member]
+            attempt.stopped = attempt.stopped or why
+            task.cancel()
+
+    @property
+    def max_response_tokens(self) -> int:
+        return self._settings.max_response_tokens
+
+    def encode(self, text: str) -> list[int]:
+        return cast("Codec", self._tokenizer).encode(text)
+
+    async def generate_member(
+        self, group: Group, member: int, partial: PartialResponse = PartialResponse(), resumes: int = 0
+    ) -> Rollout:
+        attempts = 0
+        while True:
+            rollout = await self._attempt(group, member)
+            failure = rollout.failure
+            again = failure is not None and failure.boundary == "environment" and failure.infrastructure
+            if not again or attempts == self._settings.retries:
+                return rollout
+            await self._clock.sleep(_RETRY_S * 2**attempts)
+            attempts += 1
+
+    async def _attempt(self, group: Group, member: int) -> Rollout:
+        longest = self._settings.max_prompt_tokens
+        if not 0 < len(group.prompt_ids) <= longest:
+            return await super().generate_member(group, member)  # which says so
+        attempt, failure = Attempt(self, group, member), None
+        try:
+            async with asyncio.timeout(self._settings.timeout_s) as limit:
+                await self._run_stoppable(attempt)
+        except TimeoutError as error:
+            if limit.expired():
+                cause = f"not finished after rollout.timeout_s = {self._settings.timeout_s:g} s"
+                failure = Failure(boundary="engine", cause=cause, infrastructure=True)
+            else:
+                failure = _raised(self.hook.raised(error), infrastructure=True)
+        except RolloutOver:
+            pass
+        except HookFailed as error:
+            failure = _raised(error, infrastructure=False)
+        except Exception as error:  # the boundary to a user's function
+            failure = _raised(self.hook.raised(error), infrastructure=isinstance(error, OSError))
+        return attempt.rollout(self._clock.now(), failure)
+
+    async def _run_stoppable(self, attempt: Attempt) -> None:
+        key = attempt.group.index, attempt.member
+        task = asyncio.create_task(self._run(attempt), name=f"own-{key[0]}-{key[1]}")
+        self._attempts[key] = attempt, task
+        try:
+            await task
+        except asyncio.CancelledError:
+            if attempt.stopped is None:
+                raise
+        finally:
+            task.cancel()
+            del self._attempts[key]
+
+    async def _run(self, attempt: Attempt) -> None:
+        result = await self.hook.function(attempt)
+        if result is not None:
+            raise self.hook.failed(f"returned {shown(result)}: the attempt keeps what was sampled, so None is needed")
+
+    async def turn(self, group: Group, member: int, number: int, before: tuple[int, ...], max_tokens: int) -> Rollout:
+        """Sample one turn after the prompt and ``before``. The first has the seed of a single turn."""
+        twin = copy.copy(self)  # shares who is open, so that `stop` and `reached` find it
+        twin._prefix = f"{self._prefix}turn{number}-" if number else self._prefix
+        twin._sampling = msgspec.structs.replace(self._sampling, max_tokens=max_tokens)
+        twin._settings = self._settings.model_copy(
+            update={"max_prompt_tokens": len(before) + self._settings.max_prompt_tokens}
+        )
+        asked = msgspec.structs.replace(group, prompt_ids=(*group.prompt_ids, *before))
+        return await SingleTurn.generate_member(twin, asked, member)
+
+
+def rollout_maker(experiment: Experiment) -> Callable[..., SingleTurn]:
+    """What makes the rollouts of ``experiment``, with the arguments of `SingleTurn`: single turns, or those of
+    ``hooks.rollout``. Raises ConfigurationError for a function that can't be imported, or isn't async."""
+    name = experiment.hooks.rollout
+    return SingleTurn if name == "single_turn" else functools.partial(OwnRollouts, load_own(name))
+
+
+def make_rollouts(
+    experiment: Experiment, generate: Generate, tokenizer: TextCodec, clock: Clock, **options: Any
+) -> SingleTurn:
+    """The rollouts of ``experiment``; ``options``: of `SingleTurn`. Raises ConfigurationError as `rollout_maker`."""
+    make = rollout_maker(experiment)
+    return make(generate, tokenizer, experiment.rollout, clock, run_seed=experiment.run.seed, **options)
+
+
+def load_own(name: str) -> Hook:
+    """The function that ``hooks.rollout`` names. Raises ConfigurationError."""
+    hook = load_hook(KEY, name, {}, ("attempt",), asynchronous=True)
+    if not inspect.iscoroutinefunction(hook.function):
+        raise ConfigurationError(f"{KEY} = {name!r}: must be an async function: it waits for what is sampled")
+    return hook
+
+
+def _raised(error: HookFailed, infrastructure: bool) -> Failure:
+    return Failure(boundary="environment", cause=str(error)[:300], infrastructure=infrastructure)
+
+
+def _empty(group: Group, member: int, now: float, failure: Failure) -> Rollout:
+    return Rollout(
+        group=group.index,
+        member=member,
+        prompt_ids=group.prompt_ids,
+        finish_reason="error",
+        failure=failure,
+        opened_s=group.admitted_s,
+        generated_s=now,
+        finished_s=now,
+        turns=0,
+    )
+
+
+def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Neighbours of one version as one span."""
+    joined: list[VersionSpan] = []
+    for span in spans:
+        if joined and joined[-1].version == span.version:
+            joined[-1] = VersionSpan(version=span.version, tokens=joined[-1].tokens + span.tokens)
+        else:
+            joined.append(span)
+    return tuple(joined)
