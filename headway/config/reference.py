@@ -39,7 +39,7 @@ _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false"}
 def reference() -> str:
     """The whole page, Markdown. Pure: it reads the schema and its source and nothing else."""
     modules = (schema, curriculum, sources, hooks, pruning, control)
-    comments = {key: text for module in modules for key, text in _comments(inspect.getsource(module)).items()}
+    comments = {key: text for module in modules for key, text in comments_of(inspect.getsource(module)).items()}
     parts = [_INTRODUCTION]
     for name, section in Experiment.model_fields.items():
         model = section_of(section.annotation)
@@ -81,13 +81,13 @@ def _rows(path: str, prefix: str, model: type[BaseModel], comments: dict[tuple[s
         comment = next(filter(None, owners), "")
         if inner is None or comment:
             default = "*unset*" if isinstance(field.get_default(), BaseModel) else _default(field)
-            cells = (f"`{key}`{mark}", _valid(field.annotation, field.metadata), default, comment)  # fmt: skip
+            cells = (f"`{key}`{mark}", valid_values(field.annotation, field.metadata), default, comment)  # fmt: skip
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         if inner is not None and not issubclass(inner, schema.VerifierSettings):
             yield from _rows(path, f"{key}.", inner, comments)
 
 
-def _comments(source: str) -> dict[tuple[str, str], str]:
+def comments_of(source: str) -> dict[tuple[str, str], str]:
     """(class, field) -> the comment at the end of the field's line."""
     by_line = {
         token.start[0]: token.string.lstrip("# ").strip()
@@ -103,20 +103,20 @@ def _comments(source: str) -> dict[tuple[str, str], str]:
     }
 
 
-def _valid(annotation: Any, metadata: list[Any]) -> str:
+def valid_values(annotation: Any, metadata: list[Any]) -> str:
     """What values a field takes, in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         extra = arguments[1].metadata if isinstance(arguments[1], FieldInfo) else list(arguments[1:])
-        return _valid(arguments[0], [*extra, *metadata])
+        return valid_values(arguments[0], [*extra, *metadata])
     if origin is Literal:
         return " | ".join(f"`{value}`" for value in arguments)
     if origin in (Union, types.UnionType):
-        return " or ".join(_valid(a, metadata) for a in arguments if a is not type(None))
+        return " or ".join(valid_values(a, metadata) for a in arguments if a is not type(None))
     if origin is tuple and arguments[-1] is not Ellipsis:
-        return f"[{', '.join(_valid(argument, []) for argument in arguments)}]"
+        return f"[{', '.join(valid_values(argument, []) for argument in arguments)}]"
     if origin is tuple:
-        return f"list of {_valid(arguments[0], [])}"
+        return f"list of {valid_values(arguments[0], [])}"
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "table"
     bounds = [f"{sign} {getattr(item, name):g}" for item in metadata for name, sign in _LIMITS.items()

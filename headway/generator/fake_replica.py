@@ -116,7 +116,7 @@ class FakeReplica:
         self.changes: list[tuple[float, int]] = [(0.0, version)]  # work at which each version was applied
         self.work = 0.0
         self.running: dict[int, FakeRequest] = {}  # by serial, in the order they began
-        self.waiting: list[tuple[int, int, FakeRequest]] = []
+        self.waiting: list[tuple[int, int, int, FakeRequest]] = []  # (priority, serial, stretch, request)
         self.open = 0
         self.paused = self.lent = False
         self._due: list[tuple[float, int, int, FakeRequest]] = []  # (work at its end, serial, stretch, request)
@@ -276,8 +276,8 @@ class FakeReplica:
     def _fill(self) -> None:
         costs = self.costs
         while self.waiting and len(self.running) < costs.slots and not self.paused and not self.lent:
-            entry = self.waiting[0][2]
-            if entry.begun or entry.length < 0:  # it was cancelled
+            _, _, stretch, entry = self.waiting[0]
+            if entry.stretch != stretch or entry.length < 0:  # it went on elsewhere or was cancelled
                 heapq.heappop(self.waiting)
                 continue
             if costs.kv_capacity_tokens is not None and self.running:
@@ -346,7 +346,7 @@ class FakeReplica:
         """It waits for a slot; lower priorities first."""
         self.open += 1
         self._allowed += entry.allowed_tokens
-        heapq.heappush(self.waiting, (entry.request.priority, entry.serial, entry))
+        heapq.heappush(self.waiting, (entry.request.priority, entry.serial, entry.stretch, entry))
 
     def leave(self, entry: FakeRequest) -> None:
         """Take it off: its slot and its KV are free."""

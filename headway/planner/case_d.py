@@ -21,6 +21,7 @@ from headway.planner.published import (
 WAIT = 0.60  # reported share of the time that the trainer waits
 SEEDS = (0, 1, 2)
 AFTER_UPDATE = (6, 11, 16)  # steps that generate after the updates at 5, 10 and 15
+SINGLE_STEP = "rollout time of run D, step"
 _GUESS = 0.4
 
 
@@ -106,7 +107,7 @@ def section() -> tuple[str, list[Figure]]:
         Figure(what="steps 6, 11, 16 (after an update) / mean", published=after_update([row[2] for row in D_STEPS[1:]]),
                found=statistics.mean(map(after_update, times)), label="predicted"),
         *(
-            Figure(what=f"rollout time, step {step}", published=D_STEPS[step][2], found=odd, label="predicted",
+            Figure(what=f"{SINGLE_STEP} {step}", published=D_STEPS[step][2], found=odd, label="predicted",
                    unit="s", note="lengths say nothing: the mean")
             for step in range(1, 20, 2)
         ),

@@ -170,9 +170,12 @@ def test_requests_of_a_replica_that_rests_go_on_elsewhere():
         generator = fake(clock, slots=1, replicas=2)
         both = [request(name, 6, prompt=(index,) * 3) for index, name in enumerate("ab")]
         jobs = [asyncio.create_task(timed(clock, generator, one)) for one in both]
+        waits = asyncio.create_task(generator.generate(request("waits", 3, prompt=(7,) * 3, priority=1)))
+        behind = asyncio.create_task(generator.generate(request("behind", 3, prompt=(8,) * 3, priority=1)))
         await clock.sleep(2.0)
         await generator.rest_replicas({1})
         (end_a, _), (end_b, b) = await asyncio.gather(*jobs)
+        assert len((await waits).response.ids) == len((await behind).response.ids) == 3
         await generator.generate(request("c", 2))
         engines = await generator.statistics()
         resting = [engine.resting for engine in engines]

@@ -211,7 +211,7 @@ def test_show_prints_prompt_response_reward_and_versions(kept: Path) -> None:
 
 def test_show_json(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show_samples(kept, Selection(limit=1), as_json=True)
-    assert json.loads(capsys.readouterr().out) == sample(3, 13)
+    assert json.loads(capsys.readouterr().out) == sample(3, 13) | {"pruned": None}
     show_samples(kept, Selection(step=99), as_json=True)
     assert capsys.readouterr().out == ""
 
