@@ -7,10 +7,11 @@ Of 1000 training tasks 55 % are solved every time (copy a number), 20 % never (t
 25 % sometimes: the sums of examples/arithmetic, which the cold start slips in. Groups whose rewards are all equal are
 filtered in both, so both train on groups that teach something, and the price of finding them is what differs.
 
-Held-out sums are evaluated every few steps. A run's figure is the rollouts *generated* for training until they are
-solved at the target rate (each evaluation averaged with its two neighbours, the crossing read off the line between two
-of them): all that were opened by then. `rollouts_ratio` is adaptive over uniform,
-seed by seed, mean and standard error; the last line is one JSON object. Times play no part.
+Held-out sums are evaluated every few steps. A run's figure is the rollouts *generated* for training, that is opened,
+until they are solved at the target rate (each evaluation averaged with its two neighbours, the crossing read off the
+line between two of them). `rollouts_ratio` is adaptive over uniform, seed by seed, mean and standard error; the last
+line is one JSON object. Times play no part. Sampling noise is large: an evaluation's standard error is 0.02, while the
+curve rises by 0.003 a step.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def outcome_of(folder: Path) -> Outcome:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS))
-    parser.add_argument("--policies", nargs="*", choices=list(POLICIES), default=list(POLICIES))
+    parser.add_argument("--policies", nargs="*", choices=list(POLICIES), default=["uniform", "adaptive"])
     parser.add_argument("--directory", type=Path, default=Path("runs/benchmark-curriculum"))
     parser.add_argument("overrides", nargs="*", help="--section.key=value of every run")
     arguments, extra = parser.parse_known_args()

@@ -11,8 +11,8 @@ and one for the trainer.
 Prints a line per run, a table of what was pruned, and as the last line one JSON object:
 
 - `tokens_saved`: 1 - (response tokens per trained sample with pruning / without), from the ledgers, the mean over
-  seeds, with its standard error and the least; `tokens_saved_estimated`: the same share by the run's own estimate of
-  what each pruned response would still have generated.
+  seeds, with its standard error and the least; `tokens_saved_estimated`: the same share as the pruned run
+  alone knows it, from what its audits went on for.
 - `reward_difference`: final reward on the test tasks (last weights, sampled) with pruning less without, the mean over
   seeds, with its standard error over seeds. The limit is sampling noise: each run's line has its standard error.
 
@@ -128,7 +128,8 @@ def train(directory: Path, seed: int, steps: int, pruned: bool) -> Outcome:
     # Named by all that decides the outcome, so a finished one is never taken for another.
     digest = hashlib.blake2b(json.dumps(options).encode(), digest_size=4).hexdigest()
     folder = directory / f"{'pruned' if pruned else 'plain'}-{seed}-{digest}"
-    if not (folder / "summary.json").exists():
+    summary = folder / "summary.json"
+    if not (summary.exists() and json.loads(summary.read_text())["finished"]):  # an interrupted one has a summary, too
         resume = ["--resume"] if (folder / "config.json").exists() else []
         _headway("train", CONFIG, "--json", *resume, f"--run.directory={folder}", *options, quiet=True)
     outcome = outcome_of(folder)
@@ -178,7 +179,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     ]
     for pruner in sorted({pruner for outcome in outcomes for pruner in outcome.pruning}):
         total = PrunerFigures.total(o.pruning[pruner] for o in outcomes if pruner in o.pruning)
-        each = total.saved_tokens / total.rollouts if total.rollouts else 0.0
+        each = total.saving_tokens / total.rollouts if total.rollouts else 0.0
         lines.append(
             f"| {pruner} | {total.rollouts} | {each:.0f} | {total.audits} | {total.wrong} ({total.wrong_rate:.1%}) | "
             f"{total.reward_bias:+.4f} |"
@@ -191,7 +192,7 @@ def result_of(plain: Sequence[Outcome], pruned: Sequence[Outcome]) -> dict[str, 
     pairs = list(zip(plain, pruned, strict=True))
     saved = [1 - after.tokens_per_sample / before.tokens_per_sample for before, after in pairs]
     difference = [after.reward - before.reward for before, after in pairs]
-    saved_tokens = [sum(figures.saved_tokens for figures in one.pruning.values()) for one in pruned]
+    saved_tokens = [sum(figures.saving_tokens for figures in one.pruning.values()) for one in pruned]
     estimated = [more / (more + one.tokens) for more, one in zip(saved_tokens, pruned, strict=True)]
     total = PrunerFigures.total(figures for one in pruned for figures in one.pruning.values())
     return {

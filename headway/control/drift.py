@@ -58,13 +58,15 @@ def _change(signal: Callable[[StepRecord], float], before: Sequence[StepRecord],
 
 
 def _decode_cost(before: Sequence[StepRecord]) -> Callable[[StepRecord], float]:
-    """Time of a decode step over what it was ``before`` with as many requests."""
+    """Time of a decode step over what it was ``before`` with as many requests; 0 where that isn't known."""
     line, _ = decode_line(before)
 
     def cost(record: StepRecord) -> float:
         point = decode_point(record)
-        expected = line.fixed + line.slope * point[0] if point else 0.0
-        return point[1] / expected if point and expected > 0 else 0.0
+        if point is None or not (line.identified or 0.75 * line.x_mean < point[0] < 1.33 * line.x_mean):
+            return 0.0
+        expected = line.fixed + line.slope * point[0]
+        return point[1] / expected if expected > 0 else 0.0
 
     return cost
 

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from statistics import median
+from typing import NamedTuple
 
 from headway.control.lengths import LengthDistribution
 from headway.records.ledger import PrunerFigures
@@ -109,7 +110,7 @@ def pruner_figures(groups: Iterable[FinishedGroup]) -> dict[str, PrunerFigures]:
     mean reward of the group's other valid members. One that failed, or that has no others, is no audit.
     """
     ended: dict[str, list[Rollout]] = {}
-    audits: dict[str, list[tuple[bool, float]]] = {}
+    audits: dict[str, list[_Audit]] = {}
     for group in groups:
         for rollout in group.rollouts:
             pruned = rollout.pruned
@@ -125,23 +126,32 @@ def pruner_figures(groups: Iterable[FinishedGroup]) -> dict[str, PrunerFigures]:
             dropped=sum(r.left == "pruned" for r in ended.get(pruner, ())),
             saved_tokens=sum(r.pruned.saved_tokens for r in ended.get(pruner, ()) if r.pruned is not None),
             audits=len(audits.get(pruner, ())),
-            wrong=sum(wrong for wrong, _ in audits.get(pruner, ())),
-            reward_bias=_mean([bias for _, bias in audits.get(pruner, ())]),
+            audited_tokens=sum(audit.tokens for audit in audits.get(pruner, ())),
+            wrong=sum(audit.wrong for audit in audits.get(pruner, ())),
+            reward_bias=_mean([audit.bias for audit in audits.get(pruner, ())]),
         )
         for pruner in sorted(ended.keys() | audits.keys())
     }
 
 
-def _audit(rollout: Rollout, group: FinishedGroup) -> tuple[bool, float] | None:
-    """(wrong, reward less what pruning would have given) of an audited rollout; None: it says nothing."""
+class _Audit(NamedTuple):
+    """What one audited rollout says."""
+
+    wrong: bool
+    bias: float  # its reward less what pruning would have put in its place
+    tokens: int  # response tokens it went on for
+
+
+def _audit(rollout: Rollout, group: FinishedGroup) -> _Audit | None:
+    """None: it says nothing."""
     assert rollout.pruned is not None
     if not rollout.valid:
         return None
-    instead = rollout.pruned.cut_reward
+    instead, tokens = rollout.pruned.cut_reward, len(rollout.response_ids) - rollout.pruned.at_tokens
     if instead is not None:
-        return abs(rollout.reward - instead) > AGREE, rollout.reward - instead
+        return _Audit(abs(rollout.reward - instead) > AGREE, rollout.reward - instead, tokens)
     others = [other.reward for other in group.valid if other.member != rollout.member]
-    return (rollout.solved, rollout.reward - _mean(others)) if others else None
+    return _Audit(rollout.solved, rollout.reward - _mean(others), tokens) if others else None
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -249,7 +249,7 @@ def _sizes(inputs: _Inputs) -> Iterator[Finding]:
     rollout, generator, queue, trainer = experiment.rollout, experiment.generator, experiment.queue, experiment.trainer
     yield from _deadlocks(experiment)
     slots = generator.slots * len(generator.devices)
-    admissible = queue.groups_per_step * (queue.budget + 1) * rollout.group_size
+    admissible = queue.groups_per_step * (queue.budget + 1) * experiment.largest_group
     fill = min(experiment.concurrent_rollouts, admissible)
     if queue.budget and fill < slots:
         yield _warning(
@@ -280,6 +280,13 @@ def _sizes(inputs: _Inputs) -> Iterator[Finding]:
     train = (inputs.tasks or {}).get("train")
     if train is not None and len(train) < queue.groups_per_step:
         yield _warning("tasks.train", f"{len(train)} tasks: some will be in a batch of {queue.groups_per_step} twice")
+    trained = experiment.run.steps * queue.groups_per_step
+    if train is not None and experiment.curriculum.mode == "adaptive" and len(train) > trained:
+        yield _warning(
+            "curriculum.mode",
+            f"'adaptive' chooses among tasks it has seen, and {trained} groups are trained of {len(train)} tasks: most "
+            "will be drawn once, in turn, if at all",
+        )
 
 
 def _deadlocks(experiment: Experiment) -> Iterator[Finding]:

@@ -59,15 +59,16 @@ def drawing_of(experiment: Experiment, tasks: Sequence[Task], weights: Mapping[s
 
 
 def evidence_of(finished: FinishedGroup) -> Evidence | None:
-    """What a group shows of its task; None when no member is valid."""
-    valid = finished.valid
-    if not valid:
+    """What a group shows of its task; None when no member was judged. A member that a filter took out was: to leave it
+    out would make a task look easier or harder than it is."""
+    judged = [r for r in finished.rollouts if r.failure is None and r.left in (None, "filtered")]
+    if not judged:
         return None
     return Evidence(
         group=finished.group.index,
-        solved=sum(rollout.solved for rollout in valid),
-        valid=len(valid),
-        zero_variance=is_zero_variance([rollout.reward for rollout in valid]),
+        solved=sum(rollout.solved for rollout in judged),
+        valid=len(judged),
+        zero_variance=is_zero_variance([rollout.reward for rollout in judged]),
         version=finished.first_version,
     )
 

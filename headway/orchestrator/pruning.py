@@ -102,7 +102,10 @@ class Pruning:
     def watch_of(self, group: Group, member: int) -> Watch:
         """Who is told of this member's tokens."""
         rule = self._settings.repetition
-        entry = _Member(group, member, window=None if rule is None else NgramWindow(rule.window_tokens, rule.ngram))
+        window = None
+        if rule is not None and rule.repeated_share < 1:
+            window = NgramWindow(rule.window_tokens, rule.ngram)
+        entry = _Member(group, member, window=window)
         self._groups.setdefault(group.index, _Siblings()).members[member] = entry
         return Watch(self._settings.every_tokens, lambda response: self._look(entry, response))
 
@@ -206,7 +209,6 @@ class Pruning:
     def _goes_round(self, entry: _Member) -> str:
         rule = self._settings.repetition
         assert rule is not None
-        assert entry.window is not None
         period = loop_period(
             entry.response.ids,
             longest_period=rule.longest_period,
@@ -215,9 +217,9 @@ class Pruning:
         )
         if period is not None:
             return f"a loop of {period} token" + ("s" if period > 1 else "")
-        if entry.window.repeated_share < rule.repeated_share:
+        share = entry.window.repeated_share if entry.window is not None else 0.0
+        if share < rule.repeated_share:
             return ""
-        share = entry.window.repeated_share
         return f"{share:.0%} of the {rule.ngram}-token runs in the last {rule.window_tokens} tokens are repeated"
 
     def _hopeless(self, entry: _Member) -> str:

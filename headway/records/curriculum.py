@@ -31,8 +31,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What a finished group shows of its task. Groups that failed show nothing."""
 
     group: int  # admission index
-    solved: int  # valid members that solve it
-    valid: int  # >= 1
+    solved: int  # of its judged members, those that solve it
+    valid: int  # judged members: neither failed nor stopped early; >= 1
     zero_variance: bool  # their rewards are all equal
     version: int  # of the oldest first token
 

@@ -61,6 +61,7 @@ class PrunerFigures(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int = 0  # ... of these, left their group; the others were scored as they stood, and train
     saved_tokens: float = 0.0  # response tokens that the former would have gone on for, as expected when they ended
     audits: int = 0  # hit as well, but run to their own end
+    audited_tokens: int = 0  # ... response tokens they went on for
     wrong: int = 0  # ... of these, those whose reward pruning would have changed
     reward_bias: float = 0.0  # ... mean of their reward less what pruning would have put in its place
 
@@ -68,6 +69,14 @@ class PrunerFigures(msgspec.Struct, frozen=True, kw_only=True):
     def wrong_rate(self) -> float:
         """Share of the audits that were wrong; 0.0 without any."""
         return self.wrong / self.audits if self.audits else 0.0
+
+    @property
+    def saving_tokens(self) -> float:
+        """Response tokens saved, as the audits know it afterwards: they are a random sample of what was hit. What was
+        expected when the rollouts ended, which is little while no audit has ended yet, counts as one of them."""
+        if not self.rollouts:
+            return 0.0
+        return (self.saved_tokens + self.rollouts * self.audited_tokens) / (1 + self.audits)
 
     @staticmethod
     def total(figures: Iterable[PrunerFigures]) -> PrunerFigures:
@@ -79,6 +88,7 @@ class PrunerFigures(msgspec.Struct, frozen=True, kw_only=True):
             dropped=sum(one.dropped for one in found),
             saved_tokens=sum(one.saved_tokens for one in found),
             audits=audits,
+            audited_tokens=sum(one.audited_tokens for one in found),
             wrong=sum(one.wrong for one in found),
             reward_bias=sum(one.audits * one.reward_bias for one in found) / audits if audits else 0.0,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -225,14 +224,15 @@ def _pruning_text(steps: Sequence[StepRecord]) -> str:
     total = PrunerFigures.total(figures for step in steps for figures in step.pruning.values())
     if not total.rollouts and not total.audits:
         return ""
-    by: Counter[str] = Counter()
-    for step in steps:
-        by.update({pruner: figures.rollouts for pruner, figures in step.pruning.items()})
+    pruners = sorted({pruner for step in steps for pruner in step.pruning})
+    by = {name: PrunerFigures.total(s.pruning[name] for s in steps if name in s.pruning) for name in pruners}
+    saved = sum(figures.saving_tokens for figures in by.values())
+    counts = ", ".join(f"{name} {figures.rollouts:,}" for name, figures in by.items())
     generated = sum(sum(step.ended_tokens.values()) for step in steps)
     text = (
-        f"{total.rollouts:,} rollouts ended early ({', '.join(f'{pruner} {n:,}' for pruner, n in by.most_common())}), "
-        f"{total.dropped:,} of them left their group; about {total.saved_tokens:,.0f} response tokens saved, "
-        f"{total.saved_tokens / max(1.0, total.saved_tokens + generated):.0%} of what would have been generated. "
+        f"{total.rollouts:,} rollouts ended early ({counts}), {total.dropped:,} of them left their group; about "
+        f"{saved:,.0f} response tokens saved, {saved / max(1.0, saved + generated):.0%} of what would have been "
+        "generated. "
     )
     if not total.audits:
         return text + "Nothing was audited."

@@ -240,6 +240,14 @@ def test_slots_that_stay_empty(setup: Setup) -> None:
     assert setup.messages("warning", queue={"groups_per_step": 2, "budget": 0}) == {}
 
 
+def test_a_curriculum_over_tasks_that_are_seen_once(setup: Setup) -> None:
+    adaptive = {"curriculum": {"mode": "adaptive"}}
+    few = setup.messages("warning", **adaptive, run={"steps": 1}, queue={"groups_per_step": 1})
+    assert "1 groups are trained of" in few["curriculum.mode"]
+    assert "curriculum.mode" not in setup.messages("warning", **adaptive, run={"steps": 1000})
+    assert "curriculum.mode" not in setup.messages("warning", run={"steps": 1}, queue={"groups_per_step": 1})
+
+
 def test_odd_batches(setup: Setup) -> None:
     parts = {"trainer": {"optimizer_steps_per_batch": 3}}
     assert "equal parts" in setup.messages("warning", **parts)["trainer.optimizer_steps_per_batch"]

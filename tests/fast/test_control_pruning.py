@@ -243,12 +243,12 @@ def test_a_solve_rate_with_a_prior() -> None:
 def rollout(member: int, reward: float, pruned: Pruned | None = None, *, left: bool = False) -> Rollout:
     return Rollout(
         group=0, member=member, prompt_ids=(1,), reward=reward, solved=reward >= 1, pruned=pruned,
-        left="pruned" if left else None, left_reason="x" if left else "",
+        left="pruned" if left else None, left_reason="x" if left else "", response_ids=(5, 5, 5),
     )  # fmt: skip
 
 
 def hit(pruner: str, **fields: float | bool | None) -> Pruned:
-    return msgspec.convert({"pruner": pruner, "why": "w", "at_tokens": 9, **fields}, Pruned)
+    return msgspec.convert({"pruner": pruner, "why": "w", "at_tokens": 1, **fields}, Pruned)
 
 
 def group_of(*rollouts: Rollout) -> FinishedGroup:
@@ -272,10 +272,13 @@ def test_figures_by_hand() -> None:
     )
     found = pruner_figures([scored, dropped])
     assert found == {
-        "length": PrunerFigures(rollouts=1, saved_tokens=30.0, audits=2, wrong=1, reward_bias=0.5),
-        "value": PrunerFigures(rollouts=1, dropped=1, saved_tokens=12.5, audits=1, wrong=1, reward_bias=0.75),
+        "length": PrunerFigures(rollouts=1, saved_tokens=30.0, audits=2, audited_tokens=4, wrong=1, reward_bias=0.5),
+        "value": PrunerFigures(
+            rollouts=1, dropped=1, saved_tokens=12.5, audits=1, audited_tokens=2, wrong=1, reward_bias=0.75
+        ),
     }
     assert found["length"].wrong_rate == 0.5
+    assert found["length"].saving_tokens == pytest.approx((30 + 2 + 2) / 3)
     total = PrunerFigures.total(found.values())
     assert (total.rollouts, total.dropped, total.saved_tokens, total.audits) == (2, 1, 42.5, 3)
     assert total.reward_bias == pytest.approx((0.0 + 1.0 + 0.75) / 3)
@@ -287,7 +290,7 @@ def test_a_group_of_which_nobody_agrees_with_the_decision() -> None:
     audited = hit("group", audited=True, cut_reward=0.0)
     members = [rollout(i, reward, audited) for i, reward in enumerate((0.0, 1.0, 0.0))]
     found = pruner_figures([group_of(rollout(3, 0.0), *members)])
-    assert found == {"group": PrunerFigures(audits=3, wrong=1, reward_bias=1 / 3)}
+    assert found == {"group": PrunerFigures(audits=3, audited_tokens=6, wrong=1, reward_bias=1 / 3)}
 
 
 def test_an_audit_that_failed_says_nothing() -> None:

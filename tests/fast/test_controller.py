@@ -92,7 +92,7 @@ def record(step: int, knobs: Knobs, shows: Situation, draw: random.Random) -> St
             generated_tokens=tokens,
             generator_busy_s=busy_s,
             generator_s=step_s,
-            decode_steps=max(1, round(tokens / max(1.0, shows.in_generation * 8))),
+            decode_steps=max(1, round(busy_s / 0.001)),
             preemptions=shows.preemptions,
         ),
     )
@@ -224,11 +224,11 @@ def test_no_load_is_added_beyond_the_length_bias_limit() -> None:
 def test_a_change_of_lengths_or_acceptance_begins_a_regime() -> None:
     bounds, draw = limits(), random.Random(1)
     knobs = Knobs(open_groups=None, concurrent_rollouts=12, steps_per_publish=1)
-    for after, what in (
-        (Situation(noise=0.05, length=60.0), "response length"),
-        (Situation(noise=0.05, acceptance=0.3), "groups that can be trained"),
+    for before, after, what in (
+        (Situation(acceptance=0.25), Situation(acceptance=0.25, length=60.0), "response length"),
+        (Situation(noise=0.05), Situation(noise=0.05, acceptance=0.3), "groups that can be trained"),
     ):
-        shown = [record(step, knobs, Situation(noise=0.05), draw) for step in range(14)]
+        shown = [record(step, knobs, before, draw) for step in range(14)]
         state = ControllerState(knobs=knobs)
         assert decide(state, shown, bounds).state.regime_step == 0
         later = [record(step, knobs, after, draw) for step in range(14, 24)]

@@ -14,12 +14,13 @@ import pytest
 
 from headway.cli.main import main
 from headway.control.beta import mixed_probability
-from headway.orchestrator.drawing import AdaptiveDrawing
+from headway.orchestrator.drawing import AdaptiveDrawing, evidence_of
 from headway.orchestrator.explain import RunHistory
 from headway.orchestrator.run import Run
 from headway.records.curriculum import Draw, DrawnGroup, Evidence
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
+from headway.records.rollout import Failure, FinishedGroup, Group, Rollout
 from headway.records.task import Task
 from headway.report.explain import overview_text, task_text
 from headway.runtime.clock import VirtualClock
@@ -183,6 +184,24 @@ def test_failed_groups_are_no_evidence_and_filtered_ones_are(tmp_path, concluded
     assert source.drawn_at[3] >= 0
     assert source.region(3) == "unseen"
     assert sum(source.region(number) == "trivial" for number in TRIVIAL) >= 15  # all of them filtered
+
+
+def test_what_a_filter_took_out_was_judged_and_what_failed_or_was_pruned_was_not():
+    def member(position: int, solved: bool, **fields: object) -> Rollout:
+        return Rollout(group=7, member=position, prompt_ids=(1,), reward=float(solved), solved=solved, **fields)
+
+    failure = Failure(boundary="reward", cause="raised", infrastructure=False)
+    group = Group(index=7, task=TASKS[0], prompt_ids=(1,), size=5, admitted_version=3, admitted_s=0.0)
+    rollouts = (
+        member(0, True),
+        member(1, False, left="filtered", left_reason="overlong"),
+        member(2, False, left="pruned", left_reason="cap"),
+        member(3, False, failure=failure),
+        member(4, False, left="discarded", left_reason="timeout"),
+    )
+    shown = Evidence(group=7, solved=1, valid=2, zero_variance=False, version=3)
+    assert evidence_of(FinishedGroup(group=group, rollouts=rollouts)) == shown
+    assert evidence_of(FinishedGroup(group=group, rollouts=rollouts[2:])) is None
 
 
 def test_sources_keep_their_shares(tmp_path):

@@ -157,10 +157,19 @@ def test_a_group_of_which_too_few_are_left_ends_as_pruned() -> None:
 
 
 def test_the_rest_of_a_decided_group_is_dropped() -> None:
+    verified: list[str] = []
+
+    def none_solved(task: Task, response: str) -> float:
+        verified.append(response)
+        return 0.0
+
     outcome, batches = run_of(
-        {"group": {"confidence": 0.6, "least_finished": 2}, "audit_share": 0.0}, reward=lambda t, r: 0.0
+        {"group": {"confidence": 0.6, "least_finished": 2}, "audit_share": 0.0},
+        reward=none_solved,
+        queue={"budget": 0},  # no group is generated in vain
     )
     whole(outcome)
+    assert len(verified) == len(rollouts_of(batches))  # once each, and nobody who left
     found = figures_of(outcome)["group"]
     # 2.5/3 x 3.5/4 = 0.73: two that agree decide over the other two
     assert found.rollouts == found.dropped == outcome.endings["pruned"]

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from synthetic_run import evaluation, step_record, synthetic_lines, write_run
 
 from headway.records.errors import ConfigurationError, HeadwayError
-from headway.records.ledger import Distribution, EventRecord, LedgerLine, StepRecord
+from headway.records.ledger import Distribution, EventRecord, LedgerLine, PrunerFigures, StepRecord
 from headway.report import live
 from headway.report import page as page_module
 from headway.report.formats import duration, quantity
@@ -409,3 +409,19 @@ def test_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
         run.acquire()
         assert as_json(view_run(folder))["state"] == "running"
     assert as_json(view_run(folder))["state"] == "stopped"
+
+
+def test_what_was_pruned_is_said_where_something_was() -> None:
+    plain = [step_record(step, ended_tokens={"trained": 500}) for step in range(4)]
+    assert judge(plain, summarise(plain), 2).pruning_text == ""
+    figures = PrunerFigures(rollouts=10, dropped=4, saved_tokens=100, audits=3, audited_tokens=900, wrong=1,
+                            reward_bias=0.25)  # fmt: skip
+    pruned = [*plain, step_record(4, pruning={"repetition": figures}, ended_tokens={"trained": 275})]
+    verdict = judge(pruned, summarise(pruned), 2)
+    assert verdict.pruning_text == (
+        "10 rollouts ended early (repetition 10), 4 of them left their group; about 2,275 response tokens saved, 50% "
+        "of what would have been generated. Of 3 audited ones, which ran to their own end, pruning would have been "
+        "wrong about 1 (33%); their reward is +0.250 off what it would have given."
+    )
+    assert verdict.sentences[-1] == ("What was pruned?", verdict.pruning_text)
+    assert "What was pruned?" not in dict(judge(plain, summarise(plain), 2).sentences)

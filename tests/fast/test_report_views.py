@@ -167,6 +167,7 @@ def sample(step: int, group: int, member: int = 0, **changes: object) -> dict[st
         "versions": [[step - 1, 2], [step, 1]],
         "finish_reason": "stop",
         "ending": "trained",
+        "pruned": None,
         **changes,
     }
 
@@ -207,6 +208,17 @@ def test_show_prints_prompt_response_reward_and_versions(kept: Path) -> None:
         "trained",
     ):
         assert words in out.text
+
+
+def test_show_says_who_was_pruned_and_who_was_audited(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hit = {"pruner": "repetition", "why": "a loop of 7 tokens", "at_tokens": 64, "saved_tokens": 190.4,
+           "audited": False, "cut_reward": None}  # fmt: skip
+    lines = [sample(1, 1, pruned=hit), sample(1, 2, pruned=hit | {"audited": True, "saved_tokens": 0, "cut_reward": 0})]
+    (kept / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    show_samples(kept, Selection(), console=Console(width=200))
+    out = capsys.readouterr().out
+    assert "pruned by repetition at 64 tokens: a loop of 7 tokens; about 190 tokens saved" in out
+    assert "audited, else pruned by repetition at 64 tokens: a loop of 7 tokens; pruning would have given 0" in out
 
 
 def test_show_json(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
