@@ -446,6 +446,7 @@ RESUMABLE_KEYS: frozenset[str] = frozenset(
         "hooks.logging",
         "queue.max_concurrent_rollouts",
         "queue.max_resumes",
+        "weights.steps_per_publish",
         "pruning.*",
         "pruning.*.*",
         "pruning.*.parameters.*",

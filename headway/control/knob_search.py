@@ -89,7 +89,7 @@ def limits_of(experiment: Experiment, shared: Sequence[int] = ()) -> ControlLimi
     return ControlLimits(
         shape=shape_of(experiment, len(shared)),
         most_concurrent=experiment.concurrent_rollouts,
-        least_concurrent=experiment.rollout.group_size,
+        least_concurrent=experiment.largest_group,
         most_open=queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups,
         least_open=queue.groups_per_step,
         most_steps_per_publish=max(

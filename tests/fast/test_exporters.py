@@ -34,6 +34,7 @@ class Recorder(Exporter):
 
     def __init__(self, broken: bool = False) -> None:
         self.calls: list[tuple[str, Any]] = []
+        self.asked: list[str] = []  # broken or not
         self._called = threading.Condition()
         self.gate = threading.Event()
         self.gate.set()
@@ -41,16 +42,18 @@ class Recorder(Exporter):
 
     def _call(self, name: str, value: Any) -> None:
         self.gate.wait(10.0)
+        with self._called:
+            self.asked.append(name)
+            if not self.broken:
+                self.calls.append((name, value))
+            self._called.notify_all()
         if self.broken:
             raise OSError("no route to host")
-        with self._called:
-            self.calls.append((name, value))
-            self._called.notify_all()
 
     def wait_for_logs(self, count: int) -> None:
         """Until it was given so many steps: its own thread does that."""
         with self._called:
-            assert self._called.wait_for(lambda: sum(name == "log" for name, _ in self.calls) >= count, 5.0)
+            assert self._called.wait_for(lambda: self.asked.count("log") >= count, 10.0)
 
     def log(self, step: int, values: dict[str, float], shapes: Any) -> None:
         self._call("log", step)
@@ -97,6 +100,7 @@ def test_a_failing_exporter_costs_its_lines_and_is_told_of_once(tmp_path: Path) 
         for step in range(6):
             ledger.record(step_record(step))
             good.wait_for_logs(step + 1)
+            bad.wait_for_logs(step + 1)
     told = [event for event in events_of(tmp_path) if event.event.startswith("exporter")]
     assert [event.event for event in told] == ["exporter_failed", "exporter_lost"]
     assert "bad: OSError: no route to host" in told[0].detail
