@@ -45,7 +45,7 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "oversample, continue": (*ASYNCHRONOUS, "--queue.oversampling=4.0"),
     "oversample, park": (*ASYNCHRONOUS, "--queue.oversampling=4.0", "--queue.surplus=park"),
     "oversample, discard": (*ASYNCHRONOUS, "--queue.oversampling=4.0", "--queue.surplus=discard"),
-    "pruning": (*ASYNCHRONOUS, "--pruning.length_cap.tokens=96", "--pruning.repetition.loops=8"),
+    "pruning": (*ASYNCHRONOUS, "--pruning.length.tokens=96", "--pruning.repetition.repeats=4"),
     CONTROLLER: (*ASYNCHRONOUS, "--control.mode=act"),
 }
 COMMON = (

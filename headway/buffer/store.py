@@ -215,17 +215,22 @@ class GroupBuffer:
             row = (payload_id(parked.group, parked.member), self._encoder.encode(parked))
             connection.execute("REPLACE INTO partials VALUES (?, ?)", row)
 
-    def end_group(self, index: int, ending: Ending, reason: str, lengths: Mapping[int, int] | None = None) -> None:
+    def end_group(
+        self, index: int, ending: Ending, reason: str, lengths: Mapping[int, tuple[int, bool]] | None = None
+    ) -> None:
         """End a group that is open or buffered: its members end with ``ending`` and ``reason``, unless they failed.
 
-        ``lengths``: response tokens that unfinished members had reached, by member; 0 where it isn't known. Raises
-        BooksUnbalanced when the group has ended, is in a batch, or for ``trained`` (only ``complete_step`` trains).
+        ``lengths``: response tokens that unfinished members had reached and whether generation came to its own end, by
+        member; 0 where it isn't known. Raises BooksUnbalanced when the group has ended, is in a batch, or for
+        ``trained`` (only ``complete_step`` trains).
         """
         entry = self._entry(index, "open", "buffered")
         self._require_ending(index, ending)
-        reached = lengths or {}
         unfinished = range(entry.size) if entry.state == "open" else ()
-        rows = [(index, m, 0, ending, reason, *[None] * 4, reached.get(m, 0), 0, -1, *[None] * 4) for m in unfinished]
+        rows: list[tuple[object, ...]] = []
+        for member in unfinished:
+            tokens, own_end = (lengths or {}).get(member, (0, False))
+            rows.append((index, member, 0, ending, reason, *[None] * 4, tokens, int(own_end), -1, *[None] * 4))
         with self._transaction() as connection:
             connection.executemany(INSERT_ROLLOUT, rows)
             self._end(connection, index, ending, reason, None)

@@ -109,7 +109,7 @@ class Queue(Section):
     min_advantage: Annotated[float, Field(ge=0)] = 0.0  # a group without an advantage of this size is filtered
     min_valid_group_ratio: Annotated[float, Field(gt=0, le=1)] = 0.5  # a group with fewer members without failure fails
     min_valid_item_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # one of which less is left by filters is filtered
-    group_timeout_s: Seconds | None = None  # a group generated for longer goes on with those that have finished ...
+    group_timeout_s: Seconds | None = None  # a group generating (or parked) for longer goes on with those finished ...
     min_timeout_group_ratio: Annotated[float, Field(gt=0, le=1)] = 0.7  # ... if they are so many of it, or fails
     give_up_after_batches: Positive = 100  # the run ends when groups of so many batches in a row end untrained
 
@@ -328,9 +328,14 @@ class Experiment(Section):
         self._require_surplus()
         self.pruning.require_possible(
             longest_tokens=self.rollout.max_response_tokens,
-            group_size=self.rollout.group_size,
+            group_size=self.largest_group,
             deterministic=self.run.deterministic,
         )
+        if self.pruning.on and self.hooks.rollout != "single_turn":
+            raise ValueError(
+                f"hooks.rollout = {self.hooks.rollout!r} with [pruning]: pruners look at responses of a single turn; "
+                "valid: hooks.rollout = 'single_turn', or no pruner"
+            )
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
         if truncated and not self.algorithm.allow_truncated_sampling:
             raise ValueError(

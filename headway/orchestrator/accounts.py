@@ -35,11 +35,11 @@ def end_running(run: RunContext, entry: RunningGroup, ending: Ending, reason: st
     """End a group whose members are not all finished; what still runs of it is cancelled. Each counts with the length
     it has reached, which the generator may have passed by what it has not streamed yet."""
     group = entry.group
-    lengths = {m: entry.lengths.get(m) or run.rollouts.reached(group.index, m) for m in range(group.size)}
+    lengths = {m: entry.lengths.get(m) or (run.rollouts.reached(group.index, m), False) for m in range(group.size)}
     if entry.runner is not None:
         entry.runner.cancel()
     run.state.books.end_group(group.index, ending, reason)
-    for length in lengths.values():
-        run.meter.rollout_ended(group.index, ending, length, complete=False)
+    for length, own_end in lengths.values():
+        run.meter.rollout_ended(group.index, ending, length, complete=own_end)
     run.meter.ended(group, ending, run.state.version, finished=False)
     run.buffer.end_group(group.index, ending, reason, lengths)

@@ -36,6 +36,13 @@ def build_batch(step: int, groups: Sequence[FinishedGroup], experiment: Experime
     return TrainBatch(step=step, samples=tuple(samples))
 
 
+def useful_samples(batch: TrainBatch) -> int:
+    """Samples that teach something: a token that carries loss and an advantage that isn't 0. A padded member's copies
+    count once."""
+    taught = (s for s in batch.samples if any(s.turn_advantages or (s.advantage,)) and any(s.rollout.response_mask))
+    return round(sum(sample.weight for sample in taught))
+
+
 def advantages_of_turns(rollouts: Sequence[Rollout], experiment: Experiment) -> list[tuple[float, ...]]:
     """The advantages of each rollout: one for all its tokens, or one for each turn where `algorithm.turn_discount` asks
     for it and the rollout has rewards by turn: its returns are then compared with those of all turns of its group."""

@@ -58,6 +58,8 @@ class Dispatch:
         """Groups that may open now: Eq. 3, the limit on open groups, and the steps left to train."""
         run = self._run
         experiment, state = run.experiment, run.state
+        if run.parking.engine_is_kept_empty:
+            return 0
         # Surplus that will be discarded may be open only until the batch is full: later it would be a step too old.
         surplus = 0 if state.training else experiment.surplus_groups
         by_budget = credit(
@@ -101,6 +103,7 @@ class Dispatch:
         state.admitted += 1
         entry = RunningGroup(group=group, unfinished=group.size)
         state.running[group.index] = entry
+        state.opened_s[group.index] = group.admitted_s
         self._start(entry)
 
     def _start(self, entry: RunningGroup) -> None:
@@ -110,11 +113,13 @@ class Dispatch:
         """Generate all members of a group. A member's failure is data and never cancels its siblings."""
 
         async def member(position: int) -> Rollout:
+            await self._run.parking.begin()
             parked = entry.partials.pop(position, None)
             response, resumes = (parked.response, parked.resumes + 1) if parked else (PartialResponse(), 0)
             rollout = await self._run.rollouts.generate_member(entry.group, position, response, resumes)
             entry.unfinished -= 1
-            entry.lengths[position] = len(rollout.response_ids)
+            own_end = rollout.finish_reason in ("stop", "length")
+            entry.lengths[position] = len(rollout.response_ids), own_end
             if self._free_rollouts() >= self._wanted:  # fewer let nothing begin
                 self._run.state.changed.notify()
             return rollout if pruning is None else await pruning.finished(entry.group, rollout)

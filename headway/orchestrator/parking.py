@@ -27,18 +27,38 @@ class Parking:
         """Until the member may go on; returns how (DESIGN rule 2, environment-state staleness)."""
         entry = self._state.running.get(parked.group)
         if entry is None:  # an evaluation's, in no books
-            await self._state.resume_gate.wait()
+            await self._passed()
             return "continue"
         self._buffer.park(parked)
         entry.parked += 1
         self._state.parkings += 1
         self._state.changed.notify()  # its place is free
         try:
-            await self._state.resume_gate.wait()
+            await self._passed()
         finally:
             entry.parked -= 1
         limit, policy = self._queue.max_environment_staleness, self._queue.stale_environment
         return resumption(parked.environment_version, self._state.version, limit, policy)
+
+    @property
+    def engine_is_kept_empty(self) -> bool:
+        """Whether all were parked for the step that is being trained: nobody goes on or begins meanwhile."""
+        return self._queue.surplus == "park" and self._state.training
+
+    async def begin(self) -> None:
+        """Wait while the engine is kept empty: a member that has not begun has nothing to park."""
+        if self.engine_is_kept_empty:
+            await self._passed()
+
+    async def _passed(self) -> None:
+        """Through the gate: it may have been closed again between its opening and the waiter's turn."""
+        while not self._state.resume_gate.is_set():
+            await self._state.resume_gate.wait()
+
+    def open_gate(self) -> None:
+        """Let the parked ones go on, unless weights are being applied or the engine is kept empty."""
+        if not self._state.applying and not self.engine_is_kept_empty:
+            self._state.resume_gate.set()
 
     def park_all(self, rollouts: SingleTurn) -> None:
         """Close the gate and park every member that is generating, but for those that were parked often enough."""

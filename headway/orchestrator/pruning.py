@@ -63,6 +63,7 @@ class _Siblings:
     own_ends: list[int] = field(default_factory=list)  # tokens of those that came to their own end
     rewards: list[float] = field(default_factory=list)  # of the valid ones, where members are verified as they finish
     solved: int = 0
+    left: int = 0  # that failed or were dropped: they neither agree nor differ
     decided: bool = False
 
 
@@ -124,9 +125,11 @@ class Pruning:
             rollout = self._pruned(rollout, rollout.pruned)
         elif entry is not None and entry.hit is not None and entry.hit.audited:
             rollout = await self._audited(entry, entry.hit, rollout)
-        if not self._settings.needs_rewards or not rollout.valid:
+        if self._settings.needs_rewards and rollout.valid:
+            rollout = apply_verdict(rollout, await self._verify(group, rollout.response_ids), self._run.clock.now())
+        elif rollout.valid:
             return rollout
-        rollout = apply_verdict(rollout, await self._verify(group, rollout.response_ids), self._run.clock.now())
+        siblings.left += not rollout.valid
         if rollout.valid:
             siblings.rewards.append(rollout.reward)
             siblings.solved += rollout.solved
@@ -277,7 +280,8 @@ class Pruning:
             return
         if not rewards_agree(siblings.rewards):
             return
-        confidence = agreement(finished, len(siblings.members), rule.prior)
+        # those that are being verified may differ as well as those that generate
+        confidence = agreement(finished, group.size - finished - siblings.left, rule.prior)
         if confidence < rule.confidence:
             return
         siblings.decided = True

@@ -89,6 +89,7 @@ def reopen_groups(run: RunContext) -> None:
     state = run.state
     for record in run.buffer.open_groups():
         finished = record.finished
+        state.opened_s[record.group.index] = run.clock.now()
         if finished is None:
             begun = [parked.response.versions[0].version for parked in record.parked if parked.response.versions]
             state.running[record.group.index] = RunningGroup(

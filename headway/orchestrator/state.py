@@ -42,7 +42,8 @@ class RunningGroup:
     oldest_version: int = 0  # reopened by a resume: no token of it is older, as none is older than its admission
     parked: int = 0  # members waiting to be resumed: they hold no slot
     partials: dict[int, Parked] = field(default_factory=dict)  # what its members had when a former process parked them
-    lengths: dict[int, int] = field(default_factory=dict)  # response tokens of the members that are generated
+    # response tokens of the members that are generated, and whether generation came to its own end
+    lengths: dict[int, tuple[int, bool]] = field(default_factory=dict)
     runner: asyncio.Task[None] | None = None
 
 
@@ -57,6 +58,8 @@ class RunState:
     changed: Signal = field(default_factory=Signal)
     running: dict[int, RunningGroup] = field(default_factory=dict)
     finished: dict[int, FinishedGroup] = field(default_factory=dict)  # buffered: verified, committed, not trained
+    # clock when this process opened a group, or reopened it: a former process's clock says nothing here
+    opened_s: dict[int, float] = field(default_factory=dict)
     finished_at_s: dict[int, float] = field(default_factory=dict)
     version: int = 0  # completed training steps
     published_version: int = 0  # the newest that the generator was pointed at
@@ -64,6 +67,7 @@ class RunState:
     training: bool = False  # a batch is formed and its step not completed
     draining: bool = False  # admission is closed: the run is ending
     update: asyncio.Task[None] | None = None  # the weight update under way
+    applying: bool = False  # a version of the weights is being applied
     fruitless_groups: int = 0  # that ended untrained since a group was last accepted
     skipped_steps: int = 0  # in a row
     parkings: int = 0  # members parked since the last step

@@ -8,7 +8,7 @@ import msgspec
 
 from headway.control.staleness import select_batch
 from headway.orchestrator.accounts import end_finished, end_running
-from headway.orchestrator.batches import build_batch
+from headway.orchestrator.batches import build_batch, useful_samples
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.evaluation import Evaluations
 from headway.orchestrator.recovery import surviving
@@ -97,22 +97,25 @@ class Train:
         run, limit_s = self._run, self._run.experiment.queue.budget_s
         if limit_s is None:
             return
-        opened = {i: e.group.admitted_s for i, e in run.state.running.items()}
-        opened |= {i: e.group.admitted_s for i, e in run.state.finished.items()}
-        for index, admitted_s in opened.items():
-            if run.clock.now() - admitted_s > limit_s:
+        now_s = run.clock.now()
+        for index, opened_s in list(run.state.opened_s.items()):
+            if now_s - opened_s >= limit_s:
                 self._end(index, "overdue", f"open for longer than queue.budget_s = {limit_s:g} s")
 
-    async def _wait(self, mark: int) -> None:
-        """Until the state changes or the time limit passes."""
+    def _wake_in_s(self) -> float | None:
+        """Seconds until the time limit passes or a group has been open for too long; None: neither will."""
         run = self._run
-        limit = run.experiment.run.time_limit_s
-        if limit is None:
-            await run.state.changed.wait(mark)
-            return
+        limit_s, budget_s = run.experiment.run.time_limit_s, run.experiment.queue.budget_s
+        ends = [] if limit_s is None else [limit_s - run.time_s()]
+        if budget_s is not None and run.state.opened_s:
+            ends.append(min(run.state.opened_s.values()) + budget_s - run.clock.now())
+        return max(0.0, min(ends)) if ends else None
+
+    async def _wait(self, mark: int) -> None:
+        """Until the state changes or time has run out for something."""
         try:
-            async with asyncio.timeout(max(0.0, limit - run.time_s())):
-                await run.state.changed.wait(mark)
+            async with asyncio.timeout(self._wake_in_s()):
+                await self._run.state.changed.wait(mark)
         except TimeoutError:
             return
 
@@ -120,6 +123,7 @@ class Train:
         """End an open group that will not be trained."""
         run = self._run
         entry = run.state.running.pop(index, None)
+        del run.state.opened_s[index]
         if entry is not None:
             end_running(run, entry, ending, reason)
         else:
@@ -152,7 +156,7 @@ class Train:
         ending = "discarded" if report.skipped else "trained"
         for group in groups:
             index = group.group.index
-            del state.finished[index], state.finished_at_s[index]
+            del state.finished[index], state.finished_at_s[index], state.opened_s[index]
             end_finished(run, group, ending, report.reason if report.skipped else "step")
         self._keep_samples(step, batch, ending)
         state.version = report.version
@@ -163,7 +167,7 @@ class Train:
             state=state,
             buffer_capacity_groups=run.buffer.statistics().capacity,
             time_s=run.time_s(),
-            useful_samples=0 if report.skipped else sum(sample.advantage != 0 for sample in batch.samples),
+            useful_samples=0 if report.skipped else useful_samples(batch),
         )
         self.completed_steps += 1
         await self._completed.put(record)
@@ -171,9 +175,8 @@ class Train:
         if not report.skipped:
             await self._publish_if_due()
             await self._checkpoint_if_due()
-        if state.update is None or state.update.done():
-            state.resume_gate.set()  # no update is under way that would open it
         state.training = False
+        run.parking.open_gate()
         state.changed.notify()
 
     async def _compute(self, batch: TrainBatch) -> StepReport:
@@ -228,10 +231,12 @@ class Train:
         run = self._run
         started = run.clock.now()
         run.state.resume_gate.clear()
+        run.state.applying = True
         try:
             reports = await run.generator.update_weights(weights)
         finally:
-            run.state.resume_gate.set()
+            run.state.applying = False
+            run.parking.open_gate()
         run.meter.applied_version = await run.generator.applied_version()
         run.meter.applied(run.clock.now() - started, reports)
         run.state.changed.notify()

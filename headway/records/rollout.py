@@ -132,7 +132,6 @@ class Parked(msgspec.Struct, frozen=True, kw_only=True):
     member: int
     response: PartialResponse  # tokens, log-probabilities, versions
     resumes: int  # how often it had been resumed before
-    environment: str = ""  # the handle of the environment that waits for it; "": none
     environment_version: int = -1  # of the oldest turn whose effect that environment holds; -1: of none
 
 

@@ -86,7 +86,8 @@ class Attempt:
             self._cut = True
             raise RolloutOver("no token is left")
         limit = min(self.tokens_left, max_tokens or self.tokens_left)
-        turn = await self._rollouts.turn(self.group, self.member, len(self._turns), self.response_ids, limit)
+        begun = self._turns[0].first_version if self._turns else -1
+        turn = await self._rollouts.turn(self.group, self.member, len(self._turns), self.response_ids, limit, begun)
         self._turns.append(turn)
         self._observed.append(())
         self._rewards.append(None)
@@ -161,6 +162,7 @@ class Attempt:
             generated_s=now,
             finished_s=now if failure is not None or last.failure is not None else 0.0,
             resumes=sum(turn.resumes for turn in self._turns),
+            environment_version=self._turns[0].first_version if any(t.resumes for t in self._turns[1:]) else -1,
             reprefills=sum(turn.reprefills for turn in self._turns),
         )
 
@@ -260,9 +262,19 @@ class OwnRollouts(SingleTurn):
         if result is not None:
             raise self.hook.failed(f"returned {shown(result)}: the attempt keeps what was sampled, so None is needed")
 
-    async def turn(self, group: Group, member: int, number: int, before: tuple[int, ...], max_tokens: int) -> Rollout:
-        """Sample one turn after the prompt and ``before``. The first has the seed of a single turn."""
+    async def turn(
+        self,
+        group: Group,
+        member: int,
+        number: int,
+        before: tuple[int, ...],
+        max_tokens: int,
+        environment_version: int,
+    ) -> Rollout:
+        """Sample one turn after the prompt and ``before``. The first has the seed of a single turn.
+        ``environment_version``: of the first turn's first token, -1 in the first turn."""
         twin = copy.copy(self)  # shares who is open, so that `stop` and `reached` find it
+        twin._environment_version = environment_version
         twin._prefix = f"{self._prefix}turn{number}-" if number else self._prefix
         twin._sampling = msgspec.structs.replace(self._sampling, max_tokens=max_tokens)
         twin._settings = self._settings.model_copy(

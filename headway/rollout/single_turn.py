@@ -97,6 +97,7 @@ class SingleTurn:
         self._requests = requests
         self._watch_of = watch_of
         self._lives: dict[tuple[int, int], _Life] = {}
+        self._environment_version = -1  # of the oldest turn whose effect its rollouts' environment holds; -1: none
         self._tokenizer = tokenizer
         self._settings = settings
         self._clock = clock
@@ -131,10 +132,10 @@ class SingleTurn:
         and goes on from them, unless it was parked often enough. No-op for one that isn't generating or was stopped.
         """
         life = self._lives.get((group, member))
-        if life is None or life.stopped is not None:
+        if life is None or life.stopped not in (None, "park"):
             return
-        if why == "park" and (not life.request_id or self._uninterrupted(life)):
-            return  # parked already, about to be retried, or protected
+        if why == "park" and (life.stopped == "park" or life.waiting or self._uninterrupted(life)):
+            return  # parked already, or protected
         life.stopped = why
         life.stopping.set()
         if life.request_id and self._requests is not None:
@@ -240,14 +241,22 @@ class SingleTurn:
             life.stopped = None
             life.stopping.clear()
         if self._resume_gate is not None:
-            parked = Parked(group=group.index, member=member, response=life.response, resumes=life.resumes)
+            parked = Parked(
+                group=group.index,
+                member=member,
+                response=life.response,
+                resumes=life.resumes,
+                environment_version=self._environment_version,
+            )
+            life.waiting = True
             gate = asyncio.ensure_future(self._resume_gate(parked))
             stopped = asyncio.ensure_future(life.stopping.wait())
             try:
                 await asyncio.wait((gate, stopped), return_when=asyncio.FIRST_COMPLETED)
                 if gate.done():
-                    life.go_on(gate.result())
+                    life.go_on(gate.result(), in_environment=self._environment_version >= 0)
             finally:
+                life.waiting = False
                 gate.cancel()
                 stopped.cancel()
         life.resumes += 1
@@ -264,6 +273,7 @@ class _Life:
         self.first_token_s = 0.0
         self.finish_reason: FinishReason = "error"
         self.request_id = ""  # of the request it has open
+        self.waiting = False  # at the gate
         self.stopped: Stop | None = None
         self.stopping = asyncio.Event()
 
@@ -275,13 +285,13 @@ class _Life:
         if self.first_token_s == 0.0 and result.response.ids:
             self.first_token_s = result.first_token_s or now
 
-    def go_on(self, how: Resumption) -> None:
-        """As the gate decided."""
-        if how == "restart":
+    def go_on(self, how: Resumption, *, in_environment: bool) -> None:
+        """As the gate decided. A turn that is not the first can't begin anew by itself: its whole rollout does."""
+        if how == "restart" and not in_environment:
             self.response = PartialResponse()
-        elif how == "fail":
+        elif how != "continue":
             cause = "its environment holds what a policy older than queue.max_environment_staleness did"
-            self.stopped = Failure(boundary="environment", cause=cause, infrastructure=False)
+            self.stopped = Failure(boundary="environment", cause=cause, infrastructure=how == "restart")
 
     def complete(self, sampling: SamplingParameters) -> bool:
         """Whether a continued response needs no further token; sets the finish reason then."""

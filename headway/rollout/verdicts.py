@@ -9,6 +9,7 @@ from typing import Any, SupportsFloat, cast
 import msgspec
 
 from headway.records.rollout import Failure, Verdict
+from headway.runtime.hooks import finite_number, shown
 
 
 def to_verdict(result: object) -> Verdict:
@@ -32,11 +33,11 @@ def to_verdict(result: object) -> Verdict:
         value = result
     turn_rewards = _numbers(turns)
     if turn_rewards is None:
-        return failed_verdict(f"the verifier's turn_rewards are {_short(turns)}: a list of finite numbers is expected")
+        return failed_verdict(f"the verifier's turn_rewards are {shown(turns)}: a list of finite numbers is expected")
     reward = sum(turn_rewards) if value is None and turn_rewards else _number(value)
     if reward is None:
         return failed_verdict(
-            f"the verifier returned {_short(result)}: expected a number, a Verdict or a dictionary with 'reward'"
+            f"the verifier returned {shown(result)}: expected a number, a Verdict or a dictionary with 'reward'"
         )
     if not math.isfinite(reward):
         return failed_verdict(f"the reward is {reward}, not a finite number")
@@ -75,8 +76,8 @@ def _numbers(values: object) -> tuple[float, ...] | None:
     plain = values.tolist() if hasattr(values, "tolist") else values  # type: ignore[attr-defined]
     if not isinstance(plain, (list, tuple)):
         return None
-    numbers = [_number(value) for value in cast("list[object]", plain)]
-    finite = [number for number in numbers if number is not None and math.isfinite(number)]
+    numbers = [finite_number(value) for value in cast("list[object]", plain)]
+    finite = [number for number in numbers if number is not None]
     return tuple(finite) if len(finite) == len(numbers) else None
 
 
@@ -85,8 +86,3 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} has no JSON form")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -379,12 +379,12 @@ def test_parked_members_are_kept_until_their_group_finishes(path, tmp_path):
         buffer.admit(owner)
     part = PartialResponse(ids=(7, 8), logprobs=(-0.1, -0.2), versions=(VersionSpan(version=3, tokens=2),))
     first = Parked(group=0, member=1, response=PartialResponse(), resumes=0)
-    again = Parked(group=0, member=1, response=part, resumes=1, environment="box-4", environment_version=3)
+    again = Parked(group=0, member=1, response=part, resumes=1, environment_version=3)
     for parked in (first, again, Parked(group=1, member=0, response=part, resumes=0)):
         buffer.park(parked)
     assert next(record.parked for record in reopened(path, tmp_path).open_groups()) == (again,)
     buffer.finish_group(finished(owners[0]))
-    buffer.end_group(1, "overdue", "budget", {0: 9})
+    buffer.end_group(1, "overdue", "budget", {0: (9, True)})
     after = reopened(path, tmp_path)
     assert [record.parked for record in after.open_groups()] == [()]
     assert after.audit() == buffer.audit() == []

@@ -6,12 +6,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.orchestrator import recovery
+from headway.orchestrator.context import RunContext
+from headway.orchestrator.train_loop import Train
 from headway.records.errors import ConfigurationError
+from headway.records.generation import GenerationRequest
 from headway.records.ledger import StepRecord
+from headway.records.training import StepReport, TrainBatch
 from tests.fast.simulated_run import Outcome, experiment_of, simulate
 
 
@@ -138,3 +144,65 @@ def test_groups_open_for_too_long_end_whatever_the_policy() -> None:
 def test_what_can_not_work_is_refused(queue: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
         run_of(queue)
+
+
+def test_a_group_open_for_too_long_ends_although_nothing_else_happens() -> None:
+    """On policy, one rollout of 20 s: the trainer waits for it and for nothing else."""
+    long = 20.0 / 0.01
+
+    def length(request: GenerationRequest) -> int:
+        return int(long) if request.request_id.startswith("1-0.") else 20
+
+    experiment = experiment_of(
+        Path("unused"),
+        run={"steps": 2},
+        rollout={"group_size": 2, "max_response_tokens": 4000},
+        queue={"groups_per_step": 3, "budget": 0, "budget_s": 1.0, "filter_zero_variance": False},
+    )
+    outcome = simulate(experiment, generator_options={"length_of": length})
+    assert outcome.steps[0].step_s < 2.5
+    assert summed(outcome, "endings")["overdue"] <= 3 * 2  # those of its batch are as old as it is
+    assert balanced(outcome)
+
+
+def test_seconds_do_not_pass_while_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of a resumed run is another one: what is open then has just been opened."""
+    reopened = recovery.reopen_groups
+
+    def later(run: RunContext) -> None:
+        reopened(run)
+        old = {i: msgspec.structs.replace(e.group, admitted_s=-3600.0) for i, e in run.state.running.items()}
+        for index, group in old.items():
+            run.state.running[index].group = group
+
+    monkeypatch.setattr("headway.orchestrator.run.reopen_groups", later)
+    outcome = run_of({"budget_s": 60.0}, seed=2, kills_s=(1.0,))
+    assert summed(outcome, "endings").keys() == {"trained"}
+    assert balanced(outcome)
+
+
+def test_nobody_generates_while_the_trainer_works_on_a_parked_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update takes longer than it takes to fill the next batch: its end must not let anybody go on."""
+    running: list[int] = []
+    compute = Train._compute
+
+    async def watched(self: Train, batch: TrainBatch) -> StepReport:
+        for _ in range(4):
+            await self._run.clock.sleep(0.05)
+            running.append((await self._run.generator.statistics())[0].running)
+        return await compute(self, batch)
+
+    monkeypatch.setattr(Train, "_compute", watched)
+    outcome = run_of(
+        {"oversampling": 3.0, "surplus": "park", "max_resumes": 100},
+        seed=4,
+        token_s=0.02,
+        generator_options={"update_s": 0.15},
+    )
+    assert sum(step.parkings for step in outcome.steps) > 10
+    assert max(running) == 0
+
+
+def test_discarding_shows_in_the_length_bias() -> None:
+    outcome = run_of({"budget": 0, "oversampling": 3.0, "surplus": "discard"}, seed=3, steps=20)
+    assert outcome.steps[-1].length_bias_ks > 0.02  # members that came to their own end in discarded groups

@@ -454,3 +454,8 @@ def test_a_member_whose_environment_is_too_stale_begins_anew_or_fails() -> None:
     failed, end_s = stopped((6.0, "park"), opens_s=10.0, how="fail")
     assert failed.failure is not None
     assert (failed.failure.boundary, end_s, len(failed.response_ids)) == ("environment", 10.0, 6)
+
+
+def test_a_final_stop_that_meets_a_parking_on_its_way_wins() -> None:
+    rollout, end_s = stopped((6.0, "park"), (6.0, PRUNED))
+    assert (len(rollout.response_ids), rollout.pruned, end_s) == (6, PRUNED, 100.0)
