@@ -21,7 +21,7 @@ from headway.config.schema import Experiment
 from headway.control.drift import RECENT, find_drift
 from headway.control.forecast import WORTH_IT, RunShape, binding_constraint
 from headway.control.ledger_model import LedgerModel, estimate, usable
-from headway.control.queue_model import QueueModel, needed_budget, simulate
+from headway.control.queue_model import QueueModel, needed_budget, simulate_or_still
 from headway.records.ledger import StepRecord
 from headway.records.planning import Change, Constraint, QueueOutcome
 
@@ -83,6 +83,8 @@ def diagnose(
     if found is None:
         return "no response finished in the last steps"
     now = _outcomes(found.model)
+    if not all(one.samples_per_s for one in now):
+        return "the queue that this ledger describes would stand still: nothing can be predicted from it"
     needed = needed_budget(
         longest_tokens=found.lengths.at(0.99),
         concurrency=max(1, round(found.in_generation)),
@@ -140,7 +142,7 @@ def steady_steps(records: Sequence[StepRecord], budget: int) -> list[StepRecord]
 
 
 def _outcomes(model: QueueModel) -> list[QueueOutcome]:
-    return [simulate(model, seed=seed, rollouts=_ROLLOUTS) for seed in _SEEDS]
+    return [simulate_or_still(model, seed=seed, rollouts=_ROLLOUTS) for seed in _SEEDS]
 
 
 # --- changes ---------------------------------------------------------------------------------------------
@@ -190,8 +192,8 @@ def _recommendations(
 
 
 def _ratio(model: QueueModel, change: Mapping[str, Any]) -> float:
-    run = partial(simulate, seed=_SEEDS[0], rollouts=_ROLLOUTS)
-    return run(msgspec.structs.replace(model, **change)).samples_per_s / run(model).samples_per_s
+    run = partial(simulate_or_still, seed=_SEEDS[0], rollouts=_ROLLOUTS)
+    return run(msgspec.structs.replace(model, **change)).samples_per_s / max(run(model).samples_per_s, 1e-9)
 
 
 def _candidates(

@@ -12,7 +12,7 @@ from headway.config.control import KnobName
 from headway.config.schema import Experiment
 from headway.control.forecast import RunShape
 from headway.control.ledger_model import LedgerModel, shape_of
-from headway.control.queue_model import QueueModel, simulate
+from headway.control.queue_model import QueueModel, simulate_or_still
 from headway.records.control import Knobs
 from headway.records.planning import QueueOutcome
 
@@ -128,7 +128,7 @@ class Search:
 
     def outcome(self, knobs: Knobs) -> QueueOutcome:
         if knobs not in self._outcomes:
-            self._outcomes[knobs] = simulate(self._with(knobs), rollouts=_ROLLOUTS)
+            self._outcomes[knobs] = simulate_or_still(self._with(knobs), rollouts=_ROLLOUTS)
         return self._outcomes[knobs]
 
     def best(self) -> Knobs:
@@ -148,7 +148,7 @@ class Search:
     def _confirmed(self, knobs: Knobs, top: Knobs) -> bool:
         """Whether other random lengths say the same of the rate."""
         rates = [
-            [simulate(self._with(one), seed=seed, rollouts=_ROLLOUTS).samples_per_s for seed in (1, 2)]
+            [simulate_or_still(self._with(one), seed=seed, rollouts=_ROLLOUTS).samples_per_s for seed in (1, 2)]
             for one in (knobs, top)
         ]
         return sum(rates[0]) >= (1.0 - self._limits.tolerance) * sum(rates[1])

@@ -27,6 +27,10 @@ _LEAST_STEPS, _MOST_STEPS = 8, 60
 _LARGEST_BATCH = 512  # samples; larger ones are simulated in proportion
 
 
+class Standstill(ValueError):
+    """A model under which nothing would ever be trained again."""
+
+
 class QueueModel(msgspec.Struct, frozen=True, kw_only=True):
     """One run, described. Times in seconds, lengths in tokens."""
 
@@ -115,7 +119,7 @@ class _Simulation:
                 self.work = max(self.work, self.running[0][0])
                 return self._finish_members()
         if due_s == math.inf:
-            raise ValueError("the simulated run stands still: nothing runs and nothing is due")
+            raise Standstill("the simulated run stands still: nothing runs and nothing is due")
         self._pass(due_s)
         _, _, _, kind, groups = heapq.heappop(self.timers)
         getattr(self, f"_{kind}")(groups)
@@ -269,7 +273,7 @@ def simulate(model: QueueModel, *, seed: int = 0, rollouts: int = _MAX_ROLLOUTS)
     ``rollouts`` rollouts).
 
     Batches of more than 512 samples are simulated in proportion: fewer groups in fewer slots, each as much slower.
-    Raises ValueError for a model under which the run would stand still (a budget below steps_per_publish - 1).
+    Raises Standstill for a model under which the run would stand still (a budget below steps_per_publish - 1).
     """
     scale, model = _scaled_down(model)
     per_step = model.groups_per_step * model.group_size
@@ -294,6 +298,22 @@ def simulate(model: QueueModel, *, seed: int = 0, rollouts: int = _MAX_ROLLOUTS)
         staleness_mean=sum(ages) / max(1, len(ages)),
         staleness_max=max(ages, default=0),
     )
+
+
+def simulate_or_still(model: QueueModel, *, seed: int = 0, rollouts: int = _MAX_ROLLOUTS) -> QueueOutcome:
+    """As `simulate`; where the run would stand still, nothing is trained and the trainer waits for ever."""
+    try:
+        return simulate(model, seed=seed, rollouts=rollouts)
+    except Standstill:
+        return QueueOutcome(
+            samples_per_s=0.0,
+            trainer_wait=1.0,
+            straggler_wait=0.0,
+            generator_wait=1.0,
+            slots_filled=0.0,
+            staleness_mean=0.0,
+            staleness_max=0,
+        )
 
 
 def _totals(simulation: _Simulation) -> tuple[float, ...]:
@@ -326,6 +346,7 @@ def _run_to(simulation: _Simulation, version: int) -> None:
     while simulation.version < version:
         simulation.admit()
         simulation.train()
+        simulation.admit()  # what was ended to form a batch, or in vain, makes room
         simulation.advance()
 
 

@@ -101,7 +101,7 @@ def predicted_rates(run: CaseRun) -> list[Figure]:
     return [
         Figure(what="MFU while computing", published=MFU, found=run.mfu_compute, label="fitted"),
         Figure(what="consumption", published=CONSUMPTION, found=run.consumption_per_s,
-               label="predicted", unit="samples/s", note="from the MFU and the lengths"),
+               label="identity", unit="samples/s", note="the MFU, the lengths and the chip's FLOP/s"),
         Figure(what="delivered", published=DELIVERED, found=run.samples_per_s, label="contradictory",
                unit="samples/s", note="the step table alone says 512 / 576 s = 0.89"),
     ]  # fmt: skip

@@ -47,7 +47,7 @@ def simulate(scenario: Scenario, *, name: str = "scenario", on_line: OnLine | No
     """
     experiment = scenario.experiment()
     directory = RunDirectory(experiment.run.directory)
-    _make_way(directory.path)
+    _make_way(directory)
     directory.begin(experiment, resume=False)
     try:
         directory.write_json(directory.path / SCENARIO_FILE, json.loads(scenario.model_dump_json()))
@@ -63,14 +63,28 @@ def simulate(scenario: Scenario, *, name: str = "scenario", on_line: OnLine | No
 
 def is_simulated(path: Path) -> bool:
     """Whether the folder holds a simulation."""
-    return (path / SCENARIO_FILE).is_file()
+    return (path / SCENARIO_FILE).is_file() and RunDirectory(path).holds_run()
 
 
-def _make_way(path: Path) -> None:
-    if RunDirectory(path).holds_run() and not is_simulated(path):
+def _make_way(directory: RunDirectory) -> None:
+    """Empty the folder of an earlier simulation. Raises ConfigurationError when it holds a live run, RunLocked while
+    another simulation writes there."""
+    path = directory.path
+    if directory.holds_run() and not is_simulated(path):
         raise ConfigurationError(f"{path} holds a live run: choose another run.directory for the simulation")
-    if is_simulated(path):
-        shutil.rmtree(path)
+    if not is_simulated(path):
+        return
+    directory.acquire()
+    try:
+        for entry in path.iterdir():
+            if entry == directory.lock:
+                continue
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+    finally:
+        directory.release()
 
 
 async def _simulate(

@@ -52,8 +52,9 @@ def recorded_steps(lines: Sequence[LedgerLine]) -> int:
 
 
 def last_step(lines: Sequence[LedgerLine]) -> StepRecord | None:
-    """The last step recorded."""
-    return next((line for line in reversed(lines) if isinstance(line, StepRecord)), None)
+    """The last step that was recorded as it happened: one rebuilt after a kill doesn't know the knobs."""
+    steps = (line for line in reversed(lines) if isinstance(line, StepRecord))
+    return next((step for step in steps if step.flow.concurrent_rollouts), None)
 
 
 def is_finished(lines: Sequence[LedgerLine]) -> bool:

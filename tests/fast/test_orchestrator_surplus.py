@@ -206,3 +206,21 @@ def test_nobody_generates_while_the_trainer_works_on_a_parked_run(monkeypatch: p
 def test_discarding_shows_in_the_length_bias() -> None:
     outcome = run_of({"budget": 0, "oversampling": 3.0, "surplus": "discard"}, seed=3, steps=20)
     assert outcome.steps[-1].length_bias_ks > 0.02  # members that came to their own end in discarded groups
+
+
+@pytest.mark.parametrize(("budget", "interval"), [(1, 2), (2, 3)])
+def test_the_controller_bears_discarded_surplus(budget: int, interval: int) -> None:
+    """Its model of the queue may drop all that is open and stand still for a moment."""
+    experiment = experiment_of(
+        Path("unused"),
+        run={"steps": 40},
+        rollout={"group_size": 2, "max_response_tokens": 60},
+        generator={"slots": 64},
+        weights={"steps_per_publish": interval},
+        queue={"groups_per_step": 4, "budget": budget, "oversampling": 1.5, "surplus": "discard"}
+        | {"filter_zero_variance": False},
+        control={"mode": "act"},
+    )
+    outcome = simulate(experiment, token_s=0.0005, sample_s=0.1)
+    assert len(outcome.steps) == 40
+    assert balanced(outcome)

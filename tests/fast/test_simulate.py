@@ -18,9 +18,10 @@ from headway.planner.outcome import SimulationOutcome
 from headway.planner.quantities import Quantity, constant
 from headway.planner.scenario import Scenario, load_scenario
 from headway.planner.simulate import simulate
-from headway.records.errors import ConfigurationError, NoProgress
+from headway.records.errors import ConfigurationError, NoProgress, RunLocked
 from headway.records.ledger import EventRecord, StepRecord
 from headway.runtime.ledger import read_ledger
+from headway.runtime.run_directory import RunDirectory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LONG_TAIL = {"kind": "lognormal", "median": 60, "p99": 480}
@@ -282,6 +283,26 @@ def test_a_live_run_is_never_overwritten(tmp_path):
     write_run(tmp_path / "run", synthetic_lines(2))
     with pytest.raises(ConfigurationError, match="holds a live run"):
         simulate(scenario_of(tmp_path))
+
+
+def test_a_folder_that_only_looks_like_a_simulation_is_left_alone(tmp_path):
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    (folder / "scenario.json").write_text("{}")
+    (folder / "notes.txt").write_text("mine")
+    simulate(scenario_of(tmp_path, run={"directory": str(folder)}))
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_a_simulation_under_way_is_not_deleted(tmp_path):
+    simulate(scenario_of(tmp_path))
+    before = (tmp_path / "run" / "ledger.jsonl").read_bytes()
+    held = RunDirectory(tmp_path / "run")
+    held.acquire()
+    with pytest.raises(RunLocked):
+        simulate(scenario_of(tmp_path))
+    held.release()
+    assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == before
 
 
 def test_the_command_prints_a_table_or_json(tmp_path, capsys):
