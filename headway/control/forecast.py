@@ -43,6 +43,7 @@ class RunShape(msgspec.Struct, frozen=True, kw_only=True):
     evaluated_samples: int  # held evaluations before and after, together
     evaluated_per_step: float = 0.0  # validation samples inside the run, per training step ...
     evaluated_per_s: float = 0.0  # ... and per second
+    open_groups: int | None = None  # most open at once, within what admission allows; None: all of it
     surplus_groups: int = 0  # open beyond admission, because surplus is discarded
     free_devices: int = 0  # of the generator's and trainer's kind that neither of them uses
 
@@ -120,6 +121,7 @@ def queue_model(shape: RunShape, measured: Calibration, lengths: LengthDistribut
         budget=shape.budget,
         overdue=shape.overdue,
         steps_per_publish=shape.steps_per_publish,
+        open_groups=shape.open_groups,
         surplus_groups=shape.surplus_groups,
         slots=min(shape.slots, kv_slots(shape, measured.prompt_tokens + lengths.mean_tokens)),
         replicas=shape.replicas,

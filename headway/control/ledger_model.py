@@ -106,6 +106,7 @@ def shape_of(experiment: Experiment, lent_replicas: int = 0, free_devices: int =
         steps=experiment.run.steps,
         time_limit_s=experiment.run.time_limit_s,
         evaluated_samples=0,
+        open_groups=experiment.open_groups,
         surplus_groups=experiment.surplus_groups,
         free_devices=free_devices,
     )

@@ -91,6 +91,8 @@ def run_shape(experiment: Experiment, sets: Mapping[str, Sequence[Task]]) -> Run
         evaluated_samples=held,
         evaluated_per_step=during / evaluation.every_steps if evaluation.every_steps else 0.0,
         evaluated_per_s=during / evaluation.every_s if evaluation.every_s else 0.0,
+        open_groups=experiment.open_groups,
+        surplus_groups=experiment.surplus_groups,
         free_devices=_free_devices(experiment),
     )
 
