@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin
 
@@ -43,6 +43,15 @@ def load_file(path: str | Path, overrides: Sequence[str], schema: type[Schema]) 
     for override in overrides:
         _apply_override(raw, override, schema)
     return validate(raw, str(file), schema)
+
+
+def changed_experiment(experiment: Experiment, settings: Mapping[str, str]) -> Experiment:
+    """``experiment`` with ``settings`` (``section.key`` -> value, as an override has it). Raises ConfigurationError
+    where it would be refused."""
+    raw = experiment.model_dump(mode="json")
+    for key, value in settings.items():
+        _apply_override(raw, f"{key}={value}", Experiment)
+    return validate_experiment(raw, "the changed experiment")
 
 
 def validate_experiment(raw: dict[str, Any], origin: str) -> Experiment:

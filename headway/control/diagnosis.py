@@ -17,11 +17,13 @@ from typing import Any
 
 import msgspec
 
+from headway.config.load import changed_experiment
 from headway.config.schema import Experiment
 from headway.control.drift import RECENT, find_drift
 from headway.control.forecast import WORTH_IT, RunShape, binding_constraint
 from headway.control.ledger_model import LedgerModel, estimate, usable
 from headway.control.queue_model import QueueModel, needed_budget, simulate_or_still
+from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
 from headway.records.planning import Change, Constraint, QueueOutcome
 
@@ -165,7 +167,10 @@ def _recommendations(
 ) -> list[Recommendation]:
     """Every change worth making, the largest gain first; of one key only the best value."""
     best: dict[str, Recommendation] = {}
-    for one in _candidates(found, experiment, shape, needed, shared_devices):
+    for candidate in _candidates(found, experiment, shape, needed, shared_devices):
+        one = _as_configured(candidate, experiment)
+        if one is None:
+            continue
         changed = msgspec.structs.replace(found.model, **one.change)
         then = _outcomes(changed)
         ratios = [b.samples_per_s / a.samples_per_s for a, b in zip(now, then, strict=True)]
@@ -189,6 +194,22 @@ def _recommendations(
         if key not in best or recommended.gain > best[key].gain:
             best[key] = recommended
     return sorted(best.values(), key=lambda one: -one.gain)
+
+
+def _as_configured(candidate: _Candidate, experiment: Experiment) -> _Candidate | None:
+    """The candidate with the numbers that a run with its settings would have; None where they would be refused."""
+    try:
+        then = changed_experiment(experiment, candidate.settings)
+    except ConfigurationError:
+        return None
+    change = dict(candidate.change)
+    if then.concurrent_rollouts != experiment.concurrent_rollouts or "concurrent_rollouts" in change:
+        change["concurrent_rollouts"] = then.concurrent_rollouts
+    if then.surplus_groups != experiment.surplus_groups:
+        change["surplus_groups"] = then.surplus_groups
+    if then.open_groups != experiment.open_groups:
+        change["open_groups"] = then.open_groups
+    return msgspec.structs.replace(candidate, change=change)
 
 
 def _ratio(model: QueueModel, change: Mapping[str, Any]) -> float:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from headway.cli.main import app
 from headway.config.schema import Experiment
-from headway.control.diagnosis import Diagnosis, diagnose
+from headway.control.diagnosis import Diagnosis, _as_configured, _Candidate, diagnose
 from headway.control.ledger_model import shape_of
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import LedgerLine, StepRecord
@@ -132,3 +132,26 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         examine(folder)
     with pytest.raises(ConfigurationError):
         examine(tmp_path / "nothing")
+
+
+def test_what_is_recommended_is_what_its_settings_give() -> None:
+    """Surplus follows the batch, concurrency never falls below a group, and what is refused is not recommended."""
+    raw: dict[str, Any] = {
+        "rollout": {"group_size": 4, "max_response_tokens": 400},
+        "queue": {"groups_per_step": 4, "budget": 0, "oversampling": 2.0, "surplus": "discard"},
+        "curriculum": {"mode": "adaptive", "max_group_size": 16},
+        "algorithm": {"overlong": "penalty", "overlong_buffer_tokens": 300},
+    }
+    experiment = experiment_of(Path("unused"), **raw)
+
+    def built(change: dict[str, Any], **settings: str) -> _Candidate | None:
+        named = {key.replace("__", "."): value for key, value in settings.items()}
+        return _as_configured(_Candidate(named, "admission", change), experiment)
+
+    larger = built({"groups_per_step": 8}, queue__groups_per_step="8")
+    assert larger is not None
+    assert larger.change["surplus_groups"] == 8
+    fewer = built({"concurrent_rollouts": 8}, queue__max_concurrent_rollouts="8")
+    assert fewer is not None
+    assert fewer.change["concurrent_rollouts"] == 16
+    assert built({}, rollout__max_response_tokens="200") is None
