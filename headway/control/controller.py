@@ -96,8 +96,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     actions: tuple[Action, ...] = ()
 
 
-def decide(state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits) -> Decision:
-    """What to do after the last of ``records``, the run's own in their order (some dozen are enough)."""
+def decide(
+    state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits, *, look: bool = True
+) -> Decision:
+    """What to do after the last of ``records``, the run's own in their order (some dozen are enough). ``look``: the
+    model may be asked; its simulations are all that costs time."""
     every = usable(records)
     actions: list[Action] = []
     drifted = find_drift([r for r in every if r.step >= state.regime_step][-WINDOW - RECENT :])
@@ -111,7 +114,8 @@ def decide(state: ControllerState, records: Sequence[StepRecord], limits: Contro
         return Decision(state=state, actions=tuple(actions))
     now = _evidence(since[-limits.interval_steps :], limits)
     lately = _evidence(since[-2 * limits.patience_steps :], limits)
-    for next_, evidence in ((_measured, now), (_reflex, now), (_by_model, lately)):
+    ways = ((_measured, now), (_reflex, now), (_by_model, lately))
+    for next_, evidence in ways if look else ways[:2]:
         decision = next_(state, window, evidence, limits)
         if decision is not None:
             state = decision.state

@@ -155,7 +155,7 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
         open_groups=flow.open_groups or None,
         surplus_groups=shape.surplus_groups,
         length_at=lengths.at,
-        group_correlation=_correlation(steps, shape.group_size),
+        group_correlation=length_correlation(steps, shape.group_size),
         prompt_tokens=prompt,
         delay_s=held.other_s / responses,
         decode_fixed_s=decode.fixed,
@@ -325,7 +325,7 @@ def _middle(end: int) -> float:
     return end - (width - 1) / 2
 
 
-def _correlation(steps: Sequence[StepRecord], group_size: int) -> float:
+def length_correlation(steps: Sequence[StepRecord], group_size: float) -> float:
     """Of the logarithms of the lengths inside a group: the intraclass correlation, 0 to 1."""
     weight = sum(r.flow.finished_groups for r in steps if r.flow.length_variance_within > 0)
     if group_size < 2 or not weight:

@@ -146,18 +146,8 @@ class _Simulation:
 
     def admit(self) -> None:
         model = self.model
-        groups = credit(
-            open_groups=len(self.open),
-            completed_steps=self.version,
-            applied_version=self.applied,
-            groups_per_step=model.groups_per_step,
-            budget=model.budget,
-            surplus_groups=0 if self.busy else model.surplus_groups,
-        )
-        if model.open_groups is not None:
-            groups = max(0, min(groups, model.open_groups - len(self.open)))
         free = model.concurrent_rollouts - len(self.running) - len(self.waiting)
-        for _ in range(min(groups, free // model.group_size)):
+        for _ in range(min(self._credit(), free // model.group_size) if free >= model.group_size else 0):
             group = _Group(self.admitted, self.applied, model.group_size)
             self.admitted += 1
             self.open[group.index] = group
@@ -169,6 +159,19 @@ class _Simulation:
             self.serial += 1
             delay = model.delay_s / self.step_s() if model.delay_s else 0.0  # tokens that it would have made meanwhile
             heapq.heappush(self.running, (self.work + delay + length, self.serial, group))
+
+    def _credit(self) -> int:
+        """Groups that may open now."""
+        model = self.model
+        groups = credit(
+            open_groups=len(self.open),
+            completed_steps=self.version,
+            applied_version=self.applied,
+            groups_per_step=model.groups_per_step,
+            budget=model.budget,
+            surplus_groups=0 if self.busy else model.surplus_groups,
+        )
+        return groups if model.open_groups is None else max(0, min(groups, model.open_groups - len(self.open)))
 
     def _lengths(self) -> list[int]:
         model, normal = self.model, self.random.normalvariate
@@ -205,11 +208,11 @@ class _Simulation:
 
     # --- training -------------------------------------------------------------------------------------------
 
-    def train(self) -> None:
-        """Begin a step when the trainer is free and the budget lets a batch form."""
+    def train(self) -> bool:
+        """Begin a step when the trainer is free and the budget lets a batch form; whether groups have left."""
         model = self.model
         if self.busy or self.publishing or self.finished < model.groups_per_step or self.missing > 0:
-            return
+            return False
         candidates = [
             OpenGroup(
                 index=group.index,
@@ -225,7 +228,7 @@ class _Simulation:
             self._end_overdue(self.open.pop(index))
         self.missing, self.stalled = chosen.missing, not chosen.groups
         if not chosen.groups:
-            return
+            return bool(chosen.overdue)
         batch = [self.open[index] for index in chosen.groups]
         if model.surplus_groups:
             for group in [group for group in self.open.values() if not group.finished]:
@@ -234,6 +237,7 @@ class _Simulation:
         self.busy = True
         tokens = sum(group.tokens for group in batch)
         self._after(model.train_fixed_s + tokens * model.train_token_s, "trained", batch)
+        return True
 
     def _end_overdue(self, group: _Group) -> None:
         if group.finished:
@@ -345,8 +349,8 @@ def _scaled_down(model: QueueModel) -> tuple[float, QueueModel]:
 def _run_to(simulation: _Simulation, version: int) -> None:
     while simulation.version < version:
         simulation.admit()
-        simulation.train()
-        simulation.admit()  # what was ended to form a batch, or in vain, makes room
+        if simulation.train():
+            simulation.admit()  # what was ended to form a batch, or in vain, makes room
         simulation.advance()
 
 

@@ -207,7 +207,7 @@ class EnvironmentGenerator:
             counts.waiting_s += began_s - asked_s
             step = self.engine.version
             seconds = environment.start_s.draw(mix(key, _START), step)
-            seconds *= self._scenario.factor("environment.start_s", step)
+            seconds *= self._scenario.drifted("environment.start_s", step)
             await self._clock.sleep(max(0.0, seconds))
             counts.starting_s += self._clock.now() - began_s
         finally:

@@ -234,6 +234,19 @@ def test_drift_changes_what_is_generated_while_the_run_goes_on(tmp_path):
     assert all(100.0 <= length <= 300.0 for length in lengths)
 
 
+def test_drift_of_a_share_ends_again(tmp_path):
+    drift = {"key": "workload.trivial_share", "value": 1.0, "from_step": 4, "until_step": 9}
+    scenario = scenario_of(
+        tmp_path,
+        run={"directory": str(tmp_path / "run"), "steps": 16},
+        queue={"groups_per_step": 2, "budget": 0, "filter_zero_variance": False},
+        workload={"response_tokens": 100},
+    ).model_copy(update={"drift": validate({"drift": [drift]}, "x", Scenario).drift})
+    simulate(scenario)
+    solved = {step.step for step in steps_of(tmp_path) if step.solve_rate == 1.0}
+    assert {5, 6, 7, 8} <= solved <= {4, 5, 6, 7, 8, 9}
+
+
 def test_quantities():
     assert constant(3.0).draw(1) == 3.0
     values = Quantity(kind="steps", values=(1.0, 2.0))
@@ -261,6 +274,12 @@ def test_quantities():
         ({"model": {"path": "x"}}, "[model] has no place in a scenario: no model is loaded"),
         ({"generator": {"devices": ["cuda:0"]}}, "set hardware.generator.replicas"),
         ({"drift": [{"key": "workload.tool", "factor": 3}]}, "valid: workload.prompt_tokens"),
+        ({"drift": [{"key": "workload.tool_s", "value": 0.5}]}, "key = 'workload.tool_s' takes factor, not value"),
+        ({"drift": [{"key": "workload.trivial_share", "factor": 2}]}, "takes value, not factor"),
+        (
+            {"drift": [{"key": "workload.turns", "factor": 2, "from_step": 5, "until_step": 5}]},
+            "until_step = 5 must be after from_step = 5",
+        ),
     ],
 )
 def test_errors_name_the_key_and_what_would_be_valid(raw, said):
