@@ -3,10 +3,11 @@
     python benchmarks/policies.py [--quick] [--rounds 2] [--pairs 6]
 
 The quickstart's task and cold start (responses: median 16 tokens, p99 nine times that), batches of 32 samples, one core
-for the generator and one for the trainer; every policy trains the same number of samples from the same weights. First a table over all
-policies, ``--rounds`` times each, in turns; then the controller, the best of the fixed ones and the synchronous run
-again, ``--pairs`` times side by side, because the best of several is the luckiest as well. Policies whose length bias
-by scheduling or pruning is above the controller's own limit are shown, but are no rivals: their samples are shorter.
+for the generator and one for the trainer; every policy trains the same number of samples from the same weights. First
+a table over all policies, ``--rounds`` times each, in turns; then the controller, the best of the fixed ones and the
+synchronous run again, ``--pairs`` times side by side, because the best of several is the luckiest as well. Policies
+whose length bias by scheduling or pruning is above the controller's own limit are shown, but are no rivals: their
+samples are shorter.
 
 Columns: trained samples/s [range], waits of trainer and generator, mean trajectory staleness (versions), tokens wasted,
 length bias by scheduling, filter and pruning, solve rate as sampled in the last quarter and held out, others' cores.

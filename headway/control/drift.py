@@ -20,10 +20,11 @@ _FACTOR = 1.25
 _Z = 4.0
 _LENGTHS_DIFFER, _LENGTHS_DIFFER_Z = 0.2, 2.5  # KS statistic, and in its scale (p < 1e-5)
 
-_VERIFYING = 0.1  # verifier processes kept busy; below it no rate depends on what a verification takes
+_LEAST_SHARE = 0.1  # of a verifier's time, or of a rollout's: what takes less decides no rate
 _COSTS: dict[str, Callable[[StepRecord], float]] = {
     "training time per token": lambda r: training_s(r) / r.flow.trained_tokens if r.flow.trained_tokens else 0.0,
     "training time per sample": lambda r: training_s(r) / r.samples,
+    "time with tools": lambda r: r.flow.environment_s / r.flow.responses if r.flow.responses else 0.0,
     "verification of a response": lambda r: r.verify_s / r.flow.responses if r.flow.responses else 0.0,
 }
 
@@ -34,8 +35,9 @@ def find_drift(records: Sequence[StepRecord]) -> tuple[int, str] | None:
     if len(before) < 4:
         return None
     changes = {name: _change(signal, before, recent) for name, signal in _COSTS.items()}
-    if max(_verifying(before), _verifying(recent)) < _VERIFYING:
-        del changes["verification of a response"]
+    for name, share in _SHARES.items():
+        if max(share(before), share(recent)) < _LEAST_SHARE:
+            del changes[name]
     # What a step costs may go with its tokens or with its samples: a dearer trainer shows in both.
     trainer = [changes.pop("training time per token"), changes.pop("training time per sample")]
     changes["training time"] = min(trainer, key=abs) if trainer[0] * trainer[1] > 0 else 0.0
@@ -49,6 +51,13 @@ def find_drift(records: Sequence[StepRecord]) -> tuple[int, str] | None:
 
 def _verifying(records: Sequence[StepRecord]) -> float:
     return sum(r.verify_s for r in records) / sum(r.step_s for r in records)
+
+
+def _acting(records: Sequence[StepRecord]) -> float:
+    return sum(r.flow.environment_s for r in records) / max(1e-9, sum(r.flow.generating_s for r in records))
+
+
+_SHARES = {"verification of a response": _verifying, "time with tools": _acting}
 
 
 def _change(signal: Callable[[StepRecord], float], before: Sequence[StepRecord], recent: Sequence[StepRecord]) -> float:

@@ -366,3 +366,10 @@ def test_acting_is_refused_where_results_must_not_depend_on_times() -> None:
         experiment_of(Path("none"), run={"deterministic": True}, control={"mode": "act"})
     with pytest.raises(ConfigurationError, match="named twice"):
         experiment_of(Path("none"), control={"pin": ["open_groups", "open_groups"]})
+
+
+def test_a_limit_on_rollouts_at_once_is_raised_when_it_starves_the_trainer() -> None:
+    starved = Situation(wait=0.5, in_generation=1.0)
+    history, actions = play(starved, limits(), Knobs(open_groups=None, concurrent_rollouts=4, steps_per_publish=1))
+    assert history[-1].concurrent_rollouts == limits().most_concurrent
+    assert any("rollouts at once are what is short" in action.reason for action in actions)

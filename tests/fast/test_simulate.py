@@ -12,6 +12,7 @@ from synthetic_run import synthetic_lines, write_run
 
 from headway.cli.main import main as headway
 from headway.config.load import validate
+from headway.control.ledger_model import estimate, shape_of
 from headway.control.queue_model import QueueModel
 from headway.control.queue_model import simulate as simulate_queue
 from headway.planner.outcome import SimulationOutcome
@@ -245,6 +246,23 @@ def test_drift_of_a_share_ends_again(tmp_path):
     simulate(scenario)
     solved = {step.step for step in steps_of(tmp_path) if step.solve_rate == 1.0}
     assert {5, 6, 7, 8} <= solved <= {4, 5, 6, 7, 8, 9}
+
+
+def test_tools_between_turns_are_no_decoding(tmp_path):
+    """The queue model finds in the ledger how long rollouts wait for their tools."""
+    scenario = scenario_of(
+        tmp_path,
+        run={"directory": str(tmp_path / "run"), "steps": 20},
+        queue={"groups_per_step": 4, "budget": 2, "filter_zero_variance": False},
+        workload={"turns": 3, "turn_tokens": 20, "reply_tokens": 4, "tool_s": 0.5},
+    )
+    simulate(scenario)
+    found = estimate(steps_of(tmp_path)[5:], shape_of(scenario.experiment()))
+    assert found is not None
+    assert found.model.environment_s == pytest.approx(1.0)  # two tool calls
+    assert found.model.delay_s < 0.1
+    again = simulate_queue(found.model)
+    assert again.samples_per_s == pytest.approx(found.samples_per_s, rel=0.1)
 
 
 def test_quantities():
