@@ -17,8 +17,9 @@ Each decision looks at the records since the last one and does the first of thes
    taken if it gains enough; twice as much for every time a knob has turned round in this regime. While nothing is
    found it looks ever more seldom.
 
-Guards hold whatever the model says: while the trainer starves for want of groups nothing is lowered, while finished
-groups pile up nothing is raised, and a value at which the trainer starved is not gone back to.
+Guards hold whatever the model says: while the trainer starves for want of groups no load is taken away (open groups,
+concurrent rollouts, replicas that generate), while finished groups pile up none is added, and a value at which the
+trainer starved is not gone back to. The publish interval is no load: these say nothing of it.
 """
 
 from __future__ import annotations
@@ -251,7 +252,7 @@ def _reflex(
     """Let more groups open at once where the trainer starves and the limit keeps slots empty."""
     knobs = state.knobs
     name: KnobName = "open_groups"
-    room = evidence.in_generation < 0.9 * (knobs.concurrent_rollouts - limits.shape.group_size + 1)
+    room = evidence.in_generation < 0.9 * (knobs.concurrent_rollouts - limits.largest_group + 1)
     if knobs.open_groups is None or not evidence.starving or not room:
         return None
     old = limits.value(knobs, name)

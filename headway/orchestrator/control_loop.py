@@ -77,7 +77,8 @@ class RateControl:
         self._advised = run.state.knobs
 
     async def go_on_from(self, last: StepRecord) -> None:
-        """Within the limits of now; what was estimated and learnt of the queue is gone."""
+        """Within the limits of now; where the experiment sets another value than it did, from that. What was estimated
+        and learnt of the queue is gone."""
         flow = last.flow
         if self._mode != "act" or not flow.concurrent_rollouts:
             return
@@ -87,7 +88,7 @@ class RateControl:
             steps_per_publish=flow.steps_per_publish,
             resting=self._limits.shared[len(self._limits.shared) - flow.resting :],
         )
-        await self._set(self._limits.clamped(knobs, self._run.state.knobs))
+        await self._set(self._limits.resumed(knobs, self._run.state.knobs, flow.configured))
 
     async def after(self, record: StepRecord) -> None:
         """Decide after ``record``."""

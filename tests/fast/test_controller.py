@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config.control import KnobName
+from headway.config.schema import Experiment
 from headway.control.controller import Action, ControllerState, decide
 from headway.control.knob_search import KNOBS, ControlLimits, limits_of
 from headway.records.control import Knobs
@@ -214,6 +215,16 @@ def test_the_same_records_give_the_same_decisions(shows: Situation, first: Knobs
     assert play(shows, limits(), first, seed=seed, steps=30) == play(shows, limits(), first, seed=seed, steps=30)
 
 
+def test_there_is_room_only_where_the_largest_group_fits() -> None:
+    starved, first = (
+        Situation(wait=0.5, in_generation=0.6),
+        Knobs(open_groups=2, concurrent_rollouts=12, steps_per_publish=1),
+    )
+    short = "open groups are what is short"
+    assert any(short in action.reason for action in play(starved, limits(), first, steps=8)[1])
+    assert not any(short in action.reason for action in play(starved, limits(largest_group=8), first, steps=8)[1])
+
+
 def test_no_load_is_added_beyond_the_length_bias_limit() -> None:
     starved = Situation(wait=0.5, in_generation=0.2, bias=0.3)
     first = Knobs(open_groups=2, concurrent_rollouts=12, steps_per_publish=1)
@@ -305,6 +316,24 @@ def test_a_resumed_run_goes_on_with_its_knobs() -> None:
     assert before.open_groups
     assert (after.open_groups, after.concurrent_rollouts) == (before.open_groups, before.concurrent_rollouts)
     assert not killed.audit
+
+
+def test_a_resumed_run_takes_what_its_experiment_sets_anew() -> None:
+    def experiment(mode: str, concurrent: int, publish: int) -> Experiment:
+        return experiment_of(
+            Path("none"),
+            run={"steps": 24},
+            rollout={"group_size": 4, "max_response_tokens": 200},
+            queue={"groups_per_step": 4, "budget": 4, "max_concurrent_rollouts": concurrent},
+            weights={"steps_per_publish": publish},
+            control={"mode": mode, "interval_steps": 100},  # it changes nothing itself
+        )
+
+    before, after = experiment("off", 8, 1), experiment("act", 24, 2)
+    outcome = simulate(before, sample_s=0.05, kills_s=(6.0, 0.01), resumed=after)  # killed again before a step
+    knobs = [(s.flow.concurrent_rollouts, s.flow.steps_per_publish) for s in outcome.steps if s.step_s]
+    assert set(knobs) == {(8, 1), (24, 2)}
+    assert knobs == sorted(knobs)
 
 
 def test_acting_is_refused_where_results_must_not_depend_on_times() -> None:
