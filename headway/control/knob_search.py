@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import get_args
 
 import msgspec
@@ -72,11 +72,11 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.structs.replace(knobs, concurrent_rollouts=kept)
         return msgspec.structs.replace(knobs, steps_per_publish=kept)
 
-    def resumed(self, knobs: Knobs, first: Knobs, before: Knobs | None) -> Knobs:
-        """Knobs of an earlier session under these limits. Pinned ones, and those that the experiment sets otherwise
-        than ``before``, are as it sets them now (``first``)."""
+    def resumed(self, knobs: Knobs, first: Knobs, before: Mapping[KnobName, int]) -> Knobs:
+        """Knobs of an earlier session under these limits. Pinned ones are as the experiment sets them now (``first``),
+        and so are those that it set otherwise ``before`` (0: not known)."""
         for name in KNOBS:
-            changed = before is not None and getattr(before, name) != getattr(first, name)
+            changed = before.get(name, 0) not in (0, self.value(first, name))
             source = first if changed or name in self.pinned else knobs
             knobs = self.with_value(knobs, name, self.value(source, name))
             if name in self.pinned:

@@ -7,6 +7,7 @@ from collections import deque
 
 import msgspec
 
+from headway.config.control import KnobName
 from headway.control.controller import Action, ControllerState, decide
 from headway.control.knob_search import limits_of
 from headway.orchestrator.context import RunContext
@@ -88,7 +89,11 @@ class RateControl:
             steps_per_publish=flow.steps_per_publish,
             resting=self._limits.shared[len(self._limits.shared) - flow.resting :],
         )
-        await self._set(self._limits.resumed(knobs, self._run.state.knobs, flow.configured))
+        before: dict[KnobName, int] = {
+            "concurrent_rollouts": flow.configured_concurrent_rollouts,
+            "steps_per_publish": flow.configured_steps_per_publish,
+        }
+        await self._set(self._limits.resumed(knobs, self._run.state.knobs, before))
 
     async def after(self, record: StepRecord) -> None:
         """Decide after ``record``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from headway.config.control import KnobName
 from headway.config.schema import Experiment
 from headway.control.controller import Action, ControllerState, decide
 from headway.control.knob_search import KNOBS, ControlLimits, limits_of
+from headway.control.summaries import length_histogram
 from headway.records.control import Knobs
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import Distribution, EventRecord, Flow, StepRecord
@@ -51,14 +53,13 @@ def limits(budget: int = 2, **changes: Any) -> ControlLimits:
 
 def record(step: int, knobs: Knobs, shows: Situation, draw: random.Random) -> StepRecord:
     step_s = 0.2 * max(0.2, draw.normalvariate(1.0, shows.noise))
-    length = shows.length * max(0.2, draw.normalvariate(1.0, shows.noise))
     groups = max(1, round(GROUPS / shows.acceptance))
     responses = groups * SIZE
-    tokens = round(responses * length)
+    lengths = [max(1, round(shows.length * draw.normalvariate(1.0, shows.noise))) for _ in range(responses)]
+    length, tokens = fmean(lengths), sum(lengths)
     generating_s = shows.in_generation * knobs.concurrent_rollouts * step_s
     busy_s = step_s * (1 - shows.idle)
     accepted = sum(draw.random() < shows.acceptance for _ in range(groups))
-    bucket = str(max(1, round(length)))
     return StepRecord(
         step=step,
         version=step + 1,
@@ -74,7 +75,7 @@ def record(step: int, knobs: Knobs, shows: Situation, draw: random.Random) -> St
         trajectory_staleness=Distribution(mean=1.0),
         length_mean=length,
         length_p50=length,
-        length_histogram={bucket: responses},
+        length_histogram=length_histogram(lengths),
         length_bias_scheduling_ks=shows.bias,
         flow=Flow(
             open_groups=knobs.open_groups or 0,
@@ -163,7 +164,7 @@ def test_knobs_keep_to_their_bounds_and_pinned_ones_stay(
         assert action.kind in ("drift", "measured") or action.old != action.new
 
 
-@few
+@settings(max_examples=3, deadline=None)
 @given(shows=situations, first=firsts, seed=seeds)
 def test_it_comes_to_rest_on_stationary_inputs(shows: Situation, first: Knobs, seed: int) -> None:
     bounds = limits()
@@ -209,7 +210,7 @@ def test_an_idle_generator_or_a_full_queue_never_gets_more(
         assert all(move < 0 for move in moves(history, bounds, name))
 
 
-@few
+@settings(max_examples=2, deadline=None)
 @given(shows=situations, first=firsts, seed=seeds)
 def test_the_same_records_give_the_same_decisions(shows: Situation, first: Knobs, seed: int) -> None:
     assert play(shows, limits(), first, seed=seed, steps=30) == play(shows, limits(), first, seed=seed, steps=30)
@@ -247,7 +248,7 @@ def test_a_change_of_lengths_or_acceptance_begins_a_regime() -> None:
         first = next(decision for decision in found if decision.state.regime_step)
         assert first.actions[0].kind == "drift"
         assert what in first.actions[0].reason
-        assert 13 <= first.state.regime_step <= 15
+        assert 12 <= first.state.regime_step <= 15  # the first of three that differ together
 
 
 # --- in whole runs ---------------------------------------------------------------------------------------
@@ -307,9 +308,9 @@ def test_pinned_knobs_stay_in_a_run() -> None:
 
 
 def test_a_resumed_run_goes_on_with_its_knobs() -> None:
-    whole = run_of("act")
-    at_s = whole.steps[39].time_s
-    killed = run_of("act", kills_s=(at_s,))
+    whole = run_of("act", steps=30)
+    at_s = whole.steps[24].time_s
+    killed = run_of("act", steps=30, kills_s=(at_s,))
     resumed = next(i for i, line in enumerate(killed.lines) if isinstance(line, EventRecord) and line.event == "resume")
     before = [line for line in killed.lines[:resumed] if isinstance(line, StepRecord)][-1].flow
     after = next(line for line in killed.lines[resumed:] if isinstance(line, StepRecord) and line.step_s).flow
