@@ -17,21 +17,19 @@ curve rises by 0.003 a step.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.util
 import json
 import math
 import random
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
+from trained_run import ARITHMETIC, CONFIG, headway, train_once
+
 from headway.records.ledger import EvaluationRecord, StepRecord
 from headway.runtime.ledger import read_ledger
 
-ARITHMETIC = Path(__file__).resolve().parents[1] / "examples" / "arithmetic"
 SHARES = {"trivial": 550, "impossible": 200, "productive": 250}  # training tasks
 HELD_OUT = 512  # productive ones
 TEST = 64  # the experiment wants them; they are not used
@@ -106,22 +104,20 @@ def write_tasks(folder: Path, seed: int) -> None:
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def command(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "headway.cli.main", *arguments], check=True, stdout=subprocess.DEVNULL)
-
-
 def cold_start(folder: Path) -> None:
     """Tasks, and a model that imitates slipping demonstrations of them. One for all runs: what differs is the rest."""
     tasks, initial, warm = folder / "tasks", folder / "init", folder / "sft"
     if not (tasks / "validation.jsonl").exists():
         write_tasks(tasks, seed=0)
     if not initial.exists():
-        command("init-model", str(initial), "--texts", f"{tasks}/sft.jsonl", "--character-level", "--seed", "0")
+        texts = ["--texts", f"{tasks}/sft.jsonl"]
+        headway("init-model", str(initial), *texts, "--character-level", "--seed", "0", quiet=True)
     if not warm.exists():
-        command(
-            *("sft", str(ARITHMETIC / "experiment.toml"), f"--model.path={initial}", f"--sft.data={tasks}/sft.jsonl"),
+        headway(
+            *("sft", CONFIG, f"--model.path={initial}", f"--sft.data={tasks}/sft.jsonl"),
             *(f"--sft.output={warm}", f"--tasks.train.path={tasks}/train.jsonl", "--run.seed=0"),
             *(f"--tasks.validation.path={tasks}/validation.jsonl", f"--tasks.test.path={tasks}/test.jsonl"),
+            quiet=True,
         )
 
 
@@ -151,13 +147,7 @@ def run(arguments: argparse.Namespace, policy: str, seed: int) -> Outcome:
         *(f"--tasks.{name}.path={start}/tasks/{name}.jsonl" for name in ("train", "validation", "test")),
         *(*RECIPE, *POLICIES[policy], *arguments.overrides),
     ]
-    # Named by all that decides the outcome, so a finished one is never taken for another.
-    digest = hashlib.blake2b(json.dumps(options).encode(), digest_size=4).hexdigest()
-    folder = arguments.directory / f"{policy}-{seed}-{digest}"
-    if not (folder / "summary.json").exists():
-        resume = ["--resume"] if (folder / "config.json").exists() else []
-        command("train", str(ARITHMETIC / "experiment.toml"), *resume, f"--run.directory={folder}", *options)
-    outcome = outcome_of(folder)
+    outcome = outcome_of(train_once(arguments.directory, f"{policy}-{seed}", options))
     print(
         f"{policy:9} seed {seed}: {outcome.rollouts:7.0f} rollouts in {outcome.step} steps to a held-out solve rate of "
         f"{TARGET}; {outcome.zero_variance_share:.0%} of groups flat, {outcome.wall_s:.0f} s   "

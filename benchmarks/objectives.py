@@ -13,25 +13,21 @@ the standard error over held-out tasks. Timing plays no part, but one run uses b
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from trained_run import ARITHMETIC, standard_error, steps_and_end, train_once
 
-from headway.records.ledger import EvaluationRecord, StepRecord
 from headway.report.plots import STYLE
-from headway.runtime.ledger import read_ledger
 
-ARITHMETIC = Path(__file__).resolve().parents[1] / "examples" / "arithmetic"
 LEARNING_RATES = (5e-4, 2.5e-4, 1.25e-4, 6.25e-5)  # peak; the same for every objective
 SHOWN_RATE = 2.5e-4  # of the curves at an equal learning rate
 GRID_SEED = 0
@@ -95,18 +91,8 @@ def run(arguments: argparse.Namespace, objective: str, rate: float, seed: int, s
         *(*RECIPE, *OBJECTIVES[objective], f"--trainer.learning_rate={rate}"),
         f"--trainer.optimizer_steps_per_batch={arguments.optimizer_steps}",
     ]
-    # Named by all that decides the outcome, so a finished one is never taken for another.
-    digest = hashlib.blake2b(json.dumps(options).encode(), digest_size=4).hexdigest()
-    folder = arguments.directory / f"{objective.replace(' ', '-').replace(',', '')}-{rate:g}-{seed}-{digest}"
-    if not (folder / "summary.json").exists():
-        resume = ["--resume"] if (folder / "config.json").exists() else []
-        command = [sys.executable, "-m", "headway.cli.main", "train", str(ARITHMETIC / "experiment.toml"), "--json"]
-        subprocess.run(
-            [*command, *resume, f"--run.directory={folder}", *options],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-    outcome = outcome_of(folder)
+    name = f"{objective.replace(' ', '-').replace(',', '')}-{rate:g}-{seed}"
+    outcome = outcome_of(train_once(arguments.directory, name, options))
     print(
         f"{objective:20} learning rate {rate:.2e} seed {seed}: {split} {outcome.after:.3f} ± "
         f"{outcome.standard_error:.3f} after {outcome.samples} samples, staleness {outcome.staleness:.1f}, "
@@ -118,9 +104,7 @@ def run(arguments: argparse.Namespace, objective: str, rate: float, seed: int, s
 
 def outcome_of(folder: Path) -> Outcome:
     """The figures of a finished run, from its ledger."""
-    lines = list(read_ledger(folder))
-    steps = [line for line in lines if isinstance(line, StepRecord)]
-    after = next(line for line in lines if isinstance(line, EvaluationRecord) and line.phase == "after")
+    steps, after, wall_s = steps_and_end(folder)
     curve: list[tuple[int, float]] = []
     samples = 0
     for part in range(PARTS):
@@ -131,11 +115,7 @@ def outcome_of(folder: Path) -> Outcome:
             solved = sum(step.solve_rate * count for step, count in zip(chosen, groups, strict=True))
             curve.append((samples, solved / sum(groups)))
     staleness = mean(step.trajectory_staleness.mean for step in steps)
-    return Outcome(after.solve_rate, after.standard_error, curve, samples, staleness, lines[-1].time_s)
-
-
-def standard_error(values: Sequence[float]) -> float:
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return Outcome(after.solve_rate, after.standard_error, curve, samples, staleness, wall_s)
 
 
 def draw(path: Path, equal: Mapping[str, Sequence[Outcome]], best: Mapping[str, Sequence[Outcome]]) -> None:

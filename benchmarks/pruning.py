@@ -22,22 +22,19 @@ Timing plays no part in either, so other work on the machine changes nothing but
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import math
 import random
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import NamedTuple
 
-from headway.records.ledger import EvaluationRecord, PrunerFigures, StepRecord
-from headway.runtime.ledger import read_ledger
+from trained_run import ARITHMETIC, CONFIG, headway, standard_error, steps_and_end, train_once
 
-ARITHMETIC = Path(__file__).resolve().parents[1] / "examples" / "arithmetic"
-CONFIG = str(ARITHMETIC / "experiment.toml")
+from headway.records.ledger import PrunerFigures
+
 SEEDS = (1, 2, 3, 4, 5)
 CIRCLES = 0.5  # share of the demonstrations that go round in circles
 CIRCLE_TOKENS = 200  # ... for so many tokens
@@ -96,8 +93,8 @@ def cold_start(folder: Path, seed: int = 0) -> None:
     """The quickstart's tasks and model, and what becomes of it by demonstrations that go round in circles."""
     tasks, warm, spoilt = folder / "tasks", folder / "sft", folder / "circles"
     if not warm.exists():
-        script = str(ARITHMETIC / "quickstart.py")
-        _run(sys.executable, script, "--cold-start-only", "--directory", str(folder), "--seed", str(seed))
+        command = [sys.executable, str(ARITHMETIC / "quickstart.py"), "--cold-start-only"]
+        subprocess.run([*command, "--directory", str(folder), "--seed", str(seed)], check=True, stdout=sys.stderr)
     if not spoilt.exists():
         rng = random.Random(f"circles {seed}")
         rows = [json.loads(line) for line in (tasks / "sft.jsonl").read_text().splitlines()]
@@ -105,7 +102,7 @@ def cold_start(folder: Path, seed: int = 0) -> None:
         (folder / "circles.jsonl").write_text("\n".join(lines) + "\n")
         paths = [f"--tasks.{split}.path={tasks}/{split}.jsonl" for split in ("train", "validation", "test")]
         data = [f"--model.path={warm}", f"--sft.data={folder}/circles.jsonl", f"--sft.output={spoilt}"]
-        _headway("sft", CONFIG, *paths, *data, *SPOILT, f"--run.seed={seed}")
+        headway("sft", CONFIG, *paths, *data, *SPOILT, f"--run.seed={seed}")
 
 
 def in_circles(solution: str, rng: random.Random) -> str:
@@ -125,14 +122,7 @@ def train(directory: Path, seed: int, steps: int, pruned: bool) -> Outcome:
         *(f"--tasks.{split}.path={start}/tasks/{split}.jsonl" for split in ("train", "validation", "test")),
         *(*RECIPE, *(PRUNING if pruned else ())),
     ]
-    # Named by all that decides the outcome, so a finished one is never taken for another.
-    digest = hashlib.blake2b(json.dumps(options).encode(), digest_size=4).hexdigest()
-    folder = directory / f"{'pruned' if pruned else 'plain'}-{seed}-{digest}"
-    summary = folder / "summary.json"
-    if not (summary.exists() and json.loads(summary.read_text())["finished"]):  # an interrupted one has a summary, too
-        resume = ["--resume"] if (folder / "config.json").exists() else []
-        _headway("train", CONFIG, "--json", *resume, f"--run.directory={folder}", *options, quiet=True)
-    outcome = outcome_of(folder)
+    outcome = outcome_of(train_once(directory, f"{'pruned' if pruned else 'plain'}-{seed}", options))
     curve = " ".join(f"{rate:.2f}" for rate in outcome.solve_rates)
     print(
         f"seed {seed}, {'pruned' if pruned else 'plain '}: reward {outcome.reward:.3f} ± {outcome.standard_error:.3f}, "
@@ -145,9 +135,7 @@ def train(directory: Path, seed: int, steps: int, pruned: bool) -> Outcome:
 
 def outcome_of(folder: Path) -> Outcome:
     """The figures of a finished run, from its ledger."""
-    lines = list(read_ledger(folder))
-    steps = [line for line in lines if isinstance(line, StepRecord)]
-    after = next(line for line in lines if isinstance(line, EvaluationRecord) and line.phase == "after")
+    steps, after, wall_s = steps_and_end(folder)
     tenths = [steps[len(steps) * part // 10 : len(steps) * (part + 1) // 10] for part in range(10)]
     samples = sum(step.samples for step in steps)
     tokens = sum(sum(step.ended_tokens.values()) for step in steps)
@@ -163,12 +151,8 @@ def outcome_of(folder: Path) -> Outcome:
             for pruner in pruners
         },
         tokens=tokens,
-        wall_s=lines[-1].time_s,
+        wall_s=wall_s,
     )
-
-
-def standard_error(values: Sequence[float]) -> float:
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -211,14 +195,6 @@ def result_of(plain: Sequence[Outcome], pruned: Sequence[Outcome]) -> dict[str, 
         "seeds": len(pairs),
         "samples": plain[0].samples,
     }
-
-
-def _headway(*arguments: str, quiet: bool = False) -> None:
-    _run(sys.executable, "-m", "headway.cli.main", *arguments, quiet=quiet)
-
-
-def _run(*command: str, quiet: bool = False) -> None:
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL if quiet else sys.stderr)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from headway.config.consistency import require_consistent
 from headway.config.control import Control
 from headway.config.curriculum import Curriculum
 from headway.config.hooks import Hooks
@@ -22,7 +23,6 @@ Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]  # 
 
 # Names that need no import; a user's own is module:function.
 ADVANTAGES = ("group_mean", "group_mean_std", "leave_one_out", "batch_mean_std", "group_mean_batch_std")
-BATCH_ADVANTAGES = ("batch_mean_std", "group_mean_batch_std")  # known only once a batch is formed
 LOSSES = ("ppo_clip", "decoupled_ppo", "gspo", "cispo", "dppo", "reinforce")
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -276,103 +276,8 @@ class Experiment(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Experiment:
-        algorithm = self.algorithm
-        buffer, longest = algorithm.overlong_buffer_tokens, self.rollout.max_response_tokens
-        if buffer is not None and buffer > longest:
-            raise ValueError(
-                f"algorithm.overlong_buffer_tokens = {buffer} is longer than a response, rollout.max_response_tokens = "
-                f"{longest}: short ones would be penalised as well"
-            )
-        if algorithm.kl_coefficient > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-            raise ValueError(
-                "algorithm.kl_estimator = 'k1' has no gradient in expectation when algorithm.kl_in = 'loss': valid: "
-                "k2, k3, k1_unbiased, k3_unbiased, or kl_in = 'reward'"
-            )
-        if algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1" and algorithm.kl_coefficient > 0:
-            raise ValueError(
-                f"algorithm.kl_in = 'reward' takes kl_estimator = 'k1', the log-ratio of each token, not "
-                f"{algorithm.kl_estimator!r}"
-            )
-        if self.queue.budget < self.weights.steps_per_publish - 1:
-            raise ValueError(
-                f"queue.budget = {self.queue.budget} deadlocks with weights.steps_per_publish = "
-                f"{self.weights.steps_per_publish}: the budget must be at least steps_per_publish - 1"
-            )
-        if self.queue.min_advantage > 0 and algorithm.advantage in BATCH_ADVANTAGES:
-            raise ValueError(
-                f"queue.min_advantage = {self.queue.min_advantage:g} is asked of each group as it finishes, and "
-                f"algorithm.advantage = {algorithm.advantage!r} is known only once the batch is formed"
-            )
-        if algorithm.second_moment_limit is not None and self.hooks.pad_group != "none":
-            raise ValueError(
-                f"hooks.pad_group = {self.hooks.pad_group!r} would count copies in the batch's mean that "
-                "algorithm.second_moment_limit bounds: leave one of them out"
-            )
-        if algorithm.turn_discount is not None and self.hooks.normalize_group != "identity":
-            raise ValueError(
-                f"hooks.normalize_group = {self.hooks.normalize_group!r} is given one reward for each rollout, and "
-                "algorithm.turn_discount learns from one for each turn: leave one of them out"
-            )
-        kv, wanted = self.generator.kv_capacity_tokens, self.generator.slots * self.max_sequence_tokens
-        if self.run.deterministic and kv is not None and kv < wanted:
-            raise ValueError(
-                f"generator.kv_capacity_tokens = {kv} makes requests wait for each other, so results would depend on "
-                "when they arrive, which run.deterministic = true excludes: at least generator.slots x "
-                f"(rollout.max_prompt_tokens + rollout.max_response_tokens) = {wanted}, or leave it out"
-            )
-        if self.run.deterministic and self.control.mode == "act":
-            raise ValueError(
-                "control.mode = 'act' sets the run's knobs by the times it measures, which run.deterministic = true "
-                "excludes: valid: 'off' or 'advise'"
-            )
-        self._require_surplus()
-        self.pruning.require_possible(
-            longest_tokens=self.rollout.max_response_tokens,
-            group_size=self.largest_group,
-            deterministic=self.run.deterministic,
-        )
-        if self.pruning.on and self.hooks.rollout != "single_turn":
-            raise ValueError(
-                f"hooks.rollout = {self.hooks.rollout!r} with [pruning]: pruners look at responses of a single turn; "
-                "valid: hooks.rollout = 'single_turn', or no pruner"
-            )
-        truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
-        if truncated and not self.algorithm.allow_truncated_sampling:
-            raise ValueError(
-                f"rollout.top_p = {self.rollout.top_p:g} with rollout.top_k = {self.rollout.top_k} gives "
-                "log-probabilities the trainer can't reproduce: set top_p = 1 and top_k = 0, or "
-                "algorithm.allow_truncated_sampling = true"
-            )
-        smallest, size, largest = self.smallest_group, self.rollout.group_size, self.largest_group
-        if not smallest <= size <= largest:
-            raise ValueError(
-                f"curriculum.min_group_size = {smallest} and max_group_size = {largest} must enclose "
-                f"rollout.group_size = {size}"
-            )
-        if self.curriculum.mode == "adaptive" and smallest < 2:
-            raise ValueError(
-                f"curriculum.mode = 'adaptive' looks for tasks whose attempts differ: groups need 2 or more, not "
-                f"{smallest}"
-            )
-        if self.queue.groups_per_step * self.rollout.group_size < 2:
-            raise ValueError(
-                f"queue.groups_per_step = {self.queue.groups_per_step} times rollout.group_size = "
-                f"{self.rollout.group_size} must be at least 2"
-            )
+        require_consistent(self)
         return self
-
-    def _require_surplus(self) -> None:
-        queue = self.queue
-        if queue.surplus != "continue" and queue.oversampling is None:
-            raise ValueError(
-                f"queue.surplus = {queue.surplus!r} needs queue.oversampling: groups open for each in a batch"
-            )
-        if queue.surplus != "discard" and queue.oversampling is not None and queue.oversampling > queue.budget + 1:
-            raise ValueError(
-                f"queue.oversampling = {queue.oversampling:g} with queue.budget = {queue.budget}: surplus that is kept "
-                f"is trained later, so at most budget + 1 = {queue.budget + 1} times a batch can be open; or queue."
-                "surplus = 'discard'"
-            )
 
     @property
     def surplus_groups(self) -> int:

@@ -18,8 +18,9 @@ Each decision looks at the records since the last one and does the first of thes
    taken if it gains enough; twice as much for every time a knob has turned round in this regime. While nothing is
    found it looks ever more seldom.
 
-Guards hold whatever the model says: while the trainer starves for want of groups nothing is lowered, while finished
-groups pile up nothing is raised, and a value at which the trainer starved is not gone back to.
+Guards hold whatever the model says: while the trainer starves for want of groups no load is taken away (open groups,
+concurrent rollouts, replicas that generate), while finished groups pile up none is added, and a value at which the
+trainer starved is not gone back to. The publish interval is no load: these say nothing of it.
 """
 
 from __future__ import annotations
@@ -258,7 +259,7 @@ def _reflex(
     knobs = state.knobs
     if not evidence.starving:
         return None
-    room = evidence.in_generation < 0.9 * (knobs.concurrent_rollouts - limits.shape.group_size + 1)
+    room = evidence.in_generation < 0.9 * (knobs.concurrent_rollouts - limits.largest_group + 1)
     name: KnobName = "open_groups" if room else "concurrent_rollouts"
     old, (_, most) = limits.value(knobs, name), limits.bounds(name)
     new = min(most, math.ceil(old * (2.0 if evidence.lack >= 4 * STARVES else 1.5)))

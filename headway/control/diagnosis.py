@@ -21,7 +21,7 @@ from headway.config.load import changed_experiment
 from headway.config.schema import Experiment
 from headway.control.drift import RECENT, find_drift
 from headway.control.forecast import WORTH_IT, RunShape, binding_constraint
-from headway.control.ledger_model import LedgerModel, estimate, usable
+from headway.control.ledger_model import LedgerModel, as_recorded, estimate, usable
 from headway.control.queue_model import QueueModel, needed_budget, simulate_or_still
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
@@ -81,6 +81,7 @@ def diagnose(
             f"{len(steps)} of the {LEAST_STEPS} steps in steady state that a diagnosis needs are recorded (the first "
             f"{shape.budget + 1} only fill the queue, skipped ones and those rebuilt after a kill say nothing)"
         )
+    shape = as_recorded(shape, steps)
     found = estimate(steps, shape)
     if found is None:
         return "no response finished in the last steps"

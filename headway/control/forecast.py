@@ -25,7 +25,7 @@ class RunShape(msgspec.Struct, frozen=True, kw_only=True):
     """What the forecast needs of an experiment."""
 
     groups_per_step: int
-    group_size: int
+    group_size: int  # of all groups; where a curriculum adapts it, rollout.group_size or what a ledger says
     budget: int
     overdue: OverduePolicy
     steps_per_publish: int

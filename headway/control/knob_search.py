@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import get_args
 
 import msgspec
@@ -31,7 +31,7 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     shape: RunShape
     most_concurrent: int
-    least_concurrent: int
+    largest_group: int  # rollouts; so many may be in generation at least
     most_open: int  # what admission allows at best
     least_open: int
     most_steps_per_publish: int
@@ -55,7 +55,7 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
     def bounds(self, name: KnobName) -> tuple[int, int]:
         return {
             "open_groups": (self.least_open, self.most_open),
-            "concurrent_rollouts": (self.least_concurrent, self.most_concurrent),
+            "concurrent_rollouts": (self.largest_group, self.most_concurrent),
             "steps_per_publish": (1, self.most_steps_per_publish),
             "resting": (0, len(self.shared)),
         }[name]
@@ -72,14 +72,25 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.structs.replace(knobs, concurrent_rollouts=kept)
         return msgspec.structs.replace(knobs, steps_per_publish=kept)
 
-    def clamped(self, knobs: Knobs, first: Knobs) -> Knobs:
-        """Knobs of an earlier session under these limits; pinned ones as the experiment sets them (``first``)."""
+    def resumed(self, knobs: Knobs, first: Knobs, before: Mapping[KnobName, int]) -> Knobs:
+        """Knobs of an earlier session under these limits. Pinned ones are as the experiment sets them now (``first``),
+        and so are those that it set otherwise ``before`` (0: not known)."""
         for name in KNOBS:
-            source = first if name in self.pinned else knobs
+            changed = before.get(name, 0) not in (0, self.value(first, name))
+            source = first if changed or name in self.pinned else knobs
             knobs = self.with_value(knobs, name, self.value(source, name))
             if name in self.pinned:
                 knobs = msgspec.structs.replace(knobs, **{name: getattr(first, name)})
         return knobs
+
+
+def first_knobs(experiment: Experiment) -> Knobs:
+    """The knobs as the experiment sets them."""
+    return Knobs(
+        open_groups=experiment.open_groups,
+        concurrent_rollouts=experiment.concurrent_rollouts,
+        steps_per_publish=experiment.weights.steps_per_publish,
+    )
 
 
 def limits_of(experiment: Experiment, shared: Sequence[int] = ()) -> ControlLimits:
@@ -89,7 +100,7 @@ def limits_of(experiment: Experiment, shared: Sequence[int] = ()) -> ControlLimi
     return ControlLimits(
         shape=shape_of(experiment, len(shared)),
         most_concurrent=experiment.concurrent_rollouts,
-        least_concurrent=experiment.largest_group,
+        largest_group=experiment.largest_group,
         most_open=queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups,
         least_open=queue.groups_per_step,
         most_steps_per_publish=max(
@@ -119,18 +130,18 @@ class Search:
             environment_s=model.environment_s * _RESERVE,
         )
         self._present, self._limits, self._allowed = present, limits, allowed
-        self._outcomes: dict[Knobs, QueueOutcome] = {}
+        self._outcomes: dict[tuple[Knobs, int], QueueOutcome] = {}
         now = self.outcome(present).samples_per_s
         self._factors = _CAREFUL if abs(math.log(max(now, 1e-9) / found.samples_per_s)) > _FAR else _FACTORS
         events_s = found.model.publish_s + found.model.pause_s
-        seldom = events_s * found.samples_per_s > 0.02 * limits.shape.samples_per_step
+        seldom = events_s * found.samples_per_s > 0.02 * model.groups_per_step * model.group_size
         publishing = seldom or present.steps_per_publish > 1
         self._names: list[KnobName] = [name for name in KNOBS if publishing or name != "steps_per_publish"]
 
-    def outcome(self, knobs: Knobs) -> QueueOutcome:
-        if knobs not in self._outcomes:
-            self._outcomes[knobs] = simulate_or_still(self._with(knobs), rollouts=_ROLLOUTS)
-        return self._outcomes[knobs]
+    def outcome(self, knobs: Knobs, seed: int = 0) -> QueueOutcome:
+        if (knobs, seed) not in self._outcomes:
+            self._outcomes[knobs, seed] = simulate_or_still(self._with(knobs), seed=seed, rollouts=_ROLLOUTS)
+        return self._outcomes[knobs, seed]
 
     def best(self) -> Knobs:
         """Climb by rate, one knob after the other, then take the youngest within the tolerance around that."""
@@ -148,11 +159,8 @@ class Search:
 
     def _confirmed(self, knobs: Knobs, top: Knobs) -> bool:
         """Whether other random lengths say the same of the rate."""
-        rates = [
-            [simulate_or_still(self._with(one), seed=seed, rollouts=_ROLLOUTS).samples_per_s for seed in (1, 2)]
-            for one in (knobs, top)
-        ]
-        return sum(rates[0]) >= (1.0 - self._limits.tolerance) * sum(rates[1])
+        rate, best = (sum(self.outcome(one, seed).samples_per_s for seed in (1, 2)) for one in (knobs, top))
+        return rate >= (1.0 - self._limits.tolerance) * best
 
     def _with(self, knobs: Knobs) -> QueueModel:
         return with_knobs(self._model, knobs, self._limits.shape)

@@ -112,6 +112,13 @@ def shape_of(experiment: Experiment, lent_replicas: int = 0, free_devices: int =
     )
 
 
+def as_recorded(shape: RunShape, steps: Sequence[StepRecord]) -> RunShape:
+    """``shape`` with the mean size of the groups that finished: an adaptive curriculum chooses it for each."""
+    groups = sum(r.flow.finished_groups for r in steps)
+    rollouts = sum(r.production_per_s * r.step_s for r in steps)
+    return msgspec.structs.replace(shape, group_size=round(rollouts / groups)) if groups and rollouts else shape
+
+
 def usable(records: Sequence[StepRecord]) -> list[StepRecord]:
     """Those that say something about rates: trained, and not rebuilt after a kill."""
     return [r for r in records if not r.skipped and r.samples and r.step_s > 0 and r.flow.generator_s > 0]
@@ -125,6 +132,7 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
     tokens = sum(r.flow.generated_tokens for r in steps)
     if len(steps) < LEAST_STEPS or not responses or not tokens:
         return None
+    shape = as_recorded(shape, steps)
     seconds = sum(r.step_s for r in steps)
     samples = sum(r.samples for r in steps)
     lengths = ledger_lengths(steps, shape.max_response_tokens)

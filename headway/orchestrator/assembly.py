@@ -11,6 +11,7 @@ from pathlib import Path
 from headway.algorithms.advantages import resolve as resolve_advantage
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
+from headway.control.knob_search import first_knobs
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.drawing import drawing_of
 from headway.orchestrator.meter import Meter
@@ -19,15 +20,13 @@ from headway.orchestrator.pruning import Pruning
 from headway.orchestrator.run import Run
 from headway.orchestrator.state import RunState
 from headway.orchestrator.task_sets import training_weights
-from headway.records.clients import Generator, Trainer, Verifier
-from headway.records.control import Knobs
+from headway.records.clients import Generator, PromptCodec, Trainer, Verifier
 from headway.records.ledger import LedgerLine
 from headway.records.task import Task
 from headway.records.trace import TraceLine
 from headway.rollout.own import rollout_maker
 from headway.rollout.single_turn import Generate, SingleTurn, WatchOf
 from headway.runtime.clock import Clock
-from headway.tokens.tokenizer import Tokenizer
 
 WrapGenerate = Callable[[Generate], Generate]
 
@@ -39,7 +38,7 @@ class Actors:
     generator: Generator
     trainer: Trainer
     verifier: Verifier
-    tokenizer: Tokenizer
+    tokenizer: PromptCodec
     train_tasks: Sequence[Task]
     evaluation_tasks: Mapping[str, list[Task]] = field(default_factory=dict)  # split -> tasks
     record: Callable[[LedgerLine], None]  # the ledger
@@ -104,12 +103,3 @@ def assemble(
         context.pruning = Pruning(context)
         context.rollouts = rollouts(watch_of=context.pruning.watch_of)
     return Run(context, rollouts(experiment.evaluation.temperature))
-
-
-def first_knobs(experiment: Experiment) -> Knobs:
-    """The knobs as the experiment sets them."""
-    return Knobs(
-        open_groups=experiment.open_groups,
-        concurrent_rollouts=experiment.concurrent_rollouts,
-        steps_per_publish=experiment.weights.steps_per_publish,
-    )

@@ -10,7 +10,7 @@ from headway.orchestrator.context import RunContext
 from headway.orchestrator.dispatch import Generated
 from headway.orchestrator.drawing import evidence_of
 from headway.orchestrator.leaving import Leaving
-from headway.records.clients import Verifier
+from headway.records.clients import TextCodec, Verifier
 from headway.records.curriculum import Evidence
 from headway.records.errors import HookFailed, NoProgress
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
@@ -18,7 +18,6 @@ from headway.records.task import Task
 from headway.rollout.single_turn import apply_verdict
 from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock
-from headway.tokens.tokenizer import Tokenizer
 
 
 class Collect:
@@ -99,7 +98,7 @@ class Collect:
 
 
 async def verify_rollouts(
-    task: Task, rollouts: Sequence[Rollout], verifier: Verifier, tokenizer: Tokenizer, clock: Clock
+    task: Task, rollouts: Sequence[Rollout], verifier: Verifier, tokenizer: TextCodec, clock: Clock
 ) -> tuple[Rollout, ...]:
     """Attempts at one task with their rewards; those that failed, left their group or were verified before stay as they
     are."""

@@ -12,12 +12,11 @@ from headway.orchestrator.drawing import Drawing
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.state import RunState
-from headway.records.clients import Generator, Trainer, Verifier
+from headway.records.clients import Generator, PromptCodec, Trainer, Verifier
 from headway.records.ledger import EventRecord, LedgerLine
 from headway.records.task import Task
 from headway.rollout.single_turn import SingleTurn
 from headway.runtime.clock import Clock
-from headway.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # it works with the context
     from headway.orchestrator.pruning import Pruning
@@ -35,7 +34,7 @@ class RunContext:
     verifier: Verifier
     buffer: GroupBuffer
     drawing: Drawing
-    tokenizer: Tokenizer
+    tokenizer: PromptCodec
     rollouts: SingleTurn
     parking: Parking
     meter: Meter

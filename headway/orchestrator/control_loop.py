@@ -7,6 +7,7 @@ from collections import deque
 
 import msgspec
 
+from headway.config.control import KnobName
 from headway.control.controller import Action, ControllerState, decide
 from headway.control.knob_search import limits_of
 from headway.orchestrator.context import RunContext
@@ -79,7 +80,8 @@ class RateControl:
         self._look_from_s = 0.0
 
     async def go_on_from(self, last: StepRecord) -> None:
-        """Within the limits of now; what was estimated and learnt of the queue is gone."""
+        """Within the limits of now; where the experiment sets another value than it did, from that. What was estimated
+        and learnt of the queue is gone."""
         flow = last.flow
         if self._mode != "act" or not flow.concurrent_rollouts:
             return
@@ -89,7 +91,11 @@ class RateControl:
             steps_per_publish=flow.steps_per_publish,
             resting=self._limits.shared[len(self._limits.shared) - flow.resting :],
         )
-        await self._set(self._limits.clamped(knobs, self._run.state.knobs))
+        before: dict[KnobName, int] = {
+            "concurrent_rollouts": flow.configured_concurrent_rollouts,
+            "steps_per_publish": flow.configured_steps_per_publish,
+        }
+        await self._set(self._limits.resumed(knobs, self._run.state.knobs, before))
 
     async def after(self, record: StepRecord) -> None:
         """Decide after ``record``."""

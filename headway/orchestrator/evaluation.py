@@ -12,7 +12,7 @@ from headway.orchestrator.collect import verify_rollouts
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.recovery import surviving
 from headway.orchestrator.source_scores import clustered_standard_error, source_scores
-from headway.records.clients import Verifier
+from headway.records.clients import PromptCodec, Verifier
 from headway.records.generation import PublishedWeights
 from headway.records.ledger import EvaluationRecord
 from headway.records.rollout import Group, Rollout
@@ -20,7 +20,7 @@ from headway.records.task import Task
 from headway.rollout.single_turn import SingleTurn
 from headway.runtime.clock import Clock
 from headway.runtime.ledger import EVENT_BEST
-from headway.tokens.tokenizer import Template, Tokenizer
+from headway.tokens.tokenizer import Template
 from headway.trainer.checkpoints import CANDIDATE
 
 _JUDGEMENT = "evaluation.json"  # beside the weights it judges: their version and validation solve rate
@@ -36,7 +36,7 @@ async def attempt_tasks(
     *,
     rollouts: SingleTurn,
     verifier: Verifier,
-    tokenizer: Tokenizer,
+    tokenizer: PromptCodec,
     clock: Clock,
     template: Template,
     samples_per_task: int,

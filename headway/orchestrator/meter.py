@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 
 from headway.config.schema import Experiment
+from headway.control.knob_search import first_knobs
 from headway.control.learning_signal import is_zero_variance, solve_rate_histogram
-from headway.control.length_bias import LengthBias
+from headway.control.length_bias import LengthBias, LengthBiasStatistics
 from headway.control.pruning import pruner_figures
 from headway.control.summaries import distribution, length_histogram, quantile
 from headway.orchestrator.flow import flow_of
@@ -72,6 +73,7 @@ class Meter:
         self._experiment = experiment
         self._clock = clock
         self._token_budget = experiment.token_budget
+        self._configured = first_knobs(experiment)
         self.peak_flops_per_s = peak_flops_per_s
         self.length_bias = LengthBias(experiment.queue.groups_per_step)
         self.applied_version = 0
@@ -182,7 +184,6 @@ class Meter:
         produced = sum(len(group.rollouts) for group in interval.finished)
         if self._observe is not None:
             self._observe(_step_trace(report, interval.started_s, self._interval.started_s, samples))
-        bias = self.length_bias.statistics()
         endings, failures, filtered = state.books.take_recent()
         return StepRecord(
             step=report.step,
@@ -203,13 +204,7 @@ class Meter:
             checkpoint_s=interval.checkpoint_s,
             trainer_wait_ratio=min(1.0, interval.wait_s / step_s),
             orchestrator_cpu_s=self._interval.cpu_s - interval.cpu_s,
-            verify_s=sum(r.verify_s for group in interval.finished for r in group.rollouts),
-            open_groups=state.open_groups,
-            running_groups=len(state.running),
-            parked_groups=state.parked_groups,
-            buffered_groups=len(state.finished),
             buffer_capacity_groups=buffer_capacity_groups,
-            oldest_age_s=state.oldest_age_s(),
             admitted_rollouts=interval.admitted,
             parkings=state.take_parkings(),
             ended_tokens=dict(interval.ended_tokens),
@@ -217,23 +212,11 @@ class Meter:
             failures=failures,
             filtered=filtered,
             group_meta=_means(interval.metas),
-            judge_tokens=sum(r.judge_tokens for group in interval.finished for r in group.rollouts),
-            judge_cost=sum(r.judge_cost for group in interval.finished for r in group.rollouts),
-            length_bias_ks=bias.ks,
-            length_bias_scheduling_ks=bias.scheduling_ks,
-            length_bias_filter_ks=bias.filter_ks,
-            length_bias_pruning_ks=bias.pruning_ks,
-            censored_share=bias.censored_share,
-            trained_tokens_per_s=report.loss_tokens / step_s,
-            computed_token_share=report.computed_tokens / report.tokens if report.tokens else 1.0,
-            flops_per_s=report.flops / step_s,
-            mfu_step=report.flops / step_s / self.peak_flops_per_s if self.peak_flops_per_s else 0.0,
-            mfu_compute=_mfu(report, self.peak_flops_per_s),
-            peak_flops_per_s=self.peak_flops_per_s,
             metrics=report.metrics,
             flow=flow_of(
                 interval.finished,
                 knobs=state.knobs,
+                configured=self._configured,
                 accepted_groups=interval.accepted_groups,
                 useful_samples=useful_samples,
                 trained_tokens=report.tokens,
@@ -246,6 +229,10 @@ class Meter:
             environment_staleness=environment_staleness(trained, report.step),
             by_source=source_scores((g.group.task.source, r) for g in interval.finished for r in g.rollouts),
             pruning=pruner_figures(interval.finished),
+            **_queue_fields(state),
+            **_bias_fields(self.length_bias.statistics()),
+            **_work_fields(report, step_s, self.peak_flops_per_s),
+            **_verification_fields([r for group in interval.finished for r in group.rollouts]),
             **_learning_fields(interval.finished),
             **_length_fields([r for group in interval.finished for r in group.valid]),
         )
@@ -340,10 +327,6 @@ def _means(metas: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in named.items()}
 
 
-def _mfu(report: StepReport, peak_flops_per_s: float) -> float:
-    return report.flops / report.compute_s / peak_flops_per_s if report.compute_s and peak_flops_per_s else 0.0
-
-
 def _growth(before: Sequence[EngineStatistics], after: Sequence[EngineStatistics], name: str) -> float:
     """Growth of a counter over replicas; one that restarted in between counts from zero."""
     total = 0.0
@@ -372,6 +355,47 @@ def _engine_fields(engines: Sequence[EngineStatistics]) -> dict[str, Any]:
         "running_rollouts": sum(e.running for e in engines),
         "waiting_rollouts": sum(e.waiting for e in engines),
         "slots": sum(e.slots for e in engines),
+    }
+
+
+def _queue_fields(state: RunState) -> dict[str, Any]:
+    return {
+        "open_groups": state.open_groups,
+        "running_groups": len(state.running),
+        "parked_groups": state.parked_groups,
+        "buffered_groups": len(state.finished),
+        "oldest_age_s": state.oldest_age_s(),
+    }
+
+
+def _bias_fields(bias: LengthBiasStatistics) -> dict[str, Any]:
+    return {
+        "length_bias_ks": bias.ks,
+        "length_bias_scheduling_ks": bias.scheduling_ks,
+        "length_bias_filter_ks": bias.filter_ks,
+        "length_bias_pruning_ks": bias.pruning_ks,
+        "censored_share": bias.censored_share,
+    }
+
+
+def _work_fields(report: StepReport, step_s: float, peak_flops_per_s: float) -> dict[str, Any]:
+    """What the trainer computed in a step of ``step_s`` seconds, waits included."""
+    computing = peak_flops_per_s and report.compute_s
+    return {
+        "trained_tokens_per_s": report.loss_tokens / step_s,
+        "computed_token_share": report.computed_tokens / report.tokens if report.tokens else 1.0,
+        "flops_per_s": report.flops / step_s,
+        "mfu_step": report.flops / step_s / peak_flops_per_s if peak_flops_per_s else 0.0,
+        "mfu_compute": report.flops / report.compute_s / peak_flops_per_s if computing else 0.0,
+        "peak_flops_per_s": peak_flops_per_s,
+    }
+
+
+def _verification_fields(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    return {
+        "verify_s": sum(r.verify_s for r in rollouts),
+        "judge_tokens": sum(r.judge_tokens for r in rollouts),
+        "judge_cost": sum(r.judge_cost for r in rollouts),
     }
 
 

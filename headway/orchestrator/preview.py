@@ -9,6 +9,7 @@ import msgspec
 
 from headway.config.schema import Experiment
 from headway.control.forecast import RunShape, forecast
+from headway.control.ledger_model import shape_of
 from headway.models.configuration import DecoderConfig
 from headway.orchestrator.calibration import SECONDS, OnProgress, calibrate, lent_replicas
 from headway.orchestrator.check import check
@@ -65,35 +66,16 @@ def _measured(uses: list[MemoryUse], measured: Calibration) -> list[MemoryUse]:
 
 def run_shape(experiment: Experiment, sets: Mapping[str, Sequence[Task]]) -> RunShape:
     """What a forecast needs of the experiment and its task sets, by split."""
-    generator, queue, rollout = experiment.generator, experiment.queue, experiment.rollout
-    evaluation, longest = experiment.evaluation, experiment.max_sequence_tokens
+    evaluation = experiment.evaluation
     samples = {split: len(tasks) * evaluation.samples_per_task for split, tasks in sets.items()}
     held = samples.get("validation", 0) * evaluation.before
     held += samples.get("test", 0) * (evaluation.before + evaluation.after)
     during = samples.get("validation", 0)
-    return RunShape(
-        groups_per_step=queue.groups_per_step,
-        group_size=rollout.group_size,
-        budget=queue.budget,
-        overdue=queue.overdue,
-        steps_per_publish=experiment.weights.steps_per_publish,
-        slots=generator.slots,
-        replicas=len(generator.devices),
-        ranks=len(experiment.trainer.devices),
-        concurrent_rollouts=experiment.concurrent_rollouts,
-        kv_tokens=generator.kv_capacity_tokens or generator.slots * longest,
-        max_sequence_tokens=longest,
-        max_response_tokens=rollout.max_response_tokens,
-        verifiers=experiment.verifier.workers,
-        lent_replicas=lent_replicas(experiment),
-        steps=experiment.run.steps,
-        time_limit_s=experiment.run.time_limit_s,
+    return msgspec.structs.replace(
+        shape_of(experiment, lent_replicas(experiment), _free_devices(experiment)),
         evaluated_samples=held,
         evaluated_per_step=during / evaluation.every_steps if evaluation.every_steps else 0.0,
         evaluated_per_s=during / evaluation.every_s if evaluation.every_s else 0.0,
-        open_groups=experiment.open_groups,
-        surplus_groups=experiment.surplus_groups,
-        free_devices=_free_devices(experiment),
     )
 
 

@@ -73,10 +73,13 @@ def fit(*keys: str, rounds: int = 3) -> float:
 
 def identities() -> list[Figure]:
     rates = TINKER_DOLLARS_PER_MTOK
-    tinker = [
-        (row[3], D_BATCH * ((sequence - response) * rates["prefill"] + response * rates["sample"] + sequence * rates["train"]) / 1e6)  # noqa: E501
-        for row, (response, sequence, _) in zip(D_TINKER, D_STEPS, strict=True)
-    ]  # fmt: skip
+
+    def dollars(response: float, sequence: float) -> float:
+        prompt = (sequence - response) * rates["prefill"]
+        return D_BATCH * (prompt + response * rates["sample"] + sequence * rates["train"]) / 1e6
+
+    steps = zip(D_TINKER, D_STEPS, strict=True)
+    tinker = [(row[3], dollars(response, sequence)) for row, (response, sequence, _) in steps]
     published, computed = max(tinker, key=lambda pair: abs(pair[1] / pair[0] - 1))
     return [
         Figure(what="dollars per hour", published=D_DOLLARS_PER_HOUR, found=96 * DOLLARS_PER_GPU_HOUR,

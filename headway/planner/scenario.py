@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
@@ -169,7 +169,7 @@ class Scenario(Experiment):
     def _described(cls, raw: Any) -> Any:
         if not isinstance(raw, dict):
             return raw
-        filled: dict[str, Any] = dict(raw)  # type: ignore[arg-type]  (of a TOML file: text -> anything)
+        filled: dict[str, Any] = dict(cast("dict[str, Any]", raw))  # of a TOML file
         for section, why in _NOT_SIMULATED.items():
             if section in filled:
                 raise ValueError(f"[{section}] has no place in a scenario: {why}")

@@ -159,7 +159,7 @@ class World:
             generator=self.environment if several else self.engine,
             trainer=self.trainer,
             verifier=self.verifier,
-            tokenizer=CountingTokenizer(self.workload),  # type: ignore[arg-type]  (stands in for a tokenizer folder)
+            tokenizer=CountingTokenizer(self.workload),
             train_tasks=self.workload.tasks(),
             record=record,
             keep_sample=keep_sample,
@@ -236,8 +236,8 @@ class CountingTokenizer:
     def __init__(self, workload: WorkloadModel) -> None:
         self._workload = workload
 
-    def render(self, prompt: str, template: str) -> CountedTokens:
-        return self._workload.prompt(int(prompt))
+    def render(self, prompt: object, template: str) -> CountedTokens:
+        return self._workload.prompt(int(str(prompt)))
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(ids.seed) if isinstance(ids, CountedTokens) else f"{len(ids)} tokens"

@@ -5,9 +5,9 @@ The orchestrator knows only these, so the planner can simulate it with fakes und
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 from headway.records.generation import (
     AppliedWeights,
@@ -124,3 +124,24 @@ class Verifier(Protocol):
         ...
 
     async def stop(self) -> None: ...
+
+
+class TextCodec(Protocol):
+    """What a rollout needs of a tokenizer."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Every id that ends a response."""
+        ...
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """Text of token ids, special tokens left out."""
+        ...
+
+
+class PromptCodec(TextCodec, Protocol):
+    """What the loops need of a tokenizer."""
+
+    def render(self, prompt: str | Sequence[Mapping[str, Any]], template: Literal["raw", "chat"], /) -> tuple[int, ...]:
+        """Prompt ids of a task: its text, or a conversation."""
+        ...

@@ -8,8 +8,9 @@ plain tuple, so records that hold these can be stored and counted, not read agai
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, SupportsIndex, cast, overload
+from typing import Any, SupportsIndex, overload
 
 _PERIOD = 991  # the tokens of a response repeat after this many; prime, so that seeds differ
 _FIRST_ID = 8
@@ -20,7 +21,7 @@ def token_at(seed: int, position: int) -> int:
     return _FIRST_ID + (seed % _PERIOD + position) % _PERIOD
 
 
-_stored = cast("Callable[[Any, int], Any]", getattr(tuple, "__getitem__"))  # past the subclass's own  # noqa: B009
+_stored: Callable[[Any, int], Any] = vars(tuple)["__getitem__"]  # past the subclass's own
 
 
 class _Counted(tuple[Any, ...]):
@@ -28,8 +29,8 @@ class _Counted(tuple[Any, ...]):
 
     __slots__ = ()
 
-    def _item(self, position: int) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _item(self, position: int) -> Any: ...
 
     def __len__(self) -> int:
         return _stored(self, 0)

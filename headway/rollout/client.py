@@ -157,8 +157,6 @@ class VerifierPool:
                 continue  # its caller gave up while it was queued
             try:
                 verdicts = await self._score_group(seat, job)
-            except asyncio.CancelledError:
-                raise
             except Exception as error:  # a fault of the pool itself must reach the caller, not end the seat silently
                 if not job.verdicts.done():
                     job.verdicts.set_exception(error)

@@ -6,17 +6,18 @@ import asyncio
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, cast
 
 import msgspec
 
 from headway.config.schema import Experiment
+from headway.records.clients import TextCodec
 from headway.records.errors import ConfigurationError, HookFailed
 from headway.records.generation import FinishReason, PartialResponse, VersionSpan
 from headway.records.rollout import Failure, Group, Pruned, Rollout
 from headway.records.task import Task
-from headway.rollout.single_turn import Generate, SingleTurn, Stop, TextCodec
+from headway.rollout.single_turn import Generate, SingleTurn, Stop
 from headway.runtime.clock import Clock
 from headway.runtime.hooks import Hook, finite_number, load_hook, shown
 
@@ -198,7 +199,8 @@ class OwnRollouts(SingleTurn):
         return twin
 
     def stop(self, group: int, member: int, why: Stop) -> None:
-        """`SingleTurn.stop`. Between two turns there is nothing to park; for good, the function is cancelled."""
+        """`SingleTurn.stop`. Between two turns there is nothing to park; for good, the function is cancelled and not
+        called anew."""
         if (group, member) in self._lives:
             super().stop(group, member, why)
         elif (group, member) in self._attempts and why != "park":
@@ -219,24 +221,28 @@ class OwnRollouts(SingleTurn):
     async def generate_member(
         self, group: Group, member: int, partial: PartialResponse = PartialResponse(), resumes: int = 0
     ) -> Rollout:
-        attempts = 0
-        while True:
-            rollout = await self._attempt(group, member)
-            failure = rollout.failure
-            again = failure is not None and failure.boundary == "environment" and failure.infrastructure
-            if not again or attempts == self._settings.retries:
-                return rollout
-            await self._clock.sleep(_RETRY_S * 2**attempts)
-            attempts += 1
-
-    async def _attempt(self, group: Group, member: int) -> Rollout:
         longest = self._settings.max_prompt_tokens
         if not 0 < len(group.prompt_ids) <= longest:
             return await super().generate_member(group, member)  # which says so
-        attempt, failure = Attempt(self, group, member), None
+        attempts = 0
+        while True:
+            attempt = Attempt(self, group, member)
+            rollout = await self._attempt(attempt)
+            failure = rollout.failure
+            again = failure is not None and failure.boundary == "environment" and failure.infrastructure
+            if not again or attempt.stopped is not None or attempts == self._settings.retries:
+                return rollout
+            await self._stoppable(attempt, self._clock.sleep(_RETRY_S * 2**attempts))
+            if attempt.stopped is not None:  # for good: what had failed stays so
+                stopped = attempt.stopped if isinstance(attempt.stopped, Failure) else failure
+                return attempt.rollout(self._clock.now(), stopped)
+            attempts += 1
+
+    async def _attempt(self, attempt: Attempt) -> Rollout:
+        failure = None
         try:
             async with asyncio.timeout(self._settings.timeout_s) as limit:
-                await self._run_stoppable(attempt)
+                await self._stoppable(attempt, self._run(attempt))
         except TimeoutError as error:
             if limit.expired():
                 cause = f"not finished after rollout.timeout_s = {self._settings.timeout_s:g} s"
@@ -251,9 +257,10 @@ class OwnRollouts(SingleTurn):
             failure = _raised(self.hook.raised(error), infrastructure=isinstance(error, OSError))
         return attempt.rollout(self._clock.now(), failure)
 
-    async def _run_stoppable(self, attempt: Attempt) -> None:
+    async def _stoppable(self, attempt: Attempt, work: Coroutine[Any, Any, None]) -> None:
+        """``work`` until it ends or `stop` cancels it."""
         key = attempt.group.index, attempt.member
-        task = asyncio.create_task(self._run(attempt), name=f"own-{key[0]}-{key[1]}")
+        task = asyncio.create_task(work, name=f"own-{key[0]}-{key[1]}")
         self._attempts[key] = attempt, task
         try:
             await task

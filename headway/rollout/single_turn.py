@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from headway.config import schema
-from headway.records.clients import Watch
+from headway.records.clients import TextCodec, Watch
 from headway.records.counted import all_finite, sampled_mask
 from headway.records.generation import (
     FinishReason,
@@ -45,17 +45,6 @@ class OpenRequests(Protocol):
     def cancel(self, request_id: str) -> None: ...
 
     def tokens_so_far(self, request_id: str) -> int: ...
-
-
-class TextCodec(Protocol):
-    """What a rollout needs of a tokenizer."""
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Every id that ends a response."""
-        ...
-
-    def decode(self, ids: list[int]) -> str: ...
 
 
 class SingleTurn:
@@ -123,7 +112,7 @@ class SingleTurn:
 
     def text(self, rollout: Rollout) -> str:
         """The response as the verifier sees it: decoded, special tokens left out."""
-        return self._tokenizer.decode(list(rollout.response_ids))
+        return self._tokenizer.decode(rollout.response_ids)
 
     def stop(self, group: int, member: int, why: Stop) -> None:
         """Stop a member of the group with this admission index, as soon as the generator hands out its tokens.

@@ -71,9 +71,9 @@ def _number(value: object) -> float | None:
         return None
 
 
-def _numbers(values: object) -> tuple[float, ...] | None:
+def _numbers(values: Any) -> tuple[float, ...] | None:
     """Finite numbers out of a list, a tuple or an array; None for anything else."""
-    plain = values.tolist() if hasattr(values, "tolist") else values  # type: ignore[attr-defined]
+    plain: object = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(plain, (list, tuple)):
         return None
     numbers = [finite_number(value) for value in cast("list[object]", plain)]

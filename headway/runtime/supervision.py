@@ -60,8 +60,8 @@ async def supervise(loops: Mapping[str, Loop], until: str | None = None) -> Any:
         async with asyncio.TaskGroup() as group:
             for name, loop in loops.items():
                 group.create_task(guard(name, loop), name=name)
-    except BaseExceptionGroup:
-        if not errors and not results:  # not ours
+    except BaseExceptionGroup:  # what `guard` let through stands in `errors` and `results`; anything else goes on
+        if not errors and not results:
             raise
     if errors:
         first, *others = errors

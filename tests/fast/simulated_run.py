@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,11 +30,11 @@ class PlainTokenizer:
 
     stop_ids = (1,)
 
-    def render(self, prompt: str, template: str) -> tuple[int, ...]:
+    def render(self, prompt: object, template: str) -> tuple[int, ...]:
         return (2, 3)
 
-    def decode(self, ids: Any) -> str:
-        return str(len(tuple(ids)))
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(len(ids))
 
 
 @dataclass
@@ -73,6 +73,19 @@ def experiment_of(folder: Path, **sections: dict[str, Any]) -> Experiment:
     return validate_experiment(raw, "simulation")
 
 
+def small_run(*, budget: int = 2, steps: int, slots: int = 32, **options: Any) -> Outcome:
+    """A run of 4 groups of 4 a step; ``options``: of `simulate`."""
+    experiment = experiment_of(
+        Path("none"),
+        run={"steps": steps},
+        rollout={"group_size": 4, "max_response_tokens": 200},
+        generator={"slots": slots},
+        queue={"groups_per_step": 4, "budget": budget},
+        checkpoint={"every_steps": 1000},
+    )
+    return simulate(experiment, **options)
+
+
 def long_tailed(seed: int, request: GenerationRequest, longest: int) -> int:
     """A log-normal length that depends on the request's seed alone."""
     draw = random.Random(f"{seed}-{request.sampling.seed}").lognormvariate(2.5, 1.0)
@@ -92,29 +105,31 @@ def simulate(
     generator_options: dict[str, Any] | None = None,
     interrupt_s: float | None = None,
     kills_s: tuple[float, ...] = (),
+    resumed: Experiment | None = None,
     spoil: Callable[[FakeTrainer], None] = lambda trainer: None,
     observe: Callable[[Clock], Callable[[TraceLine], None]] | None = None,
 ) -> Outcome:
     """Run ``experiment`` to its end in virtual time.
 
     ``interrupt_s``: Ctrl-C so long after the start. ``kills_s``: the orchestrator is killed so long after each of its
-    starts, and resumed. ``spoil``: changes the first trainer, say into one that dies. ``observe``: makes, for each
-    process of the run, what is told who ran when.
+    starts, and resumed, with other settings where ``resumed`` gives them. ``spoil``: changes the first trainer, say
+    into one that dies. ``observe``: makes, for each process of the run, what is told who ran when.
     """
     longest = experiment.rollout.max_response_tokens
 
     async def main(clock: Clock) -> Outcome:
         with tempfile.TemporaryDirectory() as folder:
             settings = experiment.run.model_copy(update={"directory": folder, "seed": seed})
-            resolved = experiment.model_copy(update={"run": settings})
             lines: list[LedgerLine] = []
             trainers: list[FakeTrainer] = []
             for session, kill_s in enumerate([*kills_s, None]):
+                now = resumed if session and resumed is not None else experiment
+                resolved = now.model_copy(update={"run": settings})
                 generator = FakeGenerator(
                     clock,
-                    slots=experiment.generator.slots,
+                    slots=now.generator.slots,
                     token_s=token_s,
-                    update_mode=experiment.generator.update_mode,
+                    update_mode=now.generator.update_mode,
                     **{"length_of": lambda request: long_tailed(seed, request, longest)} | (generator_options or {}),
                 )
                 trainer = FakeTrainer(clock, sample_s, publish_s=publish_s, skip_steps=skip_steps)
@@ -125,7 +140,7 @@ def simulate(
                     generator=generator,
                     trainer=trainer,
                     verifier=FakeVerifier(reward or (lambda task, r: int(r) % 2), clock, latency_s=verify_s),
-                    tokenizer=PlainTokenizer(),  # type: ignore[arg-type]  (stands in for a tokenizer folder)
+                    tokenizer=PlainTokenizer(),
                     train_tasks=[Task(task_id=str(i), prompt=str(i)) for i in range(50)],
                     record=lines.append,
                     observe=observe and observe(clock),
@@ -152,7 +167,7 @@ async def _session(
     with ExitStack() as stack:
         run = assemble(experiment, actors, clock, Path(experiment.run.directory) / "buffer.db", stack)
         for actor in (actors.generator, actors.trainer, actors.verifier):
-            await actor.start()  # type: ignore[attr-defined]
+            await actor.start()
 
         async def whole() -> None:
             await run.begin(recorded_steps(lines), last_step(lines))

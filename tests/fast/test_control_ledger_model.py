@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +13,7 @@ from headway.control.ledger_model import LedgerModel, estimate, fit_line, shape_
 from headway.control.queue_model import simulate as simulate_queue
 from headway.records.generation import GenerationRequest
 from headway.records.training import TrainBatch
-from tests.fast.simulated_run import Outcome, experiment_of, simulate
+from tests.fast.simulated_run import Outcome, simulate, small_run
 
 FIXED_S, REQUEST_S = 0.004, 0.0005  # of a decode step
 TRAIN_S, TRAIN_TOKEN_S = 0.05, 0.0007
@@ -25,17 +24,9 @@ def train_s(batch: TrainBatch) -> float:
     return TRAIN_S + TRAIN_TOKEN_S * tokens
 
 
-def run(budget: int = 2, steps: int = 50, slots: int = 32, **options: Any) -> Outcome:
-    experiment = experiment_of(
-        Path("none"),
-        run={"steps": steps},
-        rollout={"group_size": 4, "max_response_tokens": 200},
-        generator={"slots": slots},
-        queue={"groups_per_step": 4, "budget": budget},
-        checkpoint={"every_steps": 1000},
-    )
+def run(budget: int = 2, steps: int = 50, **options: Any) -> Outcome:
     known: dict[str, Any] = {"token_s": lambda running: FIXED_S + REQUEST_S * running, "sample_s": train_s}
-    return simulate(experiment, **(known | options))
+    return small_run(budget=budget, steps=steps, **(known | options))
 
 
 def model_of(outcome: Outcome, budget: int = 2) -> LedgerModel:
@@ -143,6 +134,16 @@ def test_what_the_ledger_doesnt_tell_is_said() -> None:
     tilted = steady.decode.tilted(1.0)
     assert tilted.fixed + tilted.slope * tilted.x_mean == pytest.approx(centre)
     assert tilted.share > steady.decode.share
+
+
+def test_groups_of_adaptive_sizes_count_with_their_mean() -> None:
+    outcome = run(steps=6)
+    shape = shape_of(outcome.experiment)
+    larger = [msgspec.structs.replace(s, production_per_s=1.5 * s.production_per_s) for s in outcome.steps]
+    for steps, size in ((outcome.steps, 4), (larger, 6)):
+        found = estimate(steps, shape)
+        assert found is not None
+        assert found.model.group_size == size
 
 
 def test_too_little_gives_no_model() -> None:

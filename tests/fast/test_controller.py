@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config.control import KnobName
+from headway.config.schema import Experiment
 from headway.control.controller import Action, ControllerState, decide
 from headway.control.drift import find_drift
 from headway.control.knob_search import KNOBS, ControlLimits, limits_of
@@ -168,7 +169,7 @@ def test_knobs_keep_to_their_bounds_and_pinned_ones_stay(
         assert action.kind in ("drift", "measured") or action.old != action.new
 
 
-@few
+@settings(max_examples=3, deadline=None)
 @given(shows=situations, first=firsts, seed=seeds)
 def test_it_comes_to_rest_on_stationary_inputs(shows: Situation, first: Knobs, seed: int) -> None:
     bounds = limits()
@@ -214,10 +215,20 @@ def test_an_idle_generator_or_a_full_queue_never_gets_more(
         assert all(move < 0 for move in moves(history, bounds, name))
 
 
-@few
+@settings(max_examples=2, deadline=None)
 @given(shows=situations, first=firsts, seed=seeds)
 def test_the_same_records_give_the_same_decisions(shows: Situation, first: Knobs, seed: int) -> None:
     assert play(shows, limits(), first, seed=seed, steps=30) == play(shows, limits(), first, seed=seed, steps=30)
+
+
+def test_there_is_room_only_where_the_largest_group_fits() -> None:
+    starved, first = (
+        Situation(wait=0.5, in_generation=0.6),
+        Knobs(open_groups=2, concurrent_rollouts=12, steps_per_publish=1),
+    )
+    short = "open groups are what is short"
+    assert any(short in action.reason for action in play(starved, limits(), first, steps=8)[1])
+    assert not any(short in action.reason for action in play(starved, limits(largest_group=8), first, steps=8)[1])
 
 
 def test_no_load_is_added_beyond_the_length_bias_limit() -> None:
@@ -350,15 +361,33 @@ def test_pinned_knobs_stay_in_a_run() -> None:
 
 
 def test_a_resumed_run_goes_on_with_its_knobs() -> None:
-    whole = run_of("act")
-    at_s = whole.steps[39].time_s
-    killed = run_of("act", kills_s=(at_s,))
+    whole = run_of("act", steps=30)
+    at_s = whole.steps[24].time_s
+    killed = run_of("act", steps=30, kills_s=(at_s,))
     resumed = next(i for i, line in enumerate(killed.lines) if isinstance(line, EventRecord) and line.event == "resume")
     before = [line for line in killed.lines[:resumed] if isinstance(line, StepRecord)][-1].flow
     after = next(line for line in killed.lines[resumed:] if isinstance(line, StepRecord) and line.step_s).flow
     assert before.open_groups
     assert (after.open_groups, after.concurrent_rollouts) == (before.open_groups, before.concurrent_rollouts)
     assert not killed.audit
+
+
+def test_a_resumed_run_takes_what_its_experiment_sets_anew() -> None:
+    def experiment(mode: str, concurrent: int, publish: int) -> Experiment:
+        return experiment_of(
+            Path("none"),
+            run={"steps": 24},
+            rollout={"group_size": 4, "max_response_tokens": 200},
+            queue={"groups_per_step": 4, "budget": 4, "max_concurrent_rollouts": concurrent},
+            weights={"steps_per_publish": publish},
+            control={"mode": mode, "interval_steps": 100},  # it changes nothing itself
+        )
+
+    before, after = experiment("off", 8, 1), experiment("act", 24, 2)
+    outcome = simulate(before, sample_s=0.05, kills_s=(6.0, 0.01), resumed=after)  # killed again before a step
+    knobs = [(s.flow.concurrent_rollouts, s.flow.steps_per_publish) for s in outcome.steps if s.step_s]
+    assert set(knobs) == {(8, 1), (24, 2)}
+    assert knobs == sorted(knobs)
 
 
 def test_acting_is_refused_where_results_must_not_depend_on_times() -> None:

@@ -20,21 +20,13 @@ from headway.records.ledger import LedgerLine, StepRecord
 from headway.report.doctor import costs_of, examine, print_report
 from headway.runtime.clock import RealClock
 from headway.runtime.ledger import Ledger
-from tests.fast.simulated_run import Outcome, experiment_of, simulate
+from tests.fast.simulated_run import Outcome, experiment_of, small_run
 
 DECODE = {"token_s": lambda running: 0.004 + 0.0003 * running}
 
 
-def run(slots: int = 32, budget: int = 2, steps: int = 40, **options: Any) -> Outcome:
-    experiment = experiment_of(
-        Path("none"),
-        run={"steps": steps},
-        rollout={"group_size": 4, "max_response_tokens": 200},
-        generator={"slots": slots},
-        queue={"groups_per_step": 4, "budget": budget},
-        checkpoint={"every_steps": 1000},
-    )
-    return simulate(experiment, **(DECODE | options))
+def run(steps: int = 40, **options: Any) -> Outcome:
+    return small_run(steps=steps, **(DECODE | options))
 
 
 def diagnosis(outcome: Outcome, shared: Sequence[str] = ()) -> Diagnosis:

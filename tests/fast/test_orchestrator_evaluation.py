@@ -58,9 +58,9 @@ def attempt_all(concurrent: int, timeout_s: float) -> tuple[list[Any], int]:
         tokenizer = PlainTokenizer()
         rollouts = await attempt_tasks(
             TASKS,
-            rollouts=SingleTurn(counted, tokenizer, settings, clock, run_seed=0),  # type: ignore[arg-type]
+            rollouts=SingleTurn(counted, tokenizer, settings, clock, run_seed=0),
             verifier=FakeVerifier(lambda task, response: 1.0, clock),
-            tokenizer=tokenizer,  # type: ignore[arg-type]
+            tokenizer=tokenizer,
             clock=clock,
             template="raw",
             samples_per_task=1,

@@ -46,7 +46,7 @@ def summed(outcome: Outcome, field: str) -> dict[str, int]:
 
 
 @given(st.integers(0, 500), st.sampled_from([1.0, 1.4, 2.0, 3.0]), st.sampled_from(["continue", "park"]))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 def test_kept_surplus_is_limited_and_trained(seed, oversampling, surplus):
     outcome = run_of({"oversampling": oversampling, "surplus": surplus}, seed=seed)
     limit = -(-oversampling * 3 // 1)
@@ -65,7 +65,7 @@ def test_kept_surplus_is_limited_and_trained(seed, oversampling, surplus):
     st.sampled_from([1.0, 1.4, 3.0, 6.0]),
     st.sampled_from([0.001, 0.05, 0.3]),
 )
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 def test_discarded_surplus_ends_with_the_batch(seed, budget, oversampling, sample_s):
     outcome = run_of(
         {"budget": budget, "oversampling": oversampling, "surplus": "discard"}, seed=seed, sample_s=sample_s
@@ -103,7 +103,7 @@ def test_parked_members_hold_no_slot_and_go_on_from_their_tokens() -> None:
 
 
 @given(st.integers(0, 500), st.lists(st.floats(0.1, 2.0), min_size=1, max_size=3), st.sampled_from(["keep", "abort"]))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 def test_parked_members_survive_a_kill(seed, kills_s, update_mode):
     outcome = run_of(
         {"oversampling": 2.0, "surplus": "park"}, seed=seed, kills_s=tuple(kills_s), update_mode=update_mode

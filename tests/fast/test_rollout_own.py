@@ -231,6 +231,34 @@ def test_it_is_stopped_wherever_it_is(at_s: float, why: Failure | Pruned) -> Non
     assert len(cleaned) == (at_s < 1)
 
 
+@pytest.mark.parametrize("why", [WHY, PRUNED])
+def test_it_is_stopped_before_it_is_tried_anew(why: Failure | Pruned) -> None:
+    tries: list[float] = []
+
+    async def main(clock: Clock) -> Rollout:
+        async def down(attempt: Attempt) -> None:
+            await attempt.generate()
+            tries.append(clock.now())
+            raise ConnectionError("refused")
+
+        rollouts = own(down, clock, Engine(clock, says("a"), says("a"), says("a")).generate)
+        task = asyncio.create_task(rollouts.generate_member(group(), 1))
+        await clock.sleep(1.1)
+        rollouts.stop(5, 1, "park")  # there is nothing to park
+        rollouts.stop(5, 1, why)
+        return await task
+
+    rollout = run_virtual(main)
+    assert tries == [1.0]
+    assert rollout.generated_s == rollout.finished_s == pytest.approx(1.1)
+    assert rollout.failure is not None
+    assert rollout.finish_reason == "error"
+    if isinstance(why, Failure):
+        assert rollout.failure is why
+    else:
+        assert "refused" in rollout.failure.cause  # what it has can't be scored
+
+
 @pytest.fixture
 def module() -> Any:
     own_module = ModuleType("own_rollouts")

@@ -1,0 +1,143 @@
+"""What must hold between the keys of several sections: one function per concern, each raising ValueError."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the schema asks for what is here
+    from headway.config.schema import Experiment
+
+BATCH_ADVANTAGES = ("batch_mean_std", "group_mean_batch_std")  # known only once a batch is formed
+
+
+def require_consistent(experiment: Experiment) -> None:
+    """Raises ValueError with the keys that contradict each other, their values and what would be valid."""
+    _require_objective(experiment)
+    _require_publishing(experiment)
+    _require_known_advantages(experiment)
+    _require_determinism(experiment)
+    _require_surplus(experiment)
+    _require_pruning(experiment)
+    _require_reproducible_sampling(experiment)
+    _require_group_sizes(experiment)
+
+
+def _require_objective(experiment: Experiment) -> None:
+    algorithm = experiment.algorithm
+    buffer, longest = algorithm.overlong_buffer_tokens, experiment.rollout.max_response_tokens
+    if buffer is not None and buffer > longest:
+        raise ValueError(
+            f"algorithm.overlong_buffer_tokens = {buffer} is longer than a response, rollout.max_response_tokens = "
+            f"{longest}: short ones would be penalised as well"
+        )
+    if algorithm.kl_coefficient > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        raise ValueError(
+            "algorithm.kl_estimator = 'k1' has no gradient in expectation when algorithm.kl_in = 'loss': valid: "
+            "k2, k3, k1_unbiased, k3_unbiased, or kl_in = 'reward'"
+        )
+    if algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1" and algorithm.kl_coefficient > 0:
+        raise ValueError(
+            f"algorithm.kl_in = 'reward' takes kl_estimator = 'k1', the log-ratio of each token, not "
+            f"{algorithm.kl_estimator!r}"
+        )
+
+
+def _require_publishing(experiment: Experiment) -> None:
+    queue, weights = experiment.queue, experiment.weights
+    if queue.budget < weights.steps_per_publish - 1:
+        raise ValueError(
+            f"queue.budget = {queue.budget} deadlocks with weights.steps_per_publish = "
+            f"{weights.steps_per_publish}: the budget must be at least steps_per_publish - 1"
+        )
+
+
+def _require_known_advantages(experiment: Experiment) -> None:
+    """What asks for advantages or rewards must find them as it expects them."""
+    algorithm, queue, hooks = experiment.algorithm, experiment.queue, experiment.hooks
+    if queue.min_advantage > 0 and algorithm.advantage in BATCH_ADVANTAGES:
+        raise ValueError(
+            f"queue.min_advantage = {queue.min_advantage:g} is asked of each group as it finishes, and "
+            f"algorithm.advantage = {algorithm.advantage!r} is known only once the batch is formed"
+        )
+    if algorithm.second_moment_limit is not None and hooks.pad_group != "none":
+        raise ValueError(
+            f"hooks.pad_group = {hooks.pad_group!r} would count copies in the batch's mean that "
+            "algorithm.second_moment_limit bounds: leave one of them out"
+        )
+    if algorithm.turn_discount is not None and hooks.normalize_group != "identity":
+        raise ValueError(
+            f"hooks.normalize_group = {hooks.normalize_group!r} is given one reward for each rollout, and "
+            "algorithm.turn_discount learns from one for each turn: leave one of them out"
+        )
+
+
+def _require_determinism(experiment: Experiment) -> None:
+    if not experiment.run.deterministic:
+        return
+    generator = experiment.generator
+    kv, wanted = generator.kv_capacity_tokens, generator.slots * experiment.max_sequence_tokens
+    if kv is not None and kv < wanted:
+        raise ValueError(
+            f"generator.kv_capacity_tokens = {kv} makes requests wait for each other, so results would depend on "
+            "when they arrive, which run.deterministic = true excludes: at least generator.slots x "
+            f"(rollout.max_prompt_tokens + rollout.max_response_tokens) = {wanted}, or leave it out"
+        )
+    if experiment.control.mode == "act":
+        raise ValueError(
+            "control.mode = 'act' sets the run's knobs by the times it measures, which run.deterministic = true "
+            "excludes: valid: 'off' or 'advise'"
+        )
+
+
+def _require_surplus(experiment: Experiment) -> None:
+    queue = experiment.queue
+    if queue.surplus != "continue" and queue.oversampling is None:
+        raise ValueError(f"queue.surplus = {queue.surplus!r} needs queue.oversampling: groups open for each in a batch")
+    if queue.surplus != "discard" and queue.oversampling is not None and queue.oversampling > queue.budget + 1:
+        raise ValueError(
+            f"queue.oversampling = {queue.oversampling:g} with queue.budget = {queue.budget}: surplus that is kept "
+            f"is trained later, so at most budget + 1 = {queue.budget + 1} times a batch can be open; or queue."
+            "surplus = 'discard'"
+        )
+
+
+def _require_pruning(experiment: Experiment) -> None:
+    experiment.pruning.require_possible(
+        longest_tokens=experiment.rollout.max_response_tokens,
+        group_size=experiment.largest_group,
+        deterministic=experiment.run.deterministic,
+    )
+    if experiment.pruning.on and experiment.hooks.rollout != "single_turn":
+        raise ValueError(
+            f"hooks.rollout = {experiment.hooks.rollout!r} with [pruning]: pruners look at responses of a single turn; "
+            "valid: hooks.rollout = 'single_turn', or no pruner"
+        )
+
+
+def _require_reproducible_sampling(experiment: Experiment) -> None:
+    rollout = experiment.rollout
+    truncated = rollout.top_p < 1 or rollout.top_k > 0
+    if truncated and not experiment.algorithm.allow_truncated_sampling:
+        raise ValueError(
+            f"rollout.top_p = {rollout.top_p:g} with rollout.top_k = {rollout.top_k} gives "
+            "log-probabilities the trainer can't reproduce: set top_p = 1 and top_k = 0, or "
+            "algorithm.allow_truncated_sampling = true"
+        )
+
+
+def _require_group_sizes(experiment: Experiment) -> None:
+    smallest, size, largest = experiment.smallest_group, experiment.rollout.group_size, experiment.largest_group
+    if not smallest <= size <= largest:
+        raise ValueError(
+            f"curriculum.min_group_size = {smallest} and max_group_size = {largest} must enclose "
+            f"rollout.group_size = {size}"
+        )
+    if experiment.curriculum.mode == "adaptive" and smallest < 2:
+        raise ValueError(
+            f"curriculum.mode = 'adaptive' looks for tasks whose attempts differ: groups need 2 or more, not {smallest}"
+        )
+    if experiment.queue.groups_per_step * size < 2:
+        raise ValueError(
+            f"queue.groups_per_step = {experiment.queue.groups_per_step} times rollout.group_size = {size} "
+            "must be at least 2"
+        )
