@@ -19,6 +19,7 @@ from headway.config.schema import Experiment
 from headway.control.forecast import RunShape, kv_slots
 from headway.control.lengths import LengthDistribution, length_distribution
 from headway.control.queue_model import QueueModel
+from headway.control.summaries import bucket_width
 from headway.records.ledger import StepRecord
 
 LEAST_STEPS = 2
@@ -321,8 +322,7 @@ def ledger_lengths(steps: Sequence[StepRecord], limit_tokens: int) -> LengthDist
 
 def _middle(end: int) -> float:
     """Of the bucket of ``summaries.length_histogram`` that ends with ``end``."""
-    width = 1 << max(0, (end - 1).bit_length() - 3)
-    return end - (width - 1) / 2
+    return end - (bucket_width(end) - 1) / 2
 
 
 def _correlation(steps: Sequence[StepRecord], group_size: int) -> float:
