@@ -130,7 +130,7 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
     samples = sum(r.samples for r in steps)
     lengths = ledger_lengths(steps, shape.max_response_tokens)
     decode, running = decode_line(steps)
-    train = fit_line([(float(r.flow.trained_tokens), training_s(r)) for r in steps], prior_share=0.85, prior_error=0.15)
+    train = training_line(steps)
     finished = sum(r.flow.finished_groups for r in steps)
     accepted = sum(r.flow.accepted_groups for r in steps)
     acceptance = max(_LEAST_ACCEPTANCE, accepted / finished if finished else 1.0)
@@ -199,6 +199,12 @@ def training_s(record: StepRecord) -> float:
     """What the trainer did in a step beside waiting, publishing and checkpoints: its compute, and the way to it."""
     other_s = record.trainer_wait_s + record.publish_s + record.checkpoint_s + record.flow.update_wait_s
     return max(record.trainer_compute_s, record.step_s - other_s)
+
+
+def training_line(steps: Sequence[StepRecord]) -> Line:
+    """Seconds of a training step over the tokens of its batch."""
+    points = [(float(r.flow.trained_tokens), training_s(r)) for r in steps]
+    return fit_line(points, prior_share=0.85, prior_error=0.15)
 
 
 # --- straight lines --------------------------------------------------------------------------------------

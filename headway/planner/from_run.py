@@ -18,10 +18,11 @@ import msgspec
 from headway.config.hooks import HOOKS
 from headway.config.load import overridden, validate
 from headway.config.schema import Experiment
-from headway.control.ledger_model import LedgerModel, Line, decode_line, estimate, shape_of, usable
+from headway.control.ledger_model import LedgerModel, estimate, shape_of, usable
+from headway.control.lengths import length_distribution
 from headway.control.summaries import bucket_width
 from headway.planner.agreement import Figures, figures, steady
-from headway.planner.interference import Interference, alone, at_work_s, interference, overlap
+from headway.planner.interference import Costs, costs, costs_apart
 from headway.planner.quantities import Quantity
 from headway.planner.scenario import Scenario
 from headway.planner.simulate import SCENARIO_FILE, is_simulated
@@ -157,12 +158,13 @@ def scenario_of(
     if model is None or live is None:
         raise ConfigurationError(f"{run.path}: no response finished in steps {steps[0].step} to {steps[-1].step}")
     unidentified = dict(model.unidentified) | _left_out(run, steps, model)
-    factors = Interference()
-    if beside is not None:
-        factors = interference(steps, beside[1], decode_line(steps)[0], model.train, run.replicas)
+    if beside is None:
+        found = costs(steps, run.replicas)
+    else:
+        found = costs_apart(steps, beside[1], run.replicas)
         del unidentified["interference"]
     raw = _kept_sections(run.experiment, unidentified)
-    raw["hardware"] = _hardware(run, steps, model, factors)
+    raw["hardware"] = _hardware(run, steps, model, found)
     raw["workload"] = _workload(run, steps, model)
     raw["run"] = {"seed": run.experiment.run.seed, "directory": _own_directory(run.path)}
     raw["run"]["steps"] = _steps_to_simulate(run.experiment)
@@ -233,7 +235,7 @@ def _left_out(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel) ->
     if experiment.curriculum.mode == "adaptive":
         found["curriculum"] = "solve rates are those of the tasks that it drew; it is not simulated itself"
     if experiment.surplus_groups:
-        found["lengths"] = "discarded groups are not in the histogram: the longest responses are missing"
+        found["lengths"] = "of discarded responses only the mean length so far is known: they are taken to go on from it"
     if 0 < run.lent_replicas < run.replicas:
         found["shared devices"] = (
             f"{run.lent_replicas} of {run.replicas} replicas stood still during training steps: "
@@ -251,15 +253,8 @@ def _left_out(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel) ->
 # --- what the ledger says --------------------------------------------------------------------------------
 
 
-def _hardware(
-    run: Recorded, steps: Sequence[StepRecord], model: LedgerModel, factors: Interference
-) -> dict[str, Any]:
-    found, met = model.model, overlap(steps)
-    decode = decode_line(steps)[0]
-    busy_s = sum(r.flow.generator_busy_s for r in steps)
-    between = at_work_s(steps, run.replicas) / busy_s if busy_s else 1.0  # what an engine does between decode steps
-    decode = alone(_times(decode, between), factors.generator, met.of_generator)
-    train = alone(model.train, factors.trainer, met.of_trainer)
+def _hardware(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel, taken: Costs) -> dict[str, Any]:
+    found, decode, train = model.model, taken.decode, taken.train
     generator: dict[str, Any] = {
         "replicas": run.replicas,
         "decode_fixed_s": _tidy(decode.fixed),
@@ -267,8 +262,8 @@ def _hardware(
         "update_s": _tidy(found.pause_s),
         "shares_devices": 2 * run.lent_replicas >= run.replicas,
     }
-    if factors.generator > 1:
-        generator["beside"] = _tidy(factors.generator)
+    if taken.generator_beside > 1:
+        generator["beside"] = _tidy(taken.generator_beside)
     trainer: dict[str, Any] = {
         "devices": run.ranks,
         "step_fixed_s": _tidy(train.fixed),
@@ -276,8 +271,8 @@ def _hardware(
         "publish_s": _tidy(found.publish_s),
         "checkpoint_s": _tidy(_of_one([r.checkpoint_s for r in steps])),
     }
-    if factors.trainer > 1:
-        trainer["beside"] = _tidy(factors.trainer)
+    if taken.trainer_beside > 1:
+        trainer["beside"] = _tidy(taken.trainer_beside)
     tokens = sum(r.flow.trained_tokens for r in steps)
     flops = sum(r.flops_per_s * r.step_s for r in steps)
     if flops and tokens and steps[-1].peak_flops_per_s:
@@ -305,7 +300,8 @@ def _workload(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel) ->
 
 def response_tokens(steps: Sequence[StepRecord], limit_tokens: int) -> Quantity:
     """Lengths of the responses that finished: straight lines across the histogram's buckets, scaled to the exact mean;
-    those that were cut would be a token longer than the limit."""
+    those that were cut would be a token longer than the limit. Discarded ones are taken to have been cut off at their
+    mean length (control/lengths.py)."""
     counts: Counter[int] = Counter()
     for record in steps:
         counts.update({int(end): count for end, count in record.length_histogram.items()})
@@ -321,19 +317,40 @@ def response_tokens(steps: Sequence[StepRecord], limit_tokens: int) -> Quantity:
     ends = [end for end in sorted(counts) if counts[end] > 0]
     rough = sum((end - (bucket_width(end) - 1) / 2) * counts[end] for end in ends)
     factor = tokens / rough if rough else 1.0
+    shares = _shares(steps, counts, cut)
     at: list[tuple[float, float]] = []
-    below = 0
+    below = 0.0
     for end in ends:
         low, high = (end - bucket_width(end) + 0.5) * factor, (end + 0.5) * factor
         if not at or low > at[-1][1]:
-            at.append((round(below / total, 6) + (_RAMP if at else 0.0), low))
-        below += counts[end]
-        at.append((round(below / total, 6), max(high, at[-1][1])))
+            at.append((round(below, 6) + (_RAMP if at else 0.0), low))
+        below += shares[end]
+        at.append((round(below, 6), max(high, at[-1][1])))
     if cut:
-        at += [(round(below / total, 6) + (_RAMP if at else 0.0), limit_tokens + 1.0), (1.0, limit_tokens + 1.0)]
+        at += [(round(below, 6) + (_RAMP if at else 0.0), limit_tokens + 1.0), (1.0, limit_tokens + 1.0)]
     at[-1] = (1.0, at[-1][1])
     longest = limit_tokens + 1.0 if cut else float(limit_tokens)
     return Quantity(kind="quantiles", at=tuple((round(share, 6), round(min(value, longest), 2)) for share, value in at))
+
+
+def _shares(steps: Sequence[StepRecord], counts: Counter[int], cut: int) -> dict[int, float]:
+    """Last length of a bucket -> share of all responses, discarded ones counted."""
+    begun = max(1, steps[-1].slots)  # of those that a step discarded, no more can have had tokens
+    discarded = sum(min(begun, r.endings.get("discarded", 0)) for r in steps)
+    so_far = sum(r.ended_tokens.get("discarded", 0) for r in steps) / discarded if discarded else 0.0
+    ended = [(end, True) for end, count in counts.items() for _ in range(count)]
+    beyond = max(counts) + 1  # where those are that were cut
+    found = length_distribution(
+        [*ended, *[(beyond, True)] * cut, *[(min(max(counts) - 1, round(so_far)), False)] * discarded], beyond
+    )
+    survival = dict(zip(found.tokens, found.survival, strict=True))
+    shares: dict[int, float] = {}
+    before = 1.0
+    for end in sorted(counts):
+        if counts[end] > 0:
+            shares[end] = before - survival[end]
+            before = survival[end]
+    return shares
 
 
 def _truncated_share(steps: Sequence[StepRecord]) -> float:
@@ -346,10 +363,6 @@ def _written(quantity: Quantity) -> Any:
     if quantity.kind == "constant":
         return quantity.value
     return quantity.model_dump(mode="json", exclude_defaults=True)
-
-
-def _times(line: Line, factor: float) -> Line:
-    return msgspec.structs.replace(line, fixed=line.fixed * factor, slope=line.slope * factor)
 
 
 def _of_one(values: Sequence[float]) -> float:
