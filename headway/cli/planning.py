@@ -85,9 +85,7 @@ def _simulate_run(
     recorded = read_run(path)
     chosen = window(recorded, _asked(context, steps))
     other = read_run(beside) if beside else None
-    found = scenario_of(
-        recorded, chosen, overrides, beside=None if other is None else (other, window(other))
-    )
+    found = scenario_of(recorded, chosen, overrides, beside=None if other is None else (other, window(other)))
     if write:
         _write(found, write)
     directory = found.scenario.run.directory
@@ -103,7 +101,7 @@ def _simulate_run(
 
 
 def _asked(context: typer.Context, steps: str) -> tuple[int | None, int | None] | None:
-    """"A:B", either of which may be missing."""
+    """ "A:B", either of which may be missing."""
     if not steps:
         return None
     first, colon, end = steps.partition(":")

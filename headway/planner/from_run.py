@@ -45,7 +45,6 @@ _KEPT: dict[str, tuple[str, ...]] = {
     "queue": (),
     "algorithm": ("preset", "loss"),
     "weights": ("transport",),
-    "checkpoint": (),
     "control": (),
 }
 
@@ -96,7 +95,9 @@ def read_run(path: str | Path) -> Recorded:
     if is_simulated(folder):
         described = _described(folder / SCENARIO_FILE)
         if not described.workload.turns.fixed or described.workload.turns.at_normal(0.0) > 1:
-            raise ConfigurationError(f"{folder} simulates rollouts of several turns: a ledger doesn't say what they took")
+            raise ConfigurationError(
+                f"{folder} simulates rollouts of several turns: a ledger doesn't say what they took"
+            )
         lent = len(devices) if described.hardware.generator.shares_devices else 0
         verifiers, trained_on = described.hardware.verifiers, described.hardware.trainer.devices
     return Recorded(
@@ -161,6 +162,11 @@ def scenario_of(
     if beside is None:
         found = costs(steps, run.replicas)
     else:
+        if beside[0].replicas != run.replicas:
+            raise ConfigurationError(
+                f"{beside[0].path} has {beside[0].replicas} replicas and {run.path} {run.replicas}: what the sides cost "
+                "each other is told by runs of the same machine"
+            )
         found = costs_apart(steps, beside[1], run.replicas)
         del unidentified["interference"]
     raw = _kept_sections(run.experiment, unidentified)
@@ -207,6 +213,7 @@ def _kept_sections(experiment: Experiment, unidentified: dict[str, str]) -> dict
         kept = {key: value for key, value in given.get(section, {}).items() if key not in dropped}
         if kept:
             raw[section] = kept
+    raw["checkpoint"] = {"every_steps": experiment.checkpoint.every_steps}  # a scenario has another default
     own: list[str] = []
     if ":" in experiment.algorithm.advantage:
         raw["algorithm"].pop("advantage")
@@ -235,7 +242,9 @@ def _left_out(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel) ->
     if experiment.curriculum.mode == "adaptive":
         found["curriculum"] = "solve rates are those of the tasks that it drew; it is not simulated itself"
     if experiment.surplus_groups:
-        found["lengths"] = "of discarded responses only the mean length so far is known: they are taken to go on from it"
+        found["lengths"] = (
+            "of discarded responses only the mean length so far is known: they are taken to go on from it"
+        )
     if 0 < run.lent_replicas < run.replicas:
         found["shared devices"] = (
             f"{run.lent_replicas} of {run.replicas} replicas stood still during training steps: "
@@ -283,7 +292,9 @@ def _hardware(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel, ta
 
 def _workload(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel) -> dict[str, Any]:
     experiment, size = run.experiment, run.experiment.rollout.group_size
-    histogram = [sum(bins) for bins in zip(*(r.solve_rate_histogram for r in steps if r.solve_rate_histogram), strict=True)]
+    histogram = [
+        sum(bins) for bins in zip(*(r.solve_rate_histogram for r in steps if r.solve_rate_histogram), strict=True)
+    ]
     filtered = experiment.queue.filter_zero_variance
     rates = solve_rates(histogram, size, model.model.acceptance if filtered else None)
     return {
