@@ -11,7 +11,8 @@ Each decision looks at the records since the last one and does the first of thes
    the records before: those are forgotten, and so is what was learnt about the knobs.
 2. *Measured effect.* The last change has had time to show. When the rate fell by more than noise and below what was
    predicted, it is taken back, and its direction isn't tried again in this regime.
-3. *Reflex.* The trainer starves while the limit on open groups keeps slots empty: it rises, by half or twofold.
+3. *Reflex.* The trainer starves while the limit on open groups keeps slots empty, or the one on concurrent rollouts
+   keeps groups waiting: it rises, by half or twofold.
 4. *Model.* After a budget's worth of steps ``ledger_model`` estimates the queue and ``queue_model`` simulates the
    neighbouring settings, with a generator a tenth slower than measured: the reserve against bursts. The best one is
    taken if it gains enough; twice as much for every time a knob has turned round in this regime. While nothing is
@@ -96,8 +97,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     actions: tuple[Action, ...] = ()
 
 
-def decide(state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits) -> Decision:
-    """What to do after the last of ``records``, the run's own in their order (some dozen are enough)."""
+def decide(
+    state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits, *, look: bool = True
+) -> Decision:
+    """What to do after the last of ``records``, the run's own in their order (some dozen are enough). ``look``: the
+    model may be asked; its simulations are all that costs time."""
     every = usable(records)
     actions: list[Action] = []
     drifted = find_drift([r for r in every if r.step >= state.regime_step][-WINDOW - RECENT :])
@@ -111,7 +115,8 @@ def decide(state: ControllerState, records: Sequence[StepRecord], limits: Contro
         return Decision(state=state, actions=tuple(actions))
     now = _evidence(since[-limits.interval_steps :], limits)
     lately = _evidence(since[-2 * limits.patience_steps :], limits)
-    for next_, evidence in ((_measured, now), (_reflex, now), (_by_model, lately)):
+    ways = ((_measured, now), (_reflex, now), (_by_model, lately))
+    for next_, evidence in ways if look else ways[:2]:
         decision = next_(state, window, evidence, limits)
         if decision is not None:
             state = decision.state
@@ -248,19 +253,21 @@ def _settling(window: Sequence[StepRecord]) -> int:
 def _reflex(
     state: ControllerState, window: Sequence[StepRecord], evidence: Evidence, limits: ControlLimits
 ) -> Decision | None:
-    """Let more groups open at once where the trainer starves and the limit keeps slots empty."""
+    """Raise the limit that keeps a starving trainer's rollouts from being generated: on open groups where there are
+    fewer rollouts than may run at once, else on those."""
     knobs = state.knobs
-    name: KnobName = "open_groups"
+    if not evidence.starving:
+        return None
     room = evidence.in_generation < 0.9 * (knobs.concurrent_rollouts - limits.shape.group_size + 1)
-    if knobs.open_groups is None or not evidence.starving or not room:
+    name: KnobName = "open_groups" if room else "concurrent_rollouts"
+    old, (_, most) = limits.value(knobs, name), limits.bounds(name)
+    new = min(most, math.ceil(old * (2.0 if evidence.lack >= 4 * STARVES else 1.5)))
+    if new == old or not _allowed(state, evidence, limits)(name, old, new):
         return None
-    old = limits.value(knobs, name)
-    new = math.ceil(old * (2.0 if evidence.lack >= 4 * STARVES else 1.5))
-    if not _allowed(state, evidence, limits)(name, old, new):
-        return None
+    short = "open groups are" if room else "rollouts at once are"
     reason = (
         f"the trainer waits {evidence.lack:.0%} of the time for groups, and {evidence.in_generation:.0f} of "
-        f"{knobs.concurrent_rollouts} rollouts are being generated: open groups are what is short"
+        f"{knobs.concurrent_rollouts} rollouts are being generated: {short} what is short"
     )
     target = limits.with_value(knobs, name, new)
     floors = {**state.floors, name: max(old, state.floors.get(name, 0))}

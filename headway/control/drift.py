@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 
-from headway.control.ledger_model import decode_line, decode_point, training_s
+from headway.control.ledger_model import decode_line, decode_point, length_correlation, training_s
 from headway.control.length_bias import ks_statistic
 from headway.records.ledger import StepRecord
 
@@ -20,9 +20,11 @@ _FACTOR = 1.25
 _Z = 4.0
 _LENGTHS_DIFFER, _LENGTHS_DIFFER_Z = 0.2, 2.5  # KS statistic, and in its scale (p < 1e-5)
 
+_LEAST_SHARE = 0.1  # of a verifier's time, or of a rollout's: what takes less decides no rate
 _COSTS: dict[str, Callable[[StepRecord], float]] = {
     "training time per token": lambda r: training_s(r) / r.flow.trained_tokens if r.flow.trained_tokens else 0.0,
     "training time per sample": lambda r: training_s(r) / r.samples,
+    "time with tools": lambda r: r.flow.environment_s / r.flow.responses if r.flow.responses else 0.0,
     "verification of a response": lambda r: r.verify_s / r.flow.responses if r.flow.responses else 0.0,
 }
 
@@ -33,6 +35,9 @@ def find_drift(records: Sequence[StepRecord]) -> tuple[int, str] | None:
     if len(before) < 4:
         return None
     changes = {name: _change(signal, before, recent) for name, signal in _COSTS.items()}
+    for name, share in _SHARES.items():
+        if max(share(before), share(recent)) < _LEAST_SHARE:
+            del changes[name]
     # What a step costs may go with its tokens or with its samples: a dearer trainer shows in both.
     trainer = [changes.pop("training time per token"), changes.pop("training time per sample")]
     changes["training time"] = min(trainer, key=abs) if trainer[0] * trainer[1] > 0 else 0.0
@@ -42,6 +47,17 @@ def find_drift(records: Sequence[StepRecord]) -> tuple[int, str] | None:
             return recent[0].step, f"{name}: {math.exp(change):.2f} times what it was"
     reason = _length_drift(before, recent) or _acceptance_drift(before, recent)
     return (recent[0].step, reason) if reason else None
+
+
+def _verifying(records: Sequence[StepRecord]) -> float:
+    return sum(r.verify_s for r in records) / sum(r.step_s for r in records)
+
+
+def _acting(records: Sequence[StepRecord]) -> float:
+    return sum(r.flow.environment_s for r in records) / max(1e-9, sum(r.flow.generating_s for r in records))
+
+
+_SHARES = {"verification of a response": _verifying, "time with tools": _acting}
 
 
 def _change(signal: Callable[[StepRecord], float], before: Sequence[StepRecord], recent: Sequence[StepRecord]) -> float:
@@ -72,19 +88,27 @@ def _decode_cost(before: Sequence[StepRecord]) -> Callable[[StepRecord], float]:
 
 
 def _length_drift(before: Sequence[StepRecord], recent: Sequence[StepRecord]) -> str:
-    """Two-sample Kolmogorov-Smirnov over the response lengths, those of a group counted as half as many."""
-    then, now = (Counter[int]() for _ in range(2))
-    for records, lengths in ((before, then), (recent, now)):
-        for record in records:
-            lengths.update({int(end): count for end, count in record.length_histogram.items()})
+    """Two-sample Kolmogorov-Smirnov over the response lengths. Those of a group are alike: n of them say as much as
+    n / (1 + (group size - 1) x intraclass correlation) independent ones (Kish's design effect)."""
+    then, now = _lengths(before), _lengths(recent)
     if min(then.total(), now.total()) < 20:
         return ""
     distance = ks_statistic(then, now)
-    error = math.sqrt(2 / then.total() + 2 / now.total())
-    if distance < _LENGTHS_DIFFER or distance < _LENGTHS_DIFFER_Z * error:
+    every = (*before, *recent)
+    size = sum(r.flow.responses for r in every) / max(1, sum(r.flow.finished_groups for r in every))
+    alike = max(2.0, 1.0 + (size - 1.0) * length_correlation(every, size))
+    error = math.sqrt(alike / then.total() + alike / now.total())
+    if distance < max(_LENGTHS_DIFFER, _LENGTHS_DIFFER_Z * error):
         return ""
     means = [sum(end * count for end, count in lengths.items()) / lengths.total() for lengths in (now, then)]
     return f"response length: {means[0] / means[1]:.2f} times what it was (KS {distance:.2f})"
+
+
+def _lengths(records: Sequence[StepRecord]) -> Counter[int]:
+    found = Counter[int]()
+    for record in records:
+        found.update({int(end): count for end, count in record.length_histogram.items()})
+    return found
 
 
 def _acceptance_drift(before: Sequence[StepRecord], recent: Sequence[StepRecord]) -> str:

@@ -116,6 +116,7 @@ class Search:
             decode_fixed_s=model.decode_fixed_s * _RESERVE,
             decode_request_s=model.decode_request_s * _RESERVE,
             delay_s=model.delay_s * _RESERVE,
+            environment_s=model.environment_s * _RESERVE,
         )
         self._present, self._limits, self._allowed = present, limits, allowed
         self._outcomes: dict[Knobs, QueueOutcome] = {}

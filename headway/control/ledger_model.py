@@ -20,7 +20,7 @@ from headway.control.forecast import RunShape, kv_slots
 from headway.control.lengths import LengthDistribution, length_distribution
 from headway.control.queue_model import QueueModel
 from headway.control.summaries import bucket_width
-from headway.records.ledger import StepRecord
+from headway.records.ledger import Flow, StepRecord
 
 LEAST_STEPS = 2
 _LEAST_ACCEPTANCE = 0.05
@@ -139,7 +139,8 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
     in_generation = sum(r.flow.generating_s for r in steps) / seconds
     flow = steps[-1].flow
     awake = max(1, shape.replicas - flow.resting)
-    held = _held(steps, slots * awake, in_generation, running)
+    environment_s = sum(r.flow.environment_s for r in steps)
+    held = _held(steps, slots * awake, in_generation - environment_s / seconds, running)
     decode = msgspec.structs.replace(
         decode, slope=decode.slope / held.per_decoding, x_mean=decode.x_mean * held.per_decoding
     )
@@ -156,9 +157,10 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
         open_groups=flow.open_groups or None,
         surplus_groups=shape.surplus_groups,
         length_at=lengths.at,
-        group_correlation=_correlation(steps, shape.group_size),
+        group_correlation=length_correlation(steps, shape.group_size),
         prompt_tokens=prompt,
         delay_s=held.other_s / responses,
+        environment_s=environment_s / responses,
         decode_fixed_s=decode.fixed,
         decode_request_s=decode.slope,
         lent_share=max(0, shape.lent_replicas - flow.resting) / awake,
@@ -276,32 +278,37 @@ def decode_point(record: StepRecord) -> tuple[float, float] | None:
         return None
     with_work_s = flow.generator_s * (1.0 - record.generator_wait_ratio)
     active = min(1.0, flow.generator_busy_s / with_work_s) if with_work_s > 0 else 1.0
-    token_s = flow.decode_s / flow.decode_tokens * active
+    token_s = _decode_s(flow) / flow.decode_tokens * active
     return flow.generated_tokens * token_s / flow.generator_busy_s, token_s
+
+
+def _decode_s(flow: Flow) -> float:
+    """Seconds between tokens, without the tools between turns."""
+    return max(0.0, flow.decode_s - flow.environment_s)
 
 
 class _Held(msgspec.Struct, frozen=True, kw_only=True):
     """Slots, in request-seconds while the generator computed."""
 
     decoding_s: float
-    other_s: float  # tools, or a prefill that is no part of a decode step
+    other_s: float  # prefills that are no part of a decode step, or whatever else comes before the first token
 
     @property
     def per_decoding(self) -> float:
         return (self.decoding_s + self.other_s) / self.decoding_s if self.decoding_s else 1.0
 
 
-def _held(steps: Sequence[StepRecord], slots: int, in_generation: float, running: float) -> _Held:
-    """Slots held (all, when as many rollouts are in generation) beyond those that decode. What decoded is known from
+def _held(steps: Sequence[StepRecord], slots: int, in_engines: float, running: float) -> _Held:
+    """Slots held (all, when as many rollouts are with the engines) beyond those that decode. What decoded is known from
     the engines (requests x time) and from the rollouts (tokens x time between two); the larger one errs on the side of
     nothing else."""
     busy_s = sum(r.flow.generator_busy_s for r in steps)
     with_work_s = sum(r.flow.generator_s * (1.0 - r.generator_wait_ratio) for r in steps)
     active = min(1.0, busy_s / with_work_s) if with_work_s > 0 else 1.0
     tokens, timed = sum(r.flow.generated_tokens for r in steps), sum(r.flow.decode_tokens for r in steps)
-    token_s = sum(r.flow.decode_s for r in steps) / timed if timed else 0.0
+    token_s = sum(_decode_s(r.flow) for r in steps) / timed if timed else 0.0
     decoding_s = max(running * busy_s, tokens * token_s * active)
-    held_s = min(in_generation, slots) * sum(r.step_s for r in steps) * active
+    held_s = min(in_engines, slots) * sum(r.step_s for r in steps) * active
     other_s = held_s - decoding_s
     return _Held(decoding_s=decoding_s, other_s=other_s if other_s > _LEAST_OTHER * held_s else 0.0)
 
@@ -331,7 +338,7 @@ def _middle(end: int) -> float:
     return end - (bucket_width(end) - 1) / 2
 
 
-def _correlation(steps: Sequence[StepRecord], group_size: int) -> float:
+def length_correlation(steps: Sequence[StepRecord], group_size: float) -> float:
     """Of the logarithms of the lengths inside a group: the intraclass correlation, 0 to 1."""
     weight = sum(r.flow.finished_groups for r in steps if r.flow.length_variance_within > 0)
     if group_size < 2 or not weight:

@@ -21,7 +21,7 @@ from headway.control.staleness import OpenGroup, OverduePolicy, select_batch
 from headway.records.planning import QueueOutcome
 
 _ROUNDING = 1e-9  # tokens of work
-_EVENTS = {"applied": 0, "verified": 1, "trained": 2, "published": 3}  # at the same moment, in this order
+_EVENTS = {"applied": 0, "acted": 1, "verified": 2, "trained": 3, "published": 4}  # at the same moment, in this order
 _MAX_ROLLOUTS = 8_000  # simulated, about: bounds what a simulation costs
 _LEAST_STEPS, _MOST_STEPS = 8, 60
 _LARGEST_BATCH = 512  # samples; larger ones are simulated in proportion
@@ -48,6 +48,7 @@ class QueueModel(msgspec.Struct, frozen=True, kw_only=True):
     group_correlation: float = 0.0  # of the lengths in a group (Gaussian copula)
     prompt_tokens: float = 0.0
     delay_s: float = 0.0  # a request holds its slot so long before its first token
+    environment_s: float = 0.0  # a rollout spends so long with tools and sandboxes, without a slot
     decode_fixed_s: float  # a decode step of one replica: fixed + its requests x request
     decode_request_s: float
     beside: float = 1.0  # a decode step takes so much longer while the trainer computes
@@ -85,6 +86,7 @@ class _Simulation:
         self.timers: list[tuple[float, int, int, str, list[_Group]]] = []
         self.running: list[tuple[float, int, _Group]] = []  # (work at its end, serial, group)
         self.waiting: deque[tuple[_Group, int]] = deque()  # members without a slot, with their lengths
+        self.acting = 0  # members that are with their tools
         self.open: dict[int, _Group] = {}
         self.serial = self.admitted = self.finished = 0
         self.version = self.published = self.applied = 0
@@ -146,6 +148,37 @@ class _Simulation:
 
     def admit(self) -> None:
         model = self.model
+        free = model.concurrent_rollouts - len(self.running) - len(self.waiting) - self.acting
+        for _ in range(min(self._credit(), free // model.group_size) if free >= model.group_size else 0):
+            group = _Group(self.admitted, self.applied, model.group_size)
+            self.admitted += 1
+            self.open[group.index] = group
+            self._begin(group)
+        while self.waiting and len(self.running) < model.slots * model.replicas:
+            group, length = self.waiting.popleft()
+            group.first = min(group.first, self.applied)
+            group.tokens += model.prompt_tokens + length
+            self.serial += 1
+            delay = model.delay_s / self.step_s() if model.delay_s else 0.0  # tokens that it would have made meanwhile
+            heapq.heappush(self.running, (self.work + delay + length, self.serial, group))
+
+    def _begin(self, group: _Group) -> None:
+        """Its members wait for slots; those with tools after all of these, as if the first token were sampled now."""
+        if not self.model.environment_s:
+            return self.waiting.extend((group, length) for length in self._lengths())
+        group.first = self.applied
+        self.acting += group.left
+        self._after(self.model.environment_s, "acted", [group])
+
+    def _acted(self, groups: list[_Group]) -> None:
+        for group in groups:
+            self.acting -= group.left
+            if group.index in self.open:  # else overdue
+                self.waiting.extend((group, length) for length in self._lengths())
+
+    def _credit(self) -> int:
+        """Groups that may open now."""
+        model = self.model
         groups = credit(
             open_groups=len(self.open),
             completed_steps=self.version,
@@ -154,21 +187,7 @@ class _Simulation:
             budget=model.budget,
             surplus_groups=0 if self.busy else model.surplus_groups,
         )
-        if model.open_groups is not None:
-            groups = max(0, min(groups, model.open_groups - len(self.open)))
-        free = model.concurrent_rollouts - len(self.running) - len(self.waiting)
-        for _ in range(min(groups, free // model.group_size)):
-            group = _Group(self.admitted, self.applied, model.group_size)
-            self.admitted += 1
-            self.open[group.index] = group
-            self.waiting.extend((group, length) for length in self._lengths())
-        while self.waiting and len(self.running) < model.slots * model.replicas:
-            group, length = self.waiting.popleft()
-            group.first = min(group.first, self.applied)
-            group.tokens += model.prompt_tokens + length
-            self.serial += 1
-            delay = model.delay_s / self.step_s() if model.delay_s else 0.0  # tokens that it would have made meanwhile
-            heapq.heappush(self.running, (self.work + delay + length, self.serial, group))
+        return groups if model.open_groups is None else max(0, min(groups, model.open_groups - len(self.open)))
 
     def _lengths(self) -> list[int]:
         model, normal = self.model, self.random.normalvariate
@@ -205,11 +224,11 @@ class _Simulation:
 
     # --- training -------------------------------------------------------------------------------------------
 
-    def train(self) -> None:
-        """Begin a step when the trainer is free and the budget lets a batch form."""
+    def train(self) -> bool:
+        """Begin a step when the trainer is free and the budget lets a batch form; whether groups have left."""
         model = self.model
         if self.busy or self.publishing or self.finished < model.groups_per_step or self.missing > 0:
-            return
+            return False
         candidates = [
             OpenGroup(
                 index=group.index,
@@ -225,7 +244,7 @@ class _Simulation:
             self._end_overdue(self.open.pop(index))
         self.missing, self.stalled = chosen.missing, not chosen.groups
         if not chosen.groups:
-            return
+            return bool(chosen.overdue)
         batch = [self.open[index] for index in chosen.groups]
         if model.surplus_groups:
             for group in [group for group in self.open.values() if not group.finished]:
@@ -234,6 +253,7 @@ class _Simulation:
         self.busy = True
         tokens = sum(group.tokens for group in batch)
         self._after(model.train_fixed_s + tokens * model.train_token_s, "trained", batch)
+        return True
 
     def _end_overdue(self, group: _Group) -> None:
         if group.finished:
@@ -345,8 +365,8 @@ def _scaled_down(model: QueueModel) -> tuple[float, QueueModel]:
 def _run_to(simulation: _Simulation, version: int) -> None:
     while simulation.version < version:
         simulation.admit()
-        simulation.train()
-        simulation.admit()  # what was ended to form a batch, or in vain, makes room
+        if simulation.train():
+            simulation.admit()  # what was ended to form a batch, or in vain, makes room
         simulation.advance()
 
 

@@ -18,6 +18,7 @@ from headway.runtime.devices import lends
 from headway.runtime.ledger import EVENT_CONTROL
 
 _RECORDS = 40  # kept for the controller: its window, and room for skipped steps
+_LOOK_SHARE = 0.02  # of the time, at most, in which it simulates: that takes processor time from the loops
 
 
 class Control:
@@ -75,6 +76,7 @@ class RateControl:
         self._state: ControllerState | None = None
         self._records: deque[StepRecord] = deque(maxlen=_RECORDS)
         self._advised = run.state.knobs
+        self._look_from_s = 0.0
 
     async def go_on_from(self, last: StepRecord) -> None:
         """Within the limits of now; what was estimated and learnt of the queue is gone."""
@@ -98,7 +100,12 @@ class RateControl:
         if self._state is None:
             filled = record.step + run.experiment.queue.budget + 1  # before, the queue was filling
             self._state = ControllerState(knobs=run.state.knobs, regime_step=filled, decided_step=filled)
-        decision = await asyncio.to_thread(decide, self._state, tuple(self._records), self._limits)
+        began_s = run.clock.now()
+        look = began_s >= self._look_from_s
+        decision = await asyncio.to_thread(decide, self._state, tuple(self._records), self._limits, look=look)
+        ended_s = run.clock.now()
+        if look:
+            self._look_from_s = ended_s + (ended_s - began_s) / _LOOK_SHARE
         self._state = decision.state
         if self._mode == "advise":
             self._advise(decision.actions)

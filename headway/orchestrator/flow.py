@@ -37,6 +37,7 @@ def flow_of(
         prompt_tokens=sum(len(r.prompt_ids) for r in responses),
         generating_s=sum(max(0.0, r.generated_s - r.opened_s) for r in responses),
         decode_s=sum(_decode_s(r) for r in timed),
+        environment_s=sum(r.environment_s for r in timed),
         decode_tokens=sum(len(r.response_ids) - 1 for r in timed),
         length_variance_between=between,
         length_variance_within=within,

@@ -24,7 +24,7 @@ from headway.records.generation import (
     PublishedWeights,
     VersionSpan,
 )
-from headway.rollout.fake import SANDBOX
+from headway.rollout.fake import SANDBOX, Lived
 from headway.runtime.clock import Clock
 
 _START, _TOOL = 101, 102  # purposes of random numbers
@@ -58,6 +58,7 @@ class _Life:
     plan: Plan
     calls: int = 0  # random numbers used
     turns: int = 0  # model calls made
+    environment_s: float = 0.0  # between them
     live_since_s: float | None = None  # its sandbox
     oldest_version: int = -1  # of a turn whose effect the sandbox holds
     resumed_version: int = -1  # ... when it was last resumed in it
@@ -108,15 +109,14 @@ class EnvironmentGenerator:
         finally:
             del self._open[request.request_id]
 
-    def forget(self, seed: int) -> tuple[int, int]:
-        """The rollout with this sampling seed is over; returns the model calls it made, and the version of the oldest
-        turn whose effect its sandbox held when it was resumed (-1: it was not)."""
+    def forget(self, seed: int) -> Lived:
+        """The rollout with this sampling seed is over: what it did."""
         life = self._lives.pop(seed, None)
         if life is None:
-            return 0, -1
+            return Lived()
         self.end_sandbox(life)
         self.engine.forget_session(str(seed))
-        return life.turns, life.resumed_version
+        return Lived(life.turns, life.resumed_version, life.environment_s)
 
     def cancel(self, request_id: str) -> None:
         """End a rollout with reason "abort" and its tokens so far. Unknown ids: no-op."""
@@ -155,6 +155,9 @@ class EnvironmentGenerator:
 
     async def stop(self) -> None:
         await self.engine.stop()
+
+    def now(self) -> float:
+        return self._clock.now()
 
     # --- sandboxes ------------------------------------------------------------------------------------------
 
@@ -207,7 +210,7 @@ class EnvironmentGenerator:
             counts.waiting_s += began_s - asked_s
             step = self.engine.version
             seconds = environment.start_s.draw(mix(key, _START), step)
-            seconds *= self._scenario.factor("environment.start_s", step)
+            seconds *= self._scenario.drifted("environment.start_s", step)
             await self._clock.sleep(max(0.0, seconds))
             counts.starting_s += self._clock.now() - began_s
         finally:
@@ -326,6 +329,13 @@ class _Turns:
         return result.finish_reason
 
     async def _tool_call(self, turn: Turn) -> tuple[FinishReason, str]:
+        began_s = self._owner.now()
+        try:
+            return await self._replied_by(turn)
+        finally:
+            self._life.environment_s += self._owner.now() - began_s
+
+    async def _replied_by(self, turn: Turn) -> tuple[FinishReason, str]:
         """The sandbox's reply; "abort" when somebody cancelled meanwhile, which comes before the reply."""
         life = self._life
         if life.cut:

@@ -18,7 +18,8 @@ Rate = Annotated[float, Field(gt=0)]
 Duration = Annotated[float, Field(ge=0)]
 Slowdown = Annotated[float, Field(ge=1)]
 
-# What [[drift]] may change.
+# What [[drift]] may change: quantities and costs by a factor, shares to a value.
+SHARES = ("workload.trivial_share", "workload.impossible_share")
 DRIFTING = (
     "workload.prompt_tokens",
     "workload.response_tokens",
@@ -26,6 +27,8 @@ DRIFTING = (
     "workload.turn_tokens",
     "workload.reply_tokens",
     "workload.tool_s",
+    "workload.verify_s",
+    *SHARES,
     "environment.start_s",
     "hardware.trainer.step_s",
     "hardware.generator.decode_s",
@@ -106,12 +109,14 @@ class Environment(Section):
 
 
 class Drift(Section):
-    """A quantity changes while the run goes on."""
+    """A quantity changes while the run goes on, by ``factor``; a share of the tasks, to ``value``."""
 
     key: str  # one of: workload.response_tokens, workload.tool_s, environment.start_s, hardware.trainer.step_s, ...
-    factor: Annotated[float, Field(gt=0)]  # it is multiplied by this in the end
+    factor: Annotated[float, Field(gt=0)] | None = None  # it is multiplied by this in the end
+    value: Share | None = None  # of a share: what it is in the end
     from_step: NonNegative = 0  # training step at which it begins to change
     over_steps: NonNegative = 0  # ... and how many steps that takes; 0: at once
+    until_step: NonNegative | None = None  # from this training step on it is as it was; default: the change stays
 
     @field_validator("key")
     @classmethod
@@ -120,11 +125,22 @@ class Drift(Section):
             raise ValueError(f"valid: {', '.join(DRIFTING)}")
         return value
 
-    def factor_at(self, step: int) -> float:
-        if step < self.from_step:
-            return 1.0
+    @model_validator(mode="after")
+    def _whole(self) -> Drift:
+        wanted, other = ("value", "factor") if self.key in SHARES else ("factor", "value")
+        if getattr(self, wanted) is None or getattr(self, other) is not None:
+            raise ValueError(f"key = {self.key!r} takes {wanted}, not {other}")
+        if self.until_step is not None and self.until_step <= self.from_step:
+            raise ValueError(f"until_step = {self.until_step} must be after from_step = {self.from_step}")
+        return self
+
+    def at(self, step: int, before: float) -> float:
+        """What ``before``, a share or a factor, has become at a training step."""
+        if step < self.from_step or (self.until_step is not None and step >= self.until_step):
+            return before
         done = 1.0 if not self.over_steps else min(1.0, (step - self.from_step) / self.over_steps)
-        return 1.0 + (self.factor - 1.0) * done
+        end = self.value if self.value is not None else before * (self.factor or 1.0)
+        return before + (end - before) * done
 
 
 _NOT_SIMULATED = {
@@ -173,13 +189,12 @@ class Scenario(Experiment):
         fields = self.model_dump(mode="json", include=set(Experiment.model_fields))
         return Experiment.model_validate(fields)
 
-    def factor(self, key: str, step: int) -> float:
-        """By what drift multiplies a quantity at a training step."""
-        found = 1.0
+    def drifted(self, key: str, step: int, before: float = 1.0) -> float:
+        """What drift has made of a share, or of the factor 1 of a quantity, at a training step."""
         for drift in self.drift:
             if drift.key == key:
-                found *= drift.factor_at(step)
-        return found
+                before = drift.at(step, before)
+        return before
 
     @property
     def devices(self) -> int:

@@ -177,7 +177,7 @@ class World:
             tokens = sum(len(s.rollout.prompt_ids) + len(s.rollout.response_ids) for s in batch.samples)
             more_s = hardware.step_s.draw(scenario.run.seed * 1_000_003 + batch.step, batch.step)
             seconds = hardware.step_fixed_s + tokens * hardware.token_s + more_s
-            return max(0.0, seconds * scenario.factor("hardware.trainer.step_s", batch.step))
+            return max(0.0, seconds * scenario.drifted("hardware.trainer.step_s", batch.step))
 
         return FakeTrainer(
             clock,
@@ -199,7 +199,7 @@ class World:
             seconds = hardware.decode_fixed_s + hardware.decode_request_s * running
             if not drifts:
                 return seconds
-            return seconds * scenario.factor("hardware.generator.decode_s", self.trainer.version)
+            return seconds * scenario.drifted("hardware.generator.decode_s", self.trainer.version)
 
         def length_of(request: GenerationRequest) -> int:
             return request.sampling.max_tokens if several else self.workload.plan(request).tokens

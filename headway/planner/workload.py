@@ -76,20 +76,22 @@ class WorkloadModel:
 
     def solved(self, task: Task, seed: int) -> bool:
         """Whether the rollout with this sampling seed solves ``task``, judged now."""
-        workload, index = self._workload, int(task.prompt)
+        workload, index, step = self._workload, int(task.prompt), self._step()
+        trivial = self._scenario.drifted("workload.trivial_share", step, workload.trivial_share)
+        impossible = self._scenario.drifted("workload.impossible_share", step, workload.impossible_share)
         kind = uniform(mix(self._seed, _KIND, index))
-        if kind < workload.trivial_share:
+        if kind < trivial:
             return True
-        if kind < workload.trivial_share + workload.impossible_share:
+        if kind < trivial + impossible:
             return False
         rate = workload.solve_rate.draw(mix(self._seed, _RATE, index))
         if 0.0 < rate < 1.0 and workload.learning:
-            odds = math.log(rate / (1.0 - rate)) + workload.learning * self._step()
+            odds = math.log(rate / (1.0 - rate)) + workload.learning * step
             rate = 1.0 / (1.0 + math.exp(-max(-700.0, min(700.0, odds))))
         return uniform(mix(self._seed, _SOLVED, seed)) < rate
 
     def verify_s(self, seed: int) -> float:
-        return self._workload.verify_s.draw(mix(self._seed, seed), self._step())
+        return max(0.0, self._drawn(self._workload.verify_s, "workload.verify_s", mix(self._seed, seed)))
 
     def _turn(self, key: int, shared: float, last: bool) -> Turn:
         workload = self._workload
@@ -111,4 +113,4 @@ class WorkloadModel:
     def _valued(self, quantity: Quantity, name: str, score: float) -> float:
         step = self._step()
         found = quantity.at_normal(score, step)
-        return found * self._scenario.factor(name, step) if self._scenario.drift else found
+        return found * self._scenario.drifted(name, step) if self._scenario.drift else found

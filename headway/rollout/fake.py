@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -69,6 +69,14 @@ class FakeVerifier:
 SANDBOX = "sandbox: "  # begins the cause of a failure that is the environment's, not the engine's
 
 
+class Lived(NamedTuple):
+    """What a rollout did in its environment."""
+
+    turns: int = 0  # model calls
+    resumed_version: int = -1  # of the oldest turn whose effect its sandbox held when it was resumed; -1: it was not
+    environment_s: float = 0.0  # between its turns
+
+
 class FakeEnvironment(Protocol):
     """What keeps the sandboxes of simulated rollouts, by their sampling seeds."""
 
@@ -80,9 +88,8 @@ class FakeEnvironment(Protocol):
         """A parked rollout goes on: with the sandbox it has, or from its beginning in a fresh one."""
         ...
 
-    def forget(self, seed: int) -> tuple[int, int]:
-        """The rollout is over; returns its model calls, and the version of the oldest turn whose effect its sandbox
-        held when it was resumed (-1: it was not)."""
+    def forget(self, seed: int) -> Lived:
+        """The rollout is over: what it did."""
         ...
 
 
@@ -106,12 +113,18 @@ class FakeRollout(SingleTurn):
     ) -> Rollout:
         """See SingleTurn."""
         seed = rollout_seed(self._run_seed, group.index, member, self._prefix)
-        turns, version = 0, -1
+        lived = Lived()
         try:
             rollout = await super().generate_member(group, member, partial, resumes)
         finally:
-            turns, version = self._environment.forget(seed)
+            lived = self._environment.forget(seed)
         failure = rollout.failure
         if failure is not None and failure.cause.startswith(SANDBOX):
             failure = msgspec.structs.replace(failure, boundary="sandbox")
-        return msgspec.structs.replace(rollout, failure=failure, turns=max(1, turns), environment_version=version)
+        return msgspec.structs.replace(
+            rollout,
+            failure=failure,
+            turns=max(1, lived.turns),
+            environment_s=lived.environment_s,
+            environment_version=lived.resumed_version,
+        )

@@ -58,6 +58,7 @@ class Attempt:
         self._turns: list[Rollout] = []  # as the generator gave them
         self._observed: list[tuple[int, ...]] = []  # after each
         self._rewards: list[float | None] = []
+        self._environment_s = 0.0  # between turns
         self._cut = False  # at the limit of tokens
         self.stopped: Failure | Pruned | None = None  # while no turn was being sampled
 
@@ -87,6 +88,8 @@ class Attempt:
             raise RolloutOver("no token is left")
         limit = min(self.tokens_left, max_tokens or self.tokens_left)
         begun = self._turns[0].first_version if self._turns else -1
+        if self._turns:
+            self._environment_s += self._rollouts.now() - self._turns[-1].generated_s
         turn = await self._rollouts.turn(self.group, self.member, len(self._turns), self.response_ids, limit, begun)
         self._turns.append(turn)
         self._observed.append(())
@@ -157,6 +160,7 @@ class Attempt:
             turn_ends=tuple(ends),
             turn_rewards=tuple(reward or 0.0 for reward in self._rewards) if rewarded else (),
             turns=len(self._turns),
+            environment_s=self._environment_s,
             opened_s=self.group.admitted_s,
             first_token_s=self._turns[0].first_token_s,
             generated_s=now,
@@ -205,6 +209,9 @@ class OwnRollouts(SingleTurn):
     @property
     def max_response_tokens(self) -> int:
         return self._settings.max_response_tokens
+
+    def now(self) -> float:
+        return self._clock.now()
 
     def encode(self, text: str) -> list[int]:
         return cast("Codec", self._tokenizer).encode(text)

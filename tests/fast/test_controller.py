@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from headway.config.control import KnobName
 from headway.control.controller import Action, ControllerState, decide
+from headway.control.drift import find_drift
 from headway.control.knob_search import KNOBS, ControlLimits, limits_of
 from headway.records.control import Knobs
 from headway.records.errors import ConfigurationError
@@ -50,14 +53,15 @@ def limits(budget: int = 2, **changes: Any) -> ControlLimits:
 
 def record(step: int, knobs: Knobs, shows: Situation, draw: random.Random) -> StepRecord:
     step_s = 0.2 * max(0.2, draw.normalvariate(1.0, shows.noise))
-    length = shows.length * max(0.2, draw.normalvariate(1.0, shows.noise))
     groups = max(1, round(GROUPS / shows.acceptance))
+    of_groups = [shows.length * max(0.2, draw.normalvariate(1.0, shows.noise)) for _ in range(groups)]
+    length = fmean(of_groups)
     responses = groups * SIZE
     tokens = round(responses * length)
     generating_s = shows.in_generation * knobs.concurrent_rollouts * step_s
     busy_s = step_s * (1 - shows.idle)
     accepted = sum(draw.random() < shows.acceptance for _ in range(groups))
-    bucket = str(max(1, round(length)))
+    buckets = Counter({bucket: SIZE * count for bucket, count in Counter(str(round(own)) for own in of_groups).items()})
     return StepRecord(
         step=step,
         version=step + 1,
@@ -73,7 +77,7 @@ def record(step: int, knobs: Knobs, shows: Situation, draw: random.Random) -> St
         trajectory_staleness=Distribution(mean=1.0),
         length_mean=length,
         length_p50=length,
-        length_histogram={bucket: responses},
+        length_histogram=dict(buckets),
         length_bias_scheduling_ks=shows.bias,
         flow=Flow(
             open_groups=knobs.open_groups or 0,
@@ -84,6 +88,8 @@ def record(step: int, knobs: Knobs, shows: Situation, draw: random.Random) -> St
             finished_groups=groups,
             accepted_groups=accepted,
             responses=responses,
+            length_variance_between=shows.noise**2,  # those of a group are equal
+            length_variance_within=(shows.noise / 10) ** 2,
             prompt_tokens=2 * responses,
             generating_s=generating_s,
             decode_s=generating_s / 2,
@@ -239,6 +245,54 @@ def test_a_change_of_lengths_or_acceptance_begins_a_regime() -> None:
         assert 13 <= first.state.regime_step <= 15
 
 
+def test_lengths_that_are_alike_in_a_group_say_less() -> None:
+    """Three steps of two groups each, every group of one length: another draw of tasks, no drift."""
+    knobs = Knobs(open_groups=None, concurrent_rollouts=12, steps_per_publish=1)
+    shown: list[StepRecord] = []
+    for step in range(14):
+        one = record(step, knobs, Situation(), random.Random(1))
+        flow = msgspec.structs.replace(one.flow, responses=32, finished_groups=2, length_variance_between=1.0)
+        lengths = {"10": 16, "40": 16} if step < 11 else {"40": 32}
+        shown.append(msgspec.structs.replace(one, length_histogram=lengths, flow=flow))
+    apart = [
+        msgspec.structs.replace(one, flow=msgspec.structs.replace(one.flow, length_variance_within=1.0))
+        for one in shown
+    ]
+    alike = [
+        msgspec.structs.replace(one, flow=msgspec.structs.replace(one.flow, length_variance_within=0.01))
+        for one in shown
+    ]
+    assert find_drift(alike) is None
+    found = find_drift(apart)
+    assert found is not None
+    assert "response length" in found[1]
+
+
+def test_a_verification_that_no_rate_depends_on_is_no_drift() -> None:
+    knobs, draw = Knobs(open_groups=None, concurrent_rollouts=12, steps_per_publish=1), random.Random(1)
+    shown = [record(step, knobs, Situation(noise=0.02), draw) for step in range(14)]
+
+    def slower(seconds: float) -> list[StepRecord]:
+        slow = [msgspec.structs.replace(one, verify_s=seconds * one.flow.responses) for one in shown[11:]]
+        return shown[:11] + slow
+
+    assert find_drift(slower(0.004)) is None  # 16 ms of 200
+    found = find_drift(slower(0.02))
+    assert found is not None
+    assert "verification" in found[1]
+
+
+def test_without_a_look_the_model_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr("headway.control.controller.estimate", lambda *given: asked.append(given))
+    knobs, draw = Knobs(open_groups=None, concurrent_rollouts=12, steps_per_publish=1), random.Random(1)
+    shown = [record(step, knobs, Situation(), draw) for step in range(20)]
+    decide(ControllerState(knobs=knobs), shown, limits(), look=False)
+    assert not asked
+    decide(ControllerState(knobs=knobs), shown, limits())
+    assert asked
+
+
 # --- in whole runs ---------------------------------------------------------------------------------------
 
 
@@ -312,3 +366,10 @@ def test_acting_is_refused_where_results_must_not_depend_on_times() -> None:
         experiment_of(Path("none"), run={"deterministic": True}, control={"mode": "act"})
     with pytest.raises(ConfigurationError, match="named twice"):
         experiment_of(Path("none"), control={"pin": ["open_groups", "open_groups"]})
+
+
+def test_a_limit_on_rollouts_at_once_is_raised_when_it_starves_the_trainer() -> None:
+    starved = Situation(wait=0.5, in_generation=1.0)
+    history, actions = play(starved, limits(), Knobs(open_groups=None, concurrent_rollouts=4, steps_per_publish=1))
+    assert history[-1].concurrent_rollouts == limits().most_concurrent
+    assert any("rollouts at once are what is short" in action.reason for action in actions)

@@ -267,6 +267,8 @@ def test_a_run_of_them_learns_from_rewards_by_turn(module: Any, options: dict[st
     samples = [sample for batch in outcome.trainer.batches for sample in batch.samples]
     assert all(s.rollout.turns == 2 and len(s.turn_advantages) == 2 for s in samples)
     assert any(s.turn_advantages[0] != s.turn_advantages[1] for s in samples)
+    assert all(s.rollout.environment_s == pytest.approx(0.05) for s in samples)
+    assert sum(step.flow.environment_s for step in outcome.steps) > 0
     for sample in samples:
         rollout = sample.rollout
         end = rollout.turn_ends[0]

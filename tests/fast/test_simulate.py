@@ -12,6 +12,7 @@ from synthetic_run import synthetic_lines, write_run
 
 from headway.cli.main import main as headway
 from headway.config.load import validate
+from headway.control.ledger_model import estimate, shape_of
 from headway.control.queue_model import QueueModel
 from headway.control.queue_model import simulate as simulate_queue
 from headway.planner.outcome import SimulationOutcome
@@ -234,6 +235,36 @@ def test_drift_changes_what_is_generated_while_the_run_goes_on(tmp_path):
     assert all(100.0 <= length <= 300.0 for length in lengths)
 
 
+def test_drift_of_a_share_ends_again(tmp_path):
+    drift = {"key": "workload.trivial_share", "value": 1.0, "from_step": 4, "until_step": 9}
+    scenario = scenario_of(
+        tmp_path,
+        run={"directory": str(tmp_path / "run"), "steps": 16},
+        queue={"groups_per_step": 2, "budget": 0, "filter_zero_variance": False},
+        workload={"response_tokens": 100},
+    ).model_copy(update={"drift": validate({"drift": [drift]}, "x", Scenario).drift})
+    simulate(scenario)
+    solved = {step.step for step in steps_of(tmp_path) if step.solve_rate == 1.0}
+    assert {5, 6, 7, 8} <= solved <= {4, 5, 6, 7, 8, 9}
+
+
+def test_tools_between_turns_are_no_decoding(tmp_path):
+    """The queue model finds in the ledger how long rollouts wait for their tools."""
+    scenario = scenario_of(
+        tmp_path,
+        run={"directory": str(tmp_path / "run"), "steps": 20},
+        queue={"groups_per_step": 4, "budget": 2, "filter_zero_variance": False},
+        workload={"turns": 3, "turn_tokens": 20, "reply_tokens": 4, "tool_s": 0.5},
+    )
+    simulate(scenario)
+    found = estimate(steps_of(tmp_path)[5:], shape_of(scenario.experiment()))
+    assert found is not None
+    assert found.model.environment_s == pytest.approx(1.0)  # two tool calls
+    assert found.model.delay_s < 0.1
+    again = simulate_queue(found.model)
+    assert again.samples_per_s == pytest.approx(found.samples_per_s, rel=0.1)
+
+
 def test_quantities():
     assert constant(3.0).draw(1) == 3.0
     values = Quantity(kind="steps", values=(1.0, 2.0))
@@ -261,6 +292,12 @@ def test_quantities():
         ({"model": {"path": "x"}}, "[model] has no place in a scenario: no model is loaded"),
         ({"generator": {"devices": ["cuda:0"]}}, "set hardware.generator.replicas"),
         ({"drift": [{"key": "workload.tool", "factor": 3}]}, "valid: workload.prompt_tokens"),
+        ({"drift": [{"key": "workload.tool_s", "value": 0.5}]}, "key = 'workload.tool_s' takes factor, not value"),
+        ({"drift": [{"key": "workload.trivial_share", "factor": 2}]}, "takes value, not factor"),
+        (
+            {"drift": [{"key": "workload.turns", "factor": 2, "from_step": 5, "until_step": 5}]},
+            "until_step = 5 must be after from_step = 5",
+        ),
     ],
 )
 def test_errors_name_the_key_and_what_would_be_valid(raw, said):
