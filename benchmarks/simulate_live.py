@@ -164,7 +164,8 @@ def show(row: str, ratios: list[Ratio]) -> None:
     rates = [one.rate for one in ratios]
     print(
         f"{row:22} live {middle('live', 'samples_per_s'):5.0f}/s  simulated "
-        f"{middle('simulated', 'samples_per_s'):5.0f}/s  ratio {_middle(ratios):.2f} [{min(rates):.2f}-{max(rates):.2f}]",
+        f"{middle('simulated', 'samples_per_s'):5.0f}/s",
+        f"ratio {_middle(ratios):.2f} [{min(rates):.2f}-{max(rates):.2f}]",
         f"trainer waits {middle('live', 'trainer_wait'):4.0%} {middle('simulated', 'trainer_wait'):4.0%}",
         f"generator {middle('live', 'generator_wait'):4.0%} {middle('simulated', 'generator_wait'):4.0%}",
         f"stale {middle('live', 'staleness_mean'):.1f} {middle('simulated', 'staleness_mean'):.1f}",

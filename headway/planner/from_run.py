@@ -164,8 +164,8 @@ def scenario_of(
     else:
         if beside[0].replicas != run.replicas:
             raise ConfigurationError(
-                f"{beside[0].path} has {beside[0].replicas} replicas and {run.path} {run.replicas}: what the sides cost "
-                "each other is told by runs of the same machine"
+                f"{beside[0].path} has {beside[0].replicas} replicas and {run.path} {run.replicas}: what the sides "
+                "cost each other is told by runs of the same machine"
             )
         found = costs_apart(steps, beside[1], run.replicas)
         del unidentified["interference"]

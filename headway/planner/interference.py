@@ -1,7 +1,7 @@
 """What generator and trainer cost each other on one machine, out of two runs in which they met more and less.
 
-In one run in steady state they meet about equally in all of its steps, and how fast each is alone is not to be seen: its
-rates are taken as they were. A second run of the same load on the same machine, say a synchronous one beside an
+In one run in steady state they meet about equally in all of its steps, and how fast each is alone is not to be seen:
+its rates are taken as they were. A second run of the same load on the same machine, say a synchronous one beside an
 asynchronous one, tells them apart. Where the other side computes during a share o of the time T that one takes, it has
 done what takes T (1 - o (1 - 1 / beside)) alone.
 """

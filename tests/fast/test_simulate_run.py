@@ -143,8 +143,8 @@ def test_two_runs_tell_what_the_sides_cost_each_other(tmp_path):
     assert "interference" not in found.unidentified
     actual = scenario_of(other, window(other), overrides).live
     rates = {}
-    for name, given in (("told", beside), ("not told", None)):
-        changed = scenario_of(run, window(run), [*overrides, "queue.budget=0"], beside=given)
+    for name, measured in (("told", beside), ("not told", None)):
+        changed = scenario_of(run, window(run), [*overrides, "queue.budget=0", "run.steps=40"], beside=measured)
         simulate(changed.scenario)
         rates[name] = agreement(changed, read_ledger(tmp_path / "again"), []).simulated.samples_per_s
     assert rates["told"] == pytest.approx(actual.samples_per_s, rel=0.06)
