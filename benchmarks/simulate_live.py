@@ -134,10 +134,12 @@ def compare(directory: Path, rounds: int) -> dict[str, object]:
         print(f"\n{kind}: {what}; rounds: {', '.join(str(len(ratios)) for ratios in found[kind].values())}")
         for row, ratios in found[kind].items():
             show(row, ratios)
-    return {kind: {row: _as_json(ratios) for row, ratios in rows.items()} for kind, rows in found.items()} | {
-        "rows_within_10_percent": sum(abs(_middle(ratios) - 1) <= RIGHT for ratios in found["cross"].values()),
-        "predicted_rows": len(found["cross"]),
+    result: dict[str, object] = {
+        kind: {row: _as_json(ratios) for row, ratios in rows.items()} for kind, rows in found.items()
     }
+    result["rows_within_10_percent"] = sum(abs(_middle(ratios) - 1) <= RIGHT for ratios in found["cross"].values())
+    result["predicted_rows"] = len(found["cross"])
+    return result
 
 
 def _middle(ratios: list[Ratio]) -> float:

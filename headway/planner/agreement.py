@@ -107,7 +107,7 @@ def print_agreement(found: Agreement, console: Console | None = None) -> None:
         ("mean length, tokens", "{:.1f}", live.length_mean, simulated.length_mean),
         ("groups accepted", "{:.1%}", live.acceptance, simulated.acceptance),
     ):
-        table.add_row(label, form.format(a), form.format(b), f"{b / a:.2f}" if a >= 0.005 else "")
+        table.add_row(label, form.format(a), form.format(b), f"{b / a:.2f}" if a >= 0.05 else "")
     console.print(table)
     if found.changed:
         console.print(f"changed: {' '.join(found.changed)}", soft_wrap=True)
