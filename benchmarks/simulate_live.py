@@ -32,6 +32,7 @@ BASE, BESIDE = "asynchronous", "synchronous"
 ROWS: dict[str, tuple[str, ...]] = {  # the two that predict stand between those that are predicted
     "small budget": ("queue.budget=1",),
     BASE: ("queue.budget=4",),
+    "few slots": ("queue.budget=4", "generator.slots=8"),
     "half the slots": ("queue.budget=4", "generator.slots=32"),
     BESIDE: ("queue.budget=0",),
     "synchronous, discard": ("queue.budget=0", "queue.oversampling=2.0", "queue.surplus=discard"),
