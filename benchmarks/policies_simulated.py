@@ -70,7 +70,7 @@ def grid() -> dict[str, Raw]:
     """Fixed knobs by name."""
     most = GROUPS_PER_STEP * (BUDGET + 1)
     found: dict[str, Raw] = {}
-    for share, concurrent, publish in itertools.product((1.0, 0.6, 0.35, 0.2), (80, 56, 32), (1, 2, 4)):
+    for share, concurrent, publish in itertools.product((1.0, 0.6, 0.35, 0.2), (80, 56, 32), (1, 3)):
         opened = None if share == 1.0 else math.ceil(most * share)
         knobs = Knobs(open_groups=opened, concurrent_rollouts=concurrent, steps_per_publish=publish)
         found[f"{opened or 'all'}/{concurrent}/{publish}"] = held(knobs, GROUPS_PER_STEP)
