@@ -88,9 +88,15 @@ class Watch:
             self.done.set()
 
 
-async def measure(settings: Experiment, shape: Shape, steps: int, warmup_steps: int | None = None) -> Steady:
+async def measure(
+    settings: Experiment,
+    shape: Shape,
+    steps: int,
+    warmup_steps: int | None = None,
+    on_line: Callable[[LedgerLine], None] = lambda line: None,
+) -> Steady:
     """Run the system until ``steps`` steps after the warm-up (default: budget + 1) are trained; then let it drain,
-    unmeasured.
+    unmeasured. ``on_line`` gets the ledger as it is written.
 
     The run's own check of its books runs at the end; it raises BooksUnbalanced.
     """
@@ -102,6 +108,7 @@ async def measure(settings: Experiment, shape: Shape, steps: int, warmup_steps: 
         async with AsyncExitStack() as stack:
             ledger = stack.enter_context(Ledger(directory.path, clock))
             ledger.subscribe(watch)
+            ledger.subscribe(on_line)
             observers = observing(settings, directory, ledger, clock, stack)
             run = await wire(settings, directory, ledger, clock, stack, shape.force, observers)
             await run.begin()

@@ -1,12 +1,17 @@
-"""How fast is `headway simulate` on one core?
+"""How fast is `headway simulate` on one core, and does it say what a live run does?
 
-    python benchmarks/simulate.py
+    python benchmarks/simulate.py [--live] [--rounds 5]
 
 Runs the two scenarios of examples/scenarios/ in turn, several times, and counts what was simulated per minute of this
 process's CPU time: rollouts that ended, and events (a prefill or a model call ends, a sandbox is up, a sandbox has
 replied). Start-up, ledger, buffer and summary count. Last line, one JSON object: median, least and most of
 `single_turn_rollouts_per_min` and `multi_turn_events_per_min`, and `ledgers_equal` (every run of a scenario wrote the
 same ledger to the byte).
+
+``--live``: not that, but live runs on this machine beside their simulations (simulate_live.py), ``--rounds`` times.
+Last line, one JSON object: `simulated_to_live`, the median over the rounds of simulated / live trained samples/s, with
+least and most, for each row, `self` (its own ledger simulated) and `cross` (predicted from the ledgers of two other
+rows), and in how many of the predicted rows it is within 10 %. ``--directory`` keeps the runs, and goes on with them.
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+
+import simulate_live
 
 from headway.planner.outcome import SimulationOutcome
 from headway.planner.scenario import load_scenario
@@ -52,7 +59,14 @@ def spread(rates: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--live", action="store_true", help="live runs beside their simulations instead")
+    parser.add_argument("--directory", type=Path, default=Path("runs/benchmark-simulate"), help="of --live")
+    parser.add_argument("--steps", type=int, default=36, help="of --live, 128 samples each")
     arguments = parser.parse_args()
+    if arguments.live:
+        simulate_live.live(arguments.directory, arguments.rounds, arguments.steps)
+        print(json.dumps(simulate_live.compare(arguments.directory, arguments.rounds)))
+        return
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     rollouts: list[float] = []
     happened: list[float] = []

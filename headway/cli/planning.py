@@ -2,36 +2,65 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import typer
 
 from headway.cli import experiment_options as experiments
 
-SCENARIO = typer.Argument(..., metavar="SCENARIO", help="The scenario file (TOML).", show_default=False)
+if TYPE_CHECKING:
+    from headway.planner.from_run import RunScenario
+
+SCENARIO = typer.Argument(
+    ..., metavar="SCENARIO|RUN", help="A scenario file (TOML), or the folder of a run.", show_default=False
+)
+STEPS = typer.Option(
+    "", "--steps", metavar="A:B", help="Of a run: the steps to look at, B left out. Default: the last half."
+)
+BESIDE = typer.Option(
+    "",
+    "--beside",
+    metavar="RUN2",
+    help="Of a run: another one of the same load and machine in which the two sides met more or less (say, a "
+    "synchronous one): tells what they cost each other.",
+)
+WRITE = typer.Option("", "--write", metavar="FILE", help="Of a run: save the scenario found, as TOML.")
 
 
 def add_commands(app: typer.Typer) -> None:
     app.command(
         "simulate",
         context_settings=experiments.OVERRIDES,
-        epilog="Example: headway simulate examples/scenarios/long_tail.toml --queue.budget=8 --run.seed=3",
+        epilog="Examples: headway simulate examples/scenarios/long_tail.toml --queue.budget=8 --run.seed=3; "
+        "headway simulate runs/mine --hardware.generator.replicas=2",
     )(simulate)
 
 
 def simulate(
     context: typer.Context,
     scenario: str = SCENARIO,
+    steps: str = STEPS,
+    beside: str = BESIDE,
+    write: str = WRITE,
     as_json: bool = typer.Option(False, "--json", help="Print the figures as one JSON object."),
 ) -> None:
     """Run the real orchestrator in virtual time over described hardware, workload and sandboxes.
 
-    Writes the ledger, summary and buffer that a live run would. Any key of the scenario file can be given as
+    They are described by a scenario file, or by the ledger of a run: the answer to what that run would do with other
+    settings. Writes the ledger, summary and buffer that a live run would. Any key of the scenario can be given as
     --section.key=value.
     """
-    from pathlib import Path
-
     from headway.planner.scenario import load_scenario
 
-    described = load_scenario(scenario, experiments.given_overrides(context))
+    overrides = experiments.given_overrides(context)
+    if Path(scenario).is_dir():
+        _simulate_run(context, scenario, overrides, steps, beside, write, as_json)
+        return
+    for option, value in (("--steps", steps), ("--beside", beside), ("--write", write)):
+        if value:
+            context.fail(f"{option} is of a run's folder; {scenario} is none")
+    described = load_scenario(scenario, overrides)
     from headway.planner.simulate import simulate as run
     from headway.planner.table import print_outcome
 
@@ -42,3 +71,57 @@ def simulate(
         typer.echo(msgspec.json.encode(outcome).decode())
     else:
         print_outcome(outcome, described.run.directory)
+
+
+def _simulate_run(
+    context: typer.Context, path: str, overrides: list[str], steps: str, beside: str, write: str, as_json: bool
+) -> None:
+    from headway.planner.agreement import agreement, print_agreement
+    from headway.planner.from_run import read_run, scenario_of, window
+    from headway.planner.simulate import simulate as run
+    from headway.planner.table import print_outcome
+    from headway.runtime.ledger import read_ledger
+
+    recorded = read_run(path)
+    chosen = window(recorded, _asked(context, steps))
+    other = read_run(beside) if beside else None
+    found = scenario_of(recorded, chosen, overrides, beside=None if other is None else (other, window(other)))
+    if write:
+        _write(found, write)
+    directory = found.scenario.run.directory
+    outcome = run(found.scenario, name=f"{path}, steps {found.first_step} to {found.last_step}")
+    compared = agreement(found, read_ledger(directory), overrides)
+    if as_json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode({"outcome": outcome, "agreement": compared}).decode())
+        return
+    print_outcome(outcome, directory)
+    print_agreement(compared)
+
+
+def _asked(context: typer.Context, steps: str) -> tuple[int | None, int | None] | None:
+    """ "A:B", either of which may be missing."""
+    if not steps:
+        return None
+    first, colon, end = steps.partition(":")
+    if not colon or not all(part.isdecimal() or not part for part in (first, end)):
+        context.fail(f"--steps {steps}: valid: A:B, the first step and the one after the last, say 40:80 or 40:")
+    return int(first) if first else None, int(end) if end else None
+
+
+def _write(found: RunScenario, path: str) -> None:
+    from headway.planner.scenario_text import toml_text
+    from headway.records.errors import ConfigurationError
+
+    comments = [
+        f"What the ledger of {found.run} says, steps {found.first_step} to {found.last_step}: headway simulate {path}",
+        *(f"{name}: {why}" for name, why in found.unidentified.items()),
+    ]
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(toml_text(found.raw, comments))
+    except FileExistsError:
+        raise ConfigurationError(f"--write {path}: there is such a file already") from None
+    except OSError as error:
+        raise ConfigurationError(f"--write {path}: {error.strerror}") from None

@@ -40,9 +40,15 @@ def load_file(path: str | Path, overrides: Sequence[str], schema: type[Schema]) 
         raise ConfigurationError(f"{file} can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{file} is not valid TOML: {error}") from None
+    return validate(overridden(raw, overrides, schema), str(file), schema)
+
+
+def overridden(raw: dict[str, Any], overrides: Sequence[str], schema: type[Experiment]) -> dict[str, Any]:
+    """``raw`` with ``overrides`` applied in place, which ``validate`` then looks at. Raises ConfigurationError for one
+    that is no ``section.key=value``."""
     for override in overrides:
         _apply_override(raw, override, schema)
-    return validate(raw, str(file), schema)
+    return raw
 
 
 def changed_experiment(experiment: Experiment, settings: Mapping[str, str]) -> Experiment:

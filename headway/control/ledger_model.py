@@ -19,6 +19,7 @@ from headway.config.schema import Experiment
 from headway.control.forecast import RunShape, kv_slots
 from headway.control.lengths import LengthDistribution, length_distribution
 from headway.control.queue_model import QueueModel
+from headway.control.summaries import bucket_width
 from headway.records.ledger import Flow, StepRecord
 
 LEAST_STEPS = 2
@@ -137,7 +138,7 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
     samples = sum(r.samples for r in steps)
     lengths = ledger_lengths(steps, shape.max_response_tokens)
     decode, running = decode_line(steps)
-    train = fit_line([(float(r.flow.trained_tokens), training_s(r)) for r in steps], prior_share=0.85, prior_error=0.15)
+    train = training_line(steps)
     finished = sum(r.flow.finished_groups for r in steps)
     accepted = sum(r.flow.accepted_groups for r in steps)
     acceptance = max(_LEAST_ACCEPTANCE, accepted / finished if finished else 1.0)
@@ -208,6 +209,12 @@ def training_s(record: StepRecord) -> float:
     """What the trainer did in a step beside waiting, publishing and checkpoints: its compute, and the way to it."""
     other_s = record.trainer_wait_s + record.publish_s + record.checkpoint_s + record.flow.update_wait_s
     return max(record.trainer_compute_s, record.step_s - other_s)
+
+
+def training_line(steps: Sequence[StepRecord]) -> Line:
+    """Seconds of a training step over the tokens of its batch."""
+    points = [(float(r.flow.trained_tokens), training_s(r)) for r in steps]
+    return fit_line(points, prior_share=0.85, prior_error=0.15)
 
 
 # --- straight lines --------------------------------------------------------------------------------------
@@ -336,8 +343,7 @@ def ledger_lengths(steps: Sequence[StepRecord], limit_tokens: int) -> LengthDist
 
 def _middle(end: int) -> float:
     """Of the bucket of ``summaries.length_histogram`` that ends with ``end``."""
-    width = 1 << max(0, (end - 1).bit_length() - 3)
-    return end - (width - 1) / 2
+    return end - (bucket_width(end) - 1) / 2
 
 
 def length_correlation(steps: Sequence[StepRecord], group_size: float) -> float:

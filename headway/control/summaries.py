@@ -45,6 +45,11 @@ def length_histogram(lengths: Iterable[int]) -> dict[str, int]:
     return {str(end): counts[end] for end in sorted(counts)}
 
 
+def bucket_width(length: int) -> int:
+    """Of the bucket of ``length_histogram`` that holds ``length``."""
+    return 1 << max(0, (length - 1).bit_length() - 3)
+
+
 def _bucket_end(length: int) -> int:
-    width = 1 << max(0, (length - 1).bit_length() - 3)
+    width = bucket_width(length)
     return -(-length // width) * width

@@ -58,6 +58,7 @@ class FakeGenerator:
         version: int = 0,
         shares_devices: bool = False,
         lend_s: float = 0.0,
+        beside: float = 1.0,
         replicas: int = 1,
         kv_token_s: float = 0.0,
         prefill_token_s: float = 0.0,
@@ -65,7 +66,8 @@ class FakeGenerator:
         counted: bool = False,
     ) -> None:
         """``counted``: responses of any length take no memory (records/counted.py); a buffer can't read them again.
-        ``shares_devices``: with the trainer, so that lending them stops it, ``lend_s`` after it was asked.
+        ``shares_devices``: with the trainer, so that lending them stops it, ``lend_s`` after it was asked. Else its
+        decode steps take ``beside`` times as long while the trainer computes.
         ``slots`` and ``kv_capacity_tokens`` are those of one replica."""
         self._clock = clock
         self._shares_devices = shares_devices
@@ -79,6 +81,7 @@ class FakeGenerator:
             kv_token_s=kv_token_s,
             prefill_token_s=prefill_token_s,
             prefill_s=prefill_s,
+            beside=beside,
             slots=slots,
             kv_capacity_tokens=kv_capacity_tokens,
             counted=counted,
@@ -171,10 +174,12 @@ class FakeGenerator:
         if self._shares_devices and self._lend_s:
             await self._clock.sleep(self._lend_s)
         self._set_lent(self._shares_devices)
+        self._set_beside(not self._shares_devices)
 
     async def reclaim_devices(self) -> None:
         """See :class:`headway.records.clients.Generator`."""
         self._set_lent(False)
+        self._set_beside(False)
 
     async def rest_replicas(self, resting: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`."""
@@ -207,6 +212,13 @@ class FakeGenerator:
     def version(self) -> int:
         """Lowest version applied by any replica."""
         return min(replica.core.version for replica in self._replicas)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds for which a replica has computed until now, mean over the replicas."""
+        for replica in self._replicas:
+            replica.advance()
+        return sum(replica.core.busy_s for replica in self._replicas) / len(self._replicas)
 
     def tokens_so_far(self, request_id: str) -> int:
         """See :class:`headway.records.clients.Generator`."""
@@ -256,6 +268,13 @@ class FakeGenerator:
             if replica.core.lent != lent:
                 replica.advance()
                 replica.core.lent = lent
+                replica.settle()
+
+    def _set_beside(self, beside: bool) -> None:
+        for replica in self._replicas:
+            if replica.core.beside != beside and replica.core.costs.beside != 1.0:
+                replica.advance()
+                replica.core.beside = beside
                 replica.settle()
 
     def _end_due(self, entry: FakeRequest) -> None:

@@ -26,6 +26,7 @@ class ReplicaCosts:
     kv_token_s: float = 0.0  # added to it for every KV token of the running requests
     prefill_token_s: float = 0.0  # of each token to prefill; decoding stands still meanwhile
     prefill_s: Callable[[GenerationRequest], float] | None = None  # delay before decoding, beside everything else
+    beside: float = 1.0  # a decode step takes so much longer while the trainer computes
     slots: int = 64
     kv_capacity_tokens: int | None = None
     counted: bool = False  # responses are counted, not stored
@@ -119,6 +120,7 @@ class FakeReplica:
         self.waiting: list[tuple[int, int, int, FakeRequest]] = []  # (priority, serial, stretch, request)
         self.open = 0
         self.paused = self.lent = False
+        self.beside = False  # the trainer computes, on devices of its own
         self._due: list[tuple[float, int, int, FakeRequest]] = []  # (work at its end, serial, stretch, request)
         self._watched: list[tuple[float, int, int, FakeRequest]] = []  # (work at which its watch is told, ...)
         self._delayed: list[tuple[float, int, int, FakeRequest]] = []  # (time its delay ends, ...)
@@ -207,8 +209,9 @@ class FakeReplica:
     def _step_and_growth_s(self) -> tuple[float, float]:
         """(a, b): d more tokens of each take a d + b d² seconds."""
         running = self._decoding
-        kv_s = self.costs.kv_token_s
-        step_s = self.costs.step_s(running)
+        factor = self.costs.beside if self.beside else 1.0
+        kv_s = self.costs.kv_token_s * factor
+        step_s = self.costs.step_s(running) * factor
         return (step_s + kv_s * (self.kv_tokens - running / 2), kv_s * running / 2) if kv_s else (step_s, 0.0)
 
     def _seconds_of(self, tokens: float) -> float:

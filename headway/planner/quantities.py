@@ -8,7 +8,7 @@ from functools import cached_property
 from statistics import NormalDist
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from headway.config.section import Section
 
@@ -57,6 +57,12 @@ class Quantity(Section):
         if self.at and (shares[0] != 0 or shares[-1] != 1):
             raise ValueError(f"at: the first share must be 0 and the last 1, not {shares[0]:g} and {shares[-1]:g}")
         return self
+
+    @model_serializer(mode="wrap")
+    def _own_keys(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What is written can be read again: no keys of other kinds."""
+        own = {"kind", *_KEYS[self.kind]} | {name for name in ("least", "most") if getattr(self, name) is not None}
+        return {name: value for name, value in written(self).items() if name in own}
 
     def at_normal(self, z: float, step: int = 0) -> float:
         """The value of a standard normal score: where ``z`` is in the normal distribution, this is in its own."""

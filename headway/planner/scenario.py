@@ -16,6 +16,7 @@ from headway.planner.quantities import Quantity, constant
 Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0)]
 Duration = Annotated[float, Field(ge=0)]
+Slowdown = Annotated[float, Field(ge=1)]
 
 # What [[drift]] may change: quantities and costs by a factor, shares to a value.
 SHARES = ("workload.trivial_share", "workload.impossible_share")
@@ -46,6 +47,7 @@ class GeneratorHardware(Section):
     prefill_elsewhere: bool = False  # on devices of their own: a prefill delays its request alone
     update_s: Duration = 0.0  # an update of the weights pauses decoding so long
     shares_devices: bool = False  # with the trainer: decoding stands still during its steps
+    beside: Slowdown = 1.0  # a decode step takes so much longer while the trainer computes (memory, cores in common)
 
 
 class TrainerHardware(Section):
@@ -53,6 +55,7 @@ class TrainerHardware(Section):
     step_fixed_s: Duration = 0.0  # of a training step
     token_s: Duration = 0.0  # ... more for each token of the batch, prompts included
     step_s: Quantity = constant(0.0)  # ... and beside these: a quantity, say values by step
+    beside: Slowdown = 1.0  # it takes so much longer while the generator computes
     publish_s: Duration = 0.0  # the trainer publishes a version
     checkpoint_s: Duration = 0.0  # ... or writes a checkpoint
     flops_per_token: Duration = 0.0  # of forward and backward; 6 x active parameters; for MFU

@@ -187,6 +187,7 @@ class World:
             keep_checkpoints=scenario.checkpoint.keep_last,
             flops_per_token=hardware.flops_per_token,
             keep_batches=False,
+            lost_s=None if hardware.beside == 1.0 else lambda: self.engine.busy_s * (1.0 - 1.0 / hardware.beside),
         )
 
     def _engine(self, clock: Clock) -> FakeGenerator:
@@ -216,6 +217,7 @@ class World:
             update_s=hardware.update_s,
             update_mode=settings.update_mode,
             shares_devices=hardware.shares_devices,
+            beside=hardware.beside,
             replicas=hardware.replicas,
             kv_token_s=hardware.decode_kv_token_s,
             kv_capacity_tokens=settings.kv_capacity_tokens,

@@ -13,6 +13,7 @@ from headway.runtime.clock import Clock
 from headway.trainer.checkpoints import CheckpointState, keep_last, verify, write_folder
 
 Latency = float | Callable[[TrainBatch], float]
+_ROUNDING = 1e-6  # of a step's time
 
 
 class FakeTrainer:
@@ -34,8 +35,11 @@ class FakeTrainer:
         keep_checkpoints: int = 2,
         flops_per_token: float = 0.0,
         keep_batches: bool = True,
+        lost_s: Callable[[], float] | None = None,
     ) -> None:
-        """``flops_per_token``: of forward and backward, what MFU counts. ``keep_batches``: in ``batches``."""
+        """``flops_per_token``: of forward and backward, what MFU counts. ``keep_batches``: in ``batches``. ``lost_s``:
+        seconds of training that others' work has cost until now; it grows by less than the time that passes."""
+        self._lost_s = lost_s
         self._flops_per_token = flops_per_token
         self._keep_batches = keep_batches
         self._calls = 0
@@ -64,7 +68,7 @@ class FakeTrainer:
             raise ValueError(f"batch of step {batch.step} given to a trainer at version {self.version}")
         began = self._clock.now()
         latency = self._latency
-        await self._clock.sleep(latency(batch) if callable(latency) else latency * len(batch.samples))
+        await self._work(latency(batch) if callable(latency) else latency * len(batch.samples))
         skipped = self._calls in self._skip_steps
         self._calls += 1
         if self._keep_batches:
@@ -86,6 +90,17 @@ class FakeTrainer:
             compute_s=self._clock.now() - began,
             metrics={"loss": 0.0, "grad_norm": 0.0, "entropy": 0.0, "learning_rate": 0.0},
         )
+
+    async def _work(self, seconds: float) -> None:
+        """So much at full speed; what is lost meanwhile is still to do afterwards."""
+        if self._lost_s is None:
+            await self._clock.sleep(seconds)
+            return
+        left_s, lost_s = seconds, self._lost_s()
+        while left_s > _ROUNDING * seconds:
+            await self._clock.sleep(left_s)
+            before_s, lost_s = lost_s, self._lost_s()
+            left_s = lost_s - before_s
 
     async def publish(self, version: int) -> PublishedWeights:
         await self._clock.sleep(self._publish_s)

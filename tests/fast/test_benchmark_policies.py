@@ -21,3 +21,14 @@ def test_every_policy_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded[policies.CONTROLLER].control.mode == "act"
     assert loaded[policies.SYNCHRONOUS].queue.budget == 0
     assert len({experiment.model_dump_json() for experiment in loaded.values()}) == len(loaded)
+
+
+def test_every_live_row_of_the_simulator_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    live = importlib.import_module("simulate_live")
+    config = str(ROOT / "examples" / "arithmetic" / "experiment.toml")
+    loaded = {name: load_experiment(config, [*live.COMMON, *keys]) for name, keys in live.ROWS.items()}
+    assert {live.BASE, live.BESIDE} < loaded.keys()
+    assert loaded[live.BESIDE].queue.budget == 0
+    assert all(experiment.trainer.learning_rate == 0 for experiment in loaded.values())
+    assert len({experiment.model_dump_json() for experiment in loaded.values()}) == len(loaded)

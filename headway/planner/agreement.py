@@ -1,0 +1,121 @@
+"""A live run's figures beside those of its simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from headway.control.ledger_model import usable
+from headway.records.errors import HeadwayError
+from headway.records.ledger import LedgerLine, StepRecord
+
+if TYPE_CHECKING:
+    from headway.planner.from_run import RunScenario
+
+_NO_CHANGE = ("run.steps=", "run.seed=", "run.directory=", "ledger.")  # of what is compared
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Of some steps of a run."""
+
+    samples_per_s: float  # trained
+    trainer_wait: float  # share of the time
+    generator_wait: float
+    staleness_mean: float  # of trained trajectories, versions
+    length_mean: float  # response tokens of finished rollouts
+    acceptance: float  # finished groups that entered the buffer
+
+
+class Agreement(msgspec.Struct, frozen=True, kw_only=True):
+    """The steps that a scenario was made of, and the same figures of its simulation."""
+
+    run: str
+    first_step: int  # of those looked at
+    last_step: int
+    live: Figures
+    simulated: Figures
+    changed: list[str]  # overrides: with any, the two needn't agree
+    unidentified: dict[str, str]  # parameter -> why, and what is taken instead
+
+    @property
+    def rate_ratio(self) -> float:
+        """Trained samples/s, simulated / live."""
+        return self.simulated.samples_per_s / self.live.samples_per_s
+
+
+def figures(records: Sequence[StepRecord]) -> Figures | None:
+    """None where no step trained."""
+    steps = usable(records)
+    if not steps:
+        return None
+    seconds, samples = sum(r.step_s for r in steps), sum(r.samples for r in steps)
+    lengths = [(sum(r.length_histogram.values()), r.length_mean) for r in steps]
+    finished = sum(r.flow.finished_groups for r in steps)
+    return Figures(
+        samples_per_s=samples / seconds,
+        trainer_wait=sum(r.trainer_wait_s for r in steps) / seconds,
+        generator_wait=sum(r.generator_wait_ratio * r.step_s for r in steps) / seconds,
+        staleness_mean=sum(r.trajectory_staleness.mean * r.samples for r in steps) / samples,
+        length_mean=sum(n * mean for n, mean in lengths) / max(1, sum(n for n, _ in lengths)),
+        acceptance=sum(r.flow.accepted_groups for r in steps) / finished if finished else 1.0,
+    )
+
+
+def agreement(found: RunScenario, simulated: Sequence[LedgerLine], overrides: Sequence[str]) -> Agreement:
+    """``found`` beside the ledger of its simulation. Raises HeadwayError where that trained nothing."""
+    scenario = found.scenario
+    records = [line for line in simulated if isinstance(line, StepRecord)]
+    chosen = steady(records, scenario.queue.budget, scenario.run.steps) or records
+    then = figures(chosen)
+    if then is None:
+        raise HeadwayError("the simulated run trained nothing")
+    return Agreement(
+        run=found.run,
+        first_step=found.first_step,
+        last_step=found.last_step,
+        live=found.live,
+        simulated=then,
+        changed=[override for override in overrides if not override.lstrip("-").startswith(_NO_CHANGE)],
+        unidentified=found.unidentified,
+    )
+
+
+def steady(records: Sequence[StepRecord], budget: int, steps: int) -> list[StepRecord]:
+    """Without those in which the queue was filling, and those of a run of ``steps`` in which it ran empty: no step is
+    left then that groups could be opened for."""
+    return [r for r in usable(records) if budget < r.step < steps - budget - 1]
+
+
+def print_agreement(found: Agreement, console: Console | None = None) -> None:
+    """The table, and what the ledger didn't tell."""
+    console = console or Console(highlight=False)
+    live, simulated = found.live, found.simulated
+    console.print()
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold underline")
+    table.add_column(f"steps {found.first_step} to {found.last_step} of {found.run}")
+    for name in ("live", "changed" if found.changed else "simulated", "ratio"):
+        table.add_column(name, justify="right")
+    for label, form, a, b in (
+        ("trained samples/s", "{:.4g}", live.samples_per_s, simulated.samples_per_s),
+        ("trainer waits", "{:.1%}", live.trainer_wait, simulated.trainer_wait),
+        ("generator waits", "{:.1%}", live.generator_wait, simulated.generator_wait),
+        ("mean staleness, versions", "{:.2f}", live.staleness_mean, simulated.staleness_mean),
+        ("mean length, tokens", "{:.1f}", live.length_mean, simulated.length_mean),
+        ("groups accepted", "{:.1%}", live.acceptance, simulated.acceptance),
+    ):
+        table.add_row(label, form.format(a), form.format(b), f"{b / a:.2f}" if a >= 0.05 else "")
+    console.print(table)
+    if found.changed:
+        console.print(f"changed: {' '.join(found.changed)}", soft_wrap=True)
+    if found.unidentified:
+        console.print("\nNot in the ledger", style="bold underline")
+        rows = Table.grid(padding=(0, 3))
+        rows.add_column(no_wrap=True)
+        rows.add_column()
+        for name, why in found.unidentified.items():
+            rows.add_row(name, why)
+        console.print(rows)

@@ -1,0 +1,386 @@
+"""A run as a scenario: what its ledger says of hardware and workload, beside what its experiment asks for.
+
+Rates are those of a window of steps. What a ledger doesn't tell is taken as ``control/ledger_model.py`` takes it, and
+named in ``RunScenario.unidentified``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.config.hooks import HOOKS
+from headway.config.load import overridden, validate
+from headway.config.schema import Experiment
+from headway.control.ledger_model import LedgerModel, estimate, shape_of, usable
+from headway.control.lengths import length_distribution
+from headway.control.summaries import bucket_width
+from headway.planner.agreement import Figures, figures, steady
+from headway.planner.interference import Costs, costs, costs_apart
+from headway.planner.quantities import Quantity
+from headway.planner.scenario import Scenario
+from headway.planner.simulate import SCENARIO_FILE, is_simulated
+from headway.planner.solve_rates import solve_rates
+from headway.records.errors import ConfigurationError
+from headway.records.ledger import EvaluationRecord, LedgerLine, StepRecord
+from headway.runtime.devices import lends
+from headway.runtime.ledger import read_ledger
+from headway.runtime.run_directory import RunDirectory
+
+LEAST_STEPS = 4  # that say something about rates
+TASKS = 10_000  # distinct ones: so many that which of them are drawn makes no difference
+_RAMP = 1e-6  # between two values of a quantity, as a share
+_ROLLOUTS, _LEAST_STEPS_SIMULATED = 16_000, 30  # simulated by default, about
+
+# Sections that go on as they are, and keys of them that describe a live run alone.
+_KEPT: dict[str, tuple[str, ...]] = {
+    "rollout": (),
+    "generator": ("devices", "engine", "dtype", "native_kernels", "prefill_tokens_per_step"),
+    "queue": (),
+    "algorithm": ("preset", "loss"),
+    "weights": ("transport",),
+    "control": (),
+}
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run's folder says."""
+
+    path: Path
+    experiment: Experiment
+    lines: list[LedgerLine]
+    replicas: int
+    lent_replicas: int  # of these, on devices of the trainer's
+    ranks: int
+    verifiers: int
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        """Those that say something about rates."""
+        return usable([line for line in self.lines if isinstance(line, StepRecord)])
+
+
+class RunScenario(msgspec.Struct, frozen=True, kw_only=True):
+    """The scenario that a run's ledger describes."""
+
+    scenario: Scenario
+    raw: dict[str, Any]  # the same as its file would have it, keys at their defaults left out
+    run: str
+    first_step: int  # of those it was estimated from
+    last_step: int
+    live: Figures  # of these steps
+    unidentified: dict[str, str]  # parameter -> why, and what is taken instead
+
+
+def read_run(path: str | Path) -> Recorded:
+    """Raises ConfigurationError where there is no run, its experiment or ledger can't be read, or its rollouts have
+    turns, which a ledger says too little of."""
+    folder = Path(path)
+    directory = RunDirectory(folder)
+    experiment = directory.read_experiment()
+    lines = read_ledger(folder)
+    if experiment.hooks.rollout != "single_turn":
+        raise ConfigurationError(
+            f"{folder}: its rollouts are made by hooks.rollout = {experiment.hooks.rollout!r}, and a ledger doesn't "
+            "say what their turns took: describe them in a scenario file ([workload] turns, turn_tokens, tool_s)"
+        )
+    devices, ranks = experiment.generator.devices, experiment.trainer.devices
+    lent, verifiers, trained_on = sum(lends(d, ranks) for d in devices), experiment.verifier.workers, len(ranks)
+    if is_simulated(folder):
+        described = _described(folder / SCENARIO_FILE)
+        if not described.workload.turns.fixed or described.workload.turns.at_normal(0.0) > 1:
+            raise ConfigurationError(
+                f"{folder} simulates rollouts of several turns: a ledger doesn't say what they took"
+            )
+        lent = len(devices) if described.hardware.generator.shares_devices else 0
+        verifiers, trained_on = described.hardware.verifiers, described.hardware.trainer.devices
+    return Recorded(
+        path=folder,
+        experiment=experiment,
+        lines=lines,
+        replicas=len(devices),
+        lent_replicas=lent,
+        ranks=trained_on,
+        verifiers=verifiers,
+    )
+
+
+def _described(path: Path) -> Scenario:
+    """What a simulation was told of the world."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} can't be read: {error}") from None
+    known = ("hardware", "workload")
+    return validate({name: raw[name] for name in known if name in raw}, str(path), Scenario)
+
+
+def window(run: Recorded, asked: tuple[int | None, int | None] | None = None) -> list[StepRecord]:
+    """The steps to look at: those from ``asked[0]`` to before ``asked[1]``, or the last half of the steady ones. Raises
+    ConfigurationError where they are too few."""
+    budget, found = run.experiment.queue.budget, run.steps
+    if asked is not None:
+        first, end = asked[0] or 0, math.inf if asked[1] is None else asked[1]
+        chosen = [r for r in found if first <= r.step < end]
+        what = f"of its steps from {first} to before {'the end' if asked[1] is None else asked[1]}"
+    else:
+        settled = steady(found, budget, run.experiment.run.steps)
+        if len(settled) < LEAST_STEPS:  # a run that is as short as its queue
+            settled = [r for r in found if r.step > budget]
+        chosen = settled[-max(LEAST_STEPS, len(settled) // 2) :]
+        what = f"of its steps after the first {budget + 1}, which fill the queue,"
+    if len(chosen) < LEAST_STEPS:
+        raise ConfigurationError(
+            f"{run.path}: {len(chosen)} {what} say something about its rates, and {LEAST_STEPS} are needed (skipped "
+            "ones and those rebuilt after a kill say nothing)"
+        )
+    return chosen
+
+
+def scenario_of(
+    run: Recorded,
+    steps: Sequence[StepRecord],
+    overrides: Sequence[str] = (),
+    *,
+    beside: tuple[Recorded, Sequence[StepRecord]] | None = None,
+) -> RunScenario:
+    """The scenario of ``run`` as its ``steps`` were (``window``), with ``overrides``. ``beside``: another run of the
+    same load and machine, which tells what the two sides cost each other. Raises ConfigurationError."""
+    shape = msgspec.structs.replace(
+        shape_of(run.experiment, run.lent_replicas), verifiers=run.verifiers, ranks=run.ranks
+    )
+    model, live = estimate(steps, shape), figures(steps)
+    if model is None or live is None:
+        raise ConfigurationError(f"{run.path}: no response finished in steps {steps[0].step} to {steps[-1].step}")
+    unidentified = dict(model.unidentified) | _left_out(run, steps, model)
+    if beside is None:
+        found = costs(steps, run.replicas)
+    else:
+        if beside[0].replicas != run.replicas:
+            raise ConfigurationError(
+                f"{beside[0].path} has {beside[0].replicas} replicas and {run.path} {run.replicas}: what the sides "
+                "cost each other is told by runs of the same machine"
+            )
+        found = costs_apart(steps, beside[1], run.replicas)
+        del unidentified["interference"]
+    raw = _kept_sections(run.experiment, unidentified)
+    raw["hardware"] = _hardware(run, steps, model, found)
+    raw["workload"] = _workload(run, steps, model)
+    raw["run"] = {"seed": run.experiment.run.seed, "directory": _own_directory(run.path)}
+    raw["run"]["steps"] = _steps_to_simulate(run.experiment)
+    raw = {name: raw[name] for name in ("run", *(name for name in raw if name != "run"))}
+    overridden(raw, overrides, Scenario)
+    scenario = validate(raw, f"the scenario of {run.path}", Scenario)
+    if Path(scenario.run.directory).resolve() == run.path.resolve():
+        raise ConfigurationError(f"run.directory = {scenario.run.directory!r} is the run itself: choose another one")
+    return RunScenario(
+        scenario=scenario,
+        raw=raw,
+        run=str(run.path),
+        first_step=steps[0].step,
+        last_step=steps[-1].step,
+        live=live,
+        unidentified=unidentified,
+    )
+
+
+def _own_directory(path: Path) -> str:
+    """runs/simulated/NAME, or beside it where that is what is looked at."""
+    directory = Path("runs/simulated") / path.resolve().name
+    return str(directory if directory.resolve() != path.resolve() else directory.with_name(f"{directory.name}-again"))
+
+
+def _steps_to_simulate(experiment: Experiment) -> int:
+    filling = 2 * (experiment.queue.budget + 1)
+    samples = experiment.queue.groups_per_step * experiment.rollout.group_size
+    return filling + max(_LEAST_STEPS_SIMULATED, math.ceil(_ROLLOUTS / samples))
+
+
+# --- what the experiment asks for ------------------------------------------------------------------------
+
+
+def _kept_sections(experiment: Experiment, unidentified: dict[str, str]) -> dict[str, Any]:
+    """The experiment's sections that a scenario has as well; functions of the user's own are left out and named."""
+    given = experiment.model_dump(mode="json", exclude_defaults=True)
+    raw: dict[str, Any] = {}
+    for section, dropped in _KEPT.items():
+        kept = {key: value for key, value in given.get(section, {}).items() if key not in dropped}
+        if kept:
+            raw[section] = kept
+    raw["checkpoint"] = {"every_steps": experiment.checkpoint.every_steps}  # a scenario has another default
+    own: list[str] = []
+    if ":" in experiment.algorithm.advantage:
+        raw["algorithm"].pop("advantage")
+        own.append("algorithm.advantage")
+    hooks = given.get("hooks", {})
+    own += [f"hooks.{key}" for key, value in hooks.items() if value not in HOOKS[key]]
+    builtin = {key: value for key, value in hooks.items() if value in HOOKS[key]}
+    if builtin:
+        raw["hooks"] = builtin
+    if own:
+        unidentified["functions"] = f"{', '.join(own)}: yours are not called; what they filtered is in the acceptance"
+    return raw
+
+
+def _left_out(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel) -> dict[str, str]:
+    """What the run did in these steps that its simulation doesn't."""
+    experiment, found = run.experiment, dict[str, str]()
+    truncated = _truncated_share(steps)
+    if truncated > 0.001:
+        found["long responses"] = (
+            f"{truncated:.1%} were cut at rollout.max_response_tokens = {experiment.rollout.max_response_tokens}: "
+            "with a larger limit they are taken to end right there"
+        )
+    if experiment.pruning.on:
+        found["pruning"] = "lengths are those with [pruning] as it was, which is not simulated itself"
+    if experiment.curriculum.mode == "adaptive":
+        found["curriculum"] = "solve rates are those of the tasks that it drew; it is not simulated itself"
+    if experiment.surplus_groups:
+        found["lengths"] = (
+            "of discarded responses only the mean length so far is known: they are taken to go on from it"
+        )
+    if 0 < run.lent_replicas < run.replicas:
+        found["shared devices"] = (
+            f"{run.lent_replicas} of {run.replicas} replicas stood still during training steps: "
+            f"{'all' if 2 * run.lent_replicas >= run.replicas else 'none'} of the simulated ones do"
+        )
+    first_s, last_s = steps[0].time_s - steps[0].step_s, steps[-1].time_s
+    evaluations = [e for e in run.lines if isinstance(e, EvaluationRecord) and first_s <= e.time_s <= last_s]
+    if evaluations:
+        found["evaluations"] = f"{len(evaluations)} ran beside these steps; they are not simulated"
+    if model.preemptions_per_response > 0.01:
+        found["preemptions"] = "what they cost is in the time of a decode step"
+    return found
+
+
+# --- what the ledger says --------------------------------------------------------------------------------
+
+
+def _hardware(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel, taken: Costs) -> dict[str, Any]:
+    found, decode, train = model.model, taken.decode, taken.train
+    generator: dict[str, Any] = {
+        "replicas": run.replicas,
+        "decode_fixed_s": _tidy(decode.fixed),
+        "decode_request_s": _tidy(decode.slope),
+        "update_s": _tidy(found.pause_s),
+        "shares_devices": 2 * run.lent_replicas >= run.replicas,
+    }
+    if taken.generator_beside > 1:
+        generator["beside"] = _tidy(taken.generator_beside)
+    trainer: dict[str, Any] = {
+        "devices": run.ranks,
+        "step_fixed_s": _tidy(train.fixed),
+        "token_s": _tidy(train.slope),
+        "publish_s": _tidy(found.publish_s),
+        "checkpoint_s": _tidy(_of_one([r.checkpoint_s for r in steps])),
+    }
+    if taken.trainer_beside > 1:
+        trainer["beside"] = _tidy(taken.trainer_beside)
+    tokens = sum(r.flow.trained_tokens for r in steps)
+    flops = sum(r.flops_per_s * r.step_s for r in steps)
+    if flops and tokens and steps[-1].peak_flops_per_s:
+        trainer["flops_per_token"] = _tidy(flops / tokens)
+        trainer["peak_flops_per_s"] = _tidy(steps[-1].peak_flops_per_s)
+    return {"verifiers": run.verifiers, "generator": generator, "trainer": trainer}
+
+
+def _workload(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel) -> dict[str, Any]:
+    experiment, size = run.experiment, run.experiment.rollout.group_size
+    histogram = [
+        sum(bins) for bins in zip(*(r.solve_rate_histogram for r in steps if r.solve_rate_histogram), strict=True)
+    ]
+    filtered = experiment.queue.filter_zero_variance
+    rates = solve_rates(histogram, size, model.model.acceptance if filtered else None)
+    return {
+        "tasks": TASKS,
+        "prompt_tokens": _tidy(max(1.0, model.model.prompt_tokens)),
+        "response_tokens": _written(response_tokens(steps, experiment.rollout.max_response_tokens)),
+        "group_correlation": _tidy(model.model.group_correlation),
+        "solve_rate": _written(rates.solve_rate),
+        "trivial_share": rates.trivial_share,
+        "impossible_share": rates.impossible_share,
+        "verify_s": _tidy(model.model.verify_response_s),
+    }
+
+
+def response_tokens(steps: Sequence[StepRecord], limit_tokens: int) -> Quantity:
+    """Lengths of the responses that finished: straight lines across the histogram's buckets, scaled to the exact mean;
+    those that were cut would be a token longer than the limit. Discarded ones are taken to have been cut off at their
+    mean length (control/lengths.py)."""
+    counts: Counter[int] = Counter()
+    for record in steps:
+        counts.update({int(end): count for end, count in record.length_histogram.items()})
+    total = sum(counts.values())
+    tokens = sum(r.length_mean * sum(r.length_histogram.values()) for r in steps)
+    cut = round(_truncated_share(steps) * total)
+    tokens -= cut * limit_tokens
+    left = cut
+    for end in sorted(counts, reverse=True):  # the longest are those that were cut
+        taken = min(left, counts[end])
+        counts[end] -= taken
+        left -= taken
+    ends = [end for end in sorted(counts) if counts[end] > 0]
+    rough = sum((end - (bucket_width(end) - 1) / 2) * counts[end] for end in ends)
+    factor = tokens / rough if rough else 1.0
+    shares = _shares(steps, counts, cut)
+    at: list[tuple[float, float]] = []
+    below = 0.0
+    for end in ends:
+        low, high = (end - bucket_width(end) + 0.5) * factor, (end + 0.5) * factor
+        if not at or low > at[-1][1]:
+            at.append((round(below, 6) + (_RAMP if at else 0.0), low))
+        below += shares[end]
+        at.append((round(below, 6), max(high, at[-1][1])))
+    if cut:
+        at += [(round(below, 6) + (_RAMP if at else 0.0), limit_tokens + 1.0), (1.0, limit_tokens + 1.0)]
+    at[-1] = (1.0, at[-1][1])
+    longest = limit_tokens + 1.0 if cut else float(limit_tokens)
+    return Quantity(kind="quantiles", at=tuple((round(share, 6), round(min(value, longest), 2)) for share, value in at))
+
+
+def _shares(steps: Sequence[StepRecord], counts: Counter[int], cut: int) -> dict[int, float]:
+    """Last length of a bucket -> share of all responses, discarded ones counted."""
+    begun = max(1, steps[-1].slots)  # of those that a step discarded, no more can have had tokens
+    discarded = sum(min(begun, r.endings.get("discarded", 0)) for r in steps)
+    so_far = sum(r.ended_tokens.get("discarded", 0) for r in steps) / discarded if discarded else 0.0
+    ended = [(end, True) for end, count in counts.items() for _ in range(count)]
+    beyond = max(counts) + 1  # where those are that were cut
+    found = length_distribution(
+        [*ended, *[(beyond, True)] * cut, *[(min(max(counts) - 1, round(so_far)), False)] * discarded], beyond
+    )
+    survival = dict(zip(found.tokens, found.survival, strict=True))
+    shares: dict[int, float] = {}
+    before = 1.0
+    for end in sorted(counts):
+        if counts[end] > 0:
+            shares[end] = before - survival[end]
+            before = survival[end]
+    return shares
+
+
+def _truncated_share(steps: Sequence[StepRecord]) -> float:
+    total = sum(sum(r.length_histogram.values()) for r in steps)
+    return sum(r.truncated_share * sum(r.length_histogram.values()) for r in steps) / total if total else 0.0
+
+
+def _written(quantity: Quantity) -> Any:
+    """As a scenario file has it."""
+    if quantity.kind == "constant":
+        return quantity.value
+    return quantity.model_dump(mode="json", exclude_defaults=True)
+
+
+def _of_one(values: Sequence[float]) -> float:
+    happened = [value for value in values if value > 0]
+    return sum(happened) / len(happened) if happened else 0.0
+
+
+def _tidy(value: float) -> float:
+    """To six digits: the rest only makes the file longer."""
+    return float(f"{value:.6g}")

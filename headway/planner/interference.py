@@ -1,0 +1,116 @@
+"""What generator and trainer cost each other on one machine, out of two runs in which they met more and less.
+
+In one run in steady state they meet about equally in all of its steps, and how fast each is alone is not to be seen:
+its rates are taken as they were. A second run of the same load on the same machine, say a synchronous one beside an
+asynchronous one, tells them apart. Where the other side computes during a share o of the time T that one takes, it has
+done what takes T (1 - o (1 - 1 / beside)) alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from headway.control.ledger_model import Line, decode_line, training_line, training_s
+from headway.records.errors import ConfigurationError
+from headway.records.ledger import StepRecord
+
+LEAST_DIFFERENCE = 0.25  # of the overlap in the two runs
+_MOST = 10.0
+
+
+class Overlap(msgspec.Struct, frozen=True, kw_only=True):
+    """Shares of the time, 0 to 1, of some steps of a run."""
+
+    of_generator: float  # of the time it computed: the trainer did so too
+    of_trainer: float  # of the time it didn't wait: the generator computed
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True):
+    """What the sides take, and how much longer while the other computes (1 or more)."""
+
+    decode: Line  # seconds of a decode step over a replica's requests, with what the engine does between two
+    train: Line  # seconds of a training step over its tokens
+    generator_beside: float = 1.0
+    trainer_beside: float = 1.0
+
+
+def costs(steps: Sequence[StepRecord], replicas: int) -> Costs:
+    """As they were in ``steps``, whatever the sides cost each other."""
+    decode, busy_s = decode_line(steps)[0], sum(r.flow.generator_busy_s for r in steps)
+    between = _at_work_s(steps, replicas) / busy_s if busy_s else 1.0
+    return Costs(decode=_times(decode, between), train=training_line(steps))
+
+
+def costs_apart(steps: Sequence[StepRecord], others: Sequence[StepRecord], replicas: int) -> Costs:
+    """Those of the run of ``steps``, with what the sides cost each other told apart by the run of ``others``, whose
+    generator has as many replicas. How costs grow with their load is read where the sides met less. Raises
+    ConfigurationError where they met about equally in both."""
+    here, there = overlap(steps), overlap(others)
+    if abs(here.of_trainer - there.of_trainer) < LEAST_DIFFERENCE:
+        raise ConfigurationError(
+            f"the generator computes for {here.of_trainer:.0%} of the trainer's time in one run and for "
+            f"{there.of_trainer:.0%} in the other: what they cost each other is seen in two runs that differ by at "
+            f"least {LEAST_DIFFERENCE:.0%}, say one with queue.budget = 0"
+        )
+    shapes = costs(steps if here.of_trainer < there.of_trainer else others, replicas)
+    decode, train = shapes.decode, shapes.train
+    generator = _apart(
+        _at_work_s(steps, replicas) / max(1e-9, _expected_decode_s(steps, decode)),
+        _at_work_s(others, replicas) / max(1e-9, _expected_decode_s(others, decode)),
+        here.of_generator,
+        there.of_generator,
+    )
+    trainer = _apart(
+        sum(map(training_s, steps)) / max(1e-9, _expected_training_s(steps, train)),
+        sum(map(training_s, others)) / max(1e-9, _expected_training_s(others, train)),
+        here.of_trainer,
+        there.of_trainer,
+    )
+    return Costs(
+        decode=_times(decode, generator[0]),
+        train=_times(train, trainer[0]),
+        generator_beside=generator[1],
+        trainer_beside=trainer[1],
+    )
+
+
+def overlap(steps: Sequence[StepRecord]) -> Overlap:
+    """From the waits: where neither side waits, both compute. A side seldom waits while the other does."""
+    seconds = sum(r.step_s for r in steps)
+    trainer = sum(r.step_s - r.trainer_wait_s - r.flow.update_wait_s for r in steps) / seconds
+    generator = sum(r.step_s * (1.0 - r.generator_wait_ratio - r.generator_lent_ratio) for r in steps) / seconds
+    both = max(0.0, trainer + generator - 1.0)
+    return Overlap(
+        of_generator=min(1.0, both / generator) if generator > 0 else 0.0,
+        of_trainer=min(1.0, both / trainer) if trainer > 0 else 0.0,
+    )
+
+
+def _at_work_s(steps: Sequence[StepRecord], replicas: int) -> float:
+    """Seconds in which replicas had something to do and could: neither lent nor standing still for an update."""
+    seconds = sum(r.flow.generator_s * (1.0 - r.generator_wait_ratio - r.generator_lent_ratio) for r in steps)
+    busy = sum(r.flow.generator_busy_s for r in steps)
+    return max(busy, seconds - replicas * sum(r.apply_pause_s for r in steps))
+
+
+def _expected_decode_s(steps: Sequence[StepRecord], line: Line) -> float:
+    return sum(line.fixed * r.flow.decode_steps + line.slope * r.flow.generated_tokens for r in steps)
+
+
+def _expected_training_s(steps: Sequence[StepRecord], line: Line) -> float:
+    return sum(line.fixed + line.slope * r.flow.trained_tokens for r in steps)
+
+
+def _apart(here: float, there: float, overlap_here: float, overlap_there: float) -> tuple[float, float]:
+    """(what it takes alone, how many times as long beside the other) of a side that took ``here`` and ``there`` times
+    as long as expected, with those overlaps: so that alone it takes the same in both."""
+    lost = here * overlap_here - there * overlap_there
+    share = (here - there) / lost if lost else 0.0
+    share = min(1.0 - 1.0 / _MOST, max(0.0, share))  # 0: the run in which they met more wasn't slower
+    return here * (1.0 - share * overlap_here), 1.0 / (1.0 - share)
+
+
+def _times(line: Line, factor: float) -> Line:
+    return msgspec.structs.replace(line, fixed=line.fixed * factor, slope=line.slope * factor)

@@ -1,0 +1,103 @@
+"""How likely the tasks of a run are to be solved, out of what its groups showed.
+
+A group of G attempts shows k solved; the rate p of its task is hidden behind a binomial. The distribution of p that
+makes the observed histogram most likely (nonparametric maximum likelihood; Laird 1978) is looked for on a grid, by
+expectation maximisation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from headway.control.learning_signal import SOLVE_RATE_BINS, solve_rate_bin
+from headway.planner.quantities import Quantity, constant
+
+_GRID = tuple(index / 20 for index in range(21))
+_ROUNDS = 300
+_LEAST_WEIGHT = 0.002  # lighter points of the grid are left out
+_RAMP = 1e-6  # width of the step between two values of a quantity, as a share
+
+
+class SolveRates(msgspec.Struct, frozen=True, kw_only=True):
+    """A workload's keys."""
+
+    trivial_share: float  # of tasks that are always solved
+    impossible_share: float  # of tasks that never are
+    solve_rate: Quantity  # of the others
+
+    @property
+    def mixed_share(self) -> float:
+        return max(0.0, 1.0 - self.trivial_share - self.impossible_share)
+
+
+def solve_rates(histogram: Sequence[int], size: int, mixed: float | None) -> SolveRates:
+    """From groups of ``size`` by share solved (``solve_rate_histogram``). ``mixed``: share of groups that must come out
+    with both solved and unsolved attempts, as far as the shares of trivial and impossible tasks can make it so; None:
+    as the histogram has it."""
+    weights = _most_likely(histogram, size)
+    if weights is None:
+        return SolveRates(trivial_share=0.0, impossible_share=0.0, solve_rate=constant(0.5))
+    middle = [(rate, weight) for rate, weight in weights if 0.0 < rate < 1.0 and weight >= _LEAST_WEIGHT]
+    total = sum(weight for _, weight in middle)
+    if not total:
+        middle, total = [(0.5, 1.0)], 1.0
+    middle = [(rate, weight / total) for rate, weight in middle]
+    ends = {rate: weight for rate, weight in weights if rate in (0.0, 1.0)}
+    extreme = max(0.0, 1.0 - sum(weight for rate, weight in weights if 0.0 < rate < 1.0))
+    if mixed is not None:
+        among = sum(weight * (1.0 - rate**size - (1.0 - rate) ** size) for rate, weight in middle)
+        extreme = max(0.0, 1.0 - mixed / among)
+    solved, unsolved = ends.get(1.0, 0.0), ends.get(0.0, 0.0)
+    trivial = solved / (solved + unsolved) if solved + unsolved else 0.0
+    return SolveRates(
+        trivial_share=round(extreme * trivial, 4),
+        impossible_share=round(extreme * (1.0 - trivial), 4),
+        solve_rate=_steps(middle),
+    )
+
+
+def _most_likely(histogram: Sequence[int], size: int) -> list[tuple[float, float]] | None:
+    """(rate, weight) on the grid; None where no group was seen."""
+    groups = sum(histogram)
+    if not groups or len(histogram) != SOLVE_RATE_BINS:
+        return None
+    bins = [_bins(rate, size) for rate in _GRID]
+    weights = [1.0 / len(_GRID)] * len(_GRID)
+    for _ in range(_ROUNDS):
+        found = [0.0] * len(_GRID)
+        for number, count in enumerate(histogram):
+            if not count:
+                continue
+            parts = [weight * chances[number] for weight, chances in zip(weights, bins, strict=True)]
+            whole = sum(parts)
+            if whole:
+                found = [have + count * part / whole for have, part in zip(found, parts, strict=True)]
+        seen = sum(found)
+        if not seen:
+            return None
+        weights = [one / seen for one in found]
+    return list(zip(_GRID, weights, strict=True))
+
+
+def _bins(rate: float, size: int) -> list[float]:
+    """[11] probabilities of the histogram's bins for a group of ``size`` attempts at this rate."""
+    chances = [0.0] * SOLVE_RATE_BINS
+    for solved in range(size + 1):
+        chances[solve_rate_bin(solved, size)] += math.comb(size, solved) * rate**solved * (1 - rate) ** (size - solved)
+    return chances
+
+
+def _steps(points: Sequence[tuple[float, float]]) -> Quantity:
+    """A quantity that takes each of the values with its weight (together 1); values rise."""
+    if len(points) == 1:
+        return constant(points[0][0])
+    at: list[tuple[float, float]] = []
+    below = 0.0
+    for number, (value, weight) in enumerate(points):
+        at.append((round(below, 6), value))
+        below += weight
+        at.append((1.0 if number == len(points) - 1 else round(below - _RAMP, 6), value))
+    return Quantity(kind="quantiles", at=tuple(at))
