@@ -174,10 +174,12 @@ def test_knobs_keep_to_their_bounds_and_pinned_ones_stay(
 def test_it_comes_to_rest_on_stationary_inputs(shows: Situation, first: Knobs, seed: int) -> None:
     bounds = limits()
     history, actions = play(shows, bounds, first, seed=seed, steps=300)  # it looks ever more rarely
+    regimes = 1 + sum(action.kind == "drift" for action in actions)  # noise may look like drift, seldom
+    assert regimes <= 3, actions
     for name in KNOBS:
         of = moves(history, bounds, name)
         turns = sum(a * b < 0 for a, b in itertools.pairwise(of))
-        assert turns <= 2, (name, of, actions)
+        assert turns <= 2 * regimes, (name, of, actions)
     assert len(set(history[-40:])) == 1, actions
 
 
