@@ -38,7 +38,7 @@ DRIFTING = (
 class GeneratorHardware(Section):
     """The generator's replicas. Slots, KV capacity and update mode are keys of [generator]."""
 
-    replicas: Positive = 1  # generator.devices names them: it can't be set in a scenario
+    replicas: Positive = 1  # generator.devices names them: it can't be set in a scenario, nor can trainer.devices
     devices_per_replica: Positive = 1  # counted in device-hours
     decode_fixed_s: Duration = 0.02  # of a decode step, which gives every running request a token
     decode_request_s: Duration = 0.0  # ... more for each running request
@@ -182,7 +182,7 @@ class Scenario(Experiment):
             given = filled.get(section, {})
             if isinstance(given, dict):
                 filled[section] = keys | given
-        return _with_replicas(filled)
+        return _with_devices(filled)
 
     def experiment(self) -> Experiment:
         """The experiment that is simulated: this without what describes the world."""
@@ -203,18 +203,26 @@ class Scenario(Experiment):
         return generator.replicas * generator.devices_per_replica + own
 
 
-def _with_replicas(raw: dict[str, Any]) -> dict[str, Any]:
-    """One name in generator.devices for each replica: admission and concurrency count those."""
-    generator = raw.get("generator", {})
+def _with_devices(raw: dict[str, Any]) -> dict[str, Any]:
+    """A name for the device, or the first one, of each replica and rank: the run counts those, and knows by them what
+    the two sides share."""
     described: Any = raw.get("hardware", {})
-    described = described.get("generator", {}) if isinstance(described, dict) else {}
-    replicas = described.get("replicas", 1) if isinstance(described, dict) else 1
-    if not isinstance(generator, dict) or not isinstance(replicas, int):
+    sides = [described.get(side, {}) if isinstance(described, dict) else {} for side in ("generator", "trainer")]
+    if not all(isinstance(side, dict) for side in (raw.get("generator", {}), raw.get("trainer", {}), *sides)):
         return raw  # an error of its own
-    if "devices" in generator:
-        raise ValueError("generator.devices has no place in a scenario: set hardware.generator.replicas")
-    devices = [f"cuda:{index}" for index in range(max(1, replicas))]
-    return raw | {"generator": generator | {"devices": devices}}
+    replicas, ranks = sides[0].get("replicas", 1), sides[1].get("devices", 1)
+    if not isinstance(replicas, int) or not isinstance(ranks, int):
+        return raw
+    for side, key in (("generator", "replicas"), ("trainer", "devices")):
+        if "devices" in raw.get(side, {}):
+            raise ValueError(f"{side}.devices has no place in a scenario: set hardware.{side}.{key}")
+    first = [f"cuda:{index}" for index in range(max(1, replicas))]
+    others = [f"cuda:{index}" for index in range(len(first), len(first) + max(1, ranks))]
+    trainer = first if sides[0].get("shares_devices") is True else others
+    return raw | {
+        "generator": raw.get("generator", {}) | {"devices": first},
+        "trainer": raw.get("trainer", {}) | {"devices": trainer},
+    }
 
 
 def load_scenario(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:

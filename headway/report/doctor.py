@@ -20,6 +20,7 @@ from headway.report.formats import duration, percent, quantity
 from headway.report.preview import BINDS
 from headway.report.run_view import RunView, view_run
 from headway.runtime.devices import lends, parse_device
+from headway.runtime.ledger import EVENT_SIMULATED
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +55,9 @@ def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Re
     found = diagnose(view.steps, experiment, shape_of(experiment, lent), free)
     if isinstance(found, str):
         raise ConfigurationError(f"{view.path}: {found}")
-    costs = costs_of(view.steps, experiment, usd_per_device_hour)
+    simulated = next((event for event in view.events if event.event == EVENT_SIMULATED), None)
+    per_replica = 1 if simulated is None else int(simulated.data.get("devices_per_replica", 1))
+    costs = costs_of(view.steps, experiment, usd_per_device_hour, per_replica)
     return Report(run=str(view.path), state=view.state, costs=costs, diagnosis=found)
 
 
@@ -64,10 +67,13 @@ def _experiment(view: RunView) -> Experiment:
     return validate_experiment(view.configuration, f"{view.path}/config.json")
 
 
-def costs_of(steps: Sequence[StepRecord], experiment: Experiment, usd_per_device_hour: float | None) -> Costs:
-    """Device-hours of all steps, and those lost by cause."""
+def costs_of(
+    steps: Sequence[StepRecord], experiment: Experiment, usd_per_device_hour: float | None, per_replica: int = 1
+) -> Costs:
+    """Device-hours of all steps, and those lost by cause. ``per_replica``: devices of a replica."""
     generator, ranks = experiment.generator.devices, experiment.trainer.devices
-    devices = len({parse_device(name) for name in (*generator, *ranks)})
+    replicas = {parse_device(name) for name in generator}
+    devices = len({*replicas, *map(parse_device, ranks)}) + len(replicas) * (per_replica - 1)
     seconds = sum(step.step_s for step in steps)
     device_h = devices * seconds / 3600
     own_ranks = sum(not lends(rank, generator) for rank in ranks)  # on a shared device others work meanwhile
@@ -77,14 +83,14 @@ def costs_of(steps: Sequence[StepRecord], experiment: Experiment, usd_per_device
         "trainer: waits for an update": len(ranks) * sum(s.flow.update_wait_s for s in steps),
         "trainer: publishes": len(ranks) * sum(s.publish_s for s in steps),
         "trainer: writes checkpoints": len(ranks) * sum(s.checkpoint_s for s in steps),
-        "generator: has nothing to do": sum(s.generator_wait_ratio * s.flow.generator_s for s in steps),
-        "generator: stands still for updates": sum(_paused_s(s) for s in steps),
+        "generator: has nothing to do": per_replica * sum(s.generator_wait_ratio * s.flow.generator_s for s in steps),
+        "generator: stands still for updates": per_replica * sum(_paused_s(s) for s in steps),
     }
     ended = {ending: sum(s.ended_tokens.get(ending, 0) for s in steps) for ending in _endings(steps)}
     busy_s, tokens = sum(s.flow.generator_busy_s for s in steps), sum(ended.values())
     for ending, count in ended.items():
         if ending != "trained" and tokens:
-            lost[f"generator: rollouts that ended {ending}"] = busy_s * count / tokens
+            lost[f"generator: rollouts that ended {ending}"] = per_replica * busy_s * count / tokens
     hours = {cause: lost_s / 3600 for cause, lost_s in lost.items() if lost_s > 0.0005 * seconds}
     return Costs(
         devices=devices,

@@ -21,6 +21,7 @@ from headway.planner.scenario import Scenario, load_scenario
 from headway.planner.simulate import simulate
 from headway.records.errors import ConfigurationError, NoProgress, RunLocked
 from headway.records.ledger import EventRecord, StepRecord
+from headway.report.doctor import examine
 from headway.runtime.ledger import read_ledger
 from headway.runtime.run_directory import RunDirectory
 
@@ -265,6 +266,22 @@ def test_tools_between_turns_are_no_decoding(tmp_path):
     assert again.samples_per_s == pytest.approx(found.samples_per_s, rel=0.1)
 
 
+@pytest.mark.parametrize(("shares", "devices"), [(False, 11), (True, 8)])
+def test_the_doctor_counts_a_simulated_runs_devices(tmp_path, shares, devices):
+    generator = {"decode_fixed_s": 0.01, "replicas": 2, "devices_per_replica": 4, "shares_devices": shares}
+    scenario = scenario_of(
+        tmp_path,
+        run={"directory": str(tmp_path / "run"), "steps": 24},
+        hardware={"generator": generator, "trainer": {"token_s": 1e-4, "devices": 3}},
+    )
+    simulate(scenario)
+    report = examine(tmp_path / "run")
+    assert report.costs.devices == devices
+    assert sum(report.costs.lost_h.values()) <= report.costs.device_h
+    waits = [cause for cause in report.costs.lost_h if cause.startswith("trainer: waits for groups")]
+    assert bool(waits) != shares  # who waits on a device of both sides lends it
+
+
 def test_quantities():
     assert constant(3.0).draw(1) == 3.0
     values = Quantity(kind="steps", values=(1.0, 2.0))
@@ -283,6 +300,10 @@ def test_quantities():
     ("raw", "said"),
     [
         ({"workload": {"respons_tokens": 3}}, "unknown key 'workload.respons_tokens'; did you mean 'response_tokens'?"),
+        (
+            {"trainer": {"devices": ["cuda:0"]}},
+            "trainer.devices has no place in a scenario: set hardware.trainer.devices",
+        ),
         ({"hardwar": {}}, "unknown key 'hardwar'; did you mean 'hardware'?"),
         ({"queue": {"budgt": 3}}, "unknown key 'queue.budgt'; did you mean 'budget'?"),
         ({"workload": {"response_tokens": {"kind": "lognormal", "median": 100}}}, "kind = 'lognormal' needs p99"),
