@@ -11,6 +11,8 @@ from headway.cli import experiment_options as experiments
 
 if TYPE_CHECKING:
     from headway.planner.from_run import RunScenario
+    from headway.planner.outcome import SimulationOutcome
+    from headway.planner.scenario import Scenario
 
 SCENARIO = typer.Argument(
     ..., metavar="SCENARIO|RUN", help="A scenario file (TOML), or the folder of a run.", show_default=False
@@ -61,10 +63,9 @@ def simulate(
         if value:
             context.fail(f"{option} is of a run's folder; {scenario} is none")
     described = load_scenario(scenario, overrides)
-    from headway.planner.simulate import simulate as run
     from headway.planner.table import print_outcome
 
-    outcome = run(described, name=Path(scenario).stem)
+    outcome = _simulated(described, Path(scenario).stem, quiet=as_json)
     if as_json:
         import msgspec
 
@@ -78,7 +79,6 @@ def _simulate_run(
 ) -> None:
     from headway.planner.agreement import agreement, print_agreement
     from headway.planner.from_run import read_run, scenario_of, window
-    from headway.planner.simulate import simulate as run
     from headway.planner.table import print_outcome
     from headway.runtime.ledger import read_ledger
 
@@ -89,7 +89,8 @@ def _simulate_run(
     if write:
         _write(found, write)
     directory = found.scenario.run.directory
-    outcome = run(found.scenario, name=f"{path}, steps {found.first_step} to {found.last_step}")
+    name = f"{path}, steps {found.first_step} to {found.last_step}"
+    outcome = _simulated(found.scenario, name, quiet=as_json)
     compared = agreement(found, read_ledger(directory), overrides)
     if as_json:
         import msgspec
@@ -98,6 +99,25 @@ def _simulate_run(
         return
     print_outcome(outcome, directory)
     print_agreement(compared)
+
+
+def _simulated(scenario: Scenario, name: str, quiet: bool) -> SimulationOutcome:
+    """With a bar on a terminal, that goes when it is done."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from headway.planner.simulate import simulate as run
+    from headway.records.ledger import LedgerLine, StepRecord
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        steps = bar.add_task("simulated steps", total=scenario.run.steps)
+
+        def show(line: LedgerLine) -> None:
+            if isinstance(line, StepRecord):
+                bar.update(steps, completed=line.step + 1)
+
+        return run(scenario, name=name, on_line=show)
 
 
 def _asked(context: typer.Context, steps: str) -> tuple[int | None, int | None] | None:

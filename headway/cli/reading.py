@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import typer
 
 from headway.records.curriculum import CurriculumExplanation
@@ -83,9 +85,10 @@ def explain_task(
     import msgspec
 
     from headway.orchestrator.explain import RunHistory
+    from headway.planner.simulate import simulated_tasks
     from headway.report.explain import overview_text, task_text
 
-    history = RunHistory(run)
+    history = RunHistory(run, simulated_tasks(Path(run)))
     found = history.explain(history.find(task)) if task else history.overview()
     if as_json:
         typer.echo(msgspec.json.encode(found).decode())

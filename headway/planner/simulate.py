@@ -19,11 +19,12 @@ from headway.orchestrator.run import Run
 from headway.planner.environment import EnvironmentGenerator
 from headway.planner.outcome import SimulationOutcome, measure
 from headway.planner.scenario import GeneratorHardware, Scenario
-from headway.planner.workload import WorkloadModel
+from headway.planner.workload import WorkloadModel, numbered_tasks
 from headway.records.counted import CountedTokens
 from headway.records.errors import ConfigurationError
 from headway.records.generation import GenerationRequest
 from headway.records.ledger import LedgerLine
+from headway.records.task import Task
 from headway.records.training import TrainBatch
 from headway.rollout.fake import FakeRollout, FakeVerifier
 from headway.runtime.clock import Clock, run_virtual
@@ -64,6 +65,13 @@ def simulate(scenario: Scenario, *, name: str = "scenario", on_line: OnLine | No
 def is_simulated(path: Path) -> bool:
     """Whether the folder holds a simulation."""
     return (path / SCENARIO_FILE).is_file() and RunDirectory(path).holds_run()
+
+
+def simulated_tasks(path: Path) -> list[Task] | None:
+    """The tasks of the simulation in this folder; None where it holds none."""
+    if not is_simulated(path):
+        return None
+    return numbered_tasks(json.loads((path / SCENARIO_FILE).read_text(encoding="utf-8"))["workload"]["tasks"])
 
 
 def _make_way(directory: RunDirectory) -> None:

@@ -35,6 +35,11 @@ class Plan:
         return sum(turn.tokens + turn.reply_tokens for turn in self.turns)
 
 
+def numbered_tasks(count: int) -> list[Task]:
+    """The tasks of a scenario that has so many."""
+    return [Task(task_id=f"{index:016x}", prompt=str(index)) for index in range(count)]
+
+
 class WorkloadModel:
     """Draws for one scenario and seed. ``step``: training step now, which drift and learning go by."""
 
@@ -52,7 +57,7 @@ class WorkloadModel:
         return self._several
 
     def tasks(self) -> list[Task]:
-        return [Task(task_id=f"{index:016x}", prompt=str(index)) for index in range(self._workload.tasks)]
+        return numbered_tasks(self._workload.tasks)
 
     def prompt(self, index: int) -> CountedTokens:
         """The prompt of the task with this number."""

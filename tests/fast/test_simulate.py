@@ -382,3 +382,14 @@ def test_the_command_prints_a_table_or_json(tmp_path, capsys):
 )
 def test_the_example_scenarios_are_valid(path):
     assert load_scenario(path).run.directory == f"runs/simulated/{path.stem}"
+
+
+def test_explain_task_knows_the_tasks_of_a_simulation(tmp_path, capsys):
+    curriculum = {"curriculum": {"mode": "adaptive"}, "workload": {"tasks": 40}}
+    scenario = scenario_of(tmp_path, run={"directory": str(tmp_path / "run"), "steps": 6}, **curriculum)
+    simulate(scenario)
+    assert headway(["explain-task", str(tmp_path / "run")]) == 0
+    assert "40" in capsys.readouterr().out
+    assert headway(["explain-task", str(tmp_path / "run"), f"{7:016x}"]) == 0
+    assert headway(["explain-task", str(tmp_path / "run"), "xyz"]) == 2
+    assert "none of the 40 training tasks" in capsys.readouterr().err
