@@ -261,6 +261,9 @@ def _reflex(
         return None
     room = evidence.in_generation < 0.9 * (knobs.concurrent_rollouts - limits.largest_group + 1)
     name: KnobName = "open_groups" if room else "concurrent_rollouts"
+    slots = limits.shape.slots * (limits.shape.replicas - len(knobs.resting))
+    if not room and knobs.concurrent_rollouts >= slots + limits.largest_group:
+        return None  # more would only wait for slots
     old, (_, most) = limits.value(knobs, name), limits.bounds(name)
     new = min(most, math.ceil(old * (2.0 if evidence.lack >= 4 * STARVES else 1.5)))
     if new == old or not _allowed(state, evidence, limits)(name, old, new):

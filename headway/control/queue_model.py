@@ -73,6 +73,7 @@ class _Group:
         self.left = size  # members not finished
         self.tokens = 0.0
         self.finished = False
+        self.acting = False  # its members are with their tools
 
 
 class _Simulation:
@@ -167,13 +168,15 @@ class _Simulation:
         if not self.model.environment_s:
             return self.waiting.extend((group, length) for length in self._lengths())
         group.first = self.applied
+        group.acting = True
         self.acting += group.left
         self._after(self.model.environment_s, "acted", [group])
 
     def _acted(self, groups: list[_Group]) -> None:
         for group in groups:
-            self.acting -= group.left
-            if group.index in self.open:  # else overdue
+            if group.acting:  # else overdue
+                group.acting = False
+                self.acting -= group.left
                 self.waiting.extend((group, length) for length in self._lengths())
 
     def _credit(self) -> int:
@@ -259,6 +262,9 @@ class _Simulation:
         if group.finished:
             self.finished -= 1
             return
+        if group.acting:
+            group.acting = False
+            self.acting -= group.left
         self.running = [entry for entry in self.running if entry[2] is not group]
         heapq.heapify(self.running)
         self.waiting = deque(entry for entry in self.waiting if entry[0] is not group)

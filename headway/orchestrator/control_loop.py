@@ -112,6 +112,8 @@ class RateControl:
         ended_s = run.clock.now()
         if look:
             self._look_from_s = ended_s + (ended_s - began_s) / _LOOK_SHARE
+        if any(action.kind == "drift" for action in decision.actions):
+            self._look_from_s = 0.0  # what it saw then is past
         self._state = decision.state
         if self._mode == "advise":
             self._advise(decision.actions)

@@ -28,14 +28,15 @@ from headway.planner.scenario import Scenario
 from headway.planner.simulate import SCENARIO_FILE, is_simulated
 from headway.planner.solve_rates import solve_rates
 from headway.records.errors import ConfigurationError
-from headway.records.ledger import EvaluationRecord, LedgerLine, StepRecord
+from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, StepRecord
 from headway.runtime.devices import lends
-from headway.runtime.ledger import read_ledger
+from headway.runtime.ledger import EVENT_RESUME, read_ledger
 from headway.runtime.run_directory import RunDirectory
 
 LEAST_STEPS = 4  # that say something about rates
 TASKS = 10_000  # distinct ones: so many that which of them are drawn makes no difference
 _RAMP = 1e-6  # between two values of a quantity, as a share
+_ACCEPTANCE_DIFFERS = 0.02
 _ROLLOUTS, _LEAST_STEPS_SIMULATED = 16_000, 30  # simulated by default, about
 
 # Sections that go on as they are, and keys of them that describe a live run alone.
@@ -64,6 +65,16 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     def steps(self) -> list[StepRecord]:
         """Those that say something about rates."""
         return usable([line for line in self.lines if isinstance(line, StepRecord)])
+
+    @property
+    def last_session(self) -> list[StepRecord]:
+        """Those since the run was last resumed, which may have been with other settings."""
+        resumed = max((i for i, line in enumerate(self.lines) if _is_resume(line)), default=-1)
+        return usable([line for line in self.lines[resumed + 1 :] if isinstance(line, StepRecord)])
+
+
+def _is_resume(line: LedgerLine) -> bool:
+    return isinstance(line, EventRecord) and line.event == EVENT_RESUME
 
 
 class RunScenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,11 +141,13 @@ def window(run: Recorded, asked: tuple[int | None, int | None] | None = None) ->
         chosen = [r for r in found if first <= r.step < end]
         what = f"of its steps from {first} to before {'the end' if asked[1] is None else asked[1]}"
     else:
-        settled = steady(found, budget, run.experiment.run.steps)
+        found = run.last_session
+        first = found[0].step if found else 0
+        settled = [r for r in steady(found, budget, run.experiment.run.steps) if r.step > first + budget]
         if len(settled) < LEAST_STEPS:  # a run that is as short as its queue
-            settled = [r for r in found if r.step > budget]
+            settled = [r for r in found if r.step > first + budget]
         chosen = settled[-max(LEAST_STEPS, len(settled) // 2) :]
-        what = f"of its steps after the first {budget + 1}, which fill the queue,"
+        what = f"of its steps after the first {budget + 1}{' since the resume' * (first > 0)}, which fill the queue,"
     if len(chosen) < LEAST_STEPS:
         raise ConfigurationError(
             f"{run.path}: {len(chosen)} {what} say something about its rates, and {LEAST_STEPS} are needed (skipped "
@@ -169,9 +182,14 @@ def scenario_of(
             )
         found = costs_apart(steps, beside[1], run.replicas)
         del unidentified["interference"]
+        if found.untold:
+            unidentified["interference"] = (
+                f"{' and '.join(found.untold)} meets the other side about equally in both runs: what that costs is in "
+                "the rate as it was"
+            )
     raw = _kept_sections(run.experiment, unidentified)
     raw["hardware"] = _hardware(run, steps, model, found)
-    raw["workload"] = _workload(run, steps, model)
+    raw["workload"] = _workload(run, steps, model, unidentified)
     raw["run"] = {"seed": run.experiment.run.seed, "directory": _own_directory(run.path)}
     raw["run"]["steps"] = _steps_to_simulate(run.experiment)
     raw = {name: raw[name] for name in ("run", *(name for name in raw if name != "run"))}
@@ -250,8 +268,8 @@ def _left_out(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel) ->
             f"{run.lent_replicas} of {run.replicas} replicas stood still during training steps: "
             f"{'all' if 2 * run.lent_replicas >= run.replicas else 'none'} of the simulated ones do"
         )
-    first_s, last_s = steps[0].time_s - steps[0].step_s, steps[-1].time_s
-    evaluations = [e for e in run.lines if isinstance(e, EvaluationRecord) and first_s <= e.time_s <= last_s]
+    begun, ended = run.lines.index(steps[0]), run.lines.index(steps[-1])
+    evaluations = [line for line in run.lines[begun:ended] if isinstance(line, EvaluationRecord)]
     if evaluations:
         found["evaluations"] = f"{len(evaluations)} ran beside these steps; they are not simulated"
     if model.preemptions_per_response > 0.01:
@@ -290,13 +308,22 @@ def _hardware(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel, ta
     return {"verifiers": run.verifiers, "generator": generator, "trainer": trainer}
 
 
-def _workload(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel) -> dict[str, Any]:
+def _workload(
+    run: Recorded, steps: Sequence[StepRecord], model: LedgerModel, unidentified: dict[str, str]
+) -> dict[str, Any]:
     experiment, size = run.experiment, run.experiment.rollout.group_size
     histogram = [
         sum(bins) for bins in zip(*(r.solve_rate_histogram for r in steps if r.solve_rate_histogram), strict=True)
     ]
     filtered = experiment.queue.filter_zero_variance
-    rates = solve_rates(histogram, size, model.model.acceptance if filtered else None)
+    acceptance = model.model.acceptance
+    rates = solve_rates(histogram, size, acceptance if filtered else None)
+    simulated = rates.mixed_groups if filtered else 1.0
+    if abs(simulated - acceptance) > _ACCEPTANCE_DIFFERS:
+        unidentified["acceptance"] = (
+            f"{acceptance:.0%} of the groups were accepted, {simulated:.0%} of the simulated ones are: groups that "
+            "failed or that hooks left out, and rewards beside solved and unsolved, are not simulated"
+        )
     return {
         "tasks": TASKS,
         "prompt_tokens": _tidy(max(1.0, model.model.prompt_tokens)),
@@ -339,9 +366,20 @@ def response_tokens(steps: Sequence[StepRecord], limit_tokens: int) -> Quantity:
         at.append((round(below, 6), max(high, at[-1][1])))
     if cut:
         at += [(round(below, 6) + (_RAMP if at else 0.0), limit_tokens + 1.0), (1.0, limit_tokens + 1.0)]
-    at[-1] = (1.0, at[-1][1])
     longest = limit_tokens + 1.0 if cut else float(limit_tokens)
-    return Quantity(kind="quantiles", at=tuple((round(share, 6), round(min(value, longest), 2)) for share, value in at))
+    return Quantity(kind="quantiles", at=_rising(at, longest))
+
+
+def _rising(points: Sequence[tuple[float, float]], longest: float) -> tuple[tuple[float, float], ...]:
+    """Shares that rise to 1: a bucket too light for six digits is one with the bucket before it."""
+    found: list[tuple[float, float]] = []
+    for share, value in points:
+        place, length = round(min(1.0, share), 6), round(min(value, longest), 2)
+        if found and place <= found[-1][0]:
+            found[-1] = (found[-1][0], max(length, found[-1][1]))
+        else:
+            found.append((place, length))
+    return (*found[:-1], (1.0, found[-1][1]))
 
 
 def _shares(steps: Sequence[StepRecord], counts: Counter[int], cut: int) -> dict[int, float]:

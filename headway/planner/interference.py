@@ -34,6 +34,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     train: Line  # seconds of a training step over its tokens
     generator_beside: float = 1.0
     trainer_beside: float = 1.0
+    untold: tuple[str, ...] = ()  # sides that meet the other about equally in both runs: as they were, beside 1
 
 
 def costs(steps: Sequence[StepRecord], replicas: int) -> Costs:
@@ -48,7 +49,11 @@ def costs_apart(steps: Sequence[StepRecord], others: Sequence[StepRecord], repli
     generator has as many replicas. How costs grow with their load is read where the sides met less. Raises
     ConfigurationError where they met about equally in both."""
     here, there = overlap(steps), overlap(others)
-    if abs(here.of_trainer - there.of_trainer) < LEAST_DIFFERENCE:
+    told = {
+        "the generator": abs(here.of_generator - there.of_generator) >= LEAST_DIFFERENCE,
+        "the trainer": abs(here.of_trainer - there.of_trainer) >= LEAST_DIFFERENCE,
+    }
+    if not any(told.values()):
         raise ConfigurationError(
             f"the generator computes for {here.of_trainer:.0%} of the trainer's time in one run and for "
             f"{there.of_trainer:.0%} in the other: what they cost each other is seen in two runs that differ by at "
@@ -73,6 +78,7 @@ def costs_apart(steps: Sequence[StepRecord], others: Sequence[StepRecord], repli
         train=_times(train, trainer[0]),
         generator_beside=generator[1],
         trainer_beside=trainer[1],
+        untold=tuple(side for side, known in told.items() if not known),
     )
 
 
@@ -105,7 +111,10 @@ def _expected_training_s(steps: Sequence[StepRecord], line: Line) -> float:
 
 def _apart(here: float, there: float, overlap_here: float, overlap_there: float) -> tuple[float, float]:
     """(what it takes alone, how many times as long beside the other) of a side that took ``here`` and ``there`` times
-    as long as expected, with those overlaps: so that alone it takes the same in both."""
+    as long as expected, with those overlaps: so that alone it takes the same in both. Overlaps that hardly differ would
+    make an effect of noise: then (what it took here, 1)."""
+    if abs(overlap_here - overlap_there) < LEAST_DIFFERENCE:
+        return here, 1.0
     lost = here * overlap_here - there * overlap_there
     share = (here - there) / lost if lost else 0.0
     share = min(1.0 - 1.0 / _MOST, max(0.0, share))  # 0: the run in which they met more wasn't slower

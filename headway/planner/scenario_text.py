@@ -36,14 +36,19 @@ def _is_quantity(table: Any) -> bool:
 
 
 def _key(name: str) -> str:
-    return name if _BARE.fullmatch(name) else json.dumps(name)
+    return name if _BARE.fullmatch(name) else _text(name)
+
+
+def _text(text: str) -> str:
+    """A TOML basic string has JSON's escapes, but for halves of characters, and DEL isn't allowed as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return json.dumps(value)  # a TOML basic string has JSON's escapes
+        return _text(value)
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_value, cast("Sequence[Any]", value))) + "]"
     if isinstance(value, dict):

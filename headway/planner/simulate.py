@@ -115,8 +115,11 @@ async def _simulate(
     )
     run = assemble(scenario.experiment(), actors, clock, directory.buffer, stack)
     run.context.meter.peak_flops_per_s = scenario.hardware.trainer.peak_flops_per_s
-    per_replica = scenario.hardware.generator.devices_per_replica
-    ledger.event(EVENT_SIMULATED, name, seed=scenario.run.seed, devices_per_replica=per_replica)
+    counts = {
+        "devices_per_replica": scenario.hardware.generator.devices_per_replica,
+        "trainer_devices": scenario.hardware.trainer.devices,
+    }
+    ledger.event(EVENT_SIMULATED, name, seed=scenario.run.seed, **counts)
     await drive(run)
     data = {key: round(value, 6) for key, value in msgspec.to_builtins(world.environment.counts).items()}
     if world.workload.multi_turn:

@@ -27,6 +27,12 @@ class SolveRates(msgspec.Struct, frozen=True, kw_only=True):
     trivial_share: float  # of tasks that are always solved
     impossible_share: float  # of tasks that never are
     solve_rate: Quantity  # of the others
+    among: float = 1.0  # share of their groups that have both solved and unsolved attempts
+
+    @property
+    def mixed_groups(self) -> float:
+        """Share of all groups that have both."""
+        return self.mixed_share * self.among
 
     @property
     def mixed_share(self) -> float:
@@ -47,8 +53,8 @@ def solve_rates(histogram: Sequence[int], size: int, mixed: float | None) -> Sol
     middle = [(rate, weight / total) for rate, weight in middle]
     ends = {rate: weight for rate, weight in weights if rate in (0.0, 1.0)}
     extreme = max(0.0, 1.0 - sum(weight for rate, weight in weights if 0.0 < rate < 1.0))
+    among = sum(weight * (1.0 - rate**size - (1.0 - rate) ** size) for rate, weight in middle)
     if mixed is not None:
-        among = sum(weight * (1.0 - rate**size - (1.0 - rate) ** size) for rate, weight in middle)
         extreme = max(0.0, 1.0 - mixed / among)
     solved, unsolved = ends.get(1.0, 0.0), ends.get(0.0, 0.0)
     trivial = solved / (solved + unsolved) if solved + unsolved else 0.0
@@ -56,6 +62,7 @@ def solve_rates(histogram: Sequence[int], size: int, mixed: float | None) -> Sol
         trivial_share=round(extreme * trivial, 4),
         impossible_share=round(extreme * (1.0 - trivial), 4),
         solve_rate=_steps(middle),
+        among=among,
     )
 
 

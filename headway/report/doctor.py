@@ -56,8 +56,9 @@ def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Re
     if isinstance(found, str):
         raise ConfigurationError(f"{view.path}: {found}")
     simulated = next((event for event in view.events if event.event == EVENT_SIMULATED), None)
-    per_replica = 1 if simulated is None else int(simulated.data.get("devices_per_replica", 1))
-    costs = costs_of(view.steps, experiment, usd_per_device_hour, per_replica)
+    told = {} if simulated is None else simulated.data
+    per_replica, trained_on = (int(told.get(key, 0)) for key in ("devices_per_replica", "trainer_devices"))
+    costs = costs_of(view.steps, experiment, usd_per_device_hour, per_replica or 1, trained_on or len(ranks))
     return Report(run=str(view.path), state=view.state, costs=costs, diagnosis=found)
 
 
@@ -68,11 +69,17 @@ def _experiment(view: RunView) -> Experiment:
 
 
 def costs_of(
-    steps: Sequence[StepRecord], experiment: Experiment, usd_per_device_hour: float | None, per_replica: int = 1
+    steps: Sequence[StepRecord],
+    experiment: Experiment,
+    usd_per_device_hour: float | None,
+    per_replica: int = 1,
+    trained_on: int | None = None,
 ) -> Costs:
-    """Device-hours of all steps, and those lost by cause. ``per_replica``: devices of a replica."""
+    """Device-hours of all steps, and those lost by cause. ``per_replica``: devices of a replica; ``trained_on``: those
+    of the trainer, by default one for each rank."""
     generator, ranks = experiment.generator.devices, experiment.trainer.devices
     replicas = {parse_device(name) for name in generator}
+    trainer = len(ranks) if trained_on is None else trained_on
     devices = len({*replicas, *map(parse_device, ranks)}) + len(replicas) * (per_replica - 1)
     seconds = sum(step.step_s for step in steps)
     device_h = devices * seconds / 3600
@@ -80,9 +87,9 @@ def costs_of(
     lost: dict[str, float] = {
         "trainer: waits for groups": own_ranks * sum(s.trainer_wait_s - s.flow.straggler_wait_s for s in steps),
         "trainer: waits for stragglers": own_ranks * sum(s.flow.straggler_wait_s for s in steps),
-        "trainer: waits for an update": len(ranks) * sum(s.flow.update_wait_s for s in steps),
-        "trainer: publishes": len(ranks) * sum(s.publish_s for s in steps),
-        "trainer: writes checkpoints": len(ranks) * sum(s.checkpoint_s for s in steps),
+        "trainer: waits for an update": trainer * sum(s.flow.update_wait_s for s in steps),
+        "trainer: publishes": trainer * sum(s.publish_s for s in steps),
+        "trainer: writes checkpoints": trainer * sum(s.checkpoint_s for s in steps),
         "generator: has nothing to do": per_replica * sum(s.generator_wait_ratio * s.flow.generator_s for s in steps),
         "generator: stands still for updates": per_replica * sum(_paused_s(s) for s in steps),
     }

@@ -161,7 +161,7 @@ class Attempt:
             turn_ends=tuple(ends),
             turn_rewards=tuple(reward or 0.0 for reward in self._rewards) if rewarded else (),
             turns=len(self._turns),
-            environment_s=self._environment_s,
+            environment_s=self._environment_s + max(0.0, now - last.generated_s),
             opened_s=self.group.admitted_s,
             first_token_s=self._turns[0].first_token_s,
             generated_s=now,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from simulated_run import experiment_of
 from simulated_run import simulate as simulate_run
 
-from headway.control.queue_model import QueueModel, needed_budget, simulate
+from headway.control.queue_model import QueueModel, _Simulation, needed_budget, simulate
 
 NORMAL = NormalDist()
 
@@ -236,3 +236,15 @@ def test_updates_pause_decoding() -> None:
     plain, paused = simulate(model_of(**short)), simulate(model_of(**short, pause_s=0.1, apply_s=0.1))
     assert plain.samples_per_s == pytest.approx(160, rel=0.05)
     assert paused.samples_per_s == pytest.approx(80, rel=0.1)
+
+
+def test_a_group_that_ends_with_its_tools_makes_room() -> None:
+    simulation = _Simulation(model_of(environment_s=5.0), 0)
+    simulation.admit()
+    assert simulation.acting == 24
+    for index in list(simulation.open):
+        simulation._end_overdue(simulation.open.pop(index))
+    assert simulation.acting == 0
+    simulation.advance()  # their tools' timer: nothing comes of it
+    assert simulation.acting == 0
+    assert not simulation.waiting

@@ -404,3 +404,6 @@ def test_a_limit_on_rollouts_at_once_is_raised_when_it_starves_the_trainer() -> 
     history, actions = play(starved, limits(), Knobs(open_groups=None, concurrent_rollouts=4, steps_per_publish=1))
     assert history[-1].concurrent_rollouts == limits().most_concurrent
     assert any("rollouts at once are what is short" in action.reason for action in actions)
+    full = Knobs(open_groups=None, concurrent_rollouts=10, steps_per_publish=1)  # 8 slots, and a group that waits
+    _, actions = play(starved, limits(most_concurrent=200), full)
+    assert not any("rollouts at once" in action.reason for action in actions)

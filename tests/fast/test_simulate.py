@@ -272,11 +272,13 @@ def test_the_doctor_counts_a_simulated_runs_devices(tmp_path, shares, devices):
     scenario = scenario_of(
         tmp_path,
         run={"directory": str(tmp_path / "run"), "steps": 24},
-        hardware={"generator": generator, "trainer": {"token_s": 1e-4, "devices": 3}},
+        hardware={"generator": generator, "trainer": {"token_s": 1e-4, "devices": 3, "publish_s": 0.05}},
     )
     simulate(scenario)
     report = examine(tmp_path / "run")
     assert report.costs.devices == devices
+    published_s = sum(step.publish_s for step in steps_of(tmp_path))
+    assert report.costs.lost_h["trainer: publishes"] == pytest.approx(3 * published_s / 3600)
     assert sum(report.costs.lost_h.values()) <= report.costs.device_h
     waits = [cause for cause in report.costs.lost_h if cause.startswith("trainer: waits for groups")]
     assert bool(waits) != shares  # who waits on a device of both sides lends it

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,14 +17,15 @@ from headway.cli.main import main as headway
 from headway.config.load import validate
 from headway.control.learning_signal import solve_rate_histogram
 from headway.planner.agreement import Agreement, agreement
-from headway.planner.from_run import RunScenario, read_run, scenario_of, window
+from headway.planner.from_run import RunScenario, read_run, response_tokens, scenario_of, window
+from headway.planner.interference import _apart
 from headway.planner.quantities import Quantity, uniform
 from headway.planner.scenario import Scenario, load_scenario
 from headway.planner.scenario_text import toml_text
 from headway.planner.simulate import simulate
 from headway.planner.solve_rates import solve_rates
 from headway.records.errors import ConfigurationError
-from headway.records.ledger import StepRecord
+from headway.records.ledger import EventRecord, StepRecord
 from headway.runtime.ledger import read_ledger
 from tests.fast.synthetic_run import synthetic_lines, write_run
 
@@ -330,3 +332,33 @@ def test_errors_end_with_2_and_simulate_nothing(tmp_path, capsys, monkeypatch, p
     assert headway(["simulate", *arguments]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_bucket_too_light_for_six_digits_is_one_with_its_neighbour():
+    record = StepRecord(step=0, version=1, length_histogram={"10": 1_199_999, "400": 1}, length_mean=9.0)
+    found = response_tokens([record], 500)
+    assert [share for share, _ in found.at] == sorted({share for share, _ in found.at})
+    assert found.at[-1][1] > 100
+
+
+def test_overlaps_that_hardly_differ_tell_nothing():
+    assert _apart(1.03, 1.0, 0.05, 0.0) == (1.03, 1.0)
+    alone, beside = _apart(1.2, 1.0, 0.5, 0.0)
+    assert alone == pytest.approx(1.0)
+    assert beside == pytest.approx(1.5)  # 1.2 - 0.5 x 1.2 / 1.5 ... : half of the time takes 1.5 times as long
+
+
+def test_text_of_a_scenario_is_toml_whatever_it_holds():
+    raw = {"run": {"directory": 'runs/\N{ROCKET}\x7f "x"'}}
+    assert tomllib.loads(toml_text(raw, [])) == raw
+
+
+def test_steps_before_the_last_resume_are_another_run(tmp_path):
+    """It may have gone on with other settings, and its queue filled again."""
+    simulate(described(tmp_path / "run"))
+    run = read_run(tmp_path / "run")
+    steps = [line for line in run.lines if isinstance(line, StepRecord)]
+    at = run.lines.index(steps[40])
+    resumed = msgspec.structs.replace(run, lines=[*run.lines[:at], EventRecord(event="resume"), *run.lines[at:]])
+    assert window(run)[0].step < 40
+    assert window(resumed)[0].step > 40 + 3
