@@ -22,20 +22,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import resource
-import shutil
 import statistics
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipeline_machine import Snapshot, load, snapshot, wait_until_quiet
+from pipeline_machine import load
+from trained_run import ARITHMETIC, train_alone
 
 from headway.records.ledger import EvaluationRecord, StepRecord
 from headway.runtime.ledger import read_ledger
 
-ARITHMETIC = Path(__file__).resolve().parents[1] / "examples" / "arithmetic"
 SYNCHRONOUS, PLAIN, CONTROLLER = "synchronous", "asynchronous", "controller"
 ASYNCHRONOUS = ("--queue.budget=8",)
 POLICIES: dict[str, tuple[str, ...]] = {
@@ -61,7 +59,6 @@ COMMON = (
     "--run.time_limit_s=100000",
     "--ledger.trackers=[]",
 )
-QUIET_CORES = 0.05
 BIAS_LIMIT = 0.1  # KS; as control.length_bias_limit
 T_95 = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 7: 1.90, 8: 1.86, 9: 1.83}  # one-sided, by freedom
 
@@ -84,37 +81,9 @@ class Outcome:
 
 
 def run(folder: Path, start: Path, policy: str, seed: int, steps: int, warm: int) -> Outcome:
-    """Train once with ``policy``; its folder is removed afterwards."""
-    shutil.rmtree(folder, ignore_errors=True)
-    wait_until_quiet(QUIET_CORES, 20.0)
-    tasks = [f"--tasks.{name}.path={start}/tasks/{name}.jsonl" for name in ("train", "validation", "test")]
-    options = [f"--run.directory={folder}", f"--model.path={start}/sft", f"--run.seed={seed}", f"--run.steps={steps}"]
-    command = [sys.executable, "-m", "headway.cli.main", "train", str(ARITHMETIC / "experiment.toml"), "--json"]
-    before, children = snapshot(), children_s()
-    process = subprocess.Popen(
-        [*command, *options, *tasks, *COMMON, *POLICIES[policy]],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    output, _ = process.communicate()
-    if process.returncode:
-        raise SystemExit(f"{policy}: exit code {process.returncode}\n{output[-2000:]}")
-    return outcome_of(folder, warm, foreign_cores(before, children))
-
-
-def foreign_cores(before: Snapshot, children_before_s: float) -> float:
-    """Cores that others kept busy since ``before``; ours are the processes that have ended meanwhile."""
-    after = snapshot()
-    busy_s = after.busy_s - before.busy_s + after.stolen_s - before.stolen_s
-    ours_s = children_s() - children_before_s + sum(after.roles_s.values()) - sum(before.roles_s.values())
-    return max(0.0, busy_s - ours_s) / (after.time_s - before.time_s)
-
-
-def children_s() -> float:
-    """CPU seconds of every process of ours that has ended, and of those it had waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    """Train once with ``policy``."""
+    own = (f"--run.seed={seed}", f"--run.steps={steps}")
+    return outcome_of(folder, warm, train_alone(folder, start, policy, (*own, *COMMON, *POLICIES[policy])))
 
 
 def outcome_of(folder: Path, warm: int, foreign: float) -> Outcome:

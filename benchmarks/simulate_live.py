@@ -11,15 +11,14 @@ others kept more than BUSY_CORES busy are left out, and what would be predicted 
 
 from __future__ import annotations
 
-import shutil
 import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline_machine import load, snapshot, wait_until_quiet
-from policies import children_s, foreign_cores
+from pipeline_machine import load
+from trained_run import ARITHMETIC, train_alone
 
 from headway.planner.agreement import Figures, agreement
 from headway.planner.from_run import Recorded, read_run, scenario_of, window
@@ -27,7 +26,6 @@ from headway.planner.simulate import simulate
 from headway.records.ledger import StepRecord
 from headway.runtime.ledger import read_ledger
 
-ARITHMETIC = Path(__file__).resolve().parents[1] / "examples" / "arithmetic"
 BASE, BESIDE = "asynchronous", "synchronous"
 ROWS: dict[str, tuple[str, ...]] = {  # the two that predict stand between those that are predicted
     "small budget": ("queue.budget=1",),
@@ -54,7 +52,7 @@ COMMON = (
     "ledger.trace=false",
 )
 WARM_STEPS = 6  # beside those that fill the queue: a fresh process is slow at first
-QUIET_CORES, BUSY_CORES = 0.05, 0.2
+BUSY_CORES = 0.2
 SIMULATED_STEPS = 70
 OTHERS = "others"  # file in a row's folder: cores that others kept busy meanwhile
 RIGHT = 0.1
@@ -74,18 +72,9 @@ class Ratio:
 
 def train(folder: Path, start: Path, row: str, seed: int, steps: int) -> None:
     """Run ``row``; its folder stays."""
-    shutil.rmtree(folder, ignore_errors=True)
-    wait_until_quiet(QUIET_CORES, 20.0)
-    tasks = [f"tasks.{name}.path={start}/tasks/{name}.jsonl" for name in ("train", "validation", "test")]
-    own = [f"run.directory={folder}", f"model.path={start}/sft", f"run.seed={seed}"]
-    own.append(f"run.steps={steps}")
-    command = [sys.executable, "-m", "headway.cli.main", "train", str(ARITHMETIC / "experiment.toml"), "--json"]
-    options = [f"--{option}" for option in (*own, *tasks, *COMMON, *ROWS[row])]
-    before, children = snapshot(), children_s()
-    process = subprocess.run([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if process.returncode:
-        raise SystemExit(f"{row}: exit code {process.returncode}\n{process.stdout[-2000:]}")
-    (folder / OTHERS).write_text(f"{foreign_cores(before, children):.3f}\n")
+    options = (f"run.seed={seed}", f"run.steps={steps}", *COMMON, *ROWS[row])
+    others = train_alone(folder, start, row, [f"--{option}" for option in options])
+    (folder / OTHERS).write_text(f"{others:.3f}\n")
 
 
 def undisturbed(rounds: Path, *rows: str) -> bool:

@@ -1,20 +1,25 @@
-"""What benchmarks that train several runs share: each run is trained once, and then read from its ledger."""
+"""What benchmarks that train several runs share: how one is trained, once or alone on the machine, and read."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import stdev
 
+from pipeline_machine import snapshot, wait_until_quiet
+
 from headway.records.ledger import EvaluationRecord, StepRecord
 from headway.runtime.ledger import read_ledger
 
 ARITHMETIC = Path(__file__).resolve().parents[1] / "examples" / "arithmetic"
+QUIET_CORES = 0.05  # others' before a run that is timed
 CONFIG = str(ARITHMETIC / "experiment.toml")
 
 
@@ -34,6 +39,29 @@ def train_once(directory: Path, name: str, options: Sequence[str]) -> Path:
         resume = ["--resume"] if (folder / "config.json").exists() else []
         headway("train", CONFIG, "--json", *resume, f"--run.directory={folder}", *options, quiet=True)
     return folder
+
+
+def train_alone(folder: Path, start: Path, name: str, options: Sequence[str]) -> float:
+    """Train CONFIG anew from the cold start in ``start``, once the machine is quiet; the folder of the run before is
+    removed. Returns the cores that others kept busy meanwhile. Raises SystemExit when it fails."""
+    shutil.rmtree(folder, ignore_errors=True)
+    wait_until_quiet(QUIET_CORES, 20.0)
+    tasks = [f"--tasks.{split}.path={start}/tasks/{split}.jsonl" for split in ("train", "validation", "test")]
+    own = [f"--run.directory={folder}", f"--model.path={start}/sft"]
+    command = [sys.executable, "-m", "headway.cli.main", "train", CONFIG, "--json", *own, *tasks, *options]
+    before, ours_before_s = snapshot(), _children_s()
+    process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if process.returncode:
+        raise SystemExit(f"{name}: exit code {process.returncode}\n{process.stdout[-2000:]}")
+    after = snapshot()
+    busy_s = after.busy_s - before.busy_s + after.stolen_s - before.stolen_s
+    return max(0.0, busy_s - (_children_s() - ours_before_s)) / (after.time_s - before.time_s)
+
+
+def _children_s() -> float:
+    """CPU seconds of this process and of all it started that have ended, with those that they had waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def steps_and_end(folder: Path) -> tuple[list[StepRecord], EvaluationRecord, float]:

@@ -18,7 +18,7 @@ from headway.records.generation import GenerationRequest, VersionSpan
 from headway.records.rollout import Failure, Pruned, Rollout
 from headway.rollout.own import KEY, Attempt, OwnRollouts, RolloutOver, load_own, make_rollouts
 from headway.rollout.single_turn import SingleTurn
-from headway.runtime.clock import Clock, run_virtual
+from headway.runtime.clock import Clock, RealClock, run_virtual
 from headway.runtime.hooks import Hook
 from tests.fast.simulated_run import experiment_of, simulate
 from tests.fast.test_rollout_single_turn import EOS, Engine, Letters, Reply, answer, group, response
@@ -309,5 +309,6 @@ def test_what_the_key_takes(module: Any) -> None:
         load_own("own_rollouts:plain")
     with pytest.raises(ConfigurationError, match="own_rollouts has no 'two_turn'; did you mean 'two_turns'"):
         load_own("own_rollouts:two_turn")
-    plain = make_rollouts(experiment_of(Path("unused")), None, Codec(), None)  # type: ignore[arg-type]  (not called)
+    clock = RealClock()
+    plain = make_rollouts(experiment_of(Path("unused")), FakeGenerator(clock).generate, Codec(), clock)
     assert type(plain) is SingleTurn
