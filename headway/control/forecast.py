@@ -19,6 +19,7 @@ from headway.records.planning import BudgetShare, Calibration, Change, Constrain
 LEAST_GROUPS = 8  # fewer that ended say nothing about how many will be filtered
 WORTH_IT = 0.03  # smaller gains are within what a simulation of some dozen steps can tell apart
 BUSY = 0.10  # a trainer that waits less is what binds
+EVEN_REQUESTS = 16.0  # of our engine on a core (benchmarks/results/engine-2-cores.txt): see RunShape.even_requests
 
 
 class RunShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +47,7 @@ class RunShape(msgspec.Struct, frozen=True, kw_only=True):
     open_groups: int | None = None  # most open at once, within what admission allows; None: all of it
     surplus_groups: int = 0  # open beyond admission, because surplus is discarded
     free_devices: int = 0  # of the generator's and trainer's kind that neither of them uses
+    even_requests: float = EVEN_REQUESTS  # at which half of a decode step grows with them, where nothing measured tells
 
     @property
     def samples_per_step(self) -> int:

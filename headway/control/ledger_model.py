@@ -16,7 +16,7 @@ from statistics import median
 import msgspec
 
 from headway.config.schema import Experiment
-from headway.control.forecast import RunShape, kv_slots
+from headway.control.forecast import EVEN_REQUESTS, RunShape, kv_slots
 from headway.control.lengths import LengthDistribution, length_distribution
 from headway.control.queue_model import QueueModel
 from headway.control.summaries import bucket_width
@@ -24,6 +24,8 @@ from headway.records.ledger import Flow, StepRecord
 
 LEAST_STEPS = 2
 _LEAST_ACCEPTANCE = 0.05
+_EVEN_ON_GPU = 128.0  # bfloat16: FLOP/s over twice the bytes/s, less as the KV is read too
+_EVEN_FACTOR = 2.5  # one standard deviation of such a figure, as a factor
 _LEAST_OTHER = 0.1  # of the time requests hold their slots: less is within the error of that estimate
 
 
@@ -110,7 +112,13 @@ def shape_of(experiment: Experiment, lent_replicas: int = 0, free_devices: int =
         open_groups=experiment.open_groups,
         surplus_groups=experiment.surplus_groups,
         free_devices=free_devices,
+        even_requests=even_requests(generator.devices),
     )
+
+
+def even_requests(devices: Sequence[str]) -> float:
+    """Requests at which one half of a replica's decode step is taken to grow with them, where a ledger doesn't tell."""
+    return _EVEN_ON_GPU if devices[0].startswith("cuda") else EVEN_REQUESTS
 
 
 def as_recorded(shape: RunShape, steps: Sequence[StepRecord]) -> RunShape:
@@ -137,7 +145,7 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
     seconds = sum(r.step_s for r in steps)
     samples = sum(r.samples for r in steps)
     lengths = ledger_lengths(steps, shape.max_response_tokens)
-    decode, running = decode_line(steps)
+    decode, running = decode_line(steps, shape.even_requests)
     train = training_line(steps)
     finished = sum(r.flow.finished_groups for r in steps)
     accepted = sum(r.flow.accepted_groups for r in steps)
@@ -261,18 +269,22 @@ def _least_squares(points: Sequence[tuple[float, float]]) -> tuple[float, float,
     return slope * x_mean / y_mean, error * x_mean / y_mean, x_mean, y_mean
 
 
-def decode_line(steps: Sequence[StepRecord]) -> tuple[Line, float]:
+def decode_line(steps: Sequence[StepRecord], even: float = EVEN_REQUESTS) -> tuple[Line, float]:
     """(seconds of a decode step over the requests of one replica, mean requests).
 
     From the engines' own counters where they count decode steps: prefills are then part of a step. Else from the time
-    between two tokens as rollouts saw it, less the time in which nothing was generated at all.
+    between two tokens as rollouts saw it, less the time in which nothing was generated at all. A step reads the weights
+    once and computes for each request: with n of them a share n / (n + ``even``) grows with them, which is the prior
+    (Williams, Waterman and Patterson 2009: the roofline's two limits, added up).
     """
     points = [point for r in steps if (point := decode_point(r)) is not None]
     if not points:
         return Line(fixed=0.0, slope=0.0, share=0.0, share_error=0.0, identified=False), 0.0
-    line = fit_line(points, prior_share=0.5, prior_error=0.3)
-    busy = sum(r.flow.generator_busy_s for r in steps)
-    return line, sum(x * r.flow.generator_busy_s for r in steps if (p := decode_point(r)) for x in p[:1]) / busy
+    busy_s = sum(r.flow.generator_busy_s for r in steps)
+    requests = sum(x * r.flow.generator_busy_s for r in steps if (p := decode_point(r)) for x in p[:1]) / busy_s
+    share = requests / (requests + even)
+    error = max(0.05, math.log(_EVEN_FACTOR) * share * (1 - share))
+    return fit_line(points, prior_share=share, prior_error=error), requests
 
 
 def decode_point(record: StepRecord) -> tuple[float, float] | None:

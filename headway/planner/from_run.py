@@ -173,14 +173,14 @@ def scenario_of(
         raise ConfigurationError(f"{run.path}: no response finished in steps {steps[0].step} to {steps[-1].step}")
     unidentified = dict(model.unidentified) | _left_out(run, steps, model)
     if beside is None:
-        found = costs(steps, run.replicas)
+        found = costs(steps, run.replicas, shape.even_requests)
     else:
         if beside[0].replicas != run.replicas:
             raise ConfigurationError(
                 f"{beside[0].path} has {beside[0].replicas} replicas and {run.path} {run.replicas}: what the sides "
                 "cost each other is told by runs of the same machine"
             )
-        found = costs_apart(steps, beside[1], run.replicas)
+        found = costs_apart(steps, beside[1], run.replicas, shape.even_requests)
         del unidentified["interference"]
         if found.untold:
             unidentified["interference"] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.ledger_model import LedgerModel, estimate, fit_line, shape_of
+from headway.control.ledger_model import LedgerModel, decode_line, estimate, fit_line, shape_of
 from headway.control.queue_model import simulate as simulate_queue
 from headway.records.generation import GenerationRequest
 from headway.records.training import TrainBatch
-from tests.fast.simulated_run import Outcome, simulate, small_run
+from tests.fast.simulated_run import Outcome, experiment_of, simulate, small_run
 
 FIXED_S, REQUEST_S = 0.004, 0.0005  # of a decode step
 TRAIN_S, TRAIN_TOKEN_S = 0.05, 0.0007
@@ -134,6 +135,25 @@ def test_what_the_ledger_doesnt_tell_is_said() -> None:
     tilted = steady.decode.tilted(1.0)
     assert tilted.fixed + tilted.slope * tilted.x_mean == pytest.approx(centre)
     assert tilted.share > steady.decode.share
+
+
+def test_how_a_decode_step_grows_is_taken_from_how_many_requests_it_has() -> None:
+    """One request more at two costs next to nothing; at two hundred, its share."""
+    outcome = run(budget=8, steps=12)
+    shares = {}
+    for requests, even in ((2, 16.0), (16, 16.0), (200, 16.0), (200, 128.0)):
+        same = {"generated_tokens": 100 * requests, "decode_steps": 100, "generator_busy_s": 1.0}
+        steps = [msgspec.structs.replace(s, flow=msgspec.structs.replace(s.flow, **same)) for s in outcome.steps]
+        line, running = decode_line(steps, even)
+        assert running == requests
+        assert not line.identified
+        shares[requests, even] = (line.share, line.share_error)
+    assert shares[2, 16.0][0] == pytest.approx(1 / 9)
+    assert shares[16, 16.0][0] == 0.5
+    assert shares[200, 16.0][0] > shares[200, 128.0][0] > 0.5
+    assert shares[2, 16.0][1] < 0.1 < shares[16, 16.0][1]
+    cuda = experiment_of(Path("unused"), generator={"devices": ("cuda:0",)})
+    assert shape_of(cuda).even_requests > shape_of(outcome.experiment).even_requests
 
 
 def test_groups_of_adaptive_sizes_count_with_their_mean() -> None:
