@@ -20,7 +20,7 @@ import msgspec
 from headway.config.load import changed_experiment
 from headway.config.schema import Experiment
 from headway.control.drift import RECENT, find_drift
-from headway.control.forecast import WORTH_IT, RunShape, binding_constraint
+from headway.control.forecast import RANK_ERROR, WORTH_IT, RunShape, binding_constraint, token_s_with
 from headway.control.ledger_model import LedgerModel, as_recorded, estimate, usable
 from headway.control.queue_model import QueueModel, needed_budget, simulate_or_still
 from headway.records.errors import ConfigurationError
@@ -156,6 +156,7 @@ class _Candidate(msgspec.Struct, frozen=True):
     relieves: Constraint
     change: Mapping[str, Any]  # fields of the model
     needs: str = ""
+    error: float = 0.0  # of what it assumes, relative
 
 
 def _recommendations(
@@ -187,7 +188,7 @@ def _recommendations(
             samples_per_s=found.samples_per_s * (1 + gain),
             useful_per_s=found.useful_per_s * (1 + gain),
             gain=gain,
-            error=math.hypot(found.noise, model_error, spread),
+            error=math.hypot(found.noise, model_error, spread, one.error),
             staleness_mean=fmean(outcome.staleness_mean for outcome in then),
             needs=one.needs,
         )
@@ -308,7 +309,7 @@ def _of_devices(
         settings["queue.max_concurrent_rollouts"] = str(rollouts)
     yield _Candidate(settings, "generator", more, "memory for weights and KV beside the trainer")
     ranks = shape.ranks + len(generator)
-    train_token_s = model.train_token_s * shape.ranks / ranks
     both = {"trainer.devices": json.dumps([*generator, *trainer])}
-    lent = {"lent_share": 1.0, "train_token_s": train_token_s}
-    yield _Candidate({**both, **settings}, "trainer", {**more, **lent}, "memory for both sides on every device")
+    lent = {"lent_share": 1.0, "train_token_s": token_s_with(model, shape.ranks, ranks)}
+    needs = "memory for both sides on every device"
+    yield _Candidate({**both, **settings}, "trainer", {**more, **lent}, needs, RANK_ERROR)

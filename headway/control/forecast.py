@@ -20,6 +20,8 @@ LEAST_GROUPS = 8  # fewer that ended say nothing about how many will be filtered
 WORTH_IT = 0.03  # smaller gains are within what a simulation of some dozen steps can tell apart
 BUSY = 0.10  # a trainer that waits less is what binds
 EVEN_REQUESTS = 16.0  # of our engine on a core (benchmarks/results/engine-2-cores.txt): see RunShape.even_requests
+RANK_EFFICIENCY = 0.8  # of more ranks (benchmarks/ranks.py): all make the optimiser step, and gradients are added up
+RANK_ERROR = 0.1  # its standard deviation from one machine and model to the next
 
 
 class RunShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,6 +238,11 @@ def _changes(
     return sorted(found, key=lambda change: -change.gain)
 
 
+def token_s_with(model: QueueModel, ranks: int, more: int) -> float:
+    """Seconds of training per token with ``more`` ranks instead of ``ranks``."""
+    return model.train_token_s * ranks / more / RANK_EFFICIENCY
+
+
 def _candidates(shape: RunShape, model: QueueModel, lengths: LengthDistribution, needed: int) -> Iterator[_Candidate]:
     with_ = partial(msgspec.structs.replace, model)
     device = "" if shape.free_devices else "another device: all of this kind are in use"
@@ -252,8 +259,7 @@ def _candidates(shape: RunShape, model: QueueModel, lengths: LengthDistribution,
         replicas = shape.replicas + 1
         more = with_(replicas=replicas, concurrent_rollouts=shape.concurrent_rollouts + shape.slots)
         yield _Candidate("generator.devices", f"{replicas} devices", "generator", more, device)
-        share = shape.ranks / (shape.ranks + 1)
-        more = with_(train_token_s=model.train_token_s * share)
+        more = with_(train_token_s=token_s_with(model, shape.ranks, shape.ranks + 1))
         yield _Candidate("trainer.devices", f"{shape.ranks + 1} devices", "trainer", more, device)
     if model.verify_response_s:
         yield _Candidate("verifier.workers", str(2 * shape.verifiers), "verifier", with_(verifiers=2 * shape.verifiers))

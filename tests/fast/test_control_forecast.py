@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planned_run import calibration_of, lengths_of, shape_of
 
-from headway.control.forecast import consumption_rate, forecast, ideal_rate, kv_slots, production_rate, queue_model
+from headway.control.forecast import (
+    RANK_EFFICIENCY,
+    consumption_rate,
+    forecast,
+    ideal_rate,
+    kv_slots,
+    production_rate,
+    queue_model,
+)
 from headway.control.lengths import LengthDistribution
 from headway.records.planning import Forecast
 
@@ -90,7 +98,7 @@ def test_a_slow_trainer_binds() -> None:
     assert found.balance > 2
     assert found.outcome.trainer_wait < 0.05
     assert found.changes[0].key == "trainer.devices"
-    assert found.changes[0].gain == pytest.approx(1.0, abs=0.15)
+    assert found.changes[0].gain == pytest.approx(2 * RANK_EFFICIENCY - 1, abs=0.1)
     assert found.changes[0].needs
     assert not forecast_of({"train_token_s": 1e-3}, budget=4, free_devices=1).changes[0].needs
 
