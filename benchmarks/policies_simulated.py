@@ -18,7 +18,7 @@ import itertools
 import json
 import math
 import statistics
-from typing import Any
+from typing import Any, NamedTuple
 
 from simulated_runs import Raw, held, run
 
@@ -80,13 +80,35 @@ def grid() -> dict[str, Raw]:
     return found
 
 
-def measured(load: Raw, policy: Raw, seed: int) -> tuple[float, float, float, float]:
-    """Useful samples/s, mean staleness, length bias by scheduling, tokens of a trained sample."""
+class Measured(NamedTuple):
+    """One run, its first and last steps left out."""
+
+    rate: float  # useful samples/s
+    age: float  # mean staleness of what was trained, versions
+    bias: float  # of lengths, by scheduling (KS)
+    tokens: float  # response tokens of a trained sample
+
+
+def measured(load: Raw, policy: Raw, seed: int) -> Measured:
     result = run(BASE, load, policy, steps=STEPS, seed=seed)
     count = STEPS - WARM - DRAIN
     kept = result.steps[WARM : WARM + count]
-    tokens = sum(step.flow.trained_tokens for step in kept) / sum(step.samples for step in kept)
-    return result.rate(WARM, count), result.staleness(WARM, count), kept[-1].length_bias_scheduling_ks, tokens
+    return Measured(
+        rate=result.rate(WARM, count),
+        age=result.staleness(WARM, count),
+        bias=kept[-1].length_bias_scheduling_ks,
+        tokens=sum(step.ended_tokens["trained"] for step in kept) / sum(step.samples for step in kept),
+    )
+
+
+def mean(runs: list[Measured], name: str) -> float:
+    return statistics.fmean(getattr(one, name) for one in runs)
+
+
+def all_lengths(runs: list[Measured], plain: list[Measured]) -> bool:
+    """Whether these runs (a seed each) train samples as long as there are, as ``plain`` does."""
+    shorter = statistics.fmean(one.tokens / other.tokens for one, other in zip(runs, plain, strict=True))
+    return max(one.bias for one in runs) <= LENGTH_BIAS_LIMIT and shorter >= SHORTER_LIMIT
 
 
 def main() -> None:
@@ -102,25 +124,15 @@ def main() -> None:
             label: [measured(LOADS[name], policy, seed) for seed in seeds]
             for label, policy in (grid() | POLICIES).items()
         }
-        tokens = [runs[3] for runs in tried[PLAIN]]
-        rivals = [
-            label
-            for label, runs in tried.items()
-            if max(run[2] for run in runs) <= LENGTH_BIAS_LIMIT
-            and statistics.fmean(run[3] / all_ for run, all_ in zip(runs, tokens, strict=True)) >= SHORTER_LIMIT
-        ]
-        best = max(rivals, key=lambda label: statistics.fmean(run[0] for run in tried[label]))
+        rivals = [label for label, runs in tried.items() if all_lengths(runs, tried[PLAIN])]
+        best = max(rivals, key=lambda label: mean(tried[label], "rate"))
         controller = [measured(LOADS[name], {"control": {"mode": "act"}}, seed) for seed in seeds]
-        ratios = [ours[0] / theirs[0] for ours, theirs in zip(controller, tried[best], strict=True)]
-        over = [ours[0] / theirs[0] for ours, theirs in zip(controller, tried["synchronous"], strict=True)]
-
-        def mean(runs: list[tuple[float, float, float, float]], index: int) -> float:
-            return statistics.fmean(one[index] for one in runs)
-
+        ratios = [ours.rate / theirs.rate for ours, theirs in zip(controller, tried[best], strict=True)]
+        over = [ours.rate / theirs.rate for ours, theirs in zip(controller, tried["synchronous"], strict=True)]
         print(
-            f"{name:<16}{best:<20}{mean(tried[best], 0):11.1f}{mean(tried[best], 1):6.1f}{mean(controller, 0):13.1f}"
-            f"{mean(controller, 1):6.1f}{statistics.fmean(ratios):8.3f} [{min(ratios):.3f}]"
-            f"{statistics.fmean(over):13.2f}",
+            f"{name:<16}{best:<20}{mean(tried[best], 'rate'):11.1f}{mean(tried[best], 'age'):6.1f}"
+            f"{mean(controller, 'rate'):13.1f}{mean(controller, 'age'):6.1f}"
+            f"{statistics.fmean(ratios):8.3f} [{min(ratios):.3f}]{statistics.fmean(over):13.2f}",
             flush=True,
         )
         results[name] = {

@@ -75,7 +75,7 @@ def _change(signal: Callable[[StepRecord], float], before: Sequence[StepRecord],
 
 def _decode_cost(before: Sequence[StepRecord]) -> Callable[[StepRecord], float]:
     """Time of a decode step over what it was ``before`` with as many requests; 0 where that isn't known."""
-    line, _ = decode_line(before)
+    line, _ = decode_line(before)  # our engine's prior, on a GPU too: it matters little so near to ``x_mean``
 
     def cost(record: StepRecord) -> float:
         point = decode_point(record)

@@ -20,8 +20,9 @@ LEAST_GROUPS = 8  # fewer that ended say nothing about how many will be filtered
 WORTH_IT = 0.03  # smaller gains are within what a simulation of some dozen steps can tell apart
 BUSY = 0.10  # a trainer that waits less is what binds
 EVEN_REQUESTS = 16.0  # of our engine on a core (benchmarks/results/engine-2-cores.txt): see RunShape.even_requests
-RANK_EFFICIENCY = 0.8  # of more ranks (benchmarks/ranks.py): all make the optimiser step, and gradients are added up
-RANK_ERROR = 0.1  # its standard deviation from one machine and model to the next
+# Of more trainer ranks: all make the optimiser step, and gradients are added up. The mean of benchmarks/ranks.py on two
+# cores (0.61 to 0.82), and how far that swings; on GPUs unmeasured.
+RANK_EFFICIENCY, RANK_ERROR = 0.7, 0.1
 
 
 class RunShape(msgspec.Struct, frozen=True, kw_only=True):

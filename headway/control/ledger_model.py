@@ -24,7 +24,7 @@ from headway.records.ledger import Flow, StepRecord
 
 LEAST_STEPS = 2
 _LEAST_ACCEPTANCE = 0.05
-_EVEN_ON_GPU = 128.0  # bfloat16: FLOP/s over twice the bytes/s, less as the KV is read too
+_EVEN_ON_GPU = 128.0  # by the roofline, unmeasured: bfloat16 FLOP/s over twice the bytes/s, less as the KV is read too
 _EVEN_FACTOR = 2.5  # one standard deviation of such a figure, as a factor
 _LEAST_OTHER = 0.1  # of the time requests hold their slots: less is within the error of that estimate
 

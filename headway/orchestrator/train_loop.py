@@ -65,21 +65,17 @@ class Train:
         run = self._run
         queue = run.experiment.queue
         discarding = queue.surplus == "discard"
-        # With surplus that is discarded no batch ever waits for what is unfinished.
-        policy = "drop" if discarding else queue.overdue
         started = run.clock.now()
         while not self._over():
             mark = run.state.changed.count
             self._end_old()
-            if policy == "wait" and len(run.state.finished) < queue.groups_per_step:
-                await self._wait(mark)  # too few for a batch, and none is ever overdue: nothing to decide
-                continue
             selection = select_batch(
                 step=run.state.version,
                 candidates=run.state.candidates(),
                 groups_per_step=queue.groups_per_step,
                 budget=queue.budget,
-                policy=policy,
+                # With surplus that is discarded no batch ever waits for what is unfinished.
+                policy="drop" if discarding else queue.overdue,
             )
             for index in selection.overdue:
                 if discarding and selection.groups:

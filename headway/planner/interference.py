@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headway.control.forecast import EVEN_REQUESTS
 from headway.control.ledger_model import Line, decode_line, training_line, training_s
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
@@ -38,16 +37,14 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     untold: tuple[str, ...] = ()  # sides that meet the other about equally in both runs: as they were, beside 1
 
 
-def costs(steps: Sequence[StepRecord], replicas: int, even: float = EVEN_REQUESTS) -> Costs:
+def costs(steps: Sequence[StepRecord], replicas: int, even: float) -> Costs:
     """As they were in ``steps``, whatever the sides cost each other. ``even``: of ``decode_line``."""
     decode, busy_s = decode_line(steps, even)[0], sum(r.flow.generator_busy_s for r in steps)
     between = _at_work_s(steps, replicas) / busy_s if busy_s else 1.0
     return Costs(decode=_times(decode, between), train=training_line(steps))
 
 
-def costs_apart(
-    steps: Sequence[StepRecord], others: Sequence[StepRecord], replicas: int, even: float = EVEN_REQUESTS
-) -> Costs:
+def costs_apart(steps: Sequence[StepRecord], others: Sequence[StepRecord], replicas: int, even: float) -> Costs:
     """Those of the run of ``steps``, with what the sides cost each other told apart by the run of ``others``, whose
     generator has as many replicas. How costs grow with their load is read where the sides met less. Raises
     ConfigurationError where they met about equally in both."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from headway.planner.quantities import Quantity, mix, normal, uniform
 from headway.planner.scenario import Scenario
@@ -14,7 +13,6 @@ from headway.records.generation import GenerationRequest
 from headway.records.task import Task
 
 _TASK, _PROMPT, _SHARED, _TURNS, _TURN, _REPLY, _TOOL, _SOLVED, _RATE, _KIND = range(10)  # purposes of random numbers
-_REMEMBERED = 4096  # groups, tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +51,6 @@ class WorkloadModel:
         self._several = not (self._workload.turns.fixed and self._workload.turns.at_normal(0.0) <= 1)
         correlation = self._workload.group_correlation
         self._common, self._own = math.sqrt(correlation), math.sqrt(1.0 - correlation)
-        # Asked for by every member of a group, and they come close together.
-        self._shared = lru_cache(_REMEMBERED)(lambda group: normal(mix(self._seed, _SHARED, group)))
-        self._task = lru_cache(_REMEMBERED)(self._drawn_task)
 
     @property
     def multi_turn(self) -> bool:
@@ -73,7 +68,7 @@ class WorkloadModel:
     def plan(self, request: GenerationRequest) -> Plan:
         """Of the rollout that ``request`` begins. It depends on its seed, its group, and the training step now."""
         key = mix(self._seed, request.sampling.seed)
-        shared = self._shared(request.priority) if self._common else 0.0
+        shared = normal(mix(self._seed, _SHARED, request.priority)) if self._common else 0.0
         if not self._several:
             score = self._score(key, shared)
             tokens = self._valued(self._workload.response_tokens, "workload.response_tokens", score)
@@ -89,19 +84,16 @@ class WorkloadModel:
         workload, index, step = self._workload, int(task.prompt), self._step()
         trivial = self._scenario.drifted("workload.trivial_share", step, workload.trivial_share)
         impossible = self._scenario.drifted("workload.impossible_share", step, workload.impossible_share)
-        kind, rate = self._task(index)
+        kind = uniform(mix(self._seed, _KIND, index))
         if kind < trivial:
             return True
         if kind < trivial + impossible:
             return False
+        rate = workload.solve_rate.draw(mix(self._seed, _RATE, index))
         if 0.0 < rate < 1.0 and workload.learning:
             odds = math.log(rate / (1.0 - rate)) + workload.learning * step
             rate = 1.0 / (1.0 + math.exp(-max(-700.0, min(700.0, odds))))
         return uniform(mix(self._seed, _SOLVED, seed)) < rate
-
-    def _drawn_task(self, index: int) -> tuple[float, float]:
-        """(where it stands between trivial and impossible, 0 to 1; its solve rate before any learning)."""
-        return uniform(mix(self._seed, _KIND, index)), self._workload.solve_rate.draw(mix(self._seed, _RATE, index))
 
     def verify_s(self, seed: int) -> float:
         return max(0.0, self._drawn(self._workload.verify_s, "workload.verify_s", mix(self._seed, seed)))
