@@ -96,13 +96,14 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     state: ControllerState
     actions: tuple[Action, ...] = ()
+    look: bool = False  # it is time to ask the model, which ``decide`` wasn't let to
 
 
 def decide(
     state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits, *, look: bool = True
 ) -> Decision:
     """What to do after the last of ``records``, the run's own in their order (some dozen are enough). ``look``: the
-    model may be asked; its simulations are all that costs time."""
+    model may be asked, whose simulations take a tenth of a second or more; everything else takes half a millisecond."""
     every = usable(records)
     actions: list[Action] = []
     drifted = find_drift([r for r in every if r.step >= state.regime_step][-WINDOW - RECENT :])
@@ -115,16 +116,33 @@ def decide(
     if len(since) < limits.interval_steps:
         return Decision(state=state, actions=tuple(actions))
     now = _evidence(since[-limits.interval_steps :], limits)
-    lately = _evidence(since[-2 * limits.patience_steps :], limits)
-    ways = ((_measured, now), (_reflex, now), (_by_model, lately))
-    for next_, evidence in ways if look else ways[:2]:
-        decision = next_(state, window, evidence, limits)
-        if decision is not None:
+    for next_ in (_measured, _reflex):
+        if (decision := next_(state, window, now, limits)) is not None:
             state = decision.state
             actions += decision.actions
-            if decision.state.decided_step > window[-1].step:  # changed something
-                break
-    return Decision(state=state, actions=tuple(actions))
+            if state.decided_step > window[-1].step:  # changed something
+                return Decision(state=state, actions=tuple(actions))
+    due = _due(state, window, limits)
+    if due and look:
+        lately = _evidence(since[-2 * limits.patience_steps :], limits)
+        if (decision := _by_model(state, window, lately, limits)) is not None:
+            state = decision.state
+            actions += decision.actions
+    return Decision(state=state, actions=tuple(actions), look=due and not look)
+
+
+def found_nothing(state: ControllerState, version: int) -> ControllerState:
+    """After a look in vain: the next one comes later."""
+    return msgspec.structs.replace(state, rests=min(_MOST_RESTS, state.rests + 1), looked_step=version)
+
+
+def set_at(decision: Decision, version: int) -> Decision:
+    """``decision``, whose knobs come into effect at ``version`` only: it was made out of older records."""
+    state = decision.state
+    if not any(action.kind == "set" for action in decision.actions):
+        return decision
+    trial = msgspec.structs.replace(state.trial, version=version) if state.trial else None
+    return msgspec.structs.replace(decision, state=msgspec.structs.replace(state, decided_step=version, trial=trial))
 
 
 # --- what the last steps show ----------------------------------------------------------------------------
@@ -199,9 +217,8 @@ def _measured(
     after = [r for r in window if r.step >= trial.version + _settling(window)]
     if len(after) < limits.patience_steps:
         return None
-    seconds = sum(r.step_s for r in after)
-    rate = sum(r.samples for r in after) / seconds
-    spread = relative_noise(window, sum(r.samples for r in window) / sum(r.step_s for r in window))
+    rate = _rate_of(after)
+    spread = relative_noise(window, _rate_of(window))
     noise = math.hypot(trial.noise, max(relative_noise(after, rate), spread * math.sqrt(len(window) / len(after))))
     ratio = rate / trial.rate
     done = msgspec.structs.replace(state, trial=None)
@@ -278,21 +295,31 @@ def _reflex(
     return _set(msgspec.structs.replace(state, floors=floors), target, window, limits, reason, 0.0)
 
 
+def _due(state: ControllerState, window: Sequence[StepRecord], limits: ControlLimits) -> bool:
+    """Whether enough steps have passed since the model was last asked; twice as many after each time that it found
+    nothing, unless the rate has changed."""
+    if state.trial is not None or limits.pinned == frozenset(KNOBS):
+        return False
+    patience = limits.patience_steps
+    waited = window[-1].version - max(state.looked_step, state.decided_step, state.regime_step)
+    if waited < patience:
+        return False
+    rate = _rate_of(window[-patience:])
+    changed = bool(state.looked_rate) and abs(math.log(rate / state.looked_rate)) >= _RATE_DIFFERS
+    return waited >= patience << state.rests or changed
+
+
+def _rate_of(records: Sequence[StepRecord]) -> float:
+    """Samples/s."""
+    return sum(r.samples for r in records) / sum(r.step_s for r in records)
+
+
 def _by_model(
     state: ControllerState, window: Sequence[StepRecord], evidence: Evidence, limits: ControlLimits
 ) -> Decision | None:
     """The neighbouring setting that the model likes best, when it is better by enough."""
-    if state.trial is not None or limits.pinned == frozenset(KNOBS):
-        return None
-    looked = max(state.looked_step, state.decided_step, state.regime_step)
-    waited = window[-1].version - looked
-    rate = sum(r.samples for r in window[-limits.patience_steps :]) / sum(
-        r.step_s for r in window[-limits.patience_steps :]
-    )
-    if waited < limits.patience_steps or (waited < limits.patience_steps << state.rests and _as_then(state, rate)):
-        return None
     idle = msgspec.structs.replace(
-        state, rests=min(_MOST_RESTS, state.rests + 1), looked_step=window[-1].version, looked_rate=rate
+        found_nothing(state, window[-1].version), looked_rate=_rate_of(window[-limits.patience_steps :])
     )
     found = estimate(window, limits.shape)
     if found is None:
@@ -315,11 +342,6 @@ def _by_model(
     reason += f", mean staleness {then.staleness_mean:.1f} for {now.staleness_mean:.1f}"
     reason += f" (the trainer waits {evidence.wait:.0%}, the generator {evidence.idle:.0%})"
     return _set(state, target, window, limits, reason, gain, found)
-
-
-def _as_then(state: ControllerState, rate: float) -> bool:
-    """Whether the rate is about what it was at the last look."""
-    return not state.looked_rate or abs(math.log(rate / state.looked_rate)) < _RATE_DIFFERS
 
 
 def _set(

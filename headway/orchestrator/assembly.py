@@ -12,7 +12,7 @@ from headway.algorithms.advantages import resolve as resolve_advantage
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
 from headway.control.knob_search import first_knobs
-from headway.orchestrator.context import RunContext
+from headway.orchestrator.context import Decide, RunContext
 from headway.orchestrator.drawing import drawing_of
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
@@ -47,6 +47,7 @@ class Actors:
     cpu_s: Callable[[], float] = time.process_time  # CPU seconds of this process, for the ledger
     rollouts: Callable[..., SingleTurn] | None = None  # makes them, with SingleTurn's arguments; None: hooks.rollout
     wrap_generate: WrapGenerate | None = None  # put between rollouts and generator (a benchmark sets lengths there)
+    look: Decide | None = None  # see RunContext
 
 
 def assemble(
@@ -98,6 +99,7 @@ def assemble(
         directory=experiment.run.directory,
         evaluation_tasks=dict(actors.evaluation_tasks),
         started_s=clock.now(),
+        look=actors.look,
     )
     if experiment.pruning.on:
         context.pruning = Pruning(context)

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
+from headway.control.controller import ControllerState, Decision
+from headway.control.knob_search import ControlLimits
 from headway.orchestrator.drawing import Drawing
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.state import RunState
 from headway.records.clients import Generator, PromptCodec, Trainer, Verifier
-from headway.records.ledger import EventRecord, LedgerLine
+from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.records.task import Task
 from headway.rollout.single_turn import SingleTurn
 from headway.runtime.clock import Clock
 
 if TYPE_CHECKING:  # it works with the context
     from headway.orchestrator.pruning import Pruning
+
+Decide = Callable[[ControllerState, Sequence[StepRecord], ControlLimits], Coroutine[Any, Any, Decision]]
 
 
 @dataclass
@@ -43,6 +47,7 @@ class RunContext:
     directory: str
     evaluation_tasks: dict[str, list[Task]] = field(default_factory=dict)  # split -> tasks
     pruning: Pruning | None = None  # None: no rollout is ended early
+    look: Decide | None = None  # asks the controller's model elsewhere; None: here, which the loops wait for
     started_s: float = 0.0  # clock when this process began the run
 
     def time_s(self) -> float:

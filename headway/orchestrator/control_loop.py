@@ -8,25 +8,25 @@ from collections import deque
 import msgspec
 
 from headway.config.control import KnobName
-from headway.control.controller import Action, ControllerState, decide
+from headway.control.controller import Action, ControllerState, Decision, decide, found_nothing, set_at
 from headway.control.knob_search import limits_of
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.state import Signal
 from headway.records.control import Knobs
+from headway.records.errors import WorkerDied
 from headway.records.ledger import StepRecord
 from headway.runtime.channel import Channel
 from headway.runtime.devices import lends
 from headway.runtime.ledger import EVENT_CONTROL
 
 _RECORDS = 40  # kept for the controller: its window, and room for skipped steps
-_LOOK_SHARE = 0.02  # of the time, at most, in which it simulates: that takes processor time from the loops
 
 
 class Control:
     """Writes each step's record; then, as ``control.mode`` says, lets the controller set the knobs.
 
     Consumes: the records of completed steps (train loop's channel); adds what the engines say.
-    Waits for: the engines' statistics, the controller's simulations (in a thread).
+    Waits for: the engines' statistics; never for the controller's model, which is asked elsewhere meanwhile.
     Unblocked by: the train loop.
 
     The knobs change in one assignment between two awaits; dispatch and train read them at their next decision. Rule 1
@@ -47,11 +47,14 @@ class Control:
 
     async def loop(self) -> None:
         """Runs until it is cancelled."""
-        while True:
-            record = await self._write(await self._completed.get())
-            self._written += 1
-            self._flushed.notify()
-            await self._rates.after(record)
+        try:
+            while True:
+                record = await self._write(await self._completed.get())
+                self._written += 1
+                self._flushed.notify()
+                await self._rates.after(record)
+        finally:
+            self._rates.stop_looking()
 
     async def flushed(self, steps: int) -> None:
         """Wait until the records of ``steps`` completed steps are written."""
@@ -77,7 +80,8 @@ class RateControl:
         self._state: ControllerState | None = None
         self._records: deque[StepRecord] = deque(maxlen=_RECORDS)
         self._advised = run.state.knobs
-        self._look_from_s = 0.0
+        self._looking: asyncio.Task[Decision] | None = None
+        self._looking_from: ControllerState | None = None  # what it was asked about
 
     async def go_on_from(self, last: StepRecord) -> None:
         """Within the limits of now; where the experiment sets another value than it did, from that. What was estimated
@@ -106,14 +110,12 @@ class RateControl:
         if self._state is None:
             filled = record.step + run.experiment.queue.budget + 1  # before, the queue was filling
             self._state = ControllerState(knobs=run.state.knobs, regime_step=filled, decided_step=filled)
-        began_s = run.clock.now()
-        look = began_s >= self._look_from_s
-        decision = await asyncio.to_thread(decide, self._state, tuple(self._records), self._limits, look=look)
-        ended_s = run.clock.now()
-        if look:
-            self._look_from_s = ended_s + (ended_s - began_s) / _LOOK_SHARE
-        if any(action.kind == "drift" for action in decision.actions):
-            self._look_from_s = 0.0  # what it saw then is past
+        decision = self._seen(record.version) or decide(
+            self._state, tuple(self._records), self._limits, look=run.look is None
+        )
+        if decision.look and self._looking is None and run.look is not None:
+            self._looking_from = decision.state
+            self._looking = asyncio.create_task(run.look(decision.state, tuple(self._records), self._limits))
         self._state = decision.state
         if self._mode == "advise":
             self._advise(decision.actions)
@@ -121,6 +123,25 @@ class RateControl:
         for action in decision.actions:
             self._say(action)
         await self._set(decision.state.knobs)
+
+    def stop_looking(self) -> None:
+        """Give up what was asked."""
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+
+    def _seen(self, version: int) -> Decision | None:
+        """What a look found that has ended, to be set at ``version``; None where something was decided since."""
+        if self._looking is None or not self._looking.done():
+            return None
+        ended, self._looking = self._looking, None
+        try:
+            found = ended.result()
+        except WorkerDied as death:
+            self._run.event("worker_died", death.cause, worker=death.worker)
+            assert self._state is not None
+            return Decision(state=found_nothing(self._state, version))  # asked again, ever later
+        return set_at(found, version) if self._looking_from is self._state else None
 
     async def _set(self, knobs: Knobs) -> None:
         """Make these the run's knobs."""
@@ -137,8 +158,10 @@ class RateControl:
         """Say what would be set, once, and go on from the knobs as they are."""
         assert self._state is not None
         wanted, present = self._state.knobs, self._run.state.knobs
+        if wanted == present:
+            return
         self._state = msgspec.structs.replace(self._state, knobs=present, trial=None, turns={}, directions={})
-        if wanted in (present, self._advised):
+        if wanted == self._advised:
             return
         self._advised = wanted
         for action in actions:

@@ -35,8 +35,14 @@ GIB = 2**30
 FULL = 0.9  # of what is free: beyond it, a warning
 
 # Resident memory of a process before it holds any model: Python, and torch where it is used. Measured on Linux with
-# torch's CPU build: 246, 331, 82 and 44 MiB, and rounded up (a CUDA build adds the libraries it loads).
-BASE_BYTES = {"generator": 280 << 20, "trainer": 350 << 20, "orchestrator": 110 << 20, "verifier": 60 << 20}
+# torch's CPU build: 246, 331, 82, 44 and 38 MiB, and rounded up (a CUDA build adds the libraries it loads).
+BASE_BYTES = {
+    "generator": 280 << 20,
+    "trainer": 350 << 20,
+    "orchestrator": 110 << 20,
+    "verifier": 60 << 20,
+    "controller": 50 << 20,
+}
 CUDA_CONTEXT_BYTES = 600 << 20  # of GPU memory, for the context and its libraries
 
 _CHUNK_LOGITS = 1 << 25  # values of one chunk of logits (trainer/learner.py)
@@ -115,6 +121,8 @@ def memory_uses(experiment: Experiment, model: DecoderConfig) -> list[MemoryUse]
     workers = experiment.verifier.workers
     parts = {"base": workers * BASE_BYTES["verifier"]}
     uses.append(MemoryUse(name=f"{workers} verifier" + "s" * (workers > 1), place="memory", parts=parts))
+    if experiment.control.mode != "off":
+        uses.append(MemoryUse(name="controller", place="memory", parts={"base": BASE_BYTES["controller"]}))
     parameters = parameter_count(model)
     parts = {"versions": _PUBLISHED_VERSIONS * parameters * bytes_of(experiment.generator.dtype)}
     uses.append(MemoryUse(name="published weights", place=str(SHARED_MEMORY), parts=parts))
@@ -340,7 +348,7 @@ def _key(use: MemoryUse, purpose: str) -> str:
         return "generator.slots" if purpose in ("KV cache", "activations") else "model.path"
     if use.name.startswith("trainer"):
         return "trainer.micro_batch_tokens" if purpose in ("activations", "logits") else "model.path"
-    return "queue.budget" if use.name == "orchestrator" else "verifier.workers"
+    return {"orchestrator": "queue.budget", "controller": "control.mode"}.get(use.name, "verifier.workers")
 
 
 def gibibytes(size: float) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
+from headway.orchestrator.looking import Looking
 from headway.orchestrator.pulse import pulsing
 from headway.orchestrator.run import Run
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
@@ -200,6 +201,7 @@ async def wire(
         retries=retries,
         observe=observe,
     )
+    looking = Looking(launcher, directory.logs)
     actors = Actors(
         generator=generator,
         trainer=trainer,
@@ -211,9 +213,10 @@ async def wire(
         keep_sample=keep_sample,
         observe=observe,
         wrap_generate=wrap_generate,
+        look=looking,
     )
     run = assemble(experiment, actors, clock, directory.buffer, stack)
-    for actor in (trainer, generator, verifier):
+    for actor in (trainer, generator, verifier, looking):
         stack.push_async_callback(actor.stop)
     await asyncio.gather(trainer.start(), generator.start(), verifier.start())
     run.context.meter.peak_flops_per_s = await trainer.measure_peak()

@@ -17,7 +17,7 @@ from headway.records.trace import Span, WorkerState
 from headway.rollout.verdicts import failed_verdict
 from headway.runtime.channel import Channel, ChannelClosed, ChannelStatistics
 from headway.runtime.clock import Clock
-from headway.runtime.devices import machine_cores
+from headway.runtime.devices import every_core
 from headway.runtime.workers import Launcher, Worker, WorkerSpec
 
 _FACTORY = "headway.rollout.service:VerifierService"
@@ -257,7 +257,7 @@ class VerifierPool:
                 "verifier": self._verifier.model_dump(),
                 "named": {name: settings.model_dump() for name, settings in self._named.items()},
             },
-            device=self._device or _every_core(),
+            device=self._device or every_core(),
             log_path=str(self._log_folder / f"{name}.log") if self._log_folder else None,
         )
         worker = await self._launcher.start(spec)
@@ -285,7 +285,3 @@ def _given_up(verdict: Verdict, attempts: int) -> Verdict:
     assert verdict.failure is not None
     cause = f"{verdict.failure.cause}; attempts: {attempts}"
     return msgspec.structs.replace(verdict, failure=msgspec.structs.replace(verdict.failure, cause=cause))
-
-
-def _every_core() -> str:
-    return f"cpu:0-{len(machine_cores()) - 1}"

@@ -35,6 +35,11 @@ def machine_cores() -> tuple[int, ...]:
     return _MACHINE_CORES
 
 
+def every_core() -> str:
+    """The device that is all of them: for workers that go where there is room."""
+    return f"cpu:0-{len(_MACHINE_CORES) - 1}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """Where a worker computes."""

@@ -15,6 +15,7 @@ from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.generator.fake import FakeGenerator
 from headway.orchestrator.assembly import Actors, assemble
+from headway.orchestrator.context import Decide
 from headway.records.generation import GenerationRequest
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.records.task import Task
@@ -108,12 +109,14 @@ def simulate(
     resumed: Experiment | None = None,
     spoil: Callable[[FakeTrainer], None] = lambda trainer: None,
     observe: Callable[[Clock], Callable[[TraceLine], None]] | None = None,
+    look: Callable[[Clock], Decide] | None = None,
 ) -> Outcome:
     """Run ``experiment`` to its end in virtual time.
 
     ``interrupt_s``: Ctrl-C so long after the start. ``kills_s``: the orchestrator is killed so long after each of its
     starts, and resumed, with other settings where ``resumed`` gives them. ``spoil``: changes the first trainer, say
-    into one that dies. ``observe``: makes, for each process of the run, what is told who ran when.
+    into one that dies. ``observe``: makes, for each process of the run, what is told who ran when; ``look``: what asks
+    the controller's model.
     """
     longest = experiment.rollout.max_response_tokens
 
@@ -144,6 +147,7 @@ def simulate(
                     train_tasks=[Task(task_id=str(i), prompt=str(i)) for i in range(50)],
                     record=lines.append,
                     observe=observe and observe(clock),
+                    look=look and look(clock),
                 )
                 outcome = await _session(resolved, actors, clock, lines, trainer, kill_s, interrupt_s)
                 if outcome is not None:
