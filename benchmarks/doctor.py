@@ -3,11 +3,14 @@
     python benchmarks/doctor.py [--only straggling] [--rounds 3] [--steps 30]
 
 Three live runs on two cores (the pipeline benchmark's model and forced long-tailed lengths), each bound by something
-else: a generator with few slots, a budget too small for the longest responses, and a trainer. Each is trained once; the
-doctor reads its ledger. Then, ``--rounds`` times, the run is repeated as it was and with each of the recommendations
-applied, one after the other. ``measured``: the median over the rounds of the rate with the change over the rate
-without it in the same round; ``predicted``: the doctor's. ``error`` = predicted / measured - 1; within 15 % counts as
-right. Rates are trained samples/s of the steps after the warm-up. The last line is one JSON object.
+else: a generator with few slots, a budget too small for the longest responses, and a trainer. Each is trained once, for
+three times as many steps as are measured later, so that the machine's swings even out; the doctor reads its ledger.
+Then, ``--rounds`` times, the run is repeated as it was and with each of the recommendations applied, one after the
+other. ``measured``: the median over the rounds of the rate with the change over the rate without it in the same round;
+``predicted``: the doctor's. ``error`` = predicted / measured - 1; within 15 % counts as right. Rates are trained
+samples/s of the steps after the warm-up, at equal speed of the machine (machine_speed.py). How each round's run without
+a change compares with the one that the doctor read is printed as well, so that a machine that has changed meanwhile
+shows. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from machine_speed import Speedometer
 from pipeline_load import Placement, Shape, apart, experiment, prepare
 from pipeline_system import measure
 
@@ -32,6 +36,7 @@ from headway.control.diagnosis import Recommendation
 from headway.report.doctor import examine, print_report
 
 RIGHT = 0.15
+LONGER = 3  # times as many steps of the run that the doctor reads
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,31 @@ def with_settings(settings: Experiment, changes: dict[str, str], directory: Path
     return validate_experiment(raw, "benchmark")
 
 
-def rate(settings: Experiment, shape: Shape, steps: int) -> float:
-    """Trained samples/s of a run, its warm-up left out."""
-    return asyncio.run(measure(settings, shape, steps)).per_s
+@dataclass(frozen=True)
+class Trained:
+    """A run, its warm-up left out."""
+
+    per_s: float  # trained samples/s
+    wait: float  # share of the time that the trainer waits
+    machine: float  # mean speed of its cores, 1 as usual
+
+    @property
+    def at_usual_speed(self) -> float:
+        """Samples/s that the machine would have shown had it been as fast as usual."""
+        return self.per_s / self.machine
+
+    def outline(self) -> str:
+        return f"{self.per_s:.1f} samples/s, the trainer waits {self.wait:.0%}, machine {self.machine:.2f}"
+
+
+def train(settings: Experiment, shape: Shape, steps: int, speed: Speedometer) -> Trained:
+    steady = asyncio.run(measure(settings, shape, steps))
+    ended_s = steady.usage.ended_s
+    return Trained(
+        per_s=steady.per_s,
+        wait=steady.total("trainer_wait_s") / steady.total("step_s"),
+        machine=speed.mean(ended_s - steady.seconds, ended_s),
+    )
 
 
 @dataclass(frozen=True)
@@ -105,21 +132,21 @@ class Verdict:
         )
 
 
-def judge(case: Case, folder: Path, *, rounds: int, steps: int) -> list[Verdict]:
+def judge(case: Case, folder: Path, speed: Speedometer, *, rounds: int, steps: int) -> list[Verdict]:
     """Train, ask the doctor, try what it says."""
     shape = shape_of(case)
     base = experiment(folder, "base", shape, placement=case.placement, budget=case.budget, steps=10_000)
-    first = rate(base, shape, steps)
-    print(f"\n{case.name}: {first:.1f} samples/s", flush=True)
+    print(f"\n{case.name}: {train(base, shape, LONGER * steps, speed).outline()}", flush=True)
     report = examine(base.run.directory)
     print_report(report, None)
     changes = report.diagnosis.changes
     ratios: list[list[float]] = [[] for _ in changes]
     for number in range(rounds):
-        again = rate(with_settings(base, {}, folder / f"again-{number}"), shape, steps)
+        again = train(with_settings(base, {}, folder / f"again-{number}"), shape, steps, speed)
+        print(f"  round {number + 1}: {again.outline()}", flush=True)
         for index, change in enumerate(changes):
             changed = with_settings(base, change.settings, folder / f"change-{index}-{number}")
-            ratios[index].append(rate(changed, shape, steps) / again)
+            ratios[index].append(train(changed, shape, steps, speed).at_usual_speed / again.at_usual_speed)
     return [_verdict(change, of) for change, of in zip(changes, ratios, strict=True)]
 
 
@@ -144,10 +171,10 @@ def main() -> int:
     for case in CASES:
         if options.only not in case.name:
             continue
-        with tempfile.TemporaryDirectory(prefix="headway-doctor-") as name:
+        with tempfile.TemporaryDirectory(prefix="headway-doctor-") as name, Speedometer() as speed:
             folder = Path(name)
             prepare(folder, shape_of(case))
-            verdicts = judge(case, folder, rounds=options.rounds, steps=options.steps)
+            verdicts = judge(case, folder, speed, rounds=options.rounds, steps=options.steps)
         for verdict in verdicts:
             print(verdict.outline(), flush=True)
             wrong += abs(verdict.error) > RIGHT

@@ -28,6 +28,7 @@ class Usage:
     seconds: float
     roles_s: dict[str, float]
     foreign_cores: float  # cores kept busy by processes that aren't ours, or stolen
+    ended_s: float  # time.monotonic() of the second one
 
 
 def snapshot() -> Snapshot:
@@ -47,7 +48,7 @@ def between(start: Snapshot, end: Snapshot) -> Usage:
     seconds = end.time_s - start.time_s
     roles = {role: end.roles_s[role] - start.roles_s.get(role, 0.0) for role in end.roles_s}
     busy = end.busy_s - start.busy_s + end.stolen_s - start.stolen_s
-    return Usage(seconds, roles, max(0.0, busy - sum(roles.values())) / seconds)
+    return Usage(seconds, roles, max(0.0, busy - sum(roles.values())) / seconds, end.time_s)
 
 
 def wait_until_quiet(foreign_cores: float, limit_s: float, window_s: float = 2.0) -> float:

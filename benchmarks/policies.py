@@ -11,11 +11,12 @@ controller's own limit, or fewer than 95 % of the asynchronous one's tokens a sa
 
 Columns: trained samples/s [range], waits of trainer and generator, mean trajectory staleness (versions), tokens wasted,
 length bias by scheduling, filter and pruning, response tokens of a trained sample, solve rate as sampled in the last
-quarter and held out, others' cores.
+quarter and held out, others' cores, speed of the machine's cores meanwhile (machine_speed.py: it swings).
 
 The last line is one JSON object: ``controller_vs_best_fixed``, ``controller_vs_asynchronous``, ``controller_vs_sync``
-are ratios of trained samples/s within a pair, [mean, its lower 95 % bound (one-sided Student's t)]. Rates count groups
-with a non-zero advantage alone: the others are filtered. The first ``--warm`` steps are left out.
+are ratios of trained samples/s within a pair at equal speed of the machine, [mean, its lower 95 % bound (one-sided
+Student's t)]; ``as_timed`` has them without that correction. Rates count groups with a non-zero advantage alone: the
+others are filtered. The first ``--warm`` steps are left out.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ import math
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from machine_speed import Speedometer
 from pipeline_machine import load
 from trained_run import ARITHMETIC, train_alone
 
 from headway.records.ledger import EvaluationRecord, StepRecord
-from headway.runtime.ledger import read_ledger
+from headway.runtime.ledger import FILE_NAME, read_ledger
 
 SYNCHRONOUS, PLAIN, CONTROLLER = "synchronous", "asynchronous", "controller"
 ASYNCHRONOUS = ("--queue.budget=8",)
@@ -81,16 +85,20 @@ class Outcome:
     solve_rate: float  # of the responses sampled in the last quarter
     held_out: float  # of the last weights, on the test tasks
     foreign_cores: float  # kept busy by others meanwhile
+    machine: float  # mean speed of its cores in those steps, 1 as usual
 
 
-def run(folder: Path, start: Path, policy: str, seed: int, steps: int, warm: int) -> Outcome:
+def run(folder: Path, start: Path, policy: str, seed: int, steps: int, warm: int, speed: Speedometer) -> Outcome:
     """Train once with ``policy``."""
     own = (f"--run.seed={seed}", f"--run.steps={steps}")
-    return outcome_of(folder, warm, train_alone(folder, start, policy, (*own, *COMMON, *POLICIES[policy])))
+    foreign = train_alone(folder, start, policy, (*own, *COMMON, *POLICIES[policy]))
+    return outcome_of(folder, warm, foreign, speed)
 
 
-def outcome_of(folder: Path, warm: int, foreign: float) -> Outcome:
+def outcome_of(folder: Path, warm: int, foreign: float, speed: Speedometer) -> Outcome:
     lines = list(read_ledger(folder))
+    written_s = (folder / FILE_NAME).stat().st_mtime - time.time() + time.monotonic()  # the last line
+    began_s = written_s - lines[-1].time_s
     every = [line for line in lines if isinstance(line, StepRecord)]
     steps = every[warm:]
     elapsed_s = sum(step.step_s for step in steps)
@@ -114,6 +122,7 @@ def outcome_of(folder: Path, warm: int, foreign: float) -> Outcome:
         solve_rate=sum(s.solve_rate * n for s, n in zip(last, groups, strict=True)) / max(1, sum(groups)),
         held_out=after.solve_rate,
         foreign_cores=foreign,
+        machine=speed.mean(began_s + every[warm - 1].time_s, began_s + every[-1].time_s),
     )
 
 
@@ -133,6 +142,7 @@ def show(policy: str, found: list[Outcome]) -> None:
         f"tokens {middle('sample_tokens'):4.1f}",
         f"solve {middle('solve_rate'):.3f} {middle('held_out'):.3f}",
         f"others {middle('foreign_cores'):.2f}",
+        f"machine {middle('machine'):.2f}",
         sep="  ",
         flush=True,
     )
@@ -143,6 +153,11 @@ def all_lengths(found: list[Outcome], plain: list[Outcome]) -> bool:
     bias = statistics.median(max(one.scheduling_ks, one.pruning_ks) for one in found)
     tokens, of_plain = (statistics.median(one.sample_tokens for one in runs) for runs in (found, plain))
     return bias <= BIAS_LIMIT and tokens >= SHORTER_LIMIT * of_plain
+
+
+def at_usual_speed(one: Outcome) -> float:
+    """Samples/s that the machine would have shown had it been as fast as usual."""
+    return one.samples_per_s / one.machine
 
 
 def lower_bound(ratios: list[float]) -> float:
@@ -171,9 +186,14 @@ def main() -> None:
     folder: Path = arguments.directory / "run"
     print(f"load averages at the start: {load()}", flush=True)
 
-    def measure(policy: str, seed: int) -> Outcome:
-        return run(folder, start, policy, seed, arguments.steps, arguments.warm)
+    with Speedometer() as speed:
+        compare(
+            arguments, lambda policy, seed: run(folder, start, policy, seed, arguments.steps, arguments.warm, speed)
+        )
 
+
+def compare(arguments: argparse.Namespace, measure: Callable[[str, int], Outcome]) -> None:
+    """The table, then the pairs, then the ratios."""
     table: dict[str, list[Outcome]] = {policy: [] for policy in arguments.policies}
     for number in range(arguments.rounds):
         order = arguments.policies if number % 2 == 0 else arguments.policies[::-1]
@@ -186,7 +206,7 @@ def main() -> None:
         show(policy, found)
     plain = table[PLAIN] if PLAIN in table else [one for found in table.values() for one in found]
     fixed = [policy for policy in table if policy != CONTROLLER and all_lengths(table[policy], plain)]
-    best = max(fixed, key=lambda policy: statistics.median(one.samples_per_s for one in table[policy]))
+    best = max(fixed, key=lambda policy: statistics.median(map(at_usual_speed, table[policy])))
     rivals = list(dict.fromkeys((CONTROLLER, best, PLAIN, SYNCHRONOUS)))
     print(f"\nagain, side by side ({best} was the best): {', '.join(rivals)}")
     pairs: list[dict[str, Outcome]] = []
@@ -197,8 +217,8 @@ def main() -> None:
             print(f"  pair {number + 1}: ", end="")
             show(policy, [one])
 
-    def ratio(rival: str) -> list[float]:
-        found = [pair[CONTROLLER].samples_per_s / pair[rival].samples_per_s for pair in pairs]
+    def ratio(rival: str, rate: Callable[[Outcome], float] = at_usual_speed) -> list[float]:
+        found = [rate(pair[CONTROLLER]) / rate(pair[rival]) for pair in pairs]
         return [statistics.mean(found), lower_bound(found)] if found else []
 
     result = {
@@ -207,6 +227,7 @@ def main() -> None:
         "controller_vs_best_fixed": ratio(best),
         "controller_vs_asynchronous": ratio(PLAIN),
         "controller_vs_sync": ratio(SYNCHRONOUS),
+        "as_timed": {rival: ratio(rival, lambda one: one.samples_per_s) for rival in rivals[1:]},
     }
     print(json.dumps(result))
 
