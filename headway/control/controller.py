@@ -43,6 +43,10 @@ WINDOW = 16  # records that an estimate is made from, at most
 LEAST_YOUNGER = 0.1  # versions of mean staleness ...
 LEAST_YOUNGER_SHARE = 0.05  # ... and relative
 STARVES, FULL = 0.05, 0.02  # shares of the time the trainer waits for want of groups
+# Share of the time the generator has nothing to do, from which on groups that wait in the queue are given up for younger
+# samples. Where both sides are about as fast they are the reserve against either one's swings, which the model doesn't
+# have: it takes every step for as long as its like.
+LEAST_SPARE = 0.1
 _RATE_DIFFERS = 0.2  # |ln|: worth another look
 _MOST_RESTS = 3  # doublings of the time between two looks
 
@@ -279,7 +283,7 @@ def _reflex(
     room = evidence.in_generation < 0.9 * (knobs.concurrent_rollouts - limits.largest_group + 1)
     name: KnobName = "open_groups" if room else "concurrent_rollouts"
     slots = limits.shape.slots * (limits.shape.replicas - len(knobs.resting))
-    if not room and knobs.concurrent_rollouts >= slots + limits.largest_group:
+    if not room and knobs.concurrent_rollouts >= slots + limits.largest_group and evidence.idle < STARVES:
         return None  # more would only wait for slots
     old, (_, most) = limits.value(knobs, name), limits.bounds(name)
     new = min(most, math.ceil(old * (2.0 if evidence.lack >= 4 * STARVES else 1.5)))
@@ -334,7 +338,8 @@ def _by_model(
     strict = 2.0 ** max((_turns(state, name, target, limits) for name in KNOBS), default=0)
     worth = gain >= 1.0 + LEAST_GAIN * strict
     settled = len(window) >= min(WINDOW, 2 * limits.patience_steps)  # younger samples can wait for a better estimate
-    fresh = settled and younger >= strict * max(LEAST_YOUNGER, LEAST_YOUNGER_SHARE * now.staleness_mean)
+    spare = evidence.idle >= LEAST_SPARE or found.model.lent_share > 0
+    fresh = settled and spare and younger >= strict * max(LEAST_YOUNGER, LEAST_YOUNGER_SHARE * now.staleness_mean)
     if not worth and not (fresh and gain >= 1.0 - limits.tolerance - 1e-9):
         return Decision(state=idle)
     useful = found.samples_per_s * found.useful_share

@@ -407,3 +407,17 @@ def test_a_limit_on_rollouts_at_once_is_raised_when_it_starves_the_trainer() -> 
     full = Knobs(open_groups=None, concurrent_rollouts=10, steps_per_publish=1)  # 8 slots, and a group that waits
     _, actions = play(starved, limits(most_concurrent=200), full)
     assert not any("rollouts at once" in action.reason for action in actions)
+    between = msgspec.structs.replace(starved, idle=0.1)  # slots that are free stay so for a while
+    _, actions = play(between, limits(most_concurrent=200), full)
+    assert any("rollouts at once" in action.reason for action in actions)
+
+
+def test_the_reserve_of_sides_that_are_as_fast_is_left_alone() -> None:
+    knobs = Knobs(open_groups=None, concurrent_rollouts=12, steps_per_publish=1)
+
+    def younger(idle: float) -> bool:
+        _, actions = play(Situation(idle=idle, stock=2, noise=0.02), limits(budget=4), knobs)
+        return any(action.kind == "set" and action.new < action.old for action in actions)
+
+    assert younger(0.4)
+    assert not younger(0.05)
