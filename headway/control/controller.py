@@ -43,9 +43,9 @@ WINDOW = 16  # records that an estimate is made from, at most
 LEAST_YOUNGER = 0.1  # versions of mean staleness ...
 LEAST_YOUNGER_SHARE = 0.05  # ... and relative
 STARVES, FULL = 0.05, 0.02  # shares of the time the trainer waits for want of groups
-# Share of the time the generator has nothing to do, from which on groups that wait in the queue are given up for younger
-# samples. Where both sides are about as fast they are the reserve against either one's swings, which the model doesn't
-# have: it takes every step for as long as its like.
+# Share of the time the generator has nothing to do, from which on groups that wait in the queue are given up for
+# younger samples. Where both sides are about as fast they are the reserve against either one's swings, which the model
+# doesn't have: it takes every step for as long as its like.
 LEAST_SPARE = 0.1
 _RATE_DIFFERS = 0.2  # |ln|: worth another look
 _MOST_RESTS = 3  # doublings of the time between two looks
