@@ -23,7 +23,9 @@ from headway.runtime.clock import Clock
 if TYPE_CHECKING:  # it works with the context
     from headway.orchestrator.pruning import Pruning
 
-Decide = Callable[[ControllerState, Sequence[StepRecord], ControlLimits], Coroutine[Any, Any, Decision]]
+Decide = Callable[
+    [ControllerState, Sequence[StepRecord], ControlLimits], Coroutine[Any, Any, tuple[Decision, float]]
+]  # and CPU seconds
 
 
 @dataclass

@@ -19,6 +19,7 @@ from headway.runtime.channel import Channel
 from headway.runtime.devices import lends
 from headway.runtime.ledger import EVENT_CONTROL
 
+_LOOK_SHARE = 0.02  # of one core's time, at most, goes into looks at the model
 _RECORDS = 40  # kept for the controller: its window, and room for skipped steps
 
 
@@ -80,8 +81,9 @@ class RateControl:
         self._state: ControllerState | None = None
         self._records: deque[StepRecord] = deque(maxlen=_RECORDS)
         self._advised = run.state.knobs
-        self._looking: asyncio.Task[Decision] | None = None
+        self._looking: asyncio.Task[tuple[Decision, float]] | None = None
         self._looking_from: ControllerState | None = None  # what it was asked about
+        self._look_from_s = 0.0
 
     async def go_on_from(self, last: StepRecord) -> None:
         """Within the limits of now; where the experiment sets another value than it did, from that. What was estimated
@@ -113,7 +115,8 @@ class RateControl:
         decision = self._seen(record.version) or decide(
             self._state, tuple(self._records), self._limits, look=run.look is None
         )
-        if decision.look and self._looking is None and run.look is not None:
+        rested = run.clock.now() >= self._look_from_s
+        if decision.look and rested and self._looking is None and run.look is not None:
             self._looking_from = decision.state
             self._looking = asyncio.create_task(run.look(decision.state, tuple(self._records), self._limits))
         self._state = decision.state
@@ -136,11 +139,12 @@ class RateControl:
             return None
         ended, self._looking = self._looking, None
         try:
-            found = ended.result()
+            found, cpu_s = ended.result()
         except WorkerDied as death:
             self._run.event("worker_died", death.cause, worker=death.worker)
             assert self._state is not None
             return Decision(state=found_nothing(self._state, version))  # asked again, ever later
+        self._look_from_s = self._run.clock.now() + cpu_s / _LOOK_SHARE
         return set_at(found, version) if self._looking_from is self._state else None
 
     async def _set(self, knobs: Knobs) -> None:

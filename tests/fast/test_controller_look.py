@@ -18,6 +18,8 @@ from headway.records.training import TrainBatch
 from headway.runtime.clock import Clock
 from tests.fast.simulated_run import Outcome, experiment_of, simulate
 
+Looked = tuple[Decision, float]
+
 
 def run_of(look: Callable[[Clock], Decide] | None, *, steps: int = 60, sample_s: Any = 0.05) -> Outcome:
     """A slow trainer's run: the model finds fewer open groups as fast, and the samples younger."""
@@ -40,10 +42,10 @@ def slow(seconds: float, asked: list[int]) -> Callable[[Clock], Decide]:
     """Says the same as the controller, ``seconds`` later; ``asked``: the steps at which it was."""
 
     def of(clock: Clock) -> Decide:
-        async def look(state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits) -> Decision:
+        async def look(state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits) -> Looked:
             asked.append(records[-1].step)
             await clock.sleep(seconds)
-            return decide(state, records, limits)
+            return decide(state, records, limits), 0.001
 
         return look
 
@@ -67,10 +69,10 @@ def test_its_effect_is_measured_from_when_it_was_set() -> None:
     told: list[ControllerState] = []
 
     def of(clock: Clock) -> Decide:
-        async def look(state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits) -> Decision:
+        async def look(state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits) -> Looked:
             told.append(state)
             await clock.sleep(5.0)
-            return decide(state, records, limits)
+            return decide(state, records, limits), 0.001
 
         return look
 
@@ -84,11 +86,11 @@ def test_its_effect_is_measured_from_when_it_was_set() -> None:
 
 def test_what_was_decided_meanwhile_goes_first() -> None:
     def of(clock: Clock) -> Decide:
-        async def look(state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits) -> Decision:
+        async def look(state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits) -> Looked:
             await clock.sleep(30.0)
             knobs = msgspec.structs.replace(state.knobs, open_groups=5)
             action = Action(kind="set", reason="long ago", knob="open_groups", old=20, new=5)
-            return Decision(state=msgspec.structs.replace(state, knobs=knobs), actions=(action,))
+            return Decision(state=msgspec.structs.replace(state, knobs=knobs), actions=(action,)), 0.001
 
         return look
 
@@ -105,7 +107,7 @@ def test_a_model_that_dies_is_reported_asked_again_ever_later_and_does_no_harm()
     asked: list[int] = []
 
     def of(clock: Clock) -> Decide:
-        async def look(state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits) -> Decision:
+        async def look(state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits) -> Looked:
             asked.append(records[-1].step)
             raise WorkerDied("controller", "killed by signal 9")
 
@@ -118,3 +120,18 @@ def test_a_model_that_dies_is_reported_asked_again_ever_later_and_does_no_harm()
     assert 2 <= len(asked) <= 5
     gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
     assert gaps == sorted(gaps)
+
+
+def test_looks_take_a_fiftieth_of_the_time_at_most() -> None:
+    asked: list[float] = []
+
+    def of(clock: Clock) -> Decide:
+        async def look(state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits) -> Looked:
+            asked.append(clock.now())
+            return Decision(state=state), 0.4  # found nothing, and would be asked again after every step
+
+        return look
+
+    assert run_of(of).duration_s > 40
+    assert len(asked) >= 2
+    assert min(later - earlier for earlier, later in itertools.pairwise(asked)) >= 20
