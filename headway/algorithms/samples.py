@@ -1,7 +1,8 @@
 """The samples of one training step as flat arrays.
 
 Legend of shape suffixes: ``_n`` one value per token of the batch (prompts and responses, samples one after
-another, no padding), ``_s`` one value per sample, ``_r`` one value per response token.
+another, no padding), ``_s`` one value per sequence (a sample's rollout, or one of its branches), ``_r`` one value per
+response token.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from itertools import chain, repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.records.rollout import Sample
+from headway.records.rollout import Branch, Rollout, Sample
 from headway.records.training import TrainBatch
 
 IntArray = NDArray[np.int64]
@@ -25,9 +26,9 @@ PROMPT_VERSION = -1  # version of tokens no policy sampled
 
 @dataclass(frozen=True, kw_only=True)
 class SampleArrays:
-    """All samples of a batch, token by token.
+    """All samples of a batch, token by token: each one's trunk, and behind it its branches.
 
-    Invariant: ``lengths_s.sum() == N``; the first token of a sample carries no loss (nothing comes before it
+    Invariant: ``lengths_s.sum() == N``; the first token of a sequence carries no loss (nothing comes before it
     that could predict it). Prompt tokens: no loss, log-probability 0, advantage 0, version -1.
     """
 
@@ -36,12 +37,14 @@ class SampleArrays:
     behaviour_logprobs_n: FloatArray  # [N] log-probability under the sampling policy, nats
     advantages_n: FloatArray  # [N] its sample's advantage
     versions_n: IntArray  # [N] version each token was sampled under
-    lengths_s: IntArray  # [S] tokens of each sample
-    groups_s: IntArray  # [S] admission index of each sample's group
-    weights_s: NDArray[np.float64] | None = None  # [S] part of each sample's loss that counts; None: all of it
+    lengths_s: IntArray  # [S] tokens of each sequence
+    groups_s: IntArray  # [S] admission index of each sequence's group
+    weights_s: NDArray[np.float64] | None = None  # [S] part of each sequence's loss that counts; None: all of it
+    rollouts_s: IntArray | None = None  # [S] index of each sequence's sample, ascending; None: a sequence a sample
 
     @property
     def samples(self) -> int:
+        """Sequences: branches count."""
         return int(self.lengths_s.size)
 
     @property
@@ -62,14 +65,15 @@ class SampleArrays:
 
 
 def build_arrays(batch: TrainBatch) -> SampleArrays:
-    """Lay the samples of ``batch`` out flat, in batch order.
+    """Lay the samples of ``batch`` out flat, in batch order, the branches of a rollout behind its trunk.
 
     Raises ValueError naming the rollout whose parts differ in length.
     """
-    rollouts = [sample.rollout for sample in batch.samples]
+    owners = [sample for sample in batch.samples for _ in sample.rollout.sequences]  # of each sequence
+    rollouts = [sequence for sample in batch.samples for sequence in sample.rollout.sequences]
     prompts_s = _count(len(r.prompt_ids) for r in rollouts)
     responses_s = _count(len(r.response_ids) for r in rollouts)
-    _require_consistent(batch.samples, responses_s)
+    _require_consistent(owners, rollouts, responses_s)
     lengths_s = prompts_s + responses_s
     tokens, response_tokens = int(lengths_s.sum()), int(responses_s.sum())
 
@@ -95,8 +99,8 @@ def build_arrays(batch: TrainBatch) -> SampleArrays:
         response_tokens,
     )
     advantages_n = np.zeros(tokens, np.float32)
-    advantages_n[at_r] = _advantages(batch.samples, responses_s)
-    weights = [sample.weight for sample in batch.samples]
+    advantages_n[at_r] = _advantages(owners, rollouts, responses_s)
+    weights = [sample.weight for sample in owners]
     return SampleArrays(
         token_ids_n=token_ids_n,
         loss_mask_n=loss_mask_n,
@@ -104,13 +108,19 @@ def build_arrays(batch: TrainBatch) -> SampleArrays:
         advantages_n=advantages_n,
         versions_n=versions_n,
         lengths_s=lengths_s,
-        groups_s=np.fromiter((r.group for r in rollouts), np.int64, len(rollouts)),
+        groups_s=np.fromiter((sample.rollout.group for sample in owners), np.int64, len(owners)),
         weights_s=None if all(weight == 1.0 for weight in weights) else np.array(weights),
+        rollouts_s=None if len(owners) == len(batch.samples) else _owned(batch.samples),
     )
 
 
+def _owned(samples: Sequence[Sample]) -> IntArray:
+    """[S] the sample of each sequence; the copies of a padded member are samples of their own."""
+    return np.repeat(np.arange(len(samples)), _count(1 + len(sample.rollout.branches) for sample in samples))
+
+
 def sample_of_token(arrays: SampleArrays) -> IntArray:
-    """[N] index of each token's sample."""
+    """[N] index of each token's sequence."""
     return np.repeat(np.arange(arrays.samples), arrays.lengths_s)
 
 
@@ -137,13 +147,13 @@ def _count(lengths: Iterable[int]) -> IntArray:
     return np.fromiter(lengths, np.int64)
 
 
-def _advantages(samples: Sequence[Sample], responses_s: IntArray) -> FloatArray:
+def _advantages(samples: Sequence[Sample], sequences: Sequence[Rollout | Branch], responses_s: IntArray) -> FloatArray:
     """[R] the advantage of every response token: its sample's, or its turn's."""
     advantages_s = np.fromiter((sample.advantage for sample in samples), np.float32, len(samples))
     advantages_r = np.repeat(advantages_s, responses_s)
     ends_s = np.cumsum(responses_s)
     for index, sample in enumerate(samples):
-        if sample.turn_advantages:
+        if sample.turn_advantages and sequences[index] is sample.rollout:
             turns_t = np.diff(sample.rollout.turn_ends, prepend=0)
             if len(turns_t) != len(sample.turn_advantages) or turns_t.sum() != responses_s[index]:
                 raise ValueError(
@@ -155,14 +165,15 @@ def _advantages(samples: Sequence[Sample], responses_s: IntArray) -> FloatArray:
     return advantages_r
 
 
-def _require_consistent(samples: Sequence[Sample], responses_s: IntArray) -> None:
-    for sample, tokens in zip(samples, responses_s.tolist(), strict=True):
-        rollout = sample.rollout
-        spans = sum(span.tokens for span in rollout.versions)
-        if not len(rollout.response_logprobs) == len(rollout.response_mask) == spans == tokens:
+def _require_consistent(
+    samples: Sequence[Sample], sequences: Sequence[Rollout | Branch], responses_s: IntArray
+) -> None:
+    for sample, sequence, tokens in zip(samples, sequences, responses_s.tolist(), strict=True):
+        spans = sum(span.tokens for span in sequence.versions)
+        if not len(sequence.response_logprobs) == len(sequence.response_mask) == spans == tokens:
             raise ValueError(
-                f"rollout {rollout.rollout_id}: {tokens} response ids, {len(rollout.response_logprobs)} "
-                f"log-probabilities, {len(rollout.response_mask)} mask values, {spans} tokens in version spans"
+                f"rollout {sample.rollout.rollout_id}: {tokens} response ids, {len(sequence.response_logprobs)} "
+                f"log-probabilities, {len(sequence.response_mask)} mask values, {spans} tokens in version spans"
             )
 
 

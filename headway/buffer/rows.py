@@ -73,7 +73,7 @@ def rollout_row(rollout: Rollout) -> tuple[object, ...]:
         failure.cause if failure else None,
         None if failure else rollout.reward,
         None if failure else int(rollout.solved),
-        len(rollout.response_ids),
+        rollout.response_tokens,
         int(rollout.finish_reason in ("stop", "length")),
         rollout.first_version,
         rollout.opened_s,

@@ -80,8 +80,7 @@ def explain_task(
     whole: bool = typer.Option(False, "--all", help="Every draw of the task, not only the newest."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Why a task was drawn, each time, what came of it, and what would be drawn next; without TASK, the whole
-    curriculum: band, tasks by region, draws by reason."""
+    """Why a task was drawn, what came of it, and what would be drawn next; without TASK, the whole curriculum."""
     import msgspec
 
     from headway.orchestrator.explain import RunHistory

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from headway.config.engines import require_engine
+
 if TYPE_CHECKING:  # the schema asks for what is here
     from headway.config.schema import Experiment
 
@@ -18,8 +20,10 @@ def require_consistent(experiment: Experiment) -> None:
     _require_determinism(experiment)
     _require_surplus(experiment)
     _require_pruning(experiment)
+    _require_environment(experiment)
     _require_reproducible_sampling(experiment)
     _require_group_sizes(experiment)
+    require_engine(experiment)
 
 
 def _require_objective(experiment: Experiment) -> None:
@@ -111,6 +115,35 @@ def _require_pruning(experiment: Experiment) -> None:
         raise ValueError(
             f"hooks.rollout = {experiment.hooks.rollout!r} with [pruning]: pruners look at responses of a single turn; "
             "valid: hooks.rollout = 'single_turn', or no pruner"
+        )
+
+
+def _require_environment(experiment: Experiment) -> None:
+    """What agents do can't be asked of single turns, and the other way round."""
+    name, hook = experiment.environment.name, experiment.hooks.rollout
+    if name == "single_turn":
+        return
+    if hook != "single_turn":
+        raise ValueError(f"hooks.rollout = {hook!r} with environment.name = {name!r}: leave one of them out")
+    if experiment.pruning.on:
+        raise ValueError(
+            f"environment.name = {name!r} with [pruning]: pruners look at responses of a single turn; valid: "
+            "environment.name = 'single_turn', or no pruner"
+        )
+    if experiment.rollout.stop:
+        raise ValueError(
+            f"rollout.stop = {list(experiment.rollout.stop)!r} with environment.name = {name!r}: agents say themselves "
+            "what ends an answer; leave it out"
+        )
+    if experiment.algorithm.overlong == "penalty":
+        raise ValueError(
+            f"algorithm.overlong = 'penalty' with environment.name = {name!r}: an agent's answers have no common limit "
+            "that a penalty could rise to; valid: 'score', 'mask', 'filter'"
+        )
+    if experiment.algorithm.turn_discount is not None:
+        raise ValueError(
+            f"algorithm.turn_discount with environment.name = {name!r}: an agent's calls have one reward, and needn't "
+            "be one after the other; leave it out"
         )
 
 

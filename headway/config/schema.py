@@ -13,9 +13,11 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from headway.config.consistency import require_consistent
 from headway.config.control import Control
 from headway.config.curriculum import Curriculum
+from headway.config.endpoint import Endpoint, Environment
 from headway.config.hooks import Hooks
 from headway.config.presets import apply_preset
 from headway.config.pruning import Pruning
+from headway.config.router import Router
 from headway.config.section import NonNegative, Positive, Seconds, Section
 from headway.config.sources import SftData, TaskSources, VerifierSettings
 
@@ -79,8 +81,11 @@ class Rollout(Section):
 
 
 class Generator(Section):
-    engine: Literal["torch"] = "torch"  # continuous batching over the model's own weights
-    devices: tuple[str, ...] = ("cpu:0",)  # one replica each: cuda:N, cpu:N, cpu:N-M
+    engine: Literal["torch", "vllm", "vllm-server"] = "torch"  # own; vLLM 0.32 in a replica, or served: docs/vllm.md
+    engine_arguments: dict[str, Any] = {}  # of vLLM's EngineArgs, passed on as they are: docs/vllm.md
+    probe_every_updates: NonNegative = 1  # vLLM: one update in so many is proved to be what is sampled from; 0: none
+    exchange_directory: str | None = None  # vllm-server: new weights are written here for it to read; unset: /dev/shm
+    devices: tuple[str, ...] = ("cpu:0",)  # one replica each: cuda:N, cpu:N, cpu:N-M; vllm-server: http://HOST:PORT
     dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and KV; a CPU without bfloat16 products widens both
     native_kernels: bool = True  # on one CPU core: C++ kernels built at first use; without a compiler plain torch
     prefill_tokens_per_step: Positive = 8192  # of prompts, beside the running requests; longer ones take several steps
@@ -255,7 +260,10 @@ class Experiment(Section):
     verifier: Verifier = Verifier()
     verifiers: dict[str, VerifierSettings] = {}
     rollout: Rollout = Rollout()
+    environment: Environment = Environment()
+    endpoint: Endpoint = Endpoint()
     generator: Generator = Generator()
+    router: Router = Router()
     queue: Queue = Queue()
     hooks: Hooks = Hooks()
     curriculum: Curriculum = Curriculum()
@@ -345,10 +353,15 @@ RESUMABLE_KEYS: frozenset[str] = frozenset(
         "run.directory",
         "run.worker_start_timeout_s",
         "generator.devices",
+        "generator.engine_arguments",
+        "generator.engine_arguments.*",
+        "generator.probe_every_updates",
+        "generator.exchange_directory",
         "generator.slots",
         "generator.kv_capacity_tokens",
         "generator.queue_ahead_groups",
         "generator.update_mode",
+        "router.*",
         "queue.give_up_after_batches",
         "queue.group_timeout_s",
         "queue.min_timeout_group_ratio",
@@ -369,6 +382,14 @@ RESUMABLE_KEYS: frozenset[str] = frozenset(
         "verifier.workers",
         "rollout.timeout_s",
         "rollout.retries",
+        "environment.stop_grace_s",
+        "endpoint.address",
+        "endpoint.max_body_bytes",
+        "endpoint.call_timeout_s",
+        "endpoint.body_timeout_s",
+        "endpoint.keep_alive_s",
+        "endpoint.stream_ping_s",
+        "endpoint.connections",
         "control.mode",
         "control.interval_steps",
         "control.pin",

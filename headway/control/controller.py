@@ -100,7 +100,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     state: ControllerState
     actions: tuple[Action, ...] = ()
-    look: bool = False  # it is time to ask the model, which ``decide`` wasn't let to
+    due: bool = False  # it is time to ask the model, which ``decide`` wasn't let to
 
 
 def decide(
@@ -132,7 +132,7 @@ def decide(
         if (decision := _by_model(state, window, lately, limits)) is not None:
             state = decision.state
             actions += decision.actions
-    return Decision(state=state, actions=tuple(actions), look=due and not look)
+    return Decision(state=state, actions=tuple(actions), due=due and not look)
 
 
 def found_nothing(state: ControllerState, version: int) -> ControllerState:
@@ -338,6 +338,7 @@ def _by_model(
     strict = 2.0 ** max((_turns(state, name, target, limits) for name in KNOBS), default=0)
     worth = gain >= 1.0 + LEAST_GAIN * strict
     settled = len(window) >= min(WINDOW, 2 * limits.patience_steps)  # younger samples can wait for a better estimate
+    # a replica that lends its device pauses, and so never shows as idle
     spare = evidence.idle >= LEAST_SPARE or found.model.lent_share > 0
     fresh = settled and spare and younger >= strict * max(LEAST_YOUNGER, LEAST_YOUNGER_SHARE * now.staleness_mean)
     if not worth and not (fresh and gain >= 1.0 - limits.tolerance - 1e-9):

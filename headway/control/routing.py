@@ -1,31 +1,139 @@
-"""Which generator replica takes a request."""
+"""Which generator replica takes a request: how each stands, who holds its prompt, who has least to do."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import msgspec
 
+# "serving" takes requests; "lent" when no serving one has room in its KV; "resting" when neither is there. The others
+# never do: "down" isn't live, "draining" leaves, "behind" has older weights than another, "silent" doesn't answer its
+# health check, "tripped" has an open breaker.
+Standing = Literal["serving", "lent", "resting", "down", "draining", "behind", "silent", "tripped"]
+
+
+class ReplicaCondition(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides how a replica stands."""
+
+    live: bool = True  # its process is up, and had the newest weights when it began to serve
+    leaving: bool = False
+    resting: bool = False
+    lent: bool = False  # the trainer computes on its device
+    silent: bool = False  # an answer to a health check is overdue
+    allowed: bool = True  # by its breaker
+    update: int = 0  # number of the last update of its weights, in the order they were announced
+    updating_s: float | None = None  # how long it has been applying newer ones; None: it isn't
+
+
+def standing_of(one: ReplicaCondition, newest_update: int, grace_s: float) -> Standing:
+    """How a replica stands. ``newest_update``: the last that any replica ever applied. One without it is behind, unless
+    its own update is under way and has taken no longer than ``grace_s``."""
+    if not one.live:
+        return "down"
+    if one.leaving:
+        return "draining"
+    if one.update < newest_update and (one.updating_s is None or one.updating_s > grace_s):
+        return "behind"
+    if one.silent:
+        return "silent"
+    if not one.allowed:
+        return "tripped"
+    if one.resting:
+        return "resting"
+    return "lent" if one.lent else "serving"
+
 
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What one replica still has to do."""
+    """What one replica still has to do, as one request sees it."""
 
-    live: bool  # takes requests now
     outstanding_tokens: int  # prompt and still allowed response tokens of its open requests
+    standing: Standing = "serving"
+    saved_tokens: int = 0  # of this request's prompt, those that its KV holds already (weighted)
+    capacity_tokens: int | None = None  # that its KV holds; None: any number
 
 
-def choose_replica(loads: Sequence[ReplicaLoad], prompt_tokens: int = 0, preferred: int | None = None) -> int | None:
-    """Index of the live replica with the fewest outstanding tokens (ties: the first); None when none is live.
+class Route(NamedTuple):
+    """Where a request goes."""
 
-    ``preferred``: the replica that has just been given the same prompt. It is taken while it is ahead of the least
-    loaded one by no more than the ``prompt_tokens`` whose prefill that saves.
-    """
-    live = [index for index, load in enumerate(loads) if load.live]
-    if not live:
+    replica: int  # its index
+    spilled: bool  # another holds more of its prompt, but has too much to do or doesn't take requests
+
+
+def choose_replica(loads: Sequence[ReplicaLoad], needed_tokens: int = 0) -> Route | None:
+    """The replica with the fewest outstanding tokens, those it saves deducted (ties: who saves more, then the first).
+    None when none takes requests.
+
+    So one that holds the prompt may be ahead of the least loaded by at most the tokens whose prefill that saves.
+    ``needed_tokens``: what the request may need of a KV; where no serving replica has that room, lent ones are asked
+    too."""
+    taking = [index for index, load in enumerate(loads) if load.standing == "serving"]
+    if not any(_has_room(loads[index], needed_tokens) for index in taking):
+        taking += [index for index, load in enumerate(loads) if load.standing == "lent"]
+    if not taking:
+        taking = [index for index, load in enumerate(loads) if load.standing == "resting"]
+    if not taking:
         return None
-    least = min(live, key=lambda index: loads[index].outstanding_tokens)
-    if preferred is not None and 0 <= preferred < len(loads) and loads[preferred].live:
-        ahead = loads[preferred].outstanding_tokens - loads[least].outstanding_tokens
-        if ahead <= prompt_tokens:
-            return preferred
-    return least
+    best = min(taking, key=lambda index: _cost(loads[index], index))
+    return Route(best, any(load.saved_tokens > loads[best].saved_tokens for load in loads))
+
+
+def _has_room(load: ReplicaLoad, needed_tokens: int) -> bool:
+    return load.capacity_tokens is None or load.outstanding_tokens + needed_tokens <= load.capacity_tokens
+
+
+def _cost(load: ReplicaLoad, index: int) -> tuple[int, int, int]:
+    return load.outstanding_tokens - load.saved_tokens, -load.saved_tokens, index
+
+
+class PrefixMemory:
+    """Which replicas were given which beginnings of prompts. Bounded: the least recently used go first.
+
+    A prompt is known by a chain of hashes, one for each whole block and one for all of it. What a replica holds is
+    void when its *epoch* changes: new weights, or another process. Whether the replica holds it still is not verified:
+    nothing depends on it but where a request goes.
+    """
+
+    def __init__(self, block_tokens: int, capacity: int) -> None:
+        self._block = block_tokens
+        self._capacity = capacity
+        self._known: OrderedDict[int, dict[int, int]] = OrderedDict()  # key -> replica -> epoch
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def keys(self, prompt: tuple[int, ...]) -> list[tuple[int, int]]:
+        """(tokens, key) of the prompt's beginnings, shortest first; the last is all of it."""
+        if not self._capacity or not prompt:
+            return []
+        found: list[tuple[int, int]] = []
+        key = 0
+        for start in range(0, len(prompt), self._block):
+            part = prompt[start : start + self._block]
+            key = hash((key, part))  # of integers alone: the same in every process
+            found.append((start + len(part), key))
+        return found
+
+    def cached_tokens(self, keys: Sequence[tuple[int, int]], epochs: Mapping[int, int]) -> dict[int, int]:
+        """Replica -> tokens of the longest beginning it holds; those that hold none are left out. ``epochs``: of the
+        replicas now."""
+        found: dict[int, int] = {}
+        for tokens, key in reversed(keys):
+            holders = self._known.get(key)
+            if holders is None:
+                continue
+            for replica, epoch in holders.items():
+                if replica not in found and epochs.get(replica) == epoch:
+                    found[replica] = tokens
+            if len(found) == len(epochs):
+                break
+        return found
+
+    def remember(self, keys: Sequence[tuple[int, int]], replica: int, epoch: int) -> None:
+        """A replica was given this prompt, or has sampled on to it."""
+        for _, key in keys:
+            self._known.setdefault(key, {})[replica] = epoch
+            self._known.move_to_end(key)
+        while len(self._known) > self._capacity:
+            self._known.popitem(last=False)

@@ -29,12 +29,18 @@ class Call:
         "_logprobs",
         "_spans",
         "_told_tokens",
+        "cancelled",
         "first_token_s",
         "future",
+        "opened_s",
+        "prefix",
+        "probe",
+        "refused_by",
         "replica",
         "reprefills",
         "request",
         "resumes",
+        "serial",
         "ticket",
         "watch",
     )
@@ -51,9 +57,19 @@ class Call:
         self._spans = [[span.version, span.tokens] for span in request.partial.versions]
         self.watch = watch
         self._told_tokens = len(self._ids)
+        self.serial = 0  # in the order they came
+        self.opened_s = 0.0
+        self.prefix: list[tuple[int, int]] | None = None  # keys of its prompt's beginnings, once they were asked for
+        self.cancelled = False  # it ends with the tokens it has, whoever worked on it
+        self.probe = False  # its replica's breaker waits to hear how it ends
+        self.refused_by: tuple[int, ...] = ()  # replicas that didn't accept it
         self.reprefills = 0
         self.resumes = 0
         self.first_token_s = 0.0
+
+    def __lt__(self, other: Call) -> bool:
+        """Who goes first of those that wait: the lower priority, which is the older group, then who came first."""
+        return (self.request.priority, self.serial) < (other.request.priority, other.serial)
 
     @property
     def tokens(self) -> int:
@@ -98,7 +114,7 @@ class Call:
         """The request for the next replica: it goes on after the tokens so far."""
         return msgspec.structs.replace(self.request, request_id=self.ticket, partial=self.partial())
 
-    def finish(self, reason: FinishReason, error: str = "") -> None:
+    def finish(self, reason: FinishReason, error: str = "", *, refused: bool = False) -> None:
         """Give the caller its result (none if it has stopped waiting)."""
         if self.future.done():
             return
@@ -108,6 +124,7 @@ class Call:
                 response=self.partial(),
                 finish_reason=reason,
                 error=error,
+                refused=refused,
                 reprefills=self.reprefills,
                 resumes=self.resumes,
                 first_token_s=self.first_token_s,

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import msgspec
 
 from headway.config.schema import Experiment
-from headway.control.routing import ReplicaLoad, choose_replica
 from headway.generator.activity import ActivitySpan
-from headway.generator.calls import Call
 from headway.generator.counters import accumulated
-from headway.generator.replica import Replica
+from headway.generator.health import Health
+from headway.generator.limiter import Limiter
+from headway.generator.replica import Replica, call_replica
+from headway.generator.router import EventCallback, Router
 from headway.records.clients import Watch
 from headway.records.errors import HeadwayError, RemoteError, WeightsCorrupt, WorkerDied
 from headway.records.generation import (
@@ -25,7 +24,7 @@ from headway.records.generation import (
     GenerationRequest,
     GenerationResult,
     PublishedWeights,
-    TokenDelta,
+    RouterStatistics,
 )
 from headway.records.trace import Span, WorkerState
 from headway.runtime.clock import Clock
@@ -34,24 +33,20 @@ from headway.runtime.workers import Launcher, Worker
 _BACKOFF_S = 0.5  # before the first restart is repeated; doubled each time
 _LONGEST_BACKOFF_S = 30.0
 _FORGIVEN_AFTER_S = 300.0  # a replica that was live for so long since a death is forgiven it
-# A replica serves calls between two decode steps. One that takes ten minutes over it is stuck, though its health checks
-# (another thread answers them) see nothing: better killed than waited for.
-_CALL_TIMEOUT_S = 600.0
-
-
-class EventCallback(Protocol):
-    """Told of a replica's death, restart and loss."""
-
-    def __call__(self, name: str, detail: str, /) -> object: ...
+_STOP_GRACE_S = 1.0
 
 
 class GeneratorPool:
     """Replicas that share the requests; one that dies costs a restart and a prefill, never a request.
 
-    A request goes to the live replica with the fewest outstanding tokens. When a replica dies its requests go on
-    elsewhere, from the tokens streamed so far; the replica restarts with the newest published weights before
-    its first request. One that needs more than ``restart_limit`` restarts within five minutes of service (failed ones
-    count, the time they take doesn't) is lost; with the last one, every call raises WorkerDied.
+    The ``router`` says who works on what; the pool keeps replicas alive, updated and asked how they are. A dead one
+    restarts with the newest published weights before its first request, and one that ``join``s while the run goes on
+    begins so too. One that needs more than ``restart_limit`` restarts within five minutes of service (failed ones
+    count, the time they take doesn't) is lost; with the last one, every call raises WorkerDied. One that is behind on
+    versions, because an update failed there or takes too long, takes no requests until it has caught up. The next
+    health check tries that again; where it fails again, the replica is restarted.
+
+    Rollouts of the run ask ``generate``, and wait. Foreign callers get a place from ``limiter`` before.
     """
 
     def __init__(
@@ -64,28 +59,36 @@ class GeneratorPool:
         log_directory: str | Path | None = None,
         restart_limit: int = 5,
     ) -> None:
-        """``on_event(name, detail)`` is told of deaths, restarts and losses."""
+        """``on_event(name, detail)`` is told of deaths, restarts and losses, of breakers, and of who is behind."""
         self._launcher = launcher
+        self._experiment = experiment
         self._clock = clock
         self._on_event = on_event or (lambda name, detail, /: None)
-        self._mode = experiment.generator.update_mode
+        self._log_directory = log_directory
         self._restart_limit = restart_limit
         self._replicas = [
             Replica.of(index, device, experiment, log_directory)
             for index, device in enumerate(experiment.generator.devices)
         ]
-        self._calls: dict[str, Call] = {}
-        self._held: list[Call] = []  # open, but no replica is live
+        settings = experiment.router
+        self._router = Router(self._replicas, settings, clock, self._tell)
+        self.limiter = Limiter(settings, clock, self._router.capacity_tokens, self._tell)
+        self._health = Health(
+            self._replicas,
+            self._router,
+            settings,
+            clock,
+            ask=self._refresh,
+            bring_up=self._bring_up,
+            settle=self._settle,
+            on_event=self._tell,
+        )
         self._newest: PublishedWeights | None = None
+        self._updates = 0  # announced so far; versions may go back
         self._updating = asyncio.Lock()
         self._lent = False
-        self._last_route: tuple[tuple[int, ...], int] | None = None
-        self._tickets = itertools.count()
-        self._keepers: list[asyncio.Task[None]] = []
-        self._flushes: set[asyncio.Task[None]] = set()
+        self._keepers: dict[str, asyncio.Task[None]] = {}  # by replica
         self._stopping = False
-        self._encoder = msgspec.msgpack.Encoder()
-        self._deltas = msgspec.msgpack.Decoder(list[TokenDelta])
 
     # --- the Generator protocol -----------------------------------------------------------------------------
 
@@ -99,56 +102,38 @@ class GeneratorPool:
             raise _own_cause(failures[0])
         for replica in self._replicas:
             self._go_live(replica)
-        self._keepers = [asyncio.create_task(self._keep(replica), name=replica.spec.name) for replica in self._replicas]
 
     async def generate(self, request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
         """See :class:`headway.records.clients.Generator`. Cancelling the caller aborts the request in the engine.
 
         Raises ValueError for an id that is open already, WorkerDied when every replica is lost.
         """
-        if request.request_id in self._calls:
-            raise ValueError(f"request {request.request_id!r} is already open")
         self._require_running()
-        call = Call(request, asyncio.get_running_loop().create_future(), watch)
-        self._calls[request.request_id] = call
-        self._route(call)
+        call = self._router.open(request, watch)
         try:
             return await call.future
         except asyncio.CancelledError:
-            self.cancel(request.request_id)
+            self._router.cancel(request.request_id)
             raise
         finally:
-            self._forget(call)
+            self._router.close(call)
 
     def cancel(self, request_id: str) -> None:
         """End a request: its ``generate`` returns with finish_reason "abort" and the tokens so far. Unknown: no-op."""
-        call = self._calls.get(request_id)
-        if call is None:
-            return
-        if call.replica is None:
-            call.finish("abort")
-            return
-        replica = self._replicas[call.replica]
-        if call in replica.outbox:  # never reached the engine
-            replica.outbox.remove(call)
-            call.finish("abort")
-            return
-        replica.aborts.append(call.ticket)
-        self._flush_soon(replica)
+        self._router.cancel(request_id)
 
     async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
         """Apply a version on every live replica at once; one report each. A replica that is down gets it when it
         restarts. Raises WeightsCorrupt when a replica could not verify them; it goes on with what it had."""
         async with self._updating:
             self._require_running()
-            self._newest = weights
+            self._newest, self._updates = weights, self._updates + 1
             live = [replica for replica in self._replicas if replica.live]
             outcomes = await asyncio.gather(
                 *(self._apply(replica, weights) for replica in live), return_exceptions=True
             )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerDied):
-                raise outcome
+        self._health.note_versions()
+        _raise_but_deaths(outcomes)
         return [outcome for outcome in outcomes if isinstance(outcome, AppliedWeights)]
 
     async def applied_version(self) -> int:
@@ -174,20 +159,32 @@ class GeneratorPool:
         if any(replica.live and not replica.resting for replica in self._replicas):
             for replica in self._replicas:
                 if replica.live and replica.resting:
-                    self._clear(replica)
+                    self._router.clear(replica)
+        self._settle()
 
     async def statistics(self) -> list[EngineStatistics]:
         """One per replica, in order; counters go on across restarts."""
         self._require_running()
-        await asyncio.gather(*(self._refresh(replica) for replica in self._replicas if replica.live))
+        live = [replica for replica in self._replicas if replica.live]
+        _raise_but_deaths(await asyncio.gather(*(self._refresh(replica) for replica in live), return_exceptions=True))
         return [
-            msgspec.structs.replace(accumulated(replica.past, replica.present), resting=replica.resting)
+            msgspec.structs.replace(accumulated(replica.past, replica.present), resting=replica.resting or replica.left)
             for replica in self._replicas
         ]
 
+    def routing(self) -> RouterStatistics:
+        """See :class:`headway.records.clients.Generator`."""
+        found = self._router.statistics()
+        return msgspec.structs.replace(
+            found,
+            waiters=found.waiters + self.limiter.waiting,
+            oldest_age_s=max(found.oldest_age_s, self.limiter.oldest_age_s()),
+            refusals=self.limiter.refusals,
+        )
+
     async def activity(self) -> list[Span]:
         """What every live replica has been doing since this was last asked, on a track of its name."""
-        live = [(replica.spec.name, replica.worker) for replica in self._replicas if replica.live and replica.worker]
+        live = [(replica.name, replica.worker) for replica in self._replicas if replica.live and replica.worker]
         found = await asyncio.gather(*(_activity(worker) for _, worker in live))
         return [
             Span(track=name, name=state, start_s=start_s, end_s=end_s)
@@ -198,135 +195,82 @@ class GeneratorPool:
     @property
     def worker_states(self) -> list[WorkerState]:
         """Every replica's health."""
-        return [WorkerState(name=r.spec.name, up=r.live, restarts=r.restarts) for r in self._replicas]
+        return [WorkerState(name=r.name, up=r.live, restarts=r.restarts) for r in self._replicas if not r.left]
 
     async def stop(self) -> None:
         """Stop all replicas; whoever still waits gets HeadwayError."""
         self._stopping = True
-        for task in [*self._keepers, *self._flushes]:
-            task.cancel()
-        await asyncio.gather(*self._keepers, *self._flushes, return_exceptions=True)
+        self.limiter.stop()
+        for keeper in self._keepers.values():
+            keeper.cancel()
+        await asyncio.gather(*self._keepers.values(), self._router.stop(), return_exceptions=True)
         workers = [replica.worker for replica in self._replicas if replica.worker is not None]
         for replica in self._replicas:
             replica.live, replica.worker = False, None
-        await asyncio.gather(*(worker.stop(1.0) for worker in workers))
-        for call in list(self._calls.values()):
-            call.fail(HeadwayError("the generator pool is stopped"))
+        await asyncio.gather(*(worker.stop(_STOP_GRACE_S) for worker in workers))
+        self._router.fail_all(HeadwayError("the generator pool is stopped"))
 
     def tokens_so_far(self, request_id: str) -> int:
         """See :class:`headway.records.clients.Generator`."""
-        call = self._calls.get(request_id)
-        return 0 if call is None else call.tokens
+        return self._router.tokens_so_far(request_id)
 
     def open_tokens(self) -> list[int]:
         """Response tokens of every open request, as far as they were streamed."""
-        return [call.tokens for call in self._calls.values()]
+        return self._router.open_tokens()
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the live replicas, in order."""
         return [replica.worker.pid for replica in self._replicas if replica.live and replica.worker is not None]
 
-    # --- requests to replicas -------------------------------------------------------------------------------
+    # --- replicas that join and leave -----------------------------------------------------------------------
 
-    def _route(self, call: Call) -> None:
-        """Assign a call, or hold it while no replica is live."""
-        prompt = call.request.prompt_ids
-        preferred = None
-        if self._last_route is not None and self._last_route[0] == prompt:
-            preferred = self._last_route[1]
-        all_rest = all(replica.resting for replica in self._replicas if replica.live)
-        loads = [
-            ReplicaLoad(
-                live=replica.live and (all_rest or not replica.resting), outstanding_tokens=replica.outstanding_tokens
-            )
-            for replica in self._replicas
-        ]
-        index = choose_replica(loads, len(prompt), preferred)
-        if index is None:
-            self._held.append(call)
-            return
-        self._last_route = (prompt, index)
-        replica = self._replicas[index]
-        call.replica = index
-        call.ticket = str(next(self._tickets))  # never used again, so that no late delta meets the wrong call
-        replica.calls[call.ticket] = call
-        replica.outstanding_tokens += call.outstanding_tokens
-        replica.outbox.append(call)
-        self._flush_soon(replica)
-
-    def _clear(self, replica: Replica) -> None:
-        """Move the requests of a live replica to others, from the tokens they have."""
-        moved = list(replica.calls.values())
-        for call in moved:
-            if call in replica.outbox:
-                replica.outbox.remove(call)
-            else:
-                replica.aborts.append(call.ticket)
-                call.resumes += 1
-            self._release(call)
-        self._flush_soon(replica)
-        for call in moved:
-            self._route(call)
-
-    def _flush_soon(self, replica: Replica) -> None:
-        """Submit what gathers in this pass of the loop as one call."""
-        if replica.flushing:
-            return
-        replica.flushing = True
-        task = asyncio.create_task(self._flush(replica), name=f"{replica.spec.name}-submit")
-        self._flushes.add(task)
-        task.add_done_callback(self._flushes.discard)
-
-    async def _flush(self, replica: Replica) -> None:
-        await asyncio.sleep(0)  # whoever is ready in this pass submits first
-        replica.flushing = False
-        calls, replica.outbox = replica.outbox, []
-        aborts, replica.aborts = replica.aborts, []
-        worker = replica.worker
-        if worker is None or not replica.live:
-            return  # it died meanwhile: its calls have been moved
+    async def join(self, device: str) -> str:
+        """Start one more replica on ``device``; returns its name. It has the newest version before its first request.
+        Raises what starting it raises (its own typed error), with nothing left of it."""
+        self._require_running()
+        replica = Replica.of(len(self._replicas), device, self._experiment, self._log_directory)
+        self._replicas.append(replica)
         try:
-            if calls:
-                await _call(worker, "submit", self._encoder.encode([call.resubmission() for call in calls]))
-            if aborts:
-                await _call(worker, "abort", aborts)
-        except WorkerDied:
-            return  # its keeper moves the calls
-        except RemoteError as error:
-            for call in calls:
-                call.finish("error", str(error))
+            await self._launch(replica)
+            await self._catch_up(replica)
+            self._require_running()
+        except BaseException as error:
+            replica.left = True
+            await self._discard(replica)
+            self._fail_without_replicas()
+            raise _own_cause(error) from None
+        replica.lent = self._lent and replica.shared
+        self._go_live(replica)
+        await self._tell_lent(replica)
+        self._settle()
+        self._on_event("generator_joined", f"{replica.name} on {device}: version {replica.version}")
+        return replica.name
 
-    def _absorb(self, replica: Replica, event: bytes) -> None:
-        """Take over what a replica streamed."""
-        now = self._clock.now()
-        for delta in self._deltas.decode(event):
-            call = replica.calls.get(delta.request_id)  # the engine knows it by its ticket
-            if call is None:
-                continue  # its caller is gone
-            before = call.outstanding_tokens
-            call.absorb(delta, now)
-            replica.outstanding_tokens += call.outstanding_tokens - before
-            if delta.finish_reason is not None:
-                self._release(call)
-                call.finish(delta.finish_reason, delta.error)
-            else:
-                call.tell()
-
-    def _release(self, call: Call) -> None:
-        """Take a call off its replica."""
-        if call.replica is None:
-            return
-        replica = self._replicas[call.replica]
-        if replica.calls.pop(call.ticket, None) is not None:
-            replica.outstanding_tokens -= call.outstanding_tokens
-        call.replica = None
-
-    def _forget(self, call: Call) -> None:
-        self._release(call)
-        self._calls.pop(call.request.request_id, None)
-        if call in self._held:
-            self._held.remove(call)
+    async def leave(self, name: str, *, move: bool = False) -> None:
+        """A replica takes no more requests, finishes those it has (``move``: hands them over, with the tokens they
+        have) and ends; returns when it has. Raises ValueError for one that isn't live and for the last live one."""
+        staying = {replica.name: replica for replica in self._replicas if replica.live and not replica.leaving}
+        if name not in staying:
+            raise ValueError(f"{name!r} is no live replica: valid: {', '.join(staying)}")
+        if len(staying) == 1:
+            raise ValueError(f"{name} is the last live replica: another must join before it can leave")
+        replica = staying[name]
+        replica.leaving = True
+        if move:
+            self._router.clear(replica)
+        try:
+            if replica.calls:
+                await replica.emptied.wait()
+            if replica.worker is not None:
+                await replica.worker.stop(_STOP_GRACE_S)
+            await asyncio.wait((self._keepers[name],))  # it takes over what the process had sent
+        finally:  # a caller who doesn't wait for its end hastens it
+            if replica.worker is not None:
+                replica.worker.kill("it was told to leave")
+            replica.left = True
+            self._fail_without_replicas()
+            self._on_event("generator_left", name)
 
     # --- life of a replica ----------------------------------------------------------------------------------
 
@@ -345,17 +289,28 @@ class GeneratorPool:
         """Consumes a replica's events, waits for its death, restarts it; ends when it is lost."""
         while replica.worker is not None:
             worker = replica.worker
-            async for event in worker.events:  # ends, drained, when the worker is dead
-                self._absorb(replica, event)
+            watch = asyncio.create_task(self._health.watch(replica), name=f"{replica.name}-health")
+            try:
+                async for event in worker.events:  # ends, drained, when the worker is dead
+                    self._router.absorb(replica, event)
+            finally:
+                watch.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await watch
             death = await worker.died
             if self._stopping:
                 return
             self._bury(replica)
-            self._on_event("generator_died", f"{replica.spec.name}: {death.cause}")
+            if replica.leaving:
+                return
+            self._on_event("generator_died", f"{replica.name}: {death.cause}")
+            self._router.tell()
             await self._revive(replica, death)
 
     def _go_live(self, replica: Replica) -> None:
         replica.live, replica.live_since_s = True, self._clock.now()
+        if replica.name not in self._keepers:
+            self._keepers[replica.name] = asyncio.create_task(self._keep(replica), name=replica.name)
 
     def _bury(self, replica: Replica) -> None:
         """Move a dead replica's calls to the live ones, from the tokens they have."""
@@ -364,17 +319,23 @@ class GeneratorPool:
         replica.live, replica.worker = False, None
         replica.past = accumulated(replica.past, replica.present, dead=True)
         replica.present = EngineStatistics(version=replica.version)
-        replica.aborts.clear()
-        submitted = [call for call in replica.calls.values() if call not in replica.outbox]
-        orphans = [*submitted, *replica.outbox]
-        replica.outbox = []
-        for call in submitted:
-            call.resumes += 1
-        for call in orphans:
-            self._release(call)
-        for call in orphans:
-            if not call.future.done():
-                self._route(call)
+        self._router.orphan(replica)
+
+    async def _bring_up(self, replica: Replica) -> None:
+        """Give it the newest weights, which it failed to apply. Failing again, it is killed: another process may do
+        better, and without that what only newer weights may go on with would wait for ever."""
+        async with self._updating:
+            worker = replica.worker
+            try:
+                await self._catch_up(replica)
+            except (WeightsCorrupt, RemoteError) as error:
+                if worker is not None:
+                    worker.kill(f"it could not be given the newest weights: {error}")
+
+    def _settle(self) -> None:
+        """Replicas may take what they didn't before."""
+        self._router.settle()
+        self.limiter.go_on()
 
     async def _revive(self, replica: Replica, death: HeadwayError) -> None:
         """Restart until it lives with the newest weights, or give it up."""
@@ -390,28 +351,28 @@ class GeneratorPool:
                 await self._clock.sleep(min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2 ** (len(replica.deaths) - 2)))
             try:
                 await self._launch(replica)
+                await self._refresh(replica)  # the probe that closes its breaker
                 await self._catch_up(replica)
             except HeadwayError as error:
                 cause = error
-                self._on_event("generator_restart_failed", f"{replica.spec.name}: {error}")
+                self._on_event("generator_restart_failed", f"{replica.name}: {error}")
                 await self._discard(replica)
                 continue
             self._go_live(replica)
             replica.restarts += 1
             await self._tell_lent(replica)
-            held, self._held = self._held, []
-            for call in held:
-                self._route(call)
-            self._on_event("generator_restarted", f"{replica.spec.name}: version {replica.version}")
+            self._router.renewed(replica)
+            self._settle()
+            self._on_event("generator_restarted", f"{replica.name}: version {replica.version}")
             return
 
     async def _launch(self, replica: Replica) -> None:
         replica.worker = await self._launcher.start(replica.spec)
-        replica.version, replica.applied = 0, None
+        replica.version, replica.update, replica.told_behind = 0, 0, False
 
     async def _catch_up(self, replica: Replica) -> None:
         """Apply the newest published weights. On return none newer has been announced."""
-        while self._newest is not None and replica.applied is not self._newest:
+        while self._newest is not None and replica.update != self._updates:
             newest = self._newest
             try:
                 await self._apply(replica, newest)
@@ -430,64 +391,81 @@ class GeneratorPool:
         """Give a replica up, and with the last one every call; only then tell, which may fail."""
         if replica.lost is not None:
             return
-        replica.lost = WorkerDied(replica.spec.name, cause)
-        if all(other.lost is not None for other in self._replicas):
-            for call in list(self._calls.values()):
-                call.fail(replica.lost)
+        replica.lost = WorkerDied(replica.name, cause)
+        self._fail_without_replicas(replica.lost)
         self._on_event("generator_lost", str(replica.lost))
+
+    def _fail_without_replicas(self, cause: HeadwayError | None = None) -> None:
+        """With the last replica gone, every call fails."""
+        if (end := self._end()) is not None:
+            self._router.fail_all(cause or end)
+
+    def _end(self) -> HeadwayError | None:
+        """Why no replica will ever come back; None while one may."""
+        if not all(replica.gone for replica in self._replicas):
+            return None
+        return next(replica.lost for replica in self._replicas if replica.lost is not None)  # the last can't leave
 
     def _require_running(self) -> None:
         if self._stopping:
             raise HeadwayError("the generator pool is stopped")
-        lost = [replica.lost for replica in self._replicas]
-        if all(error is not None for error in lost):
-            raise next(error for error in lost if error is not None)
+        if (cause := self._end()) is not None:
+            raise cause
 
     async def _apply(self, replica: Replica, weights: PublishedWeights) -> AppliedWeights:
         """Raises WeightsCorrupt, WorkerDied or RemoteError."""
         worker = replica.worker
         if worker is None:
-            raise WorkerDied(replica.spec.name, "not running")
+            raise WorkerDied(replica.name, "not running")
+        number, mode = self._updates, self._experiment.generator.update_mode
+        replica.updating_since_s = self._clock.now()
         try:
-            applied: AppliedWeights = await _call(worker, "update_weights", weights, self._mode)
+            applied: AppliedWeights = await call_replica(worker, "update_weights", weights, mode)
         except RemoteError as error:
             raise _own_cause(error) from None
-        replica.version, replica.applied = applied.version, weights
+        finally:
+            replica.updating_since_s = None
+        replica.version, replica.update = applied.version, number
+        replica.epoch += 1
+        self._settle()  # it may have been behind
         return applied
+
+    def _tell(self, name: str, detail: str, /) -> None:
+        self._on_event(name, detail)
 
     async def _set_lent(self, lent: bool) -> None:
         self._lent = lent
+        for replica in self._replicas:
+            replica.lent = lent and replica.shared
         await asyncio.gather(*(self._tell_lent(replica) for replica in self._replicas if replica.live))
+        self._settle()
 
     async def _tell_lent(self, replica: Replica) -> None:
         if replica.shared and replica.worker is not None:
             with contextlib.suppress(WorkerDied):  # the next one is told when it lives
-                await _call(replica.worker, "lend", self._lent)
+                await call_replica(replica.worker, "lend", self._lent)
 
     async def _refresh(self, replica: Replica) -> None:
+        """Ask for its counters. Raises WorkerDied or RemoteError."""
         worker = replica.worker
         if worker is None:
-            return
-        with contextlib.suppress(WorkerDied):
-            present = await _call(worker, "statistics")
-            if replica.worker is worker:
-                replica.present = present
-
-
-async def _call(worker: Worker, method: str, *args: Any) -> Any:
-    """Call a replica, which is killed when it doesn't answer. Raises WorkerDied or RemoteError."""
-    try:
-        return await worker.call(method, *args, timeout_s=_CALL_TIMEOUT_S)
-    except TimeoutError:
-        cause = f"{method} gave no result in {_CALL_TIMEOUT_S:g} s"
-        worker.kill(cause)
-        raise WorkerDied(worker.name, cause) from None
+            raise WorkerDied(replica.name, "not running")
+        present = await call_replica(worker, "statistics")
+        if replica.worker is worker:
+            replica.present = present
 
 
 async def _activity(worker: Worker) -> list[ActivitySpan]:
     with contextlib.suppress(WorkerDied):
-        return await _call(worker, "activity")
+        return await call_replica(worker, "activity")
     return []
+
+
+def _raise_but_deaths(outcomes: Sequence[object]) -> None:
+    """Raise the first error of another kind: deaths are their keepers' business."""
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerDied):
+            raise outcome
 
 
 def _own_cause(error: BaseException) -> BaseException:

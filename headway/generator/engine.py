@@ -7,8 +7,7 @@ change (DESIGN rule 4).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 
 from headway.generator.model_runner import ModelRunner, Prefill
-from headway.generator.requests import EngineRequest, WaitingQueue, refusal
+from headway.generator.open_requests import OpenRequests
+from headway.generator.requests import EngineRequest
 from headway.generator.slot_table import SlotTable
 from headway.models.decoder import Decoder
 from headway.models.loading import copy_weights
@@ -28,7 +28,7 @@ from headway.records.generation import (
     TokenDelta,
     UpdateMode,
 )
-from headway.tokens.tokenizer import IncrementalDecoder, Tokenizer
+from headway.tokens.tokenizer import Tokenizer
 
 HEADROOM_TOKENS = 8  # KV tokens each running request can still gain before a new one is let in
 
@@ -40,7 +40,7 @@ class _Partial(NamedTuple):
     update: int  # whose weights computed it
 
 
-class TorchEngine:
+class TorchEngine(OpenRequests[EngineRequest]):
     """Generates for many requests at once with the model's own weights. The model is the engine's alone: its weights
     change by ``update_weights``, and no other way.
 
@@ -78,46 +78,32 @@ class TorchEngine:
         """``model`` is changed in place by ``update_weights``; ``native_kernels``: models/native.py, where it can;
         ``now``: monotonic seconds, for the statistics."""
         self.version = version
-        self.slots = slots
         self.kv_capacity_tokens = slots * max_context_tokens if kv_capacity_tokens is None else kv_capacity_tokens
         # One request must always fit alone, else preemption could never make room for it.
-        self.context_tokens = min(max_context_tokens, self.kv_capacity_tokens)
-        self._scarce = self.kv_capacity_tokens < slots * self.context_tokens
+        context_tokens = min(max_context_tokens, self.kv_capacity_tokens)
+        self._runner = ModelRunner(model, slots, context_tokens, deterministic, native_kernels)
+        super().__init__(
+            slots=slots,
+            context_tokens=context_tokens,
+            vocabulary=self._runner.vocabulary,
+            tokenizer=tokenizer,
+            now=now,
+        )
+        self._scarce = self.kv_capacity_tokens < slots * context_tokens
         self._model = model
-        self._tokenizer = tokenizer
         self._deterministic = deterministic
         self._prefill_tokens_per_step = prefill_tokens_per_step
-        self._now = now
-        self._runner = ModelRunner(model, slots, self.context_tokens, deterministic, native_kernels)
         self._table = SlotTable(slots, self.context_tokens)
         self._rows = 0  # rows 0 .. _rows-1 are in use, but for the holes
         self._holes: list[int] = []  # rows freed since the last step; refilled or closed by the next
         self._partial: _Partial | None = None  # the KV of a prompt's beginning, in the last slot
-        self._waiting = WaitingQueue()
-        self._open: dict[str, EngineRequest] = {}
         self._donors: dict[tuple[int, ...], list[EngineRequest]] = {}  # running requests by prompt
         self._watched: set[EngineRequest] = set()  # running requests with stop strings
-        self._deltas: list[TokenDelta] = []
-        self._arrivals = 0
         self._updates = 0  # applied so far; unlike versions they never repeat
-        self._idle_since: float | None = now()
-        self._generated = self._prefilled = self._finished = self._preemptions = self._steps = 0
-        self._busy_s = self._idle_s = self._paused_s = 0.0
+        self._generated = self._prefilled = self._preemptions = self._steps = 0
+        self._busy_s = 0.0
 
     # --- requests -------------------------------------------------------------------------------------------
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests. One that can't be served ends with its own "error" delta; the others are not touched.
-
-        Raises ValueError, before taking any, for an id that is already open: its deltas could not be told apart.
-        """
-        ids = [request.request_id for request in requests]
-        taken = [request_id for request_id in ids if request_id in self._open]
-        if taken or len(set(ids)) < len(ids):
-            raise ValueError(f"request ids must be unique among open requests: {taken or ids}")
-        for request in requests:
-            self._accept(request)
-        self._note_idleness()
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests with reason "abort"; their last delta has the tokens not handed out yet. Unknown ids: no-op."""
@@ -132,53 +118,8 @@ class TorchEngine:
                 self._end(request, "abort")
         self._note_idleness()
 
-    def take_deltas(self, running: bool = True) -> list[TokenDelta]:
-        """What was sampled since the last call, in order; without ``running``, only of requests that have ended
-        or crossed an update."""
-        if running:
-            self._flush_running()
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
-    @property
-    def open_requests(self) -> int:
-        """How many requests run or wait."""
-        return len(self._open)
-
-    @property
-    def ready_deltas(self) -> int:
-        """How many deltas ``take_deltas(running=False)`` would give."""
-        return len(self._deltas)
-
-    def _accept(self, request: GenerationRequest) -> None:
-        error = refusal(request, self.context_tokens, self._runner.vocabulary)
-        if not error and request.sampling.stop and self._tokenizer is None:
-            error = "stop strings need a tokenizer"
-        entry = EngineRequest(request, self._arrivals)
-        self._arrivals += 1
-        self._open[entry.request_id] = entry
-        if error:
-            self._end(entry, "error", error)
-            return
-        ended = self._already_ended(entry)
-        if ended is None:
-            self._waiting.push(entry)
-        else:
-            self._end(entry, ended)
-
-    def _already_ended(self, entry: EngineRequest) -> FinishReason | None:
-        """Why a resumed request has nothing left to sample, if so."""
-        response, how = entry.response, entry.sampling
-        if how.stop and self._tokenizer is not None:
-            entry.stop_strings = IncrementalDecoder(self._tokenizer, how.stop)
-            for token in response:
-                if entry.stop_strings.push(token):
-                    return "stop"
-        if response and response[-1] in how.stop_token_ids:
-            return "stop"
-        if len(response) >= how.max_tokens or entry.tokens >= self.context_tokens:
-            return "length"
-        return None
+    def _entry(self, request: GenerationRequest, arrival: int) -> EngineRequest:
+        return EngineRequest(request, arrival)
 
     # --- one step -------------------------------------------------------------------------------------------
 
@@ -309,7 +250,7 @@ class TorchEngine:
 
     # --- endings, preemption --------------------------------------------------------------------------------
 
-    def _flush_running(self) -> None:
+    def _emit_ready(self) -> None:
         """A delta for every running request that has something to say."""
         table = self._table
         unsent = table.position[: self._rows] + 1 > table.sent[: self._rows]
@@ -318,25 +259,23 @@ class TorchEngine:
             if request is not None and (unsent[slot] or request.reprefilled):
                 self._emit(request)
 
-    def _emit(self, request: EngineRequest, finish_reason: FinishReason | None = None, error: str = "") -> None:
-        ids, logprobs = self._table.take_unsent(request.slot) if request.slot >= 0 else ((), ())
+    def _emit(
+        self, entry: EngineRequest, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
+    ) -> None:
+        ids, logprobs = self._table.take_unsent(entry.slot) if entry.slot >= 0 else ((), ())
         self._deltas.append(
             TokenDelta(
-                request_id=request.request_id,
+                request_id=entry.request_id,
                 ids=ids,
                 logprobs=logprobs,
                 version=self.version if ids else -1,
                 finish_reason=finish_reason,
                 error=error,
-                reprefilled=request.reprefilled,
+                reprefilled=entry.reprefilled,
+                refused=refused,
             )
         )
-        request.reprefilled = False
-
-    def _end(self, request: EngineRequest, reason: FinishReason, error: str = "") -> None:
-        self._emit(request, reason, error)
-        del self._open[request.request_id]
-        self._finished += 1
+        entry.reprefilled = False
 
     def _end_running(self, slot: int, reason: FinishReason, error: str = "") -> None:
         request = self._table.requests[slot]
@@ -397,10 +336,10 @@ class TorchEngine:
         """
         before_s = self._paused_s
         with self.paused():
-            copy_weights(self._model, tensors)
+            self._take_weights(tensors)
             self._runner.weights_changed()
             self._close_holes()
-            self._flush_running()  # tokens so far are the old version's
+            self._emit_ready()  # tokens so far are the old version's
             running = [request for request in self._table.requests[: self._rows] if request is not None]
             if mode == "abort":
                 for request in running:
@@ -418,17 +357,8 @@ class TorchEngine:
             reprefilled_tokens=reprefilled,
         )
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time inside counts as paused, and not as idle: nothing could be decoded had there been requests."""
-        started = self._now()
-        try:
-            yield
-        finally:
-            pause_s = self._now() - started
-            self._paused_s += pause_s
-            if self._idle_since is not None:
-                self._idle_since += pause_s
+    def _take_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        copy_weights(self._model, tensors)
 
     def _recompute(self, running: Sequence[EngineRequest]) -> int:
         """Compute the KV of all running requests with the present weights. Returns how many tokens that took."""
@@ -471,7 +401,6 @@ class TorchEngine:
 
     def statistics(self) -> EngineStatistics:
         """Counters since the start, and the present state."""
-        idle_s = self._idle_s + (self._now() - self._idle_since if self._idle_since is not None else 0.0)
         return EngineStatistics(
             version=self.version,
             running=self._rows - len(self._holes),
@@ -484,15 +413,7 @@ class TorchEngine:
             finished=self._finished,
             preemptions=self._preemptions,
             busy_s=self._busy_s,
-            idle_s=idle_s,
+            idle_s=self.idle_s,
             paused_s=self._paused_s,
             decode_steps=self._steps,
         )
-
-    def _note_idleness(self) -> None:
-        """Start or stop the idle watch when the last request went or the first came."""
-        if not self._open and self._idle_since is None:
-            self._idle_since = self._now()
-        elif self._open and self._idle_since is not None:
-            self._idle_s += self._now() - self._idle_since
-            self._idle_since = None

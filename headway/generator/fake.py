@@ -17,6 +17,7 @@ from headway.records.generation import (
     GenerationRequest,
     GenerationResult,
     PublishedWeights,
+    RouterStatistics,
     UpdateMode,
 )
 from headway.runtime.clock import Clock
@@ -86,10 +87,11 @@ class FakeGenerator:
             kv_capacity_tokens=kv_capacity_tokens,
             counted=counted,
         )
-        self._replicas = [_Driven(costs, version, clock, self._end_due) for _ in range(replicas)]
-        self._open: dict[str, tuple[FakeRequest, _Driven, asyncio.Future[GenerationResult]]] = {}
+        self._replicas = [DrivenReplica(costs, version, clock, self._end_due) for _ in range(replicas)]
+        self._open: dict[str, tuple[FakeRequest, DrivenReplica, asyncio.Future[GenerationResult]]] = {}
         self._serial = 0
         self._last_route: tuple[tuple[int, ...], int] | None = None
+        self._routed = self._spills = self._moves = 0
         self._updating = asyncio.Lock()
         self._stopped = False
 
@@ -99,18 +101,15 @@ class FakeGenerator:
         for replica in self._replicas:
             replica.advance()
 
-    async def generate(
-        self, request: GenerationRequest, watch: Watch | None = None, session: str = ""
-    ) -> GenerationResult:
-        """See :class:`headway.records.clients.Generator`. ``session``: names the rollout of several turns it belongs
-        to, whose KV a replica keeps from one turn to the next while there is room."""
+    async def generate(self, request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
+        """See :class:`headway.records.clients.Generator`. A replica keeps the KV of a request's session from one turn
+        to the next while there is room."""
         if self._stopped:
             raise HeadwayError("the generator is stopped")
         if request.request_id in self._open:
             raise ValueError(f"request {request.request_id!r} is already open")
         wanted, most = max(1, self._length_of(request)), request.sampling.max_tokens
         entry = FakeRequest(request, self._serial, min(wanted, most), "stop" if wanted <= most else "length", watch)
-        entry.session = session
         self._serial += 1
         if self._error_of is not None and self._error_of(request):
             entry.reason = "error"
@@ -129,7 +128,7 @@ class FakeGenerator:
             if found is not None and found[0] is entry:  # the caller was cancelled
                 del self._open[request.request_id]
                 replica.advance()
-                _withdraw(entry, replica.core)
+                replica.core.withdraw(entry)
                 replica.settle()
 
     def cancel(self, request_id: str) -> None:
@@ -197,11 +196,23 @@ class FakeGenerator:
                 other.core.enter(entry)
                 self._open[name] = entry, other, future
                 other.settle()
+                self._moves += 1
 
     async def statistics(self) -> list[EngineStatistics]:
         for replica in self._replicas:
             replica.advance()
-        return [_statistics(replica.core, replica.resting) for replica in self._replicas]
+        return [replica_statistics(replica.core, resting=replica.resting) for replica in self._replicas]
+
+    def routing(self) -> RouterStatistics:
+        """See :class:`headway.records.clients.Generator`. Tokens as of the last event: looking changes nothing."""
+        return RouterStatistics(
+            used_tokens=sum(replica.core.outstanding_tokens for replica in self._replicas),
+            capacity_tokens=sum(replica.core.costs.kv_capacity_tokens or 0 for replica in self._replicas),
+            open_requests=len(self._open),
+            routed=self._routed,
+            spills=self._spills,
+            moves=self._moves,
+        )
 
     def forget_session(self, session: str) -> None:
         """Its rollout is over: nobody will look for its KV. Unknown names: no-op."""
@@ -239,8 +250,9 @@ class FakeGenerator:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _route(self, entry: FakeRequest) -> _Driven:
+    def _route(self, entry: FakeRequest) -> DrivenReplica:
         """As the pool does; a later turn goes where its KV is."""
+        self._routed += 1
         if len(self._replicas) == 1:
             return self._replicas[0]
         if entry.session:
@@ -249,19 +261,23 @@ class FakeGenerator:
                     return replica
         prompt = entry.request.prompt_ids
         last, everyone = self._last_route, all(one.resting for one in self._replicas)
+        known = last[1] if last is not None and last[0] == prompt else None
         for replica in self._replicas:
             replica.advance()
         chosen = choose_replica(
             [
-                ReplicaLoad(live=everyone or not one.resting, outstanding_tokens=one.core.outstanding_tokens)
-                for one in self._replicas
-            ],
-            len(prompt),
-            last[1] if last is not None and last[0] == prompt else None,
+                ReplicaLoad(
+                    standing="serving" if everyone or not one.resting else "resting",
+                    outstanding_tokens=one.core.outstanding_tokens,
+                    saved_tokens=len(prompt) if index == known else 0,
+                )
+                for index, one in enumerate(self._replicas)
+            ]
         )
         assert chosen is not None  # all are live
-        self._last_route = prompt, chosen
-        return self._replicas[chosen]
+        self._last_route = prompt, chosen.replica
+        self._spills += chosen.spilled
+        return self._replicas[chosen.replica]
 
     def _set_lent(self, lent: bool) -> None:
         for replica in self._replicas:
@@ -286,7 +302,7 @@ class FakeGenerator:
         response, produced = core.response(entry, reason)
         core.generated += core.produced(entry)
         context = entry.context_tokens + core.produced(entry)
-        _withdraw(entry, core)
+        core.withdraw(entry)
         core.finished += 1
         if entry.session and reason != "error":
             core.keep_session(entry.session, context)
@@ -303,7 +319,7 @@ class FakeGenerator:
             )
 
 
-class _Driven:
+class DrivenReplica:
     """A replica and its timer. Timers are the running loop's: under either clock its time is the clock's."""
 
     def __init__(self, costs: ReplicaCosts, version: int, clock: Clock, on_end: Callable[[FakeRequest], None]) -> None:
@@ -338,12 +354,8 @@ class _Driven:
         self.settle()
 
 
-def _withdraw(entry: FakeRequest, core: FakeReplica) -> None:
-    core.leave(entry)
-    entry.length = -1  # its place among those that wait is void
-
-
-def _statistics(core: FakeReplica, resting: bool) -> EngineStatistics:
+def replica_statistics(core: FakeReplica, *, resting: bool) -> EngineStatistics:
+    """What one replica says of itself."""
     return EngineStatistics(
         version=core.version,
         resting=resting,

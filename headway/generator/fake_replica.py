@@ -72,7 +72,7 @@ class FakeRequest:
         self.serial = serial
         self.length = length  # response tokens it will end with
         self.reason: FinishReason = reason
-        self.session = ""  # of a rollout whose turns follow one another; its KV is looked for
+        self.session = request.session  # its KV is looked for
         self.begun = False  # holds a slot
         self.decoding = False
         self.base = 0.0
@@ -368,6 +368,11 @@ class FakeReplica:
             entry.decoding = False
             self._decoding -= 1
             self._bases -= entry.base
+
+    def withdraw(self, entry: FakeRequest) -> None:
+        """Take it off for good: its place among those that wait is void."""
+        self.leave(entry)
+        entry.length = -1
 
     def interrupt(self, entry: FakeRequest) -> None:
         """Take it off with the tokens it has; whoever it enters next prefills them."""

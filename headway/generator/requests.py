@@ -6,8 +6,8 @@ import heapq
 import math
 from collections.abc import Iterator
 
-from headway.records.generation import GenerationRequest
-from headway.tokens.tokenizer import IncrementalDecoder
+from headway.records.generation import FinishReason, GenerationRequest
+from headway.tokens.tokenizer import IncrementalDecoder, Tokenizer
 
 
 class EngineRequest:
@@ -54,6 +54,20 @@ class EngineRequest:
         """KV tokens it needs to start."""
         return len(self.prompt) + len(self.response)
 
+    def already_ended(self, tokenizer: Tokenizer | None, context_tokens: int) -> FinishReason | None:
+        """Why a resumed request has nothing left to sample, if so. Begins the watch for its stop strings."""
+        response, how = self.response, self.sampling
+        if how.stop and tokenizer is not None:
+            self.stop_strings = IncrementalDecoder(tokenizer, how.stop)
+            for token in response:
+                if self.stop_strings.push(token):
+                    return "stop"
+        if response and response[-1] in how.stop_token_ids:
+            return "stop"
+        if len(response) >= how.max_tokens or self.tokens >= context_tokens:
+            return "length"
+        return None
+
 
 class WaitingQueue:
     """Requests without a slot, by (priority, arrival)."""
@@ -82,7 +96,7 @@ class WaitingQueue:
         return (item[2] for item in self._heap)
 
 
-def refusal(request: GenerationRequest, context_tokens: int, vocabulary: int) -> str:
+def refusal(request: GenerationRequest, context_tokens: int, vocabulary: int, tokenizer: Tokenizer | None) -> str:
     """Why this request can't be served ("" when it can): its own error, never its neighbours'."""
     how = request.sampling
     prompt, partial = request.prompt_ids, request.partial.ids
@@ -101,4 +115,6 @@ def refusal(request: GenerationRequest, context_tokens: int, vocabulary: int) ->
         return f"top_k = {how.top_k}: must be >= 0"
     if how.max_tokens < 1:
         return f"max_tokens = {how.max_tokens}: must be >= 1"
+    if how.stop and tokenizer is None:
+        return "stop strings need a tokenizer"
     return ""

@@ -27,14 +27,17 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
+def counter_bits(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """64 random bits per row, a pure function of (seed, position)."""
+    return _mix(_mix(seeds + _GOLDEN) + positions.astype(np.uint64) * _GOLDEN)
+
+
 def counter_uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """One number in (0, 1) per row, a pure function of (seed, position).
 
     Multiples of 2^-32 moved by half a step, so that a number times a total is never the total itself.
     """
-    keys = _mix(seeds + _GOLDEN)
-    bits = _mix(keys + positions.astype(np.uint64) * _GOLDEN)
-    return ((bits >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
+    return ((counter_bits(seeds, positions) >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
 
 
 class RowSampling(NamedTuple):

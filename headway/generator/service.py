@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from headway.generator.activity import Activity, ActivitySpan
-from headway.generator.engine import TorchEngine
-from headway.models.loading import load_for_generation
-from headway.models.native import why_none
+from headway.generator.engines import EngineSettings, build_engine
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
@@ -21,52 +19,23 @@ from headway.records.generation import (
     UpdateMode,
 )
 from headway.runtime.child import WorkerContext
-from headway.tokens.tokenizer import Tokenizer
-from headway.weights.shared_memory import Subscriber
 
 STREAM_INTERVAL_S = 0.08  # running requests' tokens: an engine that dies costs no more than this
 FINISH_DELAY_S = 0.02  # a finished request waits this long for others to share its event; not once the engine is idle
 
 
 class GeneratorService:
-    """A TorchEngine behind a worker's interface.
+    """An engine behind a worker's interface.
 
     Every ``tick`` is one engine step. Events are MessagePack of ``list[TokenDelta]``: one small buffer for
     many requests, because what an event costs is paid in the orchestrator.
     """
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        *,
-        model_path: str,
-        dtype: str,
-        slots: int,
-        max_context_tokens: int,
-        kv_capacity_tokens: int | None = None,
-        version: int = 0,
-        deterministic: bool = False,
-        native_kernels: bool = True,
-        prefill_tokens_per_step: int = 8192,
-    ) -> None:
+    def __init__(self, context: WorkerContext, **settings: Any) -> None:
+        """``settings``: the fields of EngineSettings."""
         self._context = context
-        model = load_for_generation(model_path, dtype, context.device.torch_device())
-        has_tokenizer = (Path(model_path) / "tokenizer.json").is_file()
-        self._engine = TorchEngine(
-            model,
-            slots=slots,
-            max_context_tokens=min(max_context_tokens, model.config.max_positions),
-            kv_capacity_tokens=kv_capacity_tokens,
-            version=version,
-            tokenizer=Tokenizer.load(model_path) if has_tokenizer else None,
-            deterministic=deterministic,
-            prefill_tokens_per_step=prefill_tokens_per_step,
-            native_kernels=native_kernels,
-        )
-        if native_kernels and (reason := why_none(model.dtype, model.device)):
-            context.log.warning("decoding without the native kernels, which costs speed: %s", reason)
+        self._engine = build_engine(EngineSettings(**settings), context)
         self._activity = Activity()
-        self._subscriber = Subscriber()
         self._encoder = msgspec.msgpack.Encoder()
         self._requests = msgspec.msgpack.Decoder(list[GenerationRequest])
         self._lent_since_s: float | None = None
@@ -83,14 +52,10 @@ class GeneratorService:
         self._engine.abort(request_ids)
 
     def update_weights(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
-        """Fetch, verify and apply a version between two decode steps. Raises WeightsCorrupt, with nothing changed."""
-        started = time.monotonic()
+        """Fetch, verify and apply a version between two decode steps. Raises WeightsCorrupt, with nothing
+        changed, or WeightsMismatch, after which the engine samples no more."""
         with self._activity.during("update"):
-            with self._engine.paused():  # ticks and calls share one thread: fetching pauses decoding as well
-                tensors = self._subscriber.fetch(published)
-            fetch_s = time.monotonic() - started
-            applied = self._engine.update_weights(tensors, published.version, mode)
-        return msgspec.structs.replace(applied, fetch_s=fetch_s, pause_s=applied.pause_s + fetch_s)
+            return self._engine.apply(published, mode)
 
     def lend(self, lent: bool) -> None:
         """Leave the device to the trainer, or take it back; requests keep their KV meanwhile."""

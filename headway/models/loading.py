@@ -237,7 +237,27 @@ def copy_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
 
     All names and shapes are checked before anything is written. Raises ConfigurationError when they differ.
     """
-    parameters = dict(model.named_parameters())
+    parameters = _checked(model, tensors)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+
+
+def adopt_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> bool:
+    """As `copy_weights`, but where the tensors are of the model's own dtype and device they become its parameters, and
+    nothing is copied: then True, and whoever gave them must leave them alone."""
+    parameters = _checked(model, tensors)
+    if any((one.dtype, one.device) != (tensors[name].dtype, tensors[name].device) for name, one in parameters.items()):
+        copy_weights(model, tensors)
+        return False
+    for name, parameter in parameters.items():
+        parameter.data = tensors[name]
+    return True
+
+
+def _checked(model: Decoder, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The model's parameters by name. Raises ConfigurationError unless ``tensors`` have their names and shapes."""
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
     if parameters.keys() != tensors.keys():
         raise ConfigurationError(f"weights differ in names: {_some(sorted(parameters.keys() ^ tensors.keys()))}")
     for name, parameter in parameters.items():
@@ -245,6 +265,4 @@ def copy_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
             raise ConfigurationError(
                 f"{name}: shape {list(tensors[name].shape)} does not fit the model's {list(parameter.shape)}"
             )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+    return parameters

@@ -27,10 +27,40 @@ typedef float loose_vw __attribute__((vector_size(4 * LANES), aligned(4)));
 inline vw load_vw(const float* p) { return *reinterpret_cast<const loose_vw*>(p); }
 inline void store_vw(float* p, vw x) { *reinterpret_cast<loose_vw*>(p) = x; }
 
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define SHUFFLES
+// Of two vectors, what is S lanes off the diagonal of every 2S x 2S block changes places.
+template <int S, int... K> inline void exchange(vw& upper, vw& lower, std::integer_sequence<int, K...>) {
+    vw left = __builtin_shufflevector(upper, lower, ((K & S) ? LANES + K - S : K)...);
+    lower = __builtin_shufflevector(upper, lower, ((K & S) ? LANES + K : K + S)...);
+    upper = left;
+}
+
+template <int S> inline void transpose(vw* rows) {
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; ++i)
+        if (!(i & S)) exchange<S>(rows[i], rows[i + S], std::make_integer_sequence<int, LANES>());
+    if constexpr (S > 1) transpose<S / 2>(rows);
+}
+#endif
+#endif
+
 void pack(const float* weight, float* panels, int64_t columns, int64_t depth) {
     for (int64_t first = 0; first < columns; first += PANEL, weight += PANEL * depth) {
-        int64_t there = std::min<int64_t>(PANEL, columns - first);
-        for (int64_t i = 0; i < depth; ++i, panels += PANEL)
+        int64_t there = std::min<int64_t>(PANEL, columns - first), i = 0;
+#ifdef SHUFFLES
+        for (; there == PANEL && i + LANES <= depth; i += LANES, panels += LANES * PANEL)
+            for (int half = 0; half < PANEL; half += LANES) {
+                vw rows[LANES];
+#pragma GCC unroll 16
+                for (int j = 0; j < LANES; ++j) rows[j] = load_vw(weight + (half + j) * depth + i);
+                transpose<LANES / 2>(rows);
+#pragma GCC unroll 16
+                for (int j = 0; j < LANES; ++j) store_vw(panels + j * PANEL + half, rows[j]);
+            }
+#endif
+        for (; i < depth; ++i, panels += PANEL)
             for (int64_t j = 0; j < PANEL; ++j) panels[j] = j < there ? weight[j * depth + i] : 0.0f;
     }
 }

@@ -28,7 +28,7 @@ def end_finished(run: RunContext, group: FinishedGroup, ending: Ending, reason: 
 
 def _enter_length(run: RunContext, rollout: Rollout, ending: Ending) -> None:
     complete = rollout.finish_reason in ("stop", "length")
-    run.meter.rollout_ended(rollout.group, ending, len(rollout.response_ids), complete=complete)
+    run.meter.rollout_ended(rollout.group, ending, rollout.response_tokens, complete=complete)
 
 
 def end_running(run: RunContext, entry: RunningGroup, ending: Ending, reason: str) -> None:

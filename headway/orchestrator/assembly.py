@@ -24,7 +24,8 @@ from headway.records.clients import Generator, PromptCodec, Trainer, Verifier
 from headway.records.ledger import LedgerLine
 from headway.records.task import Task
 from headway.records.trace import TraceLine
-from headway.rollout.own import rollout_maker
+from headway.rollout.agent import Agents
+from headway.rollout.makers import rollout_maker
 from headway.rollout.single_turn import Generate, SingleTurn, WatchOf
 from headway.runtime.clock import Clock
 
@@ -45,7 +46,10 @@ class Actors:
     keep_sample: Callable[[dict[str, object]], None] = lambda line: None
     observe: Callable[[TraceLine], None] | None = None  # told who ran when
     cpu_s: Callable[[], float] = time.process_time  # CPU seconds of this process, for the ledger
-    rollouts: Callable[..., SingleTurn] | None = None  # makes them, with SingleTurn's arguments; None: hooks.rollout
+    rollouts: Callable[..., SingleTurn] | None = (
+        None  # makes them, with SingleTurn's arguments; None: as the experiment says
+    )
+    agents: Agents | None = None  # where environment.name asks for them
     wrap_generate: WrapGenerate | None = None  # put between rollouts and generator (a benchmark sets lengths there)
     look: Decide | None = None  # see RunContext
 
@@ -65,7 +69,7 @@ def assemble(
     stack.enter_context(closing(buffer))
     drawing = drawing_of(experiment, actors.train_tasks, training_weights(experiment))
     parking = Parking(state, buffer, queue)
-    make = actors.rollouts or rollout_maker(experiment)
+    make = actors.rollouts or rollout_maker(experiment, actors.agents)
 
     def rollouts(temperature: float | None = None, watch_of: WatchOf | None = None) -> SingleTurn:
         return make(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -10,8 +11,10 @@ import numpy as np
 from headway.algorithms.advantages import resolve
 from headway.algorithms.rewards import credits_of, overlong_penalty
 from headway.config.schema import Experiment
-from headway.records.rollout import FinishedGroup, Rollout, Sample
+from headway.records.rollout import Branch, FinishedGroup, Rollout, Sample
 from headway.records.training import TrainBatch
+
+_Sequence = TypeVar("_Sequence", Rollout, Branch)
 
 
 def build_batch(step: int, groups: Sequence[FinishedGroup], experiment: Experiment) -> TrainBatch:
@@ -39,7 +42,7 @@ def build_batch(step: int, groups: Sequence[FinishedGroup], experiment: Experime
 def useful_samples(batch: TrainBatch) -> int:
     """Samples that teach something: a token that carries loss and an advantage that isn't 0. A padded member's copies
     count once."""
-    taught = (s for s in batch.samples if any(s.turn_advantages or (s.advantage,)) and any(s.rollout.response_mask))
+    taught = (s for s in batch.samples if any(s.turn_advantages or (s.advantage,)) and _learns(s.rollout))
     return round(sum(sample.weight for sample in taught))
 
 
@@ -76,5 +79,15 @@ def _mean(advantages_t: Sequence[float], ends_t: Sequence[int]) -> float:
     return float(np.dot(advantages_t, tokens_t) / max(1, tokens_t.sum()))
 
 
+def _learns(rollout: Rollout) -> bool:
+    return any(any(sequence.response_mask) for sequence in rollout.sequences)
+
+
 def _unlearnt(rollout: Rollout) -> Rollout:
-    return msgspec.structs.replace(rollout, response_mask=(False,) * len(rollout.response_ids))
+    """Nothing of it, its branches neither: it is cut where its last call is."""
+    branches = tuple(_masked(branch) for branch in rollout.branches)
+    return msgspec.structs.replace(_masked(rollout), branches=branches)
+
+
+def _masked(sequence: _Sequence) -> _Sequence:
+    return msgspec.structs.replace(sequence, response_mask=(False,) * len(sequence.response_ids))

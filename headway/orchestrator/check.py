@@ -15,6 +15,7 @@ from pathlib import Path
 from headway.config.load import require_resumable
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
+from headway.orchestrator.check_engine import engine_problems
 from headway.orchestrator.check_functions import function_problems
 from headway.orchestrator.memory import existing, memory_findings, memory_places, memory_uses
 from headway.orchestrator.task_sets import SPLITS, generated_apart, named_verifiers, require_template
@@ -60,9 +61,11 @@ def check(experiment: Experiment, *, resume: bool = False, smoke_test: bool = Tr
         _sizes,
         _functions,
         _devices,
+        _engine,
         _space,
         _run_directory,
         _exporters,
+        _endpoint,
     ):
         findings += _guarded(one, inputs)
     if smoke_test and inputs.tasks:
@@ -221,6 +224,8 @@ def _prompts(inputs: _Inputs) -> Iterator[Finding]:
     if inputs.tokenizer is None or not inputs.tasks:
         return
     limit = inputs.experiment.rollout.max_prompt_tokens
+    if inputs.experiment.environment.name != "single_turn":
+        return  # its prompts are its own
     for split, tasks in inputs.tasks.items():
         if not tasks:
             continue
@@ -355,6 +360,12 @@ def _devices(inputs: _Inputs) -> Iterator[Finding]:
             yield _warning(second_key, f"{shared}: both must fit its memory")
 
 
+def _engine(inputs: _Inputs) -> Iterator[Finding]:
+    """Whether the generator's engine is installed, and computes this model on these devices."""
+    for key, message in engine_problems(inputs.experiment, inputs.model):
+        yield _error(key, message)
+
+
 def _space(inputs: _Inputs) -> Iterator[Finding]:
     if inputs.model is None:
         return
@@ -405,6 +416,27 @@ def _exporters(inputs: _Inputs) -> Iterator[Finding]:
             yield _error("ledger.prometheus", str(error))
         if not is_loopback(address):
             yield _warning("ledger.prometheus", f"{address}: whoever reaches this machine can read the run's metrics")
+
+
+def _endpoint(inputs: _Inputs) -> Iterator[Finding]:
+    """What agents need: an address, and a model that can be talked to."""
+    experiment = inputs.experiment
+    if experiment.environment.name == "single_turn":
+        return
+    address = experiment.endpoint.address
+    try:
+        require_free(address)
+    except ConfigurationError as error:
+        yield _error("endpoint.address", str(error))
+    if not is_loopback(address):
+        yield _info(
+            "endpoint.address", f"{address}: other machines reach it; each rollout's key opens that rollout alone"
+        )
+    if inputs.tokenizer is not None and not inputs.tokenizer.has_chat_template:
+        yield _warning(
+            "environment.name",
+            f"{experiment.model.path} has no chat template: agents can call /v1/completions and nothing else",
+        )
 
 
 def _verifier(inputs: _Inputs) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 from headway.algorithms.advantages import KEY as ADVANTAGE
@@ -12,9 +13,12 @@ from headway.config.hooks import HOOKS, Hooks
 from headway.config.schema import ADVANTAGES, LOSSES, Experiment
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
+from headway.rollout.agent_host import KEY as AGENT
 from headway.rollout.own import load_own
+from headway.rollout.verifiers_environment import KEY as VERIFIERS
+from headway.rollout.verifiers_environment import load as load_verifiers
 from headway.runtime.hooks import load_hook
-from headway.runtime.imports import require_module
+from headway.runtime.imports import import_function, require_module
 from headway.runtime.own_logging import load_own_logging
 
 
@@ -23,6 +27,7 @@ def function_problems(experiment: Experiment, task: Task | None) -> Iterator[tup
     ``task``, where there is one; a loss lives in the trainer's process and needs torch, so only its module is looked
     for (the rest is for ``python -m headway.trainer.loss_conformance``). The verifier is really called, elsewhere."""
     yield from _objective(experiment)
+    yield from _agent(experiment)
     for short, names in HOOKS.items():
         name = getattr(experiment.hooks, short)
         if name in names:
@@ -38,6 +43,22 @@ def function_problems(experiment: Experiment, task: Task | None) -> Iterator[tup
                     yield f"hooks.{short}", violation
         except ConfigurationError as error:
             yield f"hooks.{short}", str(error)
+
+
+def _agent(experiment: Experiment) -> Iterator[tuple[str, str]]:
+    environment = experiment.environment
+    if environment.agent:
+        try:
+            import_function(environment.agent, AGENT, (), asynchronous=True)
+        except ConfigurationError as error:
+            yield AGENT, str(error)
+    elif environment.name == "verifiers":
+        try:
+            load_verifiers(environment.verifiers)
+        except ConfigurationError as error:
+            yield VERIFIERS, str(error)
+    elif environment.command and shutil.which(environment.command[0]) is None:
+        yield "environment.command", f"there is no program {environment.command[0]!r} on the path"
 
 
 def _objective(experiment: Experiment) -> Iterator[tuple[str, str]]:

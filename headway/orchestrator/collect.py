@@ -31,7 +31,7 @@ class Collect:
     def __init__(self, run: RunContext, generated: Channel[Generated]) -> None:
         self._run = run
         self._generated = generated
-        self._leaving = Leaving(run.experiment, lambda rollout: run.tokenizer.decode(rollout.response_ids))
+        self._leaving = Leaving(run.experiment, lambda rollout: run.tokenizer.decode(rollout.judged_ids))
         self._told: set[str] = set()  # hooks whose failure is in the ledger
 
     async def loop(self) -> None:
@@ -105,7 +105,7 @@ async def verify_rollouts(
     unknown = [rollout for rollout in rollouts if rollout.valid and not rollout.finished_s]
     if not unknown:
         return tuple(rollouts)
-    verdicts = await verifier.verify(task, [tokenizer.decode(rollout.response_ids) for rollout in unknown])
+    verdicts = await verifier.verify(task, [tokenizer.decode(rollout.judged_ids) for rollout in unknown])
     now = clock.now()
     judged = {r.member: apply_verdict(r, verdict, now) for r, verdict in zip(unknown, verdicts, strict=True)}
     return tuple(judged.get(rollout.member, rollout) for rollout in rollouts)

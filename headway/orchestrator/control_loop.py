@@ -64,7 +64,8 @@ class Control:
 
     async def _write(self, record: StepRecord) -> StepRecord:
         run = self._run
-        whole = run.meter.with_engines(record, await run.generator.statistics())
+        engines = await run.generator.statistics()
+        whole = run.meter.with_engines(record, engines, run.generator.routing())
         run.record(whole)
         return whole
 
@@ -116,7 +117,7 @@ class RateControl:
             self._state, tuple(self._records), self._limits, look=run.look is None
         )
         rested = run.clock.now() >= self._look_from_s
-        if decision.look and rested and self._looking is None and run.look is not None:
+        if decision.due and rested and self._looking is None and run.look is not None:
             self._looking_from = decision.state
             self._looking = asyncio.create_task(run.look(decision.state, tuple(self._records), self._limits))
         self._state = decision.state

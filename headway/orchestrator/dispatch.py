@@ -119,7 +119,7 @@ class Dispatch:
             rollout = await self._run.rollouts.generate_member(entry.group, position, response, resumes)
             entry.unfinished -= 1
             own_end = rollout.finish_reason in ("stop", "length")
-            entry.lengths[position] = len(rollout.response_ids), own_end
+            entry.lengths[position] = rollout.response_tokens, own_end
             if self._free_rollouts() >= self._wanted:  # fewer let nothing begin
                 self._run.state.changed.notify()
             return rollout if pruning is None else await pruning.finished(entry.group, rollout)

@@ -97,7 +97,7 @@ def evaluation_record(
         solve_rate=solve_rate,
         standard_error=clustered_standard_error([(rollout.group, float(rollout.solved)) for rollout in valid]),
         reward_mean=sum(rollout.reward for rollout in valid) / count,
-        length_mean=sum(len(rollout.response_ids) for rollout in valid) / count,
+        length_mean=sum(rollout.response_tokens for rollout in valid) / count,
         failed=len(rollouts) - len(valid),
         judge_tokens=sum(rollout.judge_tokens for rollout in rollouts),
         judge_cost=sum(rollout.judge_cost for rollout in rollouts),

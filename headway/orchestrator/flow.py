@@ -37,11 +37,11 @@ def flow_of(
         finished_groups=len(finished),
         accepted_groups=accepted_groups,
         responses=len(responses),
-        prompt_tokens=sum(len(r.prompt_ids) for r in responses),
+        prompt_tokens=sum(r.all_tokens - r.response_tokens for r in responses),
         generating_s=sum(max(0.0, r.generated_s - r.opened_s) for r in responses),
         decode_s=sum(_decode_s(r) for r in timed),
         environment_s=sum(r.environment_s for r in timed),
-        decode_tokens=sum(len(r.response_ids) - 1 for r in timed),
+        decode_tokens=sum(r.response_tokens - 1 for r in timed),
         length_variance_between=between,
         length_variance_within=within,
         straggler_wait_s=straggler_wait_s,
@@ -68,4 +68,4 @@ def log_length_variances(groups: Sequence[FinishedGroup]) -> tuple[float, float]
 
 
 def _log_lengths(group: FinishedGroup) -> list[float]:
-    return [math.log(len(r.response_ids)) for r in group.rollouts if r.failure is None and r.response_ids]
+    return [math.log(r.response_tokens) for r in group.rollouts if r.failure is None and r.response_ids]

@@ -14,7 +14,7 @@ from headway.records.clients import Generator, Verifier, Watch
 from headway.records.generation import GenerationRequest, GenerationResult
 from headway.records.rollout import FinishedGroup, Group, Parked, Rollout
 from headway.records.task import Task
-from headway.rollout.own import make_rollouts
+from headway.rollout.makers import make_rollouts
 from headway.rollout.single_turn import Resumption
 from headway.runtime.clock import Clock
 from headway.tasks.cursor import TaskCursor
@@ -59,7 +59,7 @@ class Load:
         self._cursor = TaskCursor(tasks, experiment.run.seed, training_weights(experiment))
         self._clock = clock
         self._cancel = cancel
-        self._leaving = Leaving(experiment, lambda rollout: tokenizer.decode(rollout.response_ids))
+        self._leaving = Leaving(experiment, lambda rollout: tokenizer.decode(rollout.judged_ids))
         self._open: set[str] = set()
         self._unfinished = 0
         self._changed = Signal()
@@ -150,7 +150,7 @@ class Load:
             self._verifying -= 1
         self.verify_response_s.append((self._clock.now() - started) / group.size)
         self.failures += [r.failure.cause for r in verified if r.failure is not None]
-        self.groups.append(tuple(len(rollout.response_ids) for rollout in verified if rollout.response_ids))
+        self.groups.append(tuple(rollout.response_tokens for rollout in verified if rollout.response_ids))
         judged = self._leaving.judge(FinishedGroup(group=group, rollouts=verified))
         self.accepted += judged.outcome.ending is None
 
@@ -159,7 +159,7 @@ class Load:
         self._unfinished -= 1
         self._changed.notify()
         if rollout.failure is None:
-            self.ended.append(len(rollout.response_ids))
+            self.ended.append(rollout.response_tokens)
             self.prompt_tokens.append(len(rollout.prompt_ids))
             if len(self.responses) < _KEPT:
                 self.responses.append(rollout)

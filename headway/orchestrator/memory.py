@@ -35,9 +35,11 @@ GIB = 2**30
 FULL = 0.9  # of what is free: beyond it, a warning
 
 # Resident memory of a process before it holds any model: Python, and torch where it is used. Measured on Linux with
-# torch's CPU build: 246, 331, 82, 44 and 38 MiB, and rounded up (a CUDA build adds the libraries it loads).
+# torch's CPU build: 246, 692 (a replica with vLLM), 331, 82, 44 and 38 MiB, and rounded up (a CUDA build adds the
+# libraries it loads).
 BASE_BYTES = {
     "generator": 280 << 20,
+    "vllm": 700 << 20,
     "trainer": 350 << 20,
     "orchestrator": 110 << 20,
     "verifier": 60 << 20,
@@ -146,6 +148,11 @@ def _generators(experiment: Experiment, model: DecoderConfig) -> Iterator[Memory
 def _generator(experiment: Experiment, model: DecoderConfig, name: str, device: str, width: int) -> Iterator[MemoryUse]:
     """``width``: bytes of a number it computes with, which KV and weights are kept as."""
     settings, weights = experiment.generator, parameter_count(model)
+    if settings.engine == "vllm-server":
+        size = weights * bytes_of(settings.dtype)
+        parts = {"base": BASE_BYTES["generator"], "update buffer": size, "written for the server": size}
+        yield MemoryUse(name=name, place="memory", parts=parts)
+        return
     context = min(experiment.max_sequence_tokens, model.max_positions)
     if settings.kv_capacity_tokens is not None:
         context = min(context, settings.kv_capacity_tokens)  # slots are this long even where few can be full at once
@@ -165,7 +172,8 @@ def _generator(experiment: Experiment, model: DecoderConfig, name: str, device: 
         "KV cache": kv,
         "activations": activations + settings.slots * model.vocabulary_size * _SAMPLING_BYTES,
     }
-    on_host = {"base": BASE_BYTES["generator"], "update buffer": weights * bytes_of(settings.dtype)}
+    base = BASE_BYTES["vllm" if settings.engine == "vllm" else "generator"]
+    on_host = {"base": base, "update buffer": weights * bytes_of(settings.dtype)}
     yield from _on_device(name, device, on_device, on_host)
 
 

@@ -22,7 +22,7 @@ from headway.orchestrator.flow import flow_of
 from headway.orchestrator.source_scores import source_scores
 from headway.orchestrator.state import RunState
 from headway.records.curriculum import CurriculumStep
-from headway.records.generation import AppliedWeights, EngineStatistics
+from headway.records.generation import ROUTER_COUNTERS, AppliedWeights, EngineStatistics, RouterStatistics
 from headway.records.ledger import Distribution, StepRecord
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
 from headway.records.trace import GroupEnd, GroupTrace, RolloutTrace, Span, StepTrace, TraceLine
@@ -80,6 +80,7 @@ class Meter:
         self._interval = self._fresh()
         self._recent_step_s: deque[float] = deque(maxlen=_TYPICAL_STEPS)
         self._engines: list[EngineStatistics] = []
+        self._routing = RouterStatistics()
         self._engines_s = clock.now()  # when they were asked
 
     def _fresh(self) -> Interval:
@@ -255,9 +256,13 @@ class Meter:
             **_length_fields([r for group in trained for r in group.valid]),
         )
 
-    def with_engines(self, record: StepRecord, engines: Sequence[EngineStatistics]) -> StepRecord:
-        """Add what the generators counted. Asking them takes a while, so their interval has an end of its own."""
+    def with_engines(
+        self, record: StepRecord, engines: Sequence[EngineStatistics], routing: RouterStatistics = RouterStatistics()
+    ) -> StepRecord:
+        """Add what the generators and their router counted. Asking them takes a while, so their interval has an end of
+        its own."""
         before, self._engines = self._engines, list(engines)
+        routed, self._routing = self._routing, routing
         asked_s, self._engines_s = self._engines_s, self._clock.now()
         elapsed_s = max(self._engines_s - asked_s, 1e-9)
         flow = msgspec.structs.replace(
@@ -271,6 +276,7 @@ class Meter:
         return msgspec.structs.replace(
             record,
             flow=flow,
+            router=_since(routed, routing),
             generated_tokens_per_s=_growth(before, engines, "generated_tokens") / elapsed_s,
             generator_wait_ratio=_mean_share(before, engines, "idle_s", elapsed_s),
             generator_lent_ratio=_mean_share(before, engines, "lent_s", elapsed_s),
@@ -294,7 +300,7 @@ def group_trace(finished: FinishedGroup, now_s: float) -> GroupTrace:
                 generated_s=_tidy(r.generated_s),
                 finished_s=_tidy(r.finished_s),
                 verify_s=_tidy(r.verify_s),
-                tokens=len(r.response_ids),
+                tokens=r.response_tokens,
                 first_version=r.first_version,
                 last_version=r.last_version,
                 reward=r.reward,
@@ -348,6 +354,12 @@ def _mean_share(
     return min(1.0, grown / (step_s * len(awake)))
 
 
+def _since(before: RouterStatistics, now: RouterStatistics) -> RouterStatistics:
+    """``now`` with the growth of its counters."""
+    grown = {name: getattr(now, name) - getattr(before, name) for name in ROUTER_COUNTERS}
+    return msgspec.structs.replace(now, **grown)
+
+
 def _engine_fields(engines: Sequence[EngineStatistics]) -> dict[str, Any]:
     return {
         "kv_used_tokens": sum(e.kv_used_tokens for e in engines),
@@ -396,6 +408,10 @@ def _verification_fields(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "verify_s": sum(r.verify_s for r in rollouts),
         "judge_tokens": sum(r.judge_tokens for r in rollouts),
         "judge_cost": sum(r.judge_cost for r in rollouts),
+        "agent_calls": sum(r.calls for r in rollouts),
+        "agent_branches": sum(len(r.branches) for r in rollouts),
+        "agent_rewritten": sum(r.rewritten for r in rollouts),
+        "abandoned_tokens": sum(r.abandoned_tokens for r in rollouts),
     }
 
 
@@ -416,7 +432,7 @@ def _learning_fields(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
 def _length_fields(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     if not rollouts:
         return {}
-    lengths = [len(r.response_ids) for r in rollouts]
+    lengths = [r.response_tokens for r in rollouts]
     return {
         "length_mean": sum(lengths) / len(lengths),
         "length_p50": quantile(lengths, 0.5),

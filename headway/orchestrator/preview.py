@@ -39,7 +39,7 @@ def preview(
         return CheckReport(findings=findings)
     uses = memory_uses(experiment, DecoderConfig.from_pretrained(Path(experiment.model.path)))
     places = memory_places(uses)
-    if seconds is None:
+    if seconds is None or experiment.environment.name != "single_turn":  # what agents do takes longer to be seen
         return CheckReport(findings=findings, memory=uses, places=places)
     sets = load_task_sets(experiment)
     measured, lengths = calibrate(experiment, sets["train"], seconds=seconds, on_progress=on_progress)
@@ -85,7 +85,7 @@ def _free_devices(experiment: Experiment) -> int:
     gpus = {device.first for device in devices if device.kind == "cuda"}
     if gpus:
         return max(0, (cuda_device_count() or 0) - len(gpus))
-    cores = {core for device in devices for core in range(device.first, device.last + 1)}
+    cores = {core for device in devices if device.kind == "cpu" for core in range(device.first, device.last + 1)}
     return max(0, len(machine_cores()) - len(cores))
 
 

@@ -7,12 +7,14 @@ from contextlib import AsyncExitStack
 
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
+from headway.orchestrator.agents import agents_of
 from headway.orchestrator.evaluation import attempt_tasks, evaluation_prefix, evaluation_record
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EvaluationRecord
 from headway.rollout.client import VerifierPool
-from headway.rollout.own import make_rollouts
+from headway.rollout.makers import make_rollouts
+from headway.rollout.single_turn import SingleTurn
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 from headway.tokens.tokenizer import Tokenizer
@@ -39,23 +41,28 @@ class Scorer:
             named=named_verifiers(experiment, {split: self._tasks}),
             retries=experiment.rollout.retries,
         )
-        self._rollouts = make_rollouts(
-            experiment,
-            self.generator.generate,
-            self._tokenizer,
-            self._clock,
-            temperature=experiment.evaluation.temperature,
-            request_prefix=evaluation_prefix(split),
-        )
+        self._rollouts: SingleTurn | None = None
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Start the processes; ``stack`` stops them."""
+        agents = await stack.enter_async_context(agents_of(self._experiment, lambda name, detail: None))
+        self._rollouts = make_rollouts(
+            self._experiment,
+            self.generator.generate,
+            self._tokenizer,
+            self._clock,
+            agents,
+            temperature=self._experiment.evaluation.temperature,
+            request_prefix=evaluation_prefix(self._split),
+        )
         for actor in (self.generator, self._verifier):
             stack.push_async_callback(actor.stop)
         await asyncio.gather(self.generator.start(), self._verifier.start())
 
     async def score(self, phase: str, step: int = 0) -> EvaluationRecord:
         """Attempt and verify every task with the present weights."""
+        if self._rollouts is None:
+            raise RuntimeError("score() before start()")
         started = self._clock.now()
         rollouts = await attempt_tasks(
             self._tasks,

@@ -50,7 +50,7 @@ async def time_steps(
     count, version = min(full, 2 * ranks), 0
     while True:
         batch = _batch(version, count, experiment, seen, lengths)
-        tokens = sum(len(s.rollout.prompt_ids) + len(s.rollout.response_ids) for s in batch.samples)
+        tokens = sum(s.rollout.all_tokens for s in batch.samples)
         started = clock.now()
         report = await trainer.train_step(batch)
         elapsed_s = clock.now() - started

@@ -22,6 +22,7 @@ from headway.records.generation import (
     GenerationResult,
     PartialResponse,
     PublishedWeights,
+    RouterStatistics,
     VersionSpan,
 )
 from headway.rollout.fake import SANDBOX, Lived
@@ -152,6 +153,9 @@ class EnvironmentGenerator:
 
     async def statistics(self) -> list[EngineStatistics]:
         return await self.engine.statistics()
+
+    def routing(self) -> RouterStatistics:
+        return self.engine.routing()
 
     async def stop(self) -> None:
         await self.engine.stop()
@@ -313,12 +317,12 @@ class _Turns:
             sampling=how,
             priority=request.priority,
             interruptible=request.interruptible,
+            session=str(key) if self._owner.environment.keep_kv else "",
         )
         life.turns += 1
         life.request_id = call.request_id
-        keeps = self._owner.environment.keep_kv
         try:
-            result = await self._owner.engine.generate(call, self._watched(), session=str(key) if keeps else "")
+            result = await self._owner.engine.generate(call, self._watched())
         finally:
             life.request_id = ""
         self._reprefills += result.reprefills

@@ -96,11 +96,12 @@ def read_run(path: str | Path) -> Recorded:
     directory = RunDirectory(folder)
     experiment = directory.read_experiment()
     lines = read_ledger(folder)
-    if experiment.hooks.rollout != "single_turn":
-        raise ConfigurationError(
-            f"{folder}: its rollouts are made by hooks.rollout = {experiment.hooks.rollout!r}, and a ledger doesn't "
-            "say what their turns took: describe them in a scenario file ([workload] turns, turn_tokens, tool_s)"
-        )
+    for key, maker in (("hooks.rollout", experiment.hooks.rollout), ("environment.name", experiment.environment.name)):
+        if maker != "single_turn":
+            raise ConfigurationError(
+                f"{folder}: its rollouts are made by {key} = {maker!r}, and a ledger doesn't say what their turns "
+                "took: describe them in a scenario file ([workload] turns, turn_tokens, tool_s)"
+            )
     devices, ranks = experiment.generator.devices, experiment.trainer.devices
     lent, verifiers, trained_on = sum(lends(d, ranks) for d in devices), experiment.verifier.workers, len(ranks)
     if is_simulated(folder):

@@ -44,6 +44,8 @@ def _table(title: str, model: type[BaseModel], comments: dict[tuple[str, str], s
     yield "| key | valid | default | meaning |"
     yield "| --- | --- | --- | --- |"
     for name, field in model.model_fields.items():
+        if name not in inspect.get_annotations(model):
+            continue  # the experiment's
         inner = section_of(field.annotation)
         if inner is not None and inner is not Quantity:
             continue  # a section of its own

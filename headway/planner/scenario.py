@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
+from headway.config import endpoint
 from headway.config.load import load_file
 from headway.config.schema import Checkpoint, Evaluation, Experiment, Ledger, Model, Run, Tasks
 from headway.config.section import NonNegative, Positive, Section
@@ -96,7 +97,7 @@ class Workload(Section):
         return self
 
 
-class Environment(Section):
+class Environment(endpoint.Environment):
     """Sandboxes of rollouts with several turns. Their failures are retried rollout.retries times."""
 
     start_s: Quantity = constant(0.0)  # until a sandbox is up
@@ -150,6 +151,7 @@ _NOT_SIMULATED = {
     "verifiers": "verdicts are described by [workload]",
     "evaluation": "evaluations are not simulated",
     "sft": "a cold start is not simulated",
+    "endpoint": "nothing calls it",
 }
 
 
@@ -176,6 +178,10 @@ class Scenario(Experiment):
         for section, why in _NOT_SIMULATED.items():
             if section in filled:
                 raise ValueError(f"[{section}] has no place in a scenario: {why}")
+        given = filled.get("environment", {})
+        for key in endpoint.Environment.model_fields:
+            if isinstance(given, dict) and key in given:
+                raise ValueError(f"environment.{key} has no place in a scenario: turns are described by [workload]")
         defaults = {"run": {"directory": "runs/simulated"}, "ledger": {"trackers": [], "trace": False}}
         defaults["checkpoint"] = {"every_steps": 1_000_000}
         for section, keys in defaults.items():
@@ -186,7 +192,7 @@ class Scenario(Experiment):
 
     def experiment(self) -> Experiment:
         """The experiment that is simulated: this without what describes the world."""
-        fields = self.model_dump(mode="json", include=set(Experiment.model_fields))
+        fields = self.model_dump(mode="json", include=set(Experiment.model_fields) - {"environment"})
         return Experiment.model_validate(fields)
 
     def drifted(self, key: str, step: int, before: float = 1.0) -> float:

@@ -186,7 +186,7 @@ class World:
         hardware, scenario = self.scenario.hardware.trainer, self.scenario
 
         def step_s(batch: TrainBatch) -> float:
-            tokens = sum(len(s.rollout.prompt_ids) + len(s.rollout.response_ids) for s in batch.samples)
+            tokens = sum(s.rollout.all_tokens for s in batch.samples)
             more_s = hardware.step_s.draw(scenario.run.seed * 1_000_003 + batch.step, batch.step)
             seconds = hardware.step_fixed_s + tokens * hardware.token_s + more_s
             return max(0.0, seconds * scenario.drifted("hardware.trainer.step_s", batch.step))

@@ -16,6 +16,7 @@ from headway.records.generation import (
     GenerationResult,
     PartialResponse,
     PublishedWeights,
+    RouterStatistics,
 )
 from headway.records.rollout import Verdict
 from headway.records.task import Task
@@ -74,6 +75,10 @@ class Generator(Protocol):
         ...
 
     async def statistics(self) -> list[EngineStatistics]: ...
+
+    def routing(self) -> RouterStatistics:
+        """What the requests are that are open, and where they went."""
+        ...
 
     async def stop(self) -> None: ...
 

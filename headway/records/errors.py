@@ -61,8 +61,22 @@ class RemoteError(HeadwayError):
         self.traceback = traceback
 
 
+class Overloaded(HeadwayError):
+    """More requests than there is room for: the caller may try again after ``retry_after_s``."""
+
+    def __init__(self, why: str, retry_after_s: int) -> None:
+        super().__init__(f"{why}: try again after {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
 class WeightsCorrupt(HeadwayError):
     """Published weights whose checksum or version is not the announced one."""
+
+    exit_code = 3
+
+
+class WeightsMismatch(HeadwayError):
+    """An engine computes something else than the published weights say; names the first module whose output differs."""
 
     exit_code = 3
 

@@ -46,6 +46,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # lower is served first; rollouts use their group's admission index (oldest first)
     partial: PartialResponse = PartialResponse()  # tokens already sampled: continue after them
     interruptible: bool = True  # False: an "abort" update lets it go on (it was parked often enough)
+    session: str = ""  # requests of one name extend one another: they go where its KV is; "": none
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +58,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     version: int = -1  # version of these tokens (-1 when there are none)
     finish_reason: FinishReason | None = None  # set on the request's last delta
     error: str = ""  # cause, when finish_reason is "error"
+    refused: bool = False  # ... which lies in what was asked: every replica would say the same
     reprefilled: bool = False  # the KV behind these tokens was recomputed since the last delta
 
 
@@ -67,6 +69,7 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     response: PartialResponse  # all sampled tokens
     finish_reason: FinishReason
     error: str = ""
+    refused: bool = False  # the error lies in what was asked: asking again is no use
     reprefills: int = 0  # how often its KV was recomputed (update, preemption, engine restart)
     resumes: int = 0  # how often it was moved off a dead engine
     first_token_s: float = 0.0  # the caller's clock when this request's first new token arrived; 0: unknown
@@ -111,3 +114,25 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     lent_s: float = 0.0  # time its device was lent to the trainer; not idle then, whether it had requests or not
     decode_steps: int = 0
     resting: bool = False  # it is given no requests: neither waiting nor lent
+
+
+class RouterStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router holds, in tokens: prompts and still allowed responses of open requests; and its counters since it
+    started (in a ledger: since the step before)."""
+
+    used_tokens: int = 0
+    capacity_tokens: int = 0  # KV tokens of the replicas that take requests
+    peak_tokens: int = 0  # most ever used at once
+    open_requests: int = 0
+    waiters: int = 0  # requests that no replica has: none takes any now, or a limit holds them back
+    oldest_age_s: float = 0.0  # of the open request that came first
+    breakers_open: int = 0  # of replicas, half-open ones included
+    routed: int = 0  # requests given to a replica; one that moves counts again
+    spills: int = 0  # ... of these, past a replica that holds more of their prompt
+    moves: int = 0  # requests that left a replica with the tokens they had: it died, rests or leaves
+    retries: int = 0  # requests that a replica didn't accept, given to another
+    refusals: int = 0  # of foreign callers
+    breaker_openings: int = 0
+
+
+ROUTER_COUNTERS = ("routed", "spills", "moves", "retries", "refusals", "breaker_openings")

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from headway.records.curriculum import CurriculumStep
+from headway.records.generation import RouterStatistics
 
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +151,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     # what language models that judge have read and written for the groups that finished since the last step
     judge_tokens: int = 0
     judge_cost: float = 0.0  # in the currency of verifier.parameters.price_*
+    # model calls of agents whose groups finished since the last step
+    agent_calls: int = 0  # that were answered
+    agent_branches: int = 0  # sequences that didn't extend their rollout's trunk
+    agent_rewritten: int = 0  # ... because the chat template renders an answer otherwise than it was sampled
+    abandoned_tokens: int = 0  # sampled for calls whose client left, or that failed: no loss
     # learning signal, over the groups that finished since the last step (filtered ones included)
     reward_mean: float = 0.0
     reward_std: float = 0.0
@@ -182,6 +188,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     mfu_step: float = 0.0
     mfu_compute: float = 0.0
     peak_flops_per_s: float = 0.0  # measured matmul peak of the trainer's device at its dtype
+    router: RouterStatistics = RouterStatistics()  # its counters: since the step before
     flow: Flow = Flow()  # all 0: a step whose own record was lost in a kill, or of an older release
     metrics: dict[str, float] = {}  # from the trainer: loss, entropy, grad_norm, clip_fraction, ratio_p01/p50/p99, ...
 

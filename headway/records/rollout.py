@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -47,6 +48,22 @@ class Pruned(msgspec.Struct, frozen=True, kw_only=True):
     cut_reward: float | None = None  # audited: the reward pruning would have given; None: it would have left its group
 
 
+class Branch(msgspec.Struct, frozen=True, kw_only=True):
+    """A sequence of a rollout whose model calls don't all extend one another: what it adds to the others.
+
+    A sampled token has one context, so its loss is taken in one branch; for those that share its answer it is part of
+    ``prompt_ids``. Invariant: as of a rollout's own response. The first response token is sampled.
+    """
+
+    prompt_ids: tuple[int, ...]  # everything before the first token that is this branch's own
+    response_ids: tuple[int, ...]
+    response_logprobs: tuple[float, ...]
+    response_mask: tuple[bool, ...]
+    versions: tuple[VersionSpan, ...]
+    turn_ends: tuple[int, ...] = ()  # response tokens up to the end of each turn
+    finish_reason: FinishReason = "stop"  # of its last call; a client's own limit of tokens is no "length"
+
+
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt at a task, token-exact.
 
@@ -58,6 +75,9 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     Invariant: len(response_ids) == len(response_logprobs) == len(response_mask) == sum of span tokens.
     Masked tokens (an environment's replies) carry log-probability 0.0 and the version of the token before.
+
+    Where model calls don't all extend one another, the fields of the response are those of the trunk, which ends with
+    the latest call, and ``branches`` holds the others. All share its reward, its advantage and its weight in the loss.
 
     Example: prompt "1+2=", response "3<eos>" sampled while version 4 was replaced by version 5:
     ``response_ids=(20, 1), response_mask=(True, True), versions=(VersionSpan(version=4, tokens=1),
@@ -95,6 +115,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     turns: int = 1
     environment_s: float = 0.0  # after its turns: tools, and what it waited for its sandbox
     environment_version: int = -1  # of the oldest turn whose effect its environment held when it was resumed; -1: none
+    branches: tuple[Branch, ...] = ()  # sequences beside the trunk
+    calls: int = 0  # of a recorded conversation: model calls that were answered
+    abandoned_tokens: int = 0  # sampled for calls that weren't: no loss
+    rewritten: int = 0  # calls that began a branch because the chat template renders an answer otherwise than sampled
 
     @property
     def rollout_id(self) -> str:
@@ -114,12 +138,36 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_version(self) -> int:
-        """Version of the first sampled token (-1 when there is none): what trajectory staleness counts from."""
-        return self.versions[0].version if self.versions else -1
+        """Version of the first sampled token, the oldest of its branches' (-1 when there is none): what trajectory
+        staleness counts from."""
+        return min((s.versions[0].version for s in self.sequences if s.versions), default=-1)
 
     @property
     def last_version(self) -> int:
-        return self.versions[-1].version if self.versions else -1
+        return max((s.versions[-1].version for s in self.sequences if s.versions), default=-1)
+
+    @property
+    def sequences(self) -> Iterator[Rollout | Branch]:
+        """The trunk (the rollout itself) and its branches: what a model reads as so many sequences."""
+        yield self
+        yield from self.branches
+
+    @property
+    def judged_ids(self) -> tuple[int, ...]:
+        """Response tokens that a verifier reads: all of them; of a recorded conversation the last answer's."""
+        if not self.calls or False not in self.response_mask:
+            return self.response_ids
+        return self.response_ids[len(self.response_mask) - self.response_mask[::-1].index(False) :]
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens of the responses of all sequences: each sampled token once, and what was said between the turns."""
+        return sum(len(s.response_ids) for s in self.sequences)
+
+    @property
+    def all_tokens(self) -> int:
+        """Tokens of all sequences, prompts included: what a trainer is given."""
+        return sum(len(s.prompt_ids) + len(s.response_ids) for s in self.sequences)
 
     @property
     def truncated(self) -> bool:
@@ -177,7 +225,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout with its advantage: the unit the trainer consumes."""
+    """A rollout with its advantage: the unit the trainer consumes, its branches included."""
 
     rollout: Rollout
     advantage: float  # of every token; with turn_advantages their mean over its tokens

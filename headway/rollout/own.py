@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import functools
 import inspect
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import msgspec
 
-from headway.config.schema import Experiment
 from headway.records.clients import TextCodec
 from headway.records.errors import ConfigurationError, HookFailed
 from headway.records.generation import FinishReason, PartialResponse, VersionSpan
 from headway.records.rollout import Failure, Group, Pruned, Rollout
 from headway.records.task import Task
-from headway.rollout.single_turn import Generate, SingleTurn, Stop
-from headway.runtime.clock import Clock
+from headway.rollout.attempts import Attempts
+from headway.rollout.single_turn import SingleTurn, Stop
 from headway.runtime.hooks import Hook, finite_number, load_hook, shown
 
 KEY = "hooks.rollout"
-_RETRY_S = 0.25  # before an environment that failed as infrastructure is tried anew; doubled each time
 
 
 class Codec(TextCodec, Protocol):
@@ -77,6 +73,13 @@ class Attempt:
     def tokens_left(self) -> int:
         """Until `rollout.max_response_tokens`, which observed tokens count towards."""
         return self._rollouts.max_response_tokens - len(self.response_ids)
+
+    async def run(self) -> None:
+        """Call the function."""
+        hook = self._rollouts.hook
+        result = await hook.function(self)
+        if result is not None:
+            raise hook.failed(f"returned {shown(result)}: the attempt keeps what was sampled, so None is needed")
 
     async def generate(self, max_tokens: int | None = None) -> str:
         """Sample a turn of at most ``max_tokens``; its text, special tokens left out. Raises RolloutOver."""
@@ -179,102 +182,48 @@ class Attempt:
         return last.finish_reason
 
 
-class OwnRollouts(SingleTurn):
-    """Rollouts as the user's function makes them. Each turn is a request like any other: retried, parked and resumed,
-    stopped, watched; watchers and `reached` see the tokens of the turn.
+class OwnRollouts(Attempts):
+    """Rollouts as the user's function makes them. Watchers and `reached` see the tokens of the turn.
 
-    What the function raises fails the rollout at the boundary "environment", and no other; an OSError (a connection, a
-    timeout) is infrastructure: the rollout is made anew, ``rollout.retries`` times. So is one that was parked when the
-    orchestrator died: an environment isn't kept.
+    What the function raises fails the rollout at the boundary "environment"; an OSError (a connection, a timeout) is
+    infrastructure.
     """
 
     def __init__(self, hook: Hook, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.hook = hook
-        self._attempts: dict[tuple[int, int], tuple[Attempt, asyncio.Task[None]]] = {}
-
-    def prefixed(self, request_prefix: str) -> SingleTurn:
-        twin = cast("OwnRollouts", super().prefixed(request_prefix))
-        twin._attempts = {}
-        return twin
 
     def stop(self, group: int, member: int, why: Stop) -> None:
-        """`SingleTurn.stop`. Between two turns there is nothing to park; for good, the function is cancelled and not
-        called anew."""
+        """`SingleTurn.stop`. Between two turns there is nothing to park; for good, the function is cancelled."""
         if (group, member) in self._lives:
             super().stop(group, member, why)
-        elif (group, member) in self._attempts and why != "park":
-            attempt, task = self._attempts[group, member]
-            attempt.stopped = attempt.stopped or why
-            task.cancel()
+        elif why != "park":
+            self.cancel(group, member, why)
 
     @property
     def max_response_tokens(self) -> int:
         return self._settings.max_response_tokens
 
-    def now(self) -> float:
-        return self._clock.now()
-
     def encode(self, text: str) -> list[int]:
         return cast("Codec", self._tokenizer).encode(text)
+
+    def begin(self, group: Group, member: int) -> Attempt:
+        return Attempt(self, group, member)
 
     async def generate_member(
         self, group: Group, member: int, partial: PartialResponse = PartialResponse(), resumes: int = 0
     ) -> Rollout:
         longest = self._settings.max_prompt_tokens
         if not 0 < len(group.prompt_ids) <= longest:
-            return await super().generate_member(group, member)  # which says so
-        attempts = 0
-        while True:
-            attempt = Attempt(self, group, member)
-            rollout = await self._attempt(attempt)
-            failure = rollout.failure
-            again = failure is not None and failure.boundary == "environment" and failure.infrastructure
-            if not again or attempt.stopped is not None or attempts == self._settings.retries:
-                return rollout
-            await self._stoppable(attempt, self._clock.sleep(_RETRY_S * 2**attempts))
-            if attempt.stopped is not None:  # for good: what had failed stays so
-                stopped = attempt.stopped if isinstance(attempt.stopped, Failure) else failure
-                return attempt.rollout(self._clock.now(), stopped)
-            attempts += 1
+            return await SingleTurn.generate_member(self, group, member)  # which says so
+        return await super().generate_member(group, member)
 
-    async def _attempt(self, attempt: Attempt) -> Rollout:
-        failure = None
-        try:
-            async with asyncio.timeout(self._settings.timeout_s) as limit:
-                await self._stoppable(attempt, self._run(attempt))
-        except TimeoutError as error:
-            if limit.expired():
-                cause = f"not finished after rollout.timeout_s = {self._settings.timeout_s:g} s"
-                failure = Failure(boundary="engine", cause=cause, infrastructure=True)
-            else:
-                failure = _raised(self.hook.raised(error), infrastructure=True)
-        except RolloutOver:
-            pass
-        except HookFailed as error:
-            failure = _raised(error, infrastructure=False)
-        except Exception as error:  # the boundary to a user's function
-            failure = _raised(self.hook.raised(error), infrastructure=isinstance(error, OSError))
-        return attempt.rollout(self._clock.now(), failure)
-
-    async def _stoppable(self, attempt: Attempt, work: Coroutine[Any, Any, None]) -> None:
-        """``work`` until it ends or `stop` cancels it."""
-        key = attempt.group.index, attempt.member
-        task = asyncio.create_task(work, name=f"own-{key[0]}-{key[1]}")
-        self._attempts[key] = attempt, task
-        try:
-            await task
-        except asyncio.CancelledError:
-            if attempt.stopped is None:
-                raise
-        finally:
-            task.cancel()
-            del self._attempts[key]
-
-    async def _run(self, attempt: Attempt) -> None:
-        result = await self.hook.function(attempt)
-        if result is not None:
-            raise self.hook.failed(f"returned {shown(result)}: the attempt keeps what was sampled, so None is needed")
+    def failure_of(self, error: Exception) -> Failure | None:
+        if isinstance(error, RolloutOver):
+            return None
+        if isinstance(error, HookFailed):
+            return _raised(error, infrastructure=False)
+        return _raised(self.hook.raised(error), infrastructure=isinstance(error, OSError))
 
     async def turn(
         self,
@@ -289,6 +238,7 @@ class OwnRollouts(SingleTurn):
         ``environment_version``: of the first turn's first token, -1 in the first turn."""
         twin = copy.copy(self)  # shares who is open, so that `stop` and `reached` find it
         twin._environment_version = environment_version
+        twin._session = f"{self._prefix}{group.index}-{member}"
         twin._prefix = f"{self._prefix}turn{number}-" if number else self._prefix
         twin._sampling = msgspec.structs.replace(self._sampling, max_tokens=max_tokens)
         twin._settings = self._settings.model_copy(
@@ -296,21 +246,6 @@ class OwnRollouts(SingleTurn):
         )
         asked = msgspec.structs.replace(group, prompt_ids=(*group.prompt_ids, *before))
         return await SingleTurn.generate_member(twin, asked, member)
-
-
-def rollout_maker(experiment: Experiment) -> Callable[..., SingleTurn]:
-    """What makes the rollouts of ``experiment``, with the arguments of `SingleTurn`: single turns, or those of
-    ``hooks.rollout``. Raises ConfigurationError for a function that can't be imported, or isn't async."""
-    name = experiment.hooks.rollout
-    return SingleTurn if name == "single_turn" else functools.partial(OwnRollouts, load_own(name))
-
-
-def make_rollouts(
-    experiment: Experiment, generate: Generate, tokenizer: TextCodec, clock: Clock, **options: Any
-) -> SingleTurn:
-    """The rollouts of ``experiment``; ``options``: of `SingleTurn`. Raises ConfigurationError as `rollout_maker`."""
-    make = rollout_maker(experiment)
-    return make(generate, tokenizer, experiment.rollout, clock, run_seed=experiment.run.seed, **options)
 
 
 def load_own(name: str) -> Hook:

@@ -53,7 +53,7 @@ class SingleTurn:
     A member is *generating* until its request comes back: finished; or parked by a weight update or by ``stop``
     ("abort"), then it waits at ``resume_gate`` and goes on from its tokens; or stopped for good by ``stop``, then it
     ends with the tokens it has; or failed in the engine ("error"), then it is retried from its tokens up to
-    ``settings.retries`` times and ends failed, never with a reward.
+    ``settings.retries`` times (never where the request is at fault) and ends failed, never with a reward.
 
     Example: ``rollout = await single_turn.generate_member(group, 0)``, then
     ``[verdict] = await verifier.verify(group.task, [single_turn.text(rollout)])`` unless ``rollout.failure`` is set,
@@ -85,8 +85,9 @@ class SingleTurn:
         self._generate = generate
         self._requests = requests
         self._watch_of = watch_of
-        self._lives: dict[tuple[int, int], _Life] = {}
+        self._lives: dict[tuple[int, int], list[_Life]] = {}  # of a member: one for each request that it has open
         self._environment_version = -1  # of the oldest turn whose effect its rollouts' environment holds; -1: none
+        self._session = ""  # of its rollouts' turns: each goes where the KV of the one before is
         self._tokenizer = tokenizer
         self._settings = settings
         self._clock = clock
@@ -112,7 +113,7 @@ class SingleTurn:
 
     def text(self, rollout: Rollout) -> str:
         """The response as the verifier sees it: decoded, special tokens left out."""
-        return self._tokenizer.decode(rollout.response_ids)
+        return self._tokenizer.decode(rollout.judged_ids)
 
     def stop(self, group: int, member: int, why: Stop) -> None:
         """Stop a member of the group with this admission index, as soon as the generator hands out its tokens.
@@ -120,8 +121,11 @@ class SingleTurn:
         Pruned: it ends with them, to be verified as it stands. Failure: it ends failed. "park": it waits at the gate
         and goes on from them, unless it was parked often enough. No-op for one that isn't generating or was stopped.
         """
-        life = self._lives.get((group, member))
-        if life is None or life.stopped not in (None, "park"):
+        for life in self._lives.get((group, member), ()):
+            self._stop(life, why)
+
+    def _stop(self, life: _Life, why: Stop) -> None:
+        if life.stopped not in (None, "park"):
             return
         if why == "park" and (life.stopped == "park" or life.waiting or self._uninterrupted(life)):
             return  # parked already, or protected
@@ -132,9 +136,9 @@ class SingleTurn:
 
     def reached(self, group: int, member: int) -> int:
         """Response tokens of a member that is generating or parked, as far as they are known here; else 0."""
-        life = self._lives.get((group, member))
-        if life is None:
-            return 0
+        return sum(map(self._reached, self._lives.get((group, member), ())))
+
+    def _reached(self, life: _Life) -> int:
         streamed = self._requests.tokens_so_far(life.request_id) if self._requests is not None else 0
         return max(len(life.response.ids), streamed)
 
@@ -152,7 +156,8 @@ class SingleTurn:
             failure = Failure(boundary="environment", cause=cause, infrastructure=False)
             return life.rollout(group, member, self._clock.now(), failure)
         failure = None
-        self._lives[group.index, member] = life
+        lives = self._lives.setdefault((group.index, member), [])
+        lives.append(life)
         try:
             async with asyncio.timeout(self._settings.timeout_s) as limit:
                 failure = await self._generate_response(group, member, life)
@@ -162,7 +167,9 @@ class SingleTurn:
             cause = f"not finished after rollout.timeout_s = {self._settings.timeout_s:g} s"
             failure = Failure(boundary="engine", cause=cause, infrastructure=True)
         finally:
-            del self._lives[group.index, member]
+            lives.remove(life)
+            if not lives:
+                del self._lives[group.index, member]
         return life.rollout(group, member, self._clock.now(), failure)
 
     async def _generate_response(self, group: Group, member: int, life: _Life) -> Failure | None:
@@ -188,10 +195,11 @@ class SingleTurn:
                 priority=group.index,
                 partial=life.response,
                 interruptible=not self._uninterrupted(life),
+                session=self._session,
             )
             failure = await self._submit(request, life, watch)
             if failure is not None:
-                if errors == self._settings.retries:
+                if errors == self._settings.retries or not failure.infrastructure:
                     return failure
                 errors += 1
                 await self._clock.sleep(_RETRY_S * 2 ** (errors - 1))
@@ -219,9 +227,8 @@ class SingleTurn:
         if not fault:
             life.take(result, self._clock.now())
         if result.finish_reason == "error" or fault:
-            return Failure(
-                boundary="engine", cause=result.error or fault or "the engine gave no cause", infrastructure=True
-            )
+            cause = result.error or fault or "the engine gave no cause"
+            return Failure(boundary="engine", cause=cause, infrastructure=not result.refused)
         return None
 
     async def _wait_parked(self, group: Group, member: int, life: _Life) -> None:
@@ -336,8 +343,10 @@ def apply_verdict(rollout: Rollout, verdict: Verdict, now: float) -> Rollout:
     turns = verdict.turn_rewards
     if not turns and rollout.turn_rewards and verdict.failure is None:
         turns = (*rollout.turn_rewards[:-1], rollout.turn_rewards[-1] + float(verdict.reward))
-    if turns and len(turns) != len(ends):
+    if turns and (len(turns) != len(ends) or rollout.branches):
         cause = f"the verifier gave rewards of {len(turns)} turns to a response of {len(ends)}"
+        if rollout.branches:
+            cause = "the verifier gave rewards by turn to a rollout with branches, whose turns have no one order"
         failure = Failure(boundary="reward", cause=cause, infrastructure=False)
         verdict, turns = msgspec.structs.replace(verdict, failure=failure), ()
     return msgspec.structs.replace(

@@ -1,9 +1,9 @@
-"""Devices by name: ``cuda:N``, or pinned cores of a CPU (``cpu:0``, ``cpu:0-1``).
+"""Devices by name: ``cuda:N``, pinned cores of a CPU (``cpu:0``, ``cpu:0-1``), or a server's ``http://HOST:PORT``.
 
 A CPU device is a set of cores with as many threads as cores, so that placement and contention are real
 on a laptop: two threads beside another busy process on the same cores lose most of their speed. Core
 indices count the cores this process may use, in ascending order, so that ``cpu:0`` exists under
-``taskset`` and in a container too.
+``taskset`` and in a container too. Where the device is a server, its worker only talks to it, on whatever core is free.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Literal
 from headway.records.errors import ConfigurationError
 
 VALID = "valid: cuda:N, cpu:N or cpu:N-M"
+SERVER = "http://"  # what a server's address begins with
 
 # Taken at import: a process that pins itself later still hands out all cores it was started with.
 _MACHINE_CORES: tuple[int, ...] = tuple(sorted(os.sched_getaffinity(0)))
@@ -44,21 +45,24 @@ def every_core() -> str:
 class Device:
     """Where a worker computes."""
 
-    kind: Literal["cpu", "cuda"]
-    first: int  # first core index, or the GPU's index
+    kind: Literal["cpu", "cuda", "server"]
+    first: int  # first core index, or the GPU's index; -1: a server
     last: int  # last core index (== first for one core and for a GPU)
+    address: str = ""  # of a server: http://HOST:PORT
 
     def __str__(self) -> str:
+        if self.kind == "server":
+            return self.address
         return f"{self.kind}:{self.first}" if self.first == self.last else f"{self.kind}:{self.first}-{self.last}"
 
     @property
     def threads(self) -> int | None:
-        """Compute threads: one per pinned core; None for a GPU (the library's default)."""
-        return self.last - self.first + 1 if self.kind == "cpu" else None
+        """Compute threads: one per pinned core; None for a GPU (the library's default); a server's worker has one."""
+        return None if self.kind == "cuda" else self.last - self.first + 1
 
     def check(self) -> None:
         """Raise ConfigurationError unless this machine has it; names what is available."""
-        if self.kind == "cpu":
+        if self.kind != "cuda":
             self.core_ids()
             return
         available = cuda_device_count()
@@ -68,7 +72,7 @@ class Device:
     def core_ids(self, available: Sequence[int] | None = None) -> tuple[int, ...]:
         """Operating-system ids of its cores out of ``available`` (default: this machine's).
 
-        Raises ConfigurationError for an index beyond them; empty for a GPU, which pins nothing.
+        Raises ConfigurationError for an index beyond them; empty for a GPU and a server, which pin nothing.
         """
         if self.kind != "cpu":
             return ()
@@ -79,8 +83,10 @@ class Device:
         return cores[self.first : self.last + 1]
 
     def shares_with(self, other: Device) -> bool:
-        """Whether the two have a core, or their GPU, in common."""
-        return self.kind == other.kind and self.first <= other.last and other.first <= self.last
+        """Whether the two have a core, or their GPU, in common, or are one server."""
+        if self.kind != other.kind or self.address != other.address:
+            return False
+        return self.first <= other.last and other.first <= self.last
 
     def environment(self) -> dict[str, str]:
         """Variables a process on this device must be started with (allocator, thread counts, how threads wait)."""
@@ -106,11 +112,16 @@ class Device:
 
     def torch_device(self) -> str:
         """The name torch knows it by: ``cpu`` or ``cuda:N``. Set torch's threads to ``threads``."""
-        return "cpu" if self.kind == "cpu" else f"cuda:{self.first}"
+        return f"cuda:{self.first}" if self.kind == "cuda" else "cpu"
 
 
 def parse_device(text: str) -> Device:
-    """Read a device's name. Raises ConfigurationError for anything else than ``cuda:N``, ``cpu:N``, ``cpu:N-M``."""
+    """Read a device's name. Raises ConfigurationError for anything else than ``cuda:N``, ``cpu:N``, ``cpu:N-M`` and a
+    server's ``http://HOST:PORT``."""
+    if text.startswith(SERVER):
+        if re.fullmatch(r"http://[^/\s:]+:\d{1,5}", text) is None:
+            raise ConfigurationError(f"device {text!r}: not a server's address; valid: http://HOST:PORT")
+        return Device(kind="server", first=-1, last=-1, address=text)
     match = re.fullmatch(r"(cpu|cuda):(\d+)(?:-(\d+))?", text)
     if match is None:
         raise ConfigurationError(f"device {text!r}: not a device; {VALID}")

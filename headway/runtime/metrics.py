@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from headway.records.curriculum import CurriculumStep
+from headway.records.generation import ROUTER_COUNTERS, RouterStatistics
 from headway.records.ledger import Distribution, EvaluationRecord, LedgerLine, PrunerFigures, StepRecord
 
 # name -> (field of StepRecord, what it is)
@@ -58,6 +59,10 @@ STEP_METRICS: dict[str, tuple[str, str]] = {
     "reward/zero_variance_share": ("zero_variance_share", "share of groups whose rewards are all equal"),
     "reward/judge_tokens": ("judge_tokens", "read and written by language models that judge"),
     "reward/judge_cost": ("judge_cost", "of the same, in the currency of its price"),
+    "agents/calls": ("agent_calls", "model calls of agents that were answered"),
+    "agents/branches": ("agent_branches", "sequences that didn't extend their rollout's trunk"),
+    "agents/rewritten_calls": ("agent_rewritten", "branches because the chat template rewrites answers"),
+    "agents/abandoned_tokens": ("abandoned_tokens", "sampled for calls whose client left, or that failed"),
     "length/mean_tokens": ("length_mean", "of responses"),
     "length/p50_tokens": ("length_p50", "of responses"),
     "length/p99_tokens": ("length_p99", "of responses"),
@@ -123,6 +128,8 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield "control/concurrent_rollouts", float(line.flow.concurrent_rollouts)
             yield "control/steps_per_publish", float(line.flow.steps_per_publish)
             yield "rates/useful_samples_per_s", line.flow.useful_samples / line.step_s if line.step_s else 0.0
+        if line.router.routed or line.router.open_requests:
+            yield from _of_router(line.router)
         for ending, count in line.endings.items():
             yield f"endings/{ending}_rollouts", float(count)
         for ending, tokens in line.ended_tokens.items():
@@ -144,6 +151,14 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield from _pruning(line)
         for name, value in line.metrics.items():
             yield f"{_metric_group(name)}/{_UNUSUAL.sub('_', name)}", value
+
+
+def _of_router(router: RouterStatistics) -> Iterator[tuple[str, float]]:
+    for name in ROUTER_COUNTERS:
+        yield f"router/{name}", float(getattr(router, name))
+    for name in ("used_tokens", "capacity_tokens", "peak_tokens", "open_requests", "waiters", "oldest_age_s"):
+        yield f"router/{name}", float(getattr(router, name))
+    yield "router/breakers_open", float(router.breakers_open)
 
 
 def _of_curriculum(curriculum: CurriculumStep) -> Iterator[tuple[str, float]]:

@@ -125,6 +125,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """Its source, as the folder has it."""
+        return self._template
+
     def render(self, prompt: str | Sequence[Mapping[str, Any]], template: Template = "raw") -> tuple[int, ...]:
         """Prompt ids of a task: its text as it is ("raw"), or one user turn, or a conversation so far, by the folder's
         chat template ("chat")."""
@@ -143,10 +148,11 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The chat template's text for ``messages``. Raises ConfigurationError when there is none or it fails."""
-        return self._rendered(messages, tools, add_generation_prompt, marks=False, **variables)
+        """The chat template's text for ``messages``; ``variables``: further ones that it may know. Raises
+        ConfigurationError when there is no template or it fails."""
+        return self._rendered(messages, tools, add_generation_prompt, marks=False, variables=variables)
 
     def render_marked(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
@@ -180,7 +186,7 @@ class Tokenizer:
         add_generation_prompt: bool,
         *,
         marks: bool,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         if self._template is None:
             raise ConfigurationError(
@@ -191,11 +197,14 @@ class Tokenizer:
             if marks not in self._renders:
                 self._renders[marks] = _environment(marks).from_string(self._template).render
             return self._renders[marks](
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._special_tokens, **variables},
+                {
+                    **self._special_tokens,
+                    **(variables or {}),
+                    "messages": messages,
+                    "tools": tools,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except (jinja2.TemplateError, TypeError) as error:
             message = f"{self._origin}: the chat template fails: {error}"
@@ -230,6 +239,11 @@ class IncrementalDecoder:
     @property
     def text(self) -> str:
         return self._settled + self._open_text
+
+    @property
+    def settled(self) -> str:
+        """The beginning of it that no further token can change."""
+        return self._settled
 
     def push(self, token_id: int) -> bool:
         """Take one sampled token; True when a stop string is now in the text."""

@@ -75,7 +75,7 @@ class FakeTrainer:
             self.batches.append(batch)
         self.version += 0 if skipped else 1
         rollouts = [sample.rollout for sample in batch.samples]
-        tokens = sum(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
+        tokens = sum(r.all_tokens for r in rollouts)
         return StepReport(
             step=batch.step,
             version=self.version,
@@ -85,7 +85,7 @@ class FakeTrainer:
             tokens=tokens,
             computed_tokens=tokens,
             flops=tokens * self._flops_per_token,
-            loss_tokens=sum(sampled_tokens(r.response_mask) for r in rollouts),
+            loss_tokens=sum(sampled_tokens(s.response_mask) for r in rollouts for s in r.sequences),
             micro_batches=1,
             compute_s=self._clock.now() - began,
             metrics={"loss": 0.0, "grad_norm": 0.0, "entropy": 0.0, "learning_rate": 0.0},

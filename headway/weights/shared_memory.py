@@ -14,7 +14,7 @@ import os
 import struct
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ _HEADER = struct.Struct("<8sqqQQ")  # magic, version, version again, manifest by
 _UNWRITTEN = -1
 _ALIGNMENT = 64  # bytes; of every tensor, so that vector loads and any dtype fit
 _PAGE = 4096
+_BLOCK = 1 << 18  # bytes that are copied, and then hashed, at once
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.int64)}
 
 
@@ -110,7 +111,7 @@ class Publisher:
         with torch.no_grad():
             for name, view in slot.views.items():
                 view.copy_(tensors[name])
-        checksum = _checksum(version, layout.manifest, slot.payload)
+        checksum = _checksum(version, layout.manifest, (slot.payload,))
         slot.write_versions(version, version)
         self._next = (self._next + 1) % self._slots
         return PublishedWeights(
@@ -198,15 +199,16 @@ def _new_file(path: Path) -> int:
 
 
 class Subscriber:
-    """Reads published versions into one private buffer that it reuses."""
+    """Reads published versions into a private buffer that it reuses, or two in turn: see ``keep``."""
 
     def __init__(self) -> None:
         self._maps: dict[str, tuple[tuple[int, int, int], mmap.mmap]] = {}
         self._buffer = np.empty(0, dtype=np.uint8)
         self._views: tuple[bytes, dict[str, Tensor]] | None = None
+        self._kept = (self._buffer, self._views)
 
     def fetch(self, published: PublishedWeights) -> dict[str, Tensor]:
-        """The tensors of ``published``, verified. They are views of the private buffer: valid until the next fetch.
+        """The tensors of ``published``, verified. They are views of a private buffer: valid until the next fetch.
 
         Raises WeightsCorrupt when the slot is gone, was overwritten before or while it was copied, or does not
         have the announced version and checksum; the remedy is to fetch a newer version.
@@ -226,17 +228,29 @@ class Subscriber:
         if len(self._buffer) != payload_size:
             self._buffer = np.empty(payload_size, dtype=np.uint8)
             self._views = None
-        np.copyto(self._buffer, np.frombuffer(source, dtype=np.uint8, count=payload_size, offset=start))
+        checksum = _checksum(version, manifest, self._copied(source, start))
         after = _HEADER.unpack_from(source, 0)[1]
         if after != published.version:
             raise WeightsCorrupt(_wrong_version(published, after) + " (overwritten while it was read)")
-        if _checksum(version, manifest, self._buffer) != published.checksum:
+        if checksum != published.checksum:
             raise WeightsCorrupt(f"{published.path}: version {version} does not have checksum {published.checksum}")
         if self._views is None or self._views[0] != manifest:
             entries = tuple(msgspec.json.decode(manifest, type=list[_Entry]))
             layout = _Layout(manifest, entries, start, payload_size)
             self._views = (manifest, layout.views(torch.from_numpy(self._buffer)))
         return dict(self._views[1])
+
+    def keep(self) -> None:
+        """What the last fetch gave stays as it is until this is called again: fetches fill another buffer meanwhile."""
+        (self._buffer, self._views), self._kept = self._kept, (self._buffer, self._views)
+
+    def _copied(self, source: mmap.mmap, start: int) -> Iterator[np.ndarray]:
+        """Fill the buffer; each block of it while it is still in the core's cache."""
+        payload = np.frombuffer(source, dtype=np.uint8, count=len(self._buffer), offset=start)
+        for first in range(0, len(payload), _BLOCK):
+            block = self._buffer[first : first + _BLOCK]
+            np.copyto(block, payload[first : first + _BLOCK])
+            yield block
 
     def _map(self, published: PublishedWeights) -> mmap.mmap:
         """The mapping of the slot's present file; a restarted publisher has put a new one under the old name."""
@@ -264,10 +278,12 @@ def _default_folders() -> list[Path]:
     return [SHARED_MEMORY, temporary] if os.access(SHARED_MEMORY, os.W_OK) else [temporary]
 
 
-def _checksum(version: int, manifest: bytes, payload: np.ndarray) -> str:
+def _checksum(version: int, manifest: bytes, payload: Iterable[np.ndarray]) -> str:
+    """``payload``: in blocks."""
     state = xxhash.xxh3_128(version.to_bytes(8, "little"))
     state.update(manifest)
-    state.update(payload.data)
+    for block in payload:
+        state.update(block.data)
     return state.hexdigest()
 
 

@@ -1,13 +1,15 @@
 """What every engine must do, whatever it is made of. Call each function with a factory of the engine under test.
 
-``make(slots=..., max_context_tokens=..., kv_capacity_tokens=...)`` gives a fresh engine with ``MODEL_OF(0)``'s weights
-and version 0. Log-probabilities are compared at ``TOLERANCE`` (float32).
+``make(slots=..., max_context_tokens=..., kv_capacity_tokens=...)`` gives a fresh engine with ``model_of(0)``'s weights
+and version 0. Log-probabilities are compared at ``TOLERANCE`` (float32). Where engines may differ, a condition takes
+their ``Capabilities``.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -47,6 +49,20 @@ class MakeEngine(Protocol):
     def __call__(
         self, *, slots: int = 4, max_context_tokens: int = 96, kv_capacity_tokens: int | None = None
     ) -> Engine: ...
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """In what engines may differ."""
+
+    kv_block_tokens: int = 1  # KV is given to requests, and counted, in blocks of so many tokens
+
+    def whole_blocks(self, tokens: int) -> int:
+        """``tokens`` rounded up to blocks."""
+        return -(-tokens // self.kv_block_tokens) * self.kv_block_tokens
+
+
+EXACT = Capabilities()
 
 
 def model_of(version: int) -> Decoder:
@@ -106,7 +122,7 @@ class Session:
             call.absorb(delta, 0.0)
             if delta.finish_reason is not None:
                 assert delta.request_id not in self.results, "a request ended twice"
-                call.finish(delta.finish_reason, delta.error)
+                call.finish(delta.finish_reason, delta.error, refused=delta.refused)
                 done = call.future
                 self.results[delta.request_id] = done.value  # type: ignore[attr-defined]
                 self.order.append(delta.request_id)
@@ -402,6 +418,7 @@ def check_one_bad_request_is_its_own_error(make: MakeEngine) -> None:
     for name in bad:
         assert results[name].finish_reason == "error"
         assert results[name].error
+        assert results[name].refused
         assert results[name].response.ids == ()
     assert [results[name].finish_reason for name in ("good", "other")] == ["length", "length"]
 
@@ -415,17 +432,18 @@ def check_context_limit(make: MakeEngine) -> None:
     assert {result.finish_reason for result in results.values()} == {"length"}
 
 
-def check_preemption(make: MakeEngine, seed: int) -> None:
+def check_preemption(make: MakeEngine, seed: int, capabilities: Capabilities = EXACT) -> None:
     """With too few KV tokens for all, the youngest wait and are recomputed: nothing is lost, no token differs."""
     rng = random.Random(seed)
     requests = [
         request(f"r{i}", [rng.randrange(VOCABULARY) for _ in range(8)], max_tokens=40, priority=i) for i in range(6)
     ]
-    free, tight = Session(make(slots=6)), Session(make(slots=6, kv_capacity_tokens=110))
+    capacity = capabilities.whole_blocks(110)
+    free, tight = Session(make(slots=6)), Session(make(slots=6, kv_capacity_tokens=capacity))
     for session in (free, tight):
         session.submit(*requests)
     while tight.step():
-        assert tight.engine.statistics().kv_used_tokens <= 110
+        assert tight.engine.statistics().kv_used_tokens <= capacity
     free.run()
     preemptions = tight.engine.statistics().preemptions
     assert preemptions > 0
@@ -438,14 +456,14 @@ def check_preemption(make: MakeEngine, seed: int) -> None:
         assert_logprobs(got, torch.tensor(expected.response.logprobs))
 
 
-def check_statistics(make: MakeEngine) -> None:
+def check_statistics(make: MakeEngine, capabilities: Capabilities = EXACT) -> None:
     """Counters add up."""
     session = Session(make(slots=2))
     session.submit(*(request(name, max_tokens=7, priority=i) for i, name in enumerate("abc")))
     session.step(2)
     now = session.engine.statistics()
     assert (now.running, now.waiting, now.slots, now.generated_tokens) == (2, 1, 2, 4)
-    assert now.kv_used_tokens == 2 * (3 - 1 + 2)
+    assert now.kv_used_tokens == 2 * capabilities.whole_blocks(3 - 1 + 2)
     session.run()
     session.update(5, "keep")
     end = session.engine.statistics()

@@ -28,7 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def random_model(
-    seed: int, *, vocabulary: int = 40, width: int = 32, tied: bool = True, family: str = "qwen3"
+    seed: int, *, vocabulary: int = 40, width: int = 32, tied: bool = True, family: str = "qwen3", head_dim: int = 8
 ) -> Decoder:
     """A small model whose next-token distributions are far from uniform and differ a lot between seeds."""
     model = build(
@@ -38,7 +38,7 @@ def random_model(
             layers=2,
             heads=4,
             kv_heads=2,
-            head_dim=8,
+            head_dim=head_dim,
             intermediate=48,
             max_positions=512,
             architecture=family_named(family).architecture,

@@ -93,6 +93,18 @@ def long_tailed(seed: int, request: GenerationRequest, longest: int) -> int:
     return max(1, min(longest, int(draw)))
 
 
+def controlled(mode: str, *, steps: int = 60, **control: Any) -> Experiment:
+    """The experiment of the controller's tests: its queue has room for many more groups than a step takes."""
+    return experiment_of(
+        Path("none"),
+        run={"steps": steps},
+        rollout={"group_size": 4, "max_response_tokens": 200},
+        generator={"slots": 32},
+        queue={"groups_per_step": 4, "budget": 4},
+        control={"mode": mode, **control},
+    )
+
+
 def simulate(
     experiment: Experiment,
     *,

@@ -22,7 +22,7 @@ from headway.control.knob_search import KNOBS, ControlLimits, limits_of
 from headway.records.control import Knobs
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import Distribution, EventRecord, Flow, StepRecord
-from tests.fast.simulated_run import experiment_of, simulate
+from tests.fast.simulated_run import controlled, experiment_of, simulate
 
 GROUPS, SIZE = 2, 2
 
@@ -312,14 +312,7 @@ def test_without_a_look_the_model_is_not_asked(monkeypatch: pytest.MonkeyPatch) 
 def run_of(
     mode: str, *, steps: int = 60, sample_s: float = 0.05, kills_s: tuple[float, ...] = (), **control: Any
 ) -> Any:
-    experiment = experiment_of(
-        Path("none"),
-        run={"steps": steps},
-        rollout={"group_size": 4, "max_response_tokens": 200},
-        generator={"slots": 32},
-        queue={"groups_per_step": 4, "budget": 4},
-        control={"mode": mode, **control},
-    )
+    experiment = controlled(mode, steps=steps, **control)
     return simulate(experiment, token_s=lambda running: 0.004 + 0.0002 * running, sample_s=sample_s, kills_s=kills_s)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,22 +15,14 @@ from headway.records.errors import WorkerDied
 from headway.records.ledger import EventRecord, StepRecord
 from headway.records.training import TrainBatch
 from headway.runtime.clock import Clock
-from tests.fast.simulated_run import Outcome, experiment_of, simulate
+from tests.fast.simulated_run import Outcome, controlled, simulate
 
 Looked = tuple[Decision, float]
 
 
 def run_of(look: Callable[[Clock], Decide] | None, *, steps: int = 60, sample_s: Any = 0.05) -> Outcome:
     """A slow trainer's run: the model finds fewer open groups as fast, and the samples younger."""
-    experiment = experiment_of(
-        Path("none"),
-        run={"steps": steps},
-        rollout={"group_size": 4, "max_response_tokens": 200},
-        generator={"slots": 32},
-        queue={"groups_per_step": 4, "budget": 4},
-        control={"mode": "act"},
-    )
-    return simulate(experiment, token_s=0.01, sample_s=sample_s, look=look)
+    return simulate(controlled("act", steps=steps), token_s=0.01, sample_s=sample_s, look=look)
 
 
 def events(outcome: Outcome, name: str = "control") -> list[EventRecord]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -339,6 +340,7 @@ def test_not_finite_output_fails_the_request_and_poisons_nobody():
         result = session.results[f"bad{i}"]
         assert result.finish_reason == "error"
         assert "not finite" in result.error
+        assert not result.refused
         assert np.isfinite(result.response.logprobs).all()
         assert len(result.response.ids) == 3
     session.update(0, "keep")
@@ -413,7 +415,8 @@ def test_a_replica_reports_all_of_its_pause(tmp_path, monkeypatch):
     with Publisher("run", directory=tmp_path) as publisher:
         published = publisher.publish(1, weights_of(load_model(tmp_path / "m")))
         happened: list[str] = []
-        paused, fetch = service._engine.paused, service._subscriber.fetch
+        engine: Any = service._engine
+        paused, fetch = engine.paused, engine._subscriber.fetch
 
         @contextlib.contextmanager
         def watched() -> Iterator[None]:
@@ -422,12 +425,52 @@ def test_a_replica_reports_all_of_its_pause(tmp_path, monkeypatch):
                 yield
                 happened.append("end")
 
-        monkeypatch.setattr(service._engine, "paused", watched)
-        monkeypatch.setattr(service._subscriber, "fetch", lambda one: (happened.append("fetch"), fetch(one))[1])
+        monkeypatch.setattr(engine, "paused", watched)
+        monkeypatch.setattr(engine._subscriber, "fetch", lambda one: (happened.append("fetch"), fetch(one))[1])
         applied = service.update_weights(published, "keep")
         assert happened == ["pause", "fetch", "end", "pause", "end"]  # fetching, then applying
         assert 0 < applied.fetch_s < applied.pause_s
         assert service.statistics().paused_s > 0
+
+
+def test_fetched_weights_are_the_models_own_until_the_next_are_whole(tmp_path):
+    """They are not copied once more; a version that turns out corrupt, half written over or not, changes nothing."""
+    initialise_model(tmp_path / "m", ["8+3=11"], vocabulary_size=280, width=16, layers=1, heads=2, kv_heads=1)
+    context: Any = SimpleNamespace(device=parse_device("cpu:0"))
+    service = GeneratorService(context, model_path=str(tmp_path / "m"), dtype="float32", slots=2, max_context_tokens=32)
+    engine: Any = service._engine
+    first = load_model(tmp_path / "m")
+    sets = []
+    for scale in (1.0, 2.0, 3.0, 4.0):
+        sets.append({name: scale * tensor for name, tensor in weights_of(first).items()})
+
+    def computes_with(index: int) -> bool:
+        return all(torch.equal(tensor, sets[index][name]) for name, tensor in weights_of(engine._model).items())
+
+    def sampled(name: str) -> tuple[int, ...]:
+        engine.submit([request(name, max_tokens=12, seed=1)])
+        while engine.step():
+            pass
+        return tuple(token for delta in engine.take_deltas() for token in delta.ids)
+
+    with Publisher("run", directory=tmp_path) as publisher:
+        tokens = [sampled("r0")]
+        for version in (1, 2, 3):
+            service.update_weights(publisher.publish(version, sets[version]), "keep")
+            assert computes_with(version)
+            tokens.append(sampled(f"r{version}"))
+        buffers = {engine._subscriber._buffer.ctypes.data, engine._subscriber._kept[0].ctypes.data}
+        inside = [one.data_ptr() for one in weights_of(engine._model).values()]
+        size = len(engine._subscriber._buffer)
+        assert all(any(start <= address < start + size for start in buffers) for address in inside)
+        corrupt = msgspec.structs.replace(publisher.publish(4, sets[0]), checksum="0" * 32)
+        with pytest.raises(WeightsCorrupt):
+            service.update_weights(corrupt, "keep")
+        assert computes_with(3)
+        assert sampled("again") == tokens[3]
+        service.update_weights(publisher.publish(5, sets[0]), "keep")
+        assert sampled("back") == tokens[0]
+    assert len(set(tokens)) > 1
 
 
 @given(st.lists(st.integers(1, 8), min_size=5, max_size=14), st.integers(2, 6), st.integers(0, 5))

@@ -18,6 +18,7 @@ from test_ledger import ManualClock
 
 from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
+from headway.records.generation import RouterStatistics
 from headway.records.ledger import EventRecord, LedgerLine, SourceScore
 from headway.records.trace import Pulse
 from headway.runtime import exporters
@@ -245,8 +246,13 @@ def test_every_number_of_a_step_has_a_name() -> None:
     other = {"step", "version", "skipped", "time_s", "samples", "groups", "trajectory_staleness",
              "token_staleness", "environment_staleness", "endings", "ended_tokens", "failures", "filtered",
              "group_meta", "solve_rate_histogram", "length_histogram", "by_source", "curriculum", "peak_flops_per_s",
-             "metrics", "pruning", "flow"}  # fmt: skip
+             "metrics", "pruning", "flow", "router"}  # fmt: skip
     assert named | other == set(step.__struct_fields__), "give a new field of StepRecord a name in STEP_METRICS"
+    assert "router/routed" not in values  # a ledger of before there was a router
+    routed = scalars(step_record(3, router=RouterStatistics(routed=5, spills=2, used_tokens=70)))
+    assert (routed["router/routed"], routed["router/spills"], routed["router/used_tokens"]) == (5, 2, 70)
+    named = {name.removeprefix("router/") for name in routed if name.startswith("router/")}
+    assert named == set(RouterStatistics.__struct_fields__)
 
 
 def test_names_that_trackers_refuse_are_mended() -> None:

@@ -24,10 +24,8 @@ def published(version: int) -> PublishedWeights:
     return PublishedWeights(version=version, path="", checksum="", size_bytes=0)
 
 
-async def timed(
-    clock: Clock, generator: FakeGenerator, one: GenerationRequest, session: str = ""
-) -> tuple[float, GenerationResult]:
-    result = await generator.generate(one, session=session)
+async def timed(clock: Clock, generator: FakeGenerator, one: GenerationRequest) -> tuple[float, GenerationResult]:
+    result = await generator.generate(one)
     return clock.now(), result
 
 
@@ -126,10 +124,10 @@ def test_a_later_turn_finds_its_kv_until_an_update():
 
     async def main(clock: Clock):
         generator = fake(clock, prefill_token_s=0.1)
-        first, _ = await timed(clock, generator, request("a/0", 5, prompt=(9,) * 10), "a")
-        second, _ = await timed(clock, generator, request("a/1", 5, prompt=(9,) * 17), "a")
+        first, _ = await timed(clock, generator, request("a/0", 5, prompt=(9,) * 10, session="a"))
+        second, _ = await timed(clock, generator, request("a/1", 5, prompt=(9,) * 17, session="a"))
         await generator.update_weights(published(1))
-        third, _ = await timed(clock, generator, request("a/2", 5, prompt=(9,) * 24), "a")
+        third, _ = await timed(clock, generator, request("a/2", 5, prompt=(9,) * 24, session="a"))
         return first, second - first, third - second
 
     assert run_virtual(main) == pytest.approx((6.0, 5.2, 7.4))
@@ -140,10 +138,10 @@ def test_kv_of_ended_turns_makes_room():
 
     async def main(clock: Clock):
         generator = fake(clock, prefill_token_s=0.1, kv_capacity_tokens=30)
-        await generator.generate(request("a/0", 5, prompt=(9,) * 10), session="a")
+        await generator.generate(request("a/0", 5, prompt=(9,) * 10, session="a"))
         await generator.generate(request("b", 10, prompt=(8,) * 10))
         began = clock.now()
-        end, _ = await timed(clock, generator, request("a/1", 5, prompt=(9,) * 17), "a")
+        end, _ = await timed(clock, generator, request("a/1", 5, prompt=(9,) * 17, session="a"))
         return end - began
 
     assert run_virtual(main) == pytest.approx(6.7)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 
 from headway.config import schema
@@ -16,7 +17,8 @@ from headway.generator.fake import FakeGenerator
 from headway.records.errors import ConfigurationError, WorkerDied
 from headway.records.generation import GenerationRequest, VersionSpan
 from headway.records.rollout import Failure, Pruned, Rollout
-from headway.rollout.own import KEY, Attempt, OwnRollouts, RolloutOver, load_own, make_rollouts
+from headway.rollout.makers import make_rollouts
+from headway.rollout.own import KEY, Attempt, OwnRollouts, RolloutOver, load_own
 from headway.rollout.single_turn import SingleTurn
 from headway.runtime.clock import Clock, RealClock, run_virtual
 from headway.runtime.hooks import Hook
@@ -76,6 +78,7 @@ def test_turns_and_what_is_observed_between_them_token_by_token() -> None:
     assert (first.sampling.max_tokens, second.sampling.max_tokens) == (12, 12 - 7)
     assert first.sampling.seed != second.sampling.seed
     assert first.request_id != second.request_id
+    assert first.session == second.session != ""  # the second goes where the first was
 
 
 def test_a_single_turn_is_the_one_that_single_turn_makes() -> None:
@@ -89,7 +92,7 @@ def test_a_single_turn_is_the_one_that_single_turn_makes() -> None:
         return *engine.requests, mine, plain
 
     first, second, mine, plain = run_virtual(main)
-    assert first == second
+    assert first == msgspec.structs.replace(second, session="5-1")
     assert (mine.response_ids, mine.versions, mine.turn_rewards) == (plain.response_ids, plain.versions, ())
 
 

@@ -459,3 +459,9 @@ def test_a_member_whose_environment_is_too_stale_begins_anew_or_fails() -> None:
 def test_a_final_stop_that_meets_a_parking_on_its_way_wins() -> None:
     rollout, end_s = stopped((6.0, "park"), (6.0, PRUNED))
     assert (len(rollout.response_ids), rollout.pruned, end_s) == (6, PRUNED, 100.0)
+
+
+def test_what_every_engine_refuses_is_not_asked_again():
+    rollout, engine = play(finish(PartialResponse(), "error", error="too long", refused=True), settings={"retries": 2})
+    assert len(engine.requests) == 1
+    assert rollout.failure == Failure(boundary="engine", cause="too long", infrastructure=False)

@@ -10,7 +10,7 @@ import pytest
 
 from headway.records.errors import ConfigurationError
 from headway.runtime import devices
-from headway.runtime.devices import Device, cpu_multiplies_bfloat16, machine_cores, parse_device
+from headway.runtime.devices import Device, cpu_multiplies_bfloat16, lends, machine_cores, parse_device
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,21 @@ def test_anything_else_is_refused_naming_what_is_valid(text: str):
     with pytest.raises(ConfigurationError, match=r"valid: cuda:N, cpu:N or cpu:N-M") as caught:
         parse_device(text)
     assert repr(text) in str(caught.value)
+
+
+def test_a_server_is_a_device_that_pins_nothing():
+    device = parse_device("http://10.0.0.7:8000")
+    assert (device.kind, str(device), device.threads) == ("server", "http://10.0.0.7:8000", 1)
+    assert device.torch_device() == "cpu"
+    assert device.core_ids() == ()
+    device.check()
+    assert device.shares_with(parse_device("http://10.0.0.7:8000"))
+    assert not device.shares_with(parse_device("http://10.0.0.7:8001"))
+    assert not device.shares_with(parse_device("cpu:0"))
+    assert not lends("http://10.0.0.7:8000", ["cpu:0", "cuda:0"])
+    for text in ("http://host", "http://host:80/path", "http://:80", "https://host:1", "http://a b:1"):
+        with pytest.raises(ConfigurationError, match="not a"):
+            parse_device(text)
 
 
 def test_a_core_beyond_the_machine_is_refused_naming_what_it_has():

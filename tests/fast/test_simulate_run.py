@@ -303,6 +303,14 @@ def _own_rollouts(folder: Path) -> list[str]:
     return [str(folder)]
 
 
+def _agents(folder: Path) -> list[str]:
+    path = Path(_short(folder)[0]) / "config.json"
+    config = json.loads(path.read_text())
+    config["environment"] |= {"name": "agent", "agent": "mine:play"}
+    path.write_text(json.dumps(config))
+    return [str(folder)]
+
+
 def _exists(folder: Path) -> list[str]:
     simulate(described(folder, steps=30))
     (folder / "there.toml").write_text("mine")
@@ -321,6 +329,7 @@ def _exists(folder: Path) -> list[str]:
         (_of_an_older_release, "say something about its rates"),
         (_turns, "simulates rollouts of several turns"),
         (_own_rollouts, "hooks.rollout = 'mine:play'"),
+        (_agents, "environment.name = 'agent', and a ledger doesn't say"),
         (_exists, "there is such a file already"),
         (lambda folder: ["missing.toml", "--steps", "1:2"], "--steps is of a run's folder"),
         (lambda folder: [*_short(folder), "--steps", "0:", "--queue.budgt=3"], "did you mean 'budget'?"),

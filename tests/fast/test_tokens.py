@@ -106,6 +106,7 @@ def test_transformers_reads_the_folder_and_agrees(trained, folder):
     messages = [{"role": "user", "content": "1+2="}]
     rendered = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert rendered == trained.render_messages(messages)
+    assert rendered == trained.render_messages(messages, variables={"self": 1, "marks": 2})
     ids = theirs(rendered, add_special_tokens=False)["input_ids"]
     assert trained.render("1+2=", "chat") == tuple(ids)
 

@@ -2,7 +2,7 @@
 
 FAULT is ``none`` or ``POINT:N`` (in the trainer also several, one per life, with commas): at the N-th passage of the
 point the process is ended by SIGKILL, as a crash would, in the very middle of things. Every worker's name and process
-id go to JOURNAL, and the fault when it strikes.
+id go to JOURNAL, and the fault when it strikes. ``stale-head``: the replicas are those of faulty_vllm.py.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ def install(journal: str, fault: str) -> None:
 
         client.SERVICE = "faulty_trainer:FaultyTrainer"
         Path(journal).with_suffix(".trainer").write_text("\n".join([journal, *fault.split(",")]))
+    elif name == "stale-head":
+        import headway.generator.replica as replica
+
+        replica._FACTORY = "faulty_vllm:StaleHead"
     elif name != "none":
         raise SystemExit(f"no such fault: {fault}")
 

@@ -45,6 +45,129 @@ def test_pipeline_in_short(tmp_path: Path, benchmark_module: Any) -> None:
         assert roles in measured  # production, consumption, together, a system: whose CPU it was is known
 
 
+def test_weight_update_in_short() -> None:
+    command = [sys.executable, str(BENCHMARKS / "weight_update.py"), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    found = result["engines"]["torch"]
+    median, least, most = found["over_copy"]
+    assert result["over_copy_limit"] == median
+    assert least <= median <= most
+    assert (found["updates"], found["bytes"] // 4) == (3, 2_361_728)
+    assert found["copy_s"] > 0
+
+
+def test_router_in_short() -> None:
+    """No timing is asserted: `--quick` is too short to measure anything."""
+    command = [sys.executable, str(BENCHMARKS / "router.py"), "--quick", "--rate=200", "--replicas=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert 0 < result["p50_ms"] <= result["p99_ms"] <= result["max_ms"]
+    assert result["requests"] == 360  # of 400, a tenth is warm-up
+    assert 100 < result["arrivals_per_s"] < 400
+    assert result["cpu_ms_per_request"] > 0
+    assert result["http_answers"] == {"200": 400}
+    assert 0 < result["http_p50_ms"] <= result["http_p99_ms"]
+    assert result["http_cpu_ms_per_request"] > 0
+
+
+SERVER = """
+import asyncio, os, sys
+
+async def serve(reader, writer):
+    served = 0
+    try:
+        while True:
+            head = await reader.readuntil(b"\\r\\n\\r\\n")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\\r\\n")[0])
+            body = await reader.readexactly(length)
+            served += 1
+            if b"slow" in body:
+                await asyncio.sleep(0.05)
+            if b"broken" in body:
+                break
+            if b"busy" in body:
+                writer.write(b"HTTP/1.1 429 Too Many Requests\\r\\nContent-Length: 2\\r\\n\\r\\nno")
+            elif b"stream" in body:
+                writer.write(b"HTTP/1.1 200 OK\\r\\nTransfer-Encoding: chunked\\r\\n\\r\\n5\\r\\n0\\r\\n\\r\\n\\r\\n")
+                await asyncio.sleep(0.03)
+                writer.write(b"1\\r\\nx\\r\\n0\\r\\n\\r\\n")
+            else:
+                writer.write(b"HTTP/1.1 200 OK\\r\\nContent-Length: 2\\r\\n\\r\\nok")
+            if served == 40:  # as servers do; now and then just as the next request comes
+                break
+    except asyncio.IncompleteReadError:
+        pass
+    writer.close()
+
+async def main():
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+asyncio.run(main())
+"""
+
+
+def test_http_load_counts_from_the_scheduled_arrival(tmp_path: Path) -> None:
+    """Of four kinds of requests in turn: one takes 50 ms, one streams for 30 ms, one is refused, one is answered."""
+    bodies = tmp_path / "requests.jsonl"
+    bodies.write_text("".join(json.dumps({"body": kind}) + "\n" for kind in ("slow", "stream", "busy", "quick")))
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        url = f"http://127.0.0.1:{int(server.stdout.readline())}/x"
+        command = [sys.executable, str(BENCHMARKS / "router.py"), f"--url={url}", "--rate=200", "--seconds=4"]
+        command += [f"--requests={bodies}", f"--pid={server.pid}", "--soak"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = json.loads(done.stdout.splitlines()[-1])
+        bodies.write_text(json.dumps({"body": "broken"}) + "\n")
+        done = subprocess.run([*command[:-1], "--rate=50", "--seconds=1"], capture_output=True, text=True, timeout=60)
+        broken = json.loads(done.stdout.splitlines()[-1])
+    finally:
+        server.kill()
+        server.communicate()
+    assert {why: n for why, n in found["http_answers"].items() if why != "sent again"} == {"200": 600, "429": 200}
+    assert found["http_requests"] == 720  # of 800, a tenth is warm-up
+    assert 0 < found["http_first_p50_ms"] < found["http_p50_ms"]
+    assert 30 < found["http_p50_ms"] < 50 < found["http_p99_ms"]
+    assert 100 < found["http_arrivals_per_s"] < 400
+    assert found["http_connections"] >= 800 // 40
+    assert found["http_cpu_ms_per_request"] > 0
+    assert found["sockets"] > 0
+    assert found["leaks"] is False
+    assert broken["http_answers"] == {"closed": 50}
+
+
+LEAK = """
+import socket, sys, time
+memory, sockets = [], []
+while True:
+    if "memory" in sys.argv: memory.append(b"x" * 300_000)
+    if "sockets" in sys.argv: sockets.append(socket.socket())
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("what", ["nothing", "memory", "sockets"])
+def test_a_soak_tells_a_leak(what: str) -> None:
+    process = subprocess.Popen([sys.executable, "-c", LEAK, what])
+    try:
+        command = [sys.executable, str(BENCHMARKS / "soak.py"), str(process.pid), "--seconds=3", "--every=0.05"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["leaks"] is (what != "nothing"), done.stdout + done.stderr
+    assert done.returncode == found["leaks"]
+    assert (found["rss_growth_mb"] > 4) == (what == "memory")
+    assert (found["sockets_growth"] > 8) == (what == "sockets")
+
+
 def test_cpu_is_booked_by_what_a_worker_is_wherever_it_computes(tmp_path: Path, benchmark_module: Any) -> None:
     machine = benchmark_module("pipeline_machine")
 

@@ -109,6 +109,42 @@ def test_kill_9_in_mid_generation_loses_nothing(models):
     asyncio.run(main())
 
 
+def test_kill_9_and_a_third_replica_in_mid_run(models):
+    """Every request ends once, with exactly its tokens; the breaker opens and closes; the newcomer works too."""
+
+    async def main() -> None:
+        events: list[str] = []
+        pool = make_pool(models, events)
+        await pool.start()
+        with Publisher(f"pool-{os.getpid()}") as publisher:
+            await pool.update_weights(publisher.publish(1, weights_of(load_model(models[1]))))
+            undisturbed = await asyncio.gather(*(pool.generate(one) for one in requests()))
+            jobs = [asyncio.create_task(pool.generate(one)) for one in requests()]
+            await until(lambda: all(any(c.partial().ids for c in r.calls.values()) for r in pool._replicas))
+            os.kill(pool.pids[0], signal.SIGKILL)
+            assert await pool.join("cpu:1") == "generator-2"
+            late = [asyncio.create_task(pool.generate(one)) for one in named("late", requests())]
+            results = await asyncio.gather(*jobs)
+            for got, expected in zip([*results, *await asyncio.gather(*late)], undisturbed * 2, strict=True):
+                assert got.response.ids == expected.response.ids
+                assert [span.version for span in got.response.versions] == [1]
+        assert any(result.resumes == 1 for result in results)
+        await until(lambda: "generator_restarted" in events)
+        assert [events.count(name) for name in ("breaker_opened", "breaker_closed", "generator_joined")] == [1, 1, 1]
+        assert len(pool.pids) == 3
+        routing = pool.routing()
+        assert (routing.open_requests, routing.used_tokens, routing.waiters, routing.breakers_open) == (0, 0, 0, 0)
+        assert routing.breaker_openings == 1
+        assert routing.moves > 0
+        newcomer = (await pool.statistics())[2]
+        assert newcomer.generated_tokens > 0
+        await pool.leave("generator-1")
+        assert len(pool.pids) == 2
+        await pool.stop()
+
+    asyncio.run(main())
+
+
 def test_a_lent_device_is_idle_even_after_a_restart_and_holds_its_requests(models):
     """The trainer's default device is cpu:1: the second replica shares it, the first doesn't."""
 

@@ -79,7 +79,8 @@ def write_inputs(folder: Path) -> None:
 
 
 def write_experiment(folder: Path, **sections: dict[str, Any]) -> Path:
-    """``folder/experiment.toml``: small, on cores 0 and 1, verified by `parity`; ``sections`` are merged in."""
+    """``folder/experiment.toml``: small, on cores 0 and 1, verified by `parity`; ``sections`` are merged in, where None
+    takes a key out."""
     raw: dict[str, dict[str, Any]] = {
         "run": {"directory": str(folder / "run"), "steps": 6, "seed": 7},
         "model": {"path": str(folder / "model")},
@@ -98,10 +99,16 @@ def write_experiment(folder: Path, **sections: dict[str, Any]) -> Path:
     lines = []
     for name, values in raw.items():
         lines.append(f"[{name}]")
-        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+        lines += [f"{key} = {toml(value)}" for key, value in values.items() if value is not None]
     config = folder / "experiment.toml"
     config.write_text("\n".join(lines) + "\n")
     return config
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {toml(entry)}" for key, entry in value.items()) + "}"
+    return json.dumps(value)
 
 
 def experiment_of(config: Path) -> Experiment:

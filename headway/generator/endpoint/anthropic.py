@@ -1,0 +1,254 @@
+"""Anthropic's messages, for clients that speak nothing else. Shapes: platform.claude.com/docs/en/api/messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headway.generator.endpoint.dialect import Piece, Setting, answers, event, usage
+from headway.generator.endpoint.fields import Asked, Fields, client_sampling
+from headway.generator.endpoint.refusals import Refused
+from headway.generator.recorded import Turn
+from headway.generator.recorder import Call, Request
+from headway.records.conversations import RequestRefused
+from headway.tokens.messages import normal_messages
+
+_MOST_TOKENS = 1 << 31
+_RAW = "raw_arguments"  # of a call whose arguments are no object, which a client couldn't be handed otherwise
+_CONSTRAINED = "this server doesn't constrain what is sampled"
+
+
+class Messages:
+    """``POST /v1/messages``."""
+
+    parsed = True
+
+    def read(self, body: Mapping[str, Any], setting: Setting) -> Asked:
+        fields = Fields(body)
+        if fields.get("max_tokens") is None:
+            raise RequestRefused("max_tokens: field required", param="max_tokens")
+        choice = fields.mapping("tool_choice").get("type", "auto")
+        if choice not in ("auto", "none"):
+            raise RequestRefused(
+                f"tool_choice.type = {choice!r}: {_CONSTRAINED}; valid are 'auto' and 'none'", param="tool_choice"
+            )
+        fields.listed("messages", setting.settings.max_messages)
+        fields.listed("tools", setting.settings.max_tools)
+        request = Request(
+            messages=normal_messages(openai_messages(fields)),
+            tools=openai_tools(fields.get("tools")),
+            calls=choice != "none",
+            max_tokens=fields.integer("max_tokens", 1, _MOST_TOKENS),
+            stop=fields.stop("stop_sequences"),
+        )
+        return Asked(
+            request=request,
+            client=client_sampling(fields, fixed=setting.fixed_sampling),
+            stream=fields.flag("stream"),
+            body=body,
+        )
+
+    def whole(self, asked: Asked, call: Call, setting: Setting) -> dict[str, Any]:
+        [turn] = answers(call)
+        reason, sequence = _stop_reason(turn, setting)
+        return {
+            **_envelope(asked, call, setting),
+            "content": _blocks(turn, setting),
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": _usage(call),
+        }
+
+    def writer(self, asked: Asked, call: Call, setting: Setting) -> MessageStream:
+        return MessageStream(asked, call, setting)
+
+
+class MessageStream:
+    """Its events: one content block after the other, each opened, filled and closed."""
+
+    ping = event({"type": "ping"}, "ping")
+
+    def __init__(self, asked: Asked, call: Call, setting: Setting) -> None:
+        self._asked = asked
+        self._call = call
+        self._setting = setting
+        self._blocks = 0
+        self._open = ""  # type of the open block
+        self._turn: Turn | None = None
+
+    def begin(self) -> bytes:
+        start = {"input_tokens": len(self._call.prompt_ids), "output_tokens": 0}
+        message = {**_envelope(self._asked, self._call, self._setting), "content": [], "usage": start}
+        return _named({"type": "message_start", "message": {**message, "stop_reason": None, "stop_sequence": None}})
+
+    def more(self, piece: Piece) -> bytes:
+        parts: list[bytes] = []
+        if piece.reasoning:
+            parts.append(self._into({"type": "thinking", "thinking": "", "signature": ""}))
+            parts.append(self._delta({"type": "thinking_delta", "thinking": piece.reasoning}))
+        if piece.content:
+            parts.append(self._into({"type": "text", "text": ""}))
+            parts.append(self._delta({"type": "text_delta", "text": piece.content}))
+        return b"".join(parts)
+
+    def end(self, piece: Piece, turn: Turn) -> bytes:
+        self._turn = turn
+        parts = [self.more(piece)]
+        for block in _blocks(turn, self._setting):
+            if block["type"] == "tool_use":
+                parts += [self._shut(), self._into({**block, "input": {}})]
+                written = json.dumps(block["input"], ensure_ascii=False)
+                parts.append(self._delta({"type": "input_json_delta", "partial_json": written}))
+        return b"".join([*parts, self._shut()])
+
+    def close(self) -> bytes:
+        assert self._turn is not None
+        reason, sequence = _stop_reason(self._turn, self._setting)
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        return _named({"type": "message_delta", "delta": delta, "usage": _usage(self._call)}) + _named(
+            {"type": "message_stop"}
+        )
+
+    def failed(self, refused: Refused) -> bytes:
+        return b"event: error\ndata: " + refused.anthropic(self._setting.answer_id) + b"\n\n"
+
+    def _into(self, block: dict[str, Any]) -> bytes:
+        """Have a block of this type open."""
+        if self._open == block["type"]:
+            return b""
+        shut, self._open = self._shut(), block["type"]
+        return shut + _named({"type": "content_block_start", "index": self._blocks, "content_block": block})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _named({"type": "content_block_delta", "index": self._blocks, "delta": delta})
+
+    def _shut(self) -> bytes:
+        if not self._open:
+            return b""
+        index, self._open = self._blocks, ""
+        self._blocks += 1
+        return _named({"type": "content_block_stop", "index": index})
+
+
+def openai_messages(fields: Fields) -> list[dict[str, Any]]:
+    """The conversation as OpenAI's API writes it. Raises RequestRefused."""
+    found: list[dict[str, Any]] = []
+    system = fields.get("system")
+    if system:
+        found.append({"role": "system", "content": system})
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RequestRefused("messages: a list of one or more messages is needed", param="messages")
+    for number, message in enumerate(messages):
+        field = f"messages[{number}]"
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role not in ("user", "assistant"):
+            raise RequestRefused(f"{field}.role: valid are 'user' and 'assistant'", param=f"{field}.role")
+        content: Any = message.get("content")
+        blocks: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
+            raise RequestRefused(f"{field}.content: a text or a list of blocks is needed", param=f"{field}.content")
+        found += _assistant(blocks, field) if role == "assistant" else _user(blocks)
+    return found
+
+
+def _assistant(blocks: Sequence[Mapping[str, Any]], field: str) -> list[dict[str, Any]]:
+    texts: list[Mapping[str, Any]] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for number, block in enumerate(blocks):
+        kind = block.get("type")
+        if kind == "tool_use":
+            given: Any = block.get("input")
+            written = given.get(_RAW) if isinstance(given, Mapping) and list(given) == [_RAW] else json.dumps(given)
+            calls.append({"id": block.get("id"), "function": {"name": block.get("name"), "arguments": written}})
+        elif kind == "thinking" and isinstance(block.get("thinking"), str):
+            thoughts.append(block["thinking"])
+        elif kind == "text":
+            texts.append(block)
+        else:
+            where = f"{field}.content[{number}]"
+            raise RequestRefused(f"{where}.type = {kind!r}: valid are text, thinking and tool_use", param=where)
+    message: dict[str, Any] = {"role": "assistant", "content": texts, "tool_calls": calls}
+    return [{**message, "reasoning_content": "\n".join(thoughts)}]
+
+
+def _user(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A message for each result of a tool, then one of what is left."""
+    found: list[dict[str, Any]] = []
+    rest: list[Mapping[str, Any]] = []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            found.append(
+                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content") or ""}
+            )
+        else:
+            rest.append(block)
+    return [*found, {"role": "user", "content": rest}] if rest or not found else found
+
+
+def openai_tools(raw: Any) -> list[dict[str, Any]] | None:
+    """Tools as chat templates take them. Raises RequestRefused: one that runs at Anthropic's, say."""
+    if not raw:
+        return None
+    if not isinstance(raw, list):
+        raise RequestRefused("tools: a list is needed", param="tools")
+    tools: list[dict[str, Any]] = []
+    for number, tool in enumerate(raw):
+        schema = tool.get("input_schema") if isinstance(tool, Mapping) else None
+        if not isinstance(schema, Mapping) or not isinstance(tool.get("name"), str):
+            where = f"tools[{number}]"
+            raise RequestRefused(f"{where}: valid is a tool with a name and an input_schema", param=where)
+        function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": dict(schema)}
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _envelope(asked: Asked, call: Call, setting: Setting) -> dict[str, Any]:
+    identity = f"msg_{setting.answer_id}"
+    return {"id": identity, "type": "message", "role": "assistant", "model": asked.body["model"]}
+
+
+def _blocks(turn: Turn, setting: Setting) -> list[dict[str, Any]]:
+    """An answer's content."""
+    message, found = turn.message, list[dict[str, Any]]()
+    written = setting.chat.written
+    if message.reasoning and written.reasoning:
+        found.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+    text = message.content if written.reasoning else message.inline
+    if text:
+        found.append({"type": "text", "text": text})
+    for call in message.calls:
+        found.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": _input(call.arguments)})
+    return found
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {_RAW: arguments}
+
+
+def _stop_reason(turn: Turn, setting: Setting) -> tuple[str, str | None]:
+    """(reason, the stop sequence that ended it)."""
+    if turn.message.calls:
+        return "tool_use", None
+    if turn.finish_reason == "length":
+        return "max_tokens", None
+    if turn.answer.ids[-1] in setting.chat.tokenizer.stop_ids:
+        return "end_turn", None
+    text = setting.chat.tokenizer.decode(turn.answer.ids)
+    found = [(at, stop) for stop in turn.answer.stop if (at := text.find(stop)) >= 0]
+    return ("stop_sequence", min(found)[1]) if found else ("end_turn", None)
+
+
+def _usage(call: Call) -> dict[str, int]:
+    tokens = usage(call)
+    return {"input_tokens": tokens["prompt_tokens"], "output_tokens": tokens["completion_tokens"]}
+
+
+def _named(data: dict[str, Any]) -> bytes:
+    return event(data, data["type"])

@@ -1,0 +1,251 @@
+"""The endpoint as an ASGI application: routes, keys, limits, and the one place where errors become responses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any, Protocol
+
+import msgspec
+
+from headway.config.endpoint import Endpoint
+from headway.generator.answering import Answering
+from headway.generator.endpoint.anthropic import Messages
+from headway.generator.endpoint.chat import ChatCompletions
+from headway.generator.endpoint.completions import Completions
+from headway.generator.endpoint.dialect import Dialect, Setting
+from headway.generator.endpoint.exchange import ClientGone, Exchange, Message, Receive, Send
+from headway.generator.endpoint.logprobs import TokenTexts
+from headway.generator.endpoint.refusals import Refused, refused_by
+from headway.generator.endpoint.responses import Responses
+from headway.generator.endpoint.streams import stream
+from headway.generator.sessions import Session
+from headway.records.conversations import RequestRefused
+from headway.tokens.continuing import Chat
+
+_log = logging.getLogger("headway.endpoint")
+_DIALECTS: dict[str, Dialect] = {
+    "/v1/chat/completions": ChatCompletions(),
+    "/v1/completions": Completions(),
+    "/v1/messages": Messages(),
+    "/v1/responses": Responses(),
+}
+_COUNT = "/v1/messages/count_tokens"
+_MODELS = "/v1/models"
+_ROLLOUTS = "/v1/rollouts/"
+_REWARD = "/reward"
+_LARGEST = sys.float_info.max
+
+
+class Access(Protocol):
+    """Which rollout a request's key and session name stand for."""
+
+    def session(self, key: str, name: str = "") -> Session:
+        """Raises KeyRefused, or RequestRefused for one that has ended."""
+        ...
+
+    def rollout(self, key: str, rollout: str) -> Session:
+        """Raises as `session`, and NoSuchRollout."""
+        ...
+
+
+class App:
+    """Answers requests of OpenAI's and Anthropic's APIs with the calls of sessions.
+
+    A request is authorised before its body is read, and read whole before anything is sampled.
+    """
+
+    def __init__(
+        self,
+        access: Access,
+        chat: Chat,
+        settings: Endpoint,
+        model_path: str,
+        context_tokens: int,
+        *,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        """``model_path``: of the folder, whose name requests may call the model by. ``now_s``: seconds since the epoch,
+        which answers say they were made at."""
+        self._access = access
+        self._chat = chat
+        self._settings = settings
+        self._context_tokens = context_tokens
+        self._names = (settings.model, PurePath(model_path).name, model_path, *settings.aliases)
+        self._texts = TokenTexts(chat.tokenizer)
+        self._now_s = now_s
+        self._numbers = itertools.count(1)
+        self._decoder = msgspec.json.Decoder()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        exchange = Exchange(scope, receive, send, self._settings, f"req_{next(self._numbers):012x}")
+        try:
+            await self._answer(exchange)
+        except ClientGone:
+            pass
+        except Exception as error:  # the edge's one capture point: whatever it is, the client gets a response
+            await self._refuse(exchange, error)
+        finally:
+            exchange.close()
+
+    async def _answer(self, exchange: Exchange) -> None:
+        method, path = exchange.method, exchange.path
+        if path in ("/health", "/") and method == "GET":
+            await exchange.reply(200, b'{"status":"ok"}')
+        elif path in _DIALECTS:
+            _require(exchange, "POST")
+            await self._call(exchange, _DIALECTS[path])
+        elif path == _MODELS or path.startswith(_MODELS + "/"):
+            _require(exchange, "GET")
+            self._access.session(exchange.key)
+            await exchange.reply(200, msgspec.json.encode(self._models(path)))
+        elif path == _COUNT:
+            _require(exchange, "POST")
+            await self._count(exchange)
+        elif path.startswith(_ROLLOUTS) and path.endswith(_REWARD):
+            _require(exchange, "POST")
+            await self._reward(exchange, path[len(_ROLLOUTS) : -len(_REWARD)])
+        else:
+            raise Refused(404, f"unknown request URL: {method} {path}", code="unknown_url")
+
+    # --- the routes -----------------------------------------------------------------------------------------------
+
+    async def _call(self, exchange: Exchange, dialect: Dialect) -> None:
+        """A model call."""
+        session = self._access.session(exchange.key, exchange.header("x-session-id"))
+        raw = await exchange.body()
+        body = self._decoded(raw)
+        self._require_model(body)
+        setting = self._setting(session, exchange)
+        asked = dialect.read(body, setting)
+        fingerprint, retry = _identity(exchange, raw)
+        answering = session.call(asked.request, asked.client, fingerprint, retry=retry)
+        if asked.stream:
+            await stream(exchange, dialect, asked, answering, setting)
+            return
+        await _answered(exchange, answering)
+        if answering.error is not None:
+            raise answering.error
+        await exchange.reply(200, msgspec.json.encode(dialect.whole(asked, answering.call, setting)))
+
+    async def _count(self, exchange: Exchange) -> None:
+        """Tokens of a request of Anthropic's API, which is not recorded."""
+        session = self._access.session(exchange.key, exchange.header("x-session-id"))
+        body = self._decoded(await exchange.body())
+        self._require_model(body)
+        asked = Messages().read({"max_tokens": 1, **body}, self._setting(session, exchange))
+        request = asked.request
+        text = self._chat.render(request.messages, request.tools, request.variables)
+        await exchange.reply(200, msgspec.json.encode({"input_tokens": len(self._chat.tokenizer.encode(text))}))
+
+    async def _reward(self, exchange: Exchange, rollout: str) -> None:
+        """``{"reward": number, "solved"?: true or false}``: the rollout's; the last one counts."""
+        session = self._access.rollout(exchange.key, rollout)
+        body = self._decoded(await exchange.body())
+        reward, solved = body.get("reward"), body.get("solved")
+        if isinstance(reward, bool) or not (isinstance(reward, int | float) and -_LARGEST <= reward <= _LARGEST):
+            raise RequestRefused(f"reward = {reward!r}: a finite number is needed", param="reward")
+        if solved is not None and not isinstance(solved, bool):
+            raise RequestRefused(f"solved = {solved!r}: valid is true or false", param="solved")
+        session.post_reward(float(reward), solved)
+        posted = {"rollout": rollout, "reward": session.reward, "solved": session.solved}
+        await exchange.reply(200, msgspec.json.encode(posted))
+
+    def _models(self, path: str) -> dict[str, Any]:
+        """The one model, in a list or alone."""
+        model = {
+            "id": self._settings.model,
+            "object": "model",
+            "created": int(self._now_s()),
+            "owned_by": "headway",
+            "max_model_len": self._context_tokens,
+        }
+        if path == _MODELS:
+            return {"object": "list", "data": [model]}
+        name = path[len(_MODELS) + 1 :]
+        self._require_model({"model": name})
+        return {**model, "id": name}
+
+    # --- what every route needs -------------------------------------------------------------------------------------
+
+    def _decoded(self, raw: bytes) -> Mapping[str, Any]:
+        try:
+            body: Any = self._decoder.decode(raw)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise Refused(400, f"the request's body is not valid JSON: {error}") from None
+        if not isinstance(body, dict):
+            raise Refused(400, "the request's body must be a JSON object")
+        return body
+
+    def _require_model(self, body: Mapping[str, Any]) -> None:
+        name = body.get("model")
+        if not isinstance(name, str):
+            raise RequestRefused("you must provide a model parameter", param="model")
+        if name not in self._names and "*" not in self._settings.aliases:
+            known = ", ".join(dict.fromkeys((self._settings.model, *self._settings.aliases)))
+            raise Refused(
+                404, f"the model {name!r} does not exist; valid: {known}", code="model_not_found", param="model"
+            )
+
+    def _setting(self, session: Session, exchange: Exchange) -> Setting:
+        return Setting(
+            settings=self._settings,
+            chat=self._chat,
+            texts=self._texts,
+            fixed_sampling=session.fixed_sampling,
+            created=int(self._now_s()),
+            answer_id=exchange.request_id[4:],
+        )
+
+    async def _refuse(self, exchange: Exchange, error: Exception) -> None:
+        """Tell the client what went wrong, if it can still be told."""
+        refused = refused_by(error)
+        if refused.status == 500:
+            _log.error("%s %s: %s", exchange.method, exchange.path, refused, exc_info=error)
+        if exchange.streaming or exchange.answered:
+            return  # the connection is closed: what came is not whole
+        anthropic = exchange.path.startswith("/v1/messages")
+        body = refused.anthropic(exchange.request_id) if anthropic else refused.openai()
+        with contextlib.suppress(ClientGone):
+            await exchange.reply(refused.status, body, refused.headers)
+
+
+async def _answered(exchange: Exchange, answering: Answering) -> None:
+    """Wait for the end of a call. Raises ClientGone."""
+    if answering.over:
+        return
+    leave = answering.join(lambda: None)
+    try:
+        assert answering.task is not None
+        gone = exchange.gone()
+        await asyncio.wait((answering.task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not answering.over:
+            raise ClientGone
+    finally:
+        leave()
+
+
+def _identity(exchange: Exchange, raw: bytes) -> tuple[str, bool]:
+    """(fingerprint of a request, whether it is a retry of one): clients of both APIs count their retries in a header,
+    or give every request a key."""
+    named = exchange.header("idempotency-key")
+    digest = hashlib.blake2b(exchange.path.encode() + b"\n" + named.encode() + b"\n" + raw, digest_size=16)
+    count = exchange.header("x-stainless-retry-count")
+    return digest.hexdigest(), bool(named) or (count.isdecimal() and int(count) > 0)
+
+
+def _require(exchange: Exchange, method: str) -> None:
+    if exchange.method != method:
+        headers = ((b"allow", method.encode()),)
+        raise Refused(
+            405, f"{exchange.method} {exchange.path}: valid is {method}", code="method_not_allowed", headers=headers
+        )

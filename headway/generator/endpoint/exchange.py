@@ -1,0 +1,121 @@
+"""One HTTP request and its response, over ASGI: bodies within limits, streams, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from headway.config.endpoint import Endpoint
+from headway.generator.endpoint.refusals import Refused
+
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+
+_DISCARDED = 4  # times the largest body is read before it is refused: a client that is still sending hears no answer
+
+
+class ClientGone(Exception):
+    """The other side closed the connection, or reads nothing."""
+
+
+class Exchange:
+    """*reading* -> *answered* (`reply`), or *streaming* (`begin_stream`, `write`) -> *answered* (`end_stream`)."""
+
+    def __init__(self, scope: Message, receive: Receive, send: Send, settings: Endpoint, request_id: str) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.request_id = request_id
+        self.streaming = False
+        self.answered = False
+        self._headers: dict[bytes, bytes] = dict(scope["headers"])
+        self._receive = receive
+        self._send = send
+        self._settings = settings
+        self._gone: asyncio.Task[None] | None = None
+
+    def header(self, name: str) -> str:
+        """Its value, "" where it isn't there."""
+        return self._headers.get(name.encode(), b"").decode("latin-1")
+
+    @property
+    def key(self) -> str:
+        """The API key that came with it, "" for none."""
+        kind, _, token = self.header("authorization").partition(" ")
+        return (token.strip() if kind.lower() == "bearer" else "") or self.header("x-api-key")
+
+    async def body(self) -> bytes:
+        """All of it. Raises Refused: too large, or too slow."""
+        limit = self._settings.max_body_bytes
+        pieces: list[bytes] = []
+        size, more = 0, True
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                while more and size <= limit * _DISCARDED:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    piece: bytes = message.get("body", b"")
+                    size += len(piece)
+                    if size <= limit:
+                        pieces.append(piece)
+                    else:
+                        pieces.clear()
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            what = f"the request isn't whole after {self._settings.body_timeout_s:g} s"
+            raise Refused(408, what, code="timeout", headers=((b"connection", b"close"),)) from None
+        if size > limit:
+            what = f"the request's body is larger than {limit} bytes"
+            raise Refused(413, what, code="request_too_large", headers=((b"connection", b"close"),))
+        return b"".join(pieces)
+
+    def gone(self) -> asyncio.Task[None]:
+        """Done when the client has left; asked for once the body was read."""
+        if self._gone is None:
+            self._gone = asyncio.create_task(self._wait_gone(), name="client")
+        return self._gone
+
+    async def _wait_gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def reply(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """The whole response, JSON."""
+        length = (b"content-length", str(len(body)).encode())
+        head = self._head(status, b"application/json", [length, *headers])
+        self.answered = True
+        await self._bounded(head, {"type": "http.response.body", "body": body})
+
+    async def begin_stream(self) -> None:
+        """The head of a response that comes as server-sent events."""
+        self.streaming = True
+        await self._bounded(self._head(200, b"text/event-stream; charset=utf-8", [(b"cache-control", b"no-cache")]))
+
+    async def write(self, data: bytes) -> None:
+        """A piece of the stream. Raises ClientGone."""
+        await self._bounded({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end_stream(self) -> None:
+        self.answered = True
+        await self._bounded({"type": "http.response.body", "body": b""})
+
+    def close(self) -> None:
+        """Wait for the client no longer."""
+        if self._gone is not None:
+            self._gone.cancel()
+
+    def _head(self, status: int, kind: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Message:
+        name = self.request_id.encode()
+        named = [(b"content-type", kind), (b"x-request-id", name), (b"request-id", name), *headers]
+        return {"type": "http.response.start", "status": status, "headers": named}
+
+    async def _bounded(self, *messages: Message) -> None:
+        """Send them. A client that reads nothing for long counts as gone."""
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                for message in messages:
+                    await self._send(message)
+        except TimeoutError:
+            raise ClientGone from None

@@ -1,0 +1,83 @@
+"""Requests that get no answer, in the shapes of the APIs they were made in."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headway.generator.answering import CallFailed
+from headway.generator.sessions import KeyRefused, NoSuchRollout
+from headway.records.conversations import RequestRefused
+from headway.records.errors import Overloaded
+
+Headers = tuple[tuple[bytes, bytes], ...]
+NO_RETRY: Headers = ((b"x-should-retry", b"false"),)  # clients of both APIs obey it
+# by status: what OpenAI's API calls the error, and Anthropic's
+_TYPES = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("invalid_request_error", "authentication_error"),
+    403: ("invalid_request_error", "permission_error"),
+    404: ("invalid_request_error", "not_found_error"),
+    405: ("invalid_request_error", "invalid_request_error"),
+    408: ("invalid_request_error", "invalid_request_error"),
+    409: ("invalid_request_error", "conflict_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    500: ("server_error", "api_error"),
+    504: ("server_error", "timeout_error"),
+}
+
+
+class Refused(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, headers: Headers = ()
+    ) -> None:
+        """``status``: of HTTP; ``code`` and ``param`` (the field) as OpenAI's API has them."""
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.headers = headers
+
+    def openai(self) -> bytes:
+        """Its body in OpenAI's shape."""
+        error = {"message": str(self), "type": _TYPES[self.status][0], "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def anthropic(self, request_id: str) -> bytes:
+        """Its body in Anthropic's shape."""
+        error = {"type": _TYPES[self.status][1], "message": str(self)}
+        return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
+
+
+def refused_by(error: Exception) -> Refused:
+    """The refusal that an error of sessions and recorders comes to. Errors of no kind that it knows are ours: 500."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, RequestRefused):
+        return _of_recorder(error)
+    if isinstance(error, KeyRefused):
+        return Refused(401, str(error), code="invalid_api_key")
+    if isinstance(error, NoSuchRollout):
+        return Refused(404, str(error), code="rollout_not_found", param="rollout")
+    if isinstance(error, Overloaded):
+        return Refused(429, str(error), code="rate_limit_exceeded", headers=_retry_after(error.retry_after_s))
+    if isinstance(error, CallFailed) and error.timeout:
+        return Refused(504, str(error), code="timeout", headers=NO_RETRY)  # it would take as long again
+    return Refused(500, f"{type(error).__name__}: {error}", code="internal_error")
+
+
+def _of_recorder(error: RequestRefused) -> Refused:
+    message, code, param = str(error), error.code, error.param
+    if code == "rollout_busy":
+        return Refused(429, message, code="rate_limit_exceeded", headers=_retry_after(1))
+    if code == "rollout_closed":
+        return Refused(409, message, code=code, headers=NO_RETRY)
+    if code == "rollout_limit_exceeded":
+        return Refused(403, message, code=code, headers=NO_RETRY)  # not 429: it won't pass
+    return Refused(400, message, code=code if code == "context_length_exceeded" else None, param=param)
+
+
+def _retry_after(seconds: int) -> Headers:
+    return ((b"retry-after", str(seconds).encode()),)

@@ -1,0 +1,289 @@
+"""OpenAI's responses, without server-side state: each request brings the whole conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headway.generator.endpoint.dialect import Piece, Setting, answers, event, usage
+from headway.generator.endpoint.fields import Asked, Fields, client_sampling
+from headway.generator.endpoint.refusals import Refused
+from headway.generator.recorded import Turn
+from headway.generator.recorder import Call, Request
+from headway.records.conversations import RequestRefused
+from headway.tokens.messages import normal_messages, normal_tools
+
+_MOST_TOKENS = 1 << 31
+_CONSTRAINED = "this server doesn't constrain what is sampled"
+_STATE = "this server keeps no responses: send the whole conversation as input"
+
+
+class Responses:
+    """``POST /v1/responses``."""
+
+    parsed = True
+
+    def read(self, body: Mapping[str, Any], setting: Setting) -> Asked:
+        fields = Fields(body)
+        fields.listed("input", setting.settings.max_messages)
+        fields.listed("tools", setting.settings.max_tools)
+        fields.only("previous_response_id", why=_STATE)
+        fields.only("conversation", why=_STATE)
+        fields.only("background", False, why="this server answers while the client waits")
+        fields.only("tool_choice", "auto", "none", why=f"{_CONSTRAINED}; valid are 'auto' and 'none'")
+        text = fields.mapping("text").get("format")
+        if text not in (None, {"type": "text"}):
+            raise RequestRefused(f"text.format: {_CONSTRAINED}; valid is {{'type': 'text'}}", param="text.format")
+        request = Request(
+            messages=normal_messages(_messages(fields)),
+            tools=normal_tools(_tools(fields.get("tools"))),
+            calls=fields.get("tool_choice") != "none",
+            max_tokens=fields.integer("max_output_tokens", 1, _MOST_TOKENS),
+        )
+        client = client_sampling(fields, fixed=setting.fixed_sampling)
+        return Asked(request=request, client=client, stream=fields.flag("stream"), body=body)
+
+    def whole(self, asked: Asked, call: Call, setting: Setting) -> dict[str, Any]:
+        return _response(asked, setting, call)
+
+    def writer(self, asked: Asked, call: Call, setting: Setting) -> ResponseStream:
+        return ResponseStream(asked, call, setting)
+
+
+class ResponseStream:
+    """Its events: each item of the output is added, filled and done."""
+
+    ping = b": keepalive\n"
+
+    def __init__(self, asked: Asked, call: Call, setting: Setting) -> None:
+        self._asked = asked
+        self._call = call
+        self._setting = setting
+        self._sequence = 0
+        self._done = 0  # items
+        self._open = ""  # type of the open item
+        self._texts = {"reasoning": "", "message": ""}
+
+    def begin(self) -> bytes:
+        response = _response(self._asked, self._setting, None)
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def more(self, piece: Piece) -> bytes:
+        parts: list[bytes] = []
+        if piece.reasoning:
+            parts.append(self._into("reasoning"))
+            parts.append(self._text("response.reasoning_text.delta", delta=piece.reasoning))
+            self._texts["reasoning"] += piece.reasoning
+        if piece.content:
+            parts.append(self._into("message"))
+            parts.append(self._text("response.output_text.delta", delta=piece.content, logprobs=[]))
+            self._texts["message"] += piece.content
+        return b"".join(parts)
+
+    def end(self, piece: Piece, turn: Turn) -> bytes:
+        parts = [self.more(piece), self._shut()]
+        for item in _output(turn, self._setting):
+            if item["type"] != "function_call":
+                continue
+            where = {"item_id": item["id"], "output_index": self._done}
+            added = {**item, "arguments": "", "status": "in_progress"}
+            parts.append(self._event("response.output_item.added", output_index=self._done, item=added))
+            arguments = item["arguments"]
+            parts.append(self._event("response.function_call_arguments.delta", **where, delta=arguments))
+            name = item["name"]
+            parts.append(self._event("response.function_call_arguments.done", **where, arguments=arguments, name=name))
+            parts.append(self._event("response.output_item.done", output_index=self._done, item=item))
+            self._done += 1
+        return b"".join(parts)
+
+    def close(self) -> bytes:
+        response = _response(self._asked, self._setting, self._call)
+        return self._event(f"response.{response['status']}", response=response)
+
+    def failed(self, refused: Refused) -> bytes:
+        response = _response(self._asked, self._setting, None)
+        error = {"code": "server_error", "message": str(refused)}
+        return self._event("response.failed", response={**response, "status": "failed", "error": error})
+
+    def _into(self, kind: str) -> bytes:
+        """Have an item of this type open."""
+        if self._open == kind:
+            return b""
+        shut, self._open = self._shut(), kind
+        item = {**_item(kind, "", self._identity, "in_progress"), "content": []}
+        added = self._event("response.output_item.added", output_index=self._done, item=item)
+        if kind == "message":
+            added += self._text("response.content_part.added", part=_part(kind, ""))
+        return shut + added
+
+    def _shut(self) -> bytes:
+        kind, self._open = self._open, ""
+        if not kind:
+            return b""
+        text = self._texts[kind]
+        if kind == "message":
+            done = self._text("response.output_text.done", text=text, logprobs=[])
+            done += self._text("response.content_part.done", part=_part(kind, text))
+        else:
+            done = self._text("response.reasoning_text.done", text=text)
+        item = _item(kind, text, self._identity, "completed")
+        done += self._event("response.output_item.done", output_index=self._done, item=item)
+        self._done += 1
+        return done
+
+    @property
+    def _identity(self) -> str:
+        return f"{self._setting.answer_id}_{self._done}"
+
+    def _text(self, kind: str, **data: Any) -> bytes:
+        prefix = "rs" if "reasoning" in kind else "msg"
+        return self._event(kind, item_id=f"{prefix}_{self._identity}", output_index=self._done, content_index=0, **data)
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        number, self._sequence = self._sequence, self._sequence + 1
+        return event({"type": kind, "sequence_number": number, **data}, kind)
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    """The conversation as the chat API writes it. Raises RequestRefused."""
+    found: list[dict[str, Any]] = []
+    instructions = fields.get("instructions")
+    if instructions:
+        found.append({"role": "system", "content": instructions})
+    given = fields.get("input")
+    items: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not items:
+        raise RequestRefused("input: a text or a list of items is needed", param="input")
+    answer: dict[str, Any] | None = None  # the assistant's message that further items belong to
+    for number, item in enumerate(items):
+        field = f"input[{number}]"
+        if not isinstance(item, Mapping):
+            raise RequestRefused(f"{field}: an object is needed", param=field)
+        kind = item.get("type", "message")
+        begins = kind == "reasoning" or (kind == "message" and item.get("role") == "assistant")
+        if kind == "function_call_output":
+            answer = None
+            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        elif kind == "message" and not begins:
+            answer = None
+            found.append({"role": item.get("role"), "content": item.get("content")})
+        elif begins or kind == "function_call":
+            if answer is None or (begins and (answer["tool_calls"] or answer["content"])):
+                answer = {"role": "assistant", "content": None, "reasoning_content": "", "tool_calls": []}
+                found.append(answer)
+            _add(answer, kind, item, field)
+        else:
+            valid = "message, function_call, function_call_output and reasoning"
+            raise RequestRefused(f"{field}.type = {kind!r}: valid are {valid}", param=f"{field}.type")
+    return found
+
+
+def _add(answer: dict[str, Any], kind: str, item: Mapping[str, Any], field: str) -> None:
+    if kind == "message":
+        answer["content"] = item.get("content")
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        answer["tool_calls"].append({"id": item.get("call_id"), "function": function})
+    else:
+        parts: Any = item.get("content") or []
+        texts: list[Any]
+        texts = [part.get("text") for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise RequestRefused(f"{field}.content: parts with texts are needed", param=f"{field}.content")
+        answer["reasoning_content"] = "\n".join(texts)
+
+
+def _tools(raw: Any) -> Any:
+    """Tools as the chat API writes them; what isn't one is refused there."""
+    if not isinstance(raw, list):
+        return raw
+    return [
+        {"type": tool.get("type"), "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
+        if isinstance(tool, Mapping)
+        else tool
+        for tool in raw
+    ]
+
+
+def _response(asked: Asked, setting: Setting, call: Call | None) -> dict[str, Any]:
+    """The response object; ``call``: once it is answered."""
+    body, output = asked.body, list[dict[str, Any]]()
+    status: str = "in_progress"
+    used: dict[str, Any] | None = None
+    if call is not None:
+        [turn] = answers(call)
+        status = "incomplete" if turn.finish_reason == "length" else "completed"
+        output, used = _output(turn, setting), _usage(call)
+    cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    tools = [{"strict": None, "parameters": None, "description": None, **tool} for tool in body.get("tools") or ()]
+    return {
+        "id": f"resp_{setting.answer_id}",
+        "object": "response",
+        "created_at": float(setting.created),
+        "status": status,
+        "error": None,
+        "incomplete_details": cut,
+        "instructions": body.get("instructions"),
+        "metadata": {},
+        "model": body["model"],
+        "output": output,
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "temperature": body.get("temperature"),
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": tools,
+        "top_p": body.get("top_p"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "usage": used,
+    }
+
+
+def _output(turn: Turn, setting: Setting) -> list[dict[str, Any]]:
+    """An answer's items."""
+    message, written = turn.message, setting.chat.written
+    texts: Sequence[tuple[str, str]] = (
+        ("reasoning", message.reasoning if written.reasoning else ""),
+        ("message", message.content if written.reasoning else message.inline),
+    )
+    found = list[dict[str, Any]]()
+    for kind, text in texts:
+        if text:
+            found.append(_item(kind, text, f"{setting.answer_id}_{len(found)}", "completed"))
+    for call in message.calls:
+        found.append(
+            {
+                "id": f"fc_{setting.answer_id}_{len(found)}",
+                "type": "function_call",
+                "call_id": call.call_id,
+                "name": call.name,
+                "arguments": call.arguments,
+                "status": "completed",
+            }
+        )
+    return found
+
+
+def _item(kind: str, text: str, identity: str, status: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"id": f"rs_{identity}", "type": kind, "summary": [], "content": [_part(kind, text)], "status": status}
+    content = [_part(kind, text)]
+    return {"id": f"msg_{identity}", "type": kind, "role": "assistant", "status": status, "content": content}
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(call: Call) -> dict[str, Any]:
+    tokens = usage(call)
+    return {
+        "input_tokens": tokens["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": tokens["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": tokens["total_tokens"],
+    }

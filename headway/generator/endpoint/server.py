@@ -1,0 +1,116 @@
+"""The endpoint's HTTP server, inside an event loop that others share: uvicorn with httptools' parser."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from typing import Any
+
+import httptools
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from headway.config.endpoint import Endpoint
+from headway.records.errors import ConfigurationError
+from headway.runtime.addresses import split_address
+
+_HEAD_BYTES = 64 * 1024  # request line and headers
+_BACKLOG = 2048  # connections that wait to be accepted
+_GRACE_S = 2  # for responses under way when the server ends
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+@asynccontextmanager
+async def serving(app: Any, settings: Endpoint, listener: socket.socket | None = None) -> AsyncIterator[str]:
+    """Serve ``app`` inside the block at ``listener``, which is closed with it, or else at ``settings.address``; gives
+    the server's address, http://HOST:PORT. Raises ConfigurationError as `listening`."""
+    with closing(listener or listening(settings.address)) as listener:
+        config = uvicorn.Config(
+            app,
+            http=_protocol(settings.connections),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # a client's bad request is no news
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=int(settings.keep_alive_s),  # of uvicorn's 5 s: clients' own, and whoever is late loses
+            timeout_graceful_shutdown=_GRACE_S,
+            backlog=_BACKLOG,
+        )
+        config.load()
+        # Server.serve() would handle the process's signals: these are its parts without that.
+        server = uvicorn.Server(config)
+        server.lifespan = config.lifespan_class(config)
+        await server.startup(sockets=[listener])
+        try:
+            host, port = listener.getsockname()[:2]
+            yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        finally:
+            await asyncio.shield(server.shutdown(sockets=[listener]))
+
+
+def listening(address: str) -> socket.socket:
+    """A socket there: whoever connects before it is served waits. Raises ConfigurationError when that can't be."""
+    host, port = split_address(address)
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setblocking(False)
+            listener.bind(target)
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigurationError(
+            f"endpoint.address = {address!r}: {error.strerror}; valid: an address of this machine and a free port "
+            "(port 0 takes any)"
+        ) from None
+    return listener
+
+
+def _protocol(connections: int) -> type[HttpToolsProtocol]:
+    class Protocol(HttpToolsProtocol):
+        """Within limits that uvicorn has none for: connections at once, and the head of a request."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.in_head = True
+            self.unfinished_bytes = 0  # of a head that isn't whole
+            self.messages = 0  # that were
+            if len(self.connections) > connections:
+                transport.abort()
+
+        def data_received(self, data: bytes) -> None:
+            messages = self.messages
+            super().data_received(data)
+            still = self.in_head and messages == self.messages
+            self.unfinished_bytes = self.unfinished_bytes + len(data) if still else 0
+            if self.unfinished_bytes > _HEAD_BYTES:
+                self.refuse_head()
+
+        def on_headers_complete(self) -> None:
+            self.in_head = False
+            if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > _HEAD_BYTES:
+                self.refuse_head()
+                raise httptools.HttpParserError("the request's head is too large")  # ends the parsing
+            super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            self.in_head = True
+            self.messages += 1
+            super().on_message_complete()
+
+        def refuse_head(self) -> None:
+            if not self.transport.is_closing():
+                self.transport.write(_TOO_LARGE)
+                self.transport.close()
+
+    return Protocol

@@ -1,0 +1,110 @@
+"""A streamed answer: what is certain of it is written as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+
+from headway.generator.answering import Answering
+from headway.generator.endpoint.completions import completion_text
+from headway.generator.endpoint.dialect import Dialect, Piece, Setting, answers
+from headway.generator.endpoint.exchange import ClientGone, Exchange
+from headway.generator.endpoint.fields import Asked
+from headway.generator.endpoint.refusals import refused_by
+from headway.generator.recorded import Turn
+from headway.records.generation import PartialResponse
+from headway.tokens.output_parsing import begins_inside_reasoning
+from headway.tokens.streaming import AnswerStream
+
+
+async def stream(exchange: Exchange, dialect: Dialect, asked: Asked, answering: Answering, setting: Setting) -> None:
+    """Write the answer to ``answering`` until it is over. Raises ClientGone, and what it failed with before the stream
+    began: until then an error has a status of its own."""
+    news = asyncio.Event()
+    leave = answering.join(news.set)
+    try:
+        gone = exchange.gone()
+        gone.add_done_callback(lambda task: news.set())
+        writer = dialect.writer(asked, answering.call, setting)
+        choices = [_Choice(dialect, asked, answering, setting, n) for n in range(answering.call.request.choices)]
+        await _beginning(news, answering, gone, setting.settings.stream_ping_s)
+        if answering.over and answering.error is not None:
+            raise answering.error
+        await exchange.begin_stream()
+        await _write(exchange, writer.begin())
+        while not answering.over:
+            data = b"".join(writer.more(choice.news(answering.partials)) for choice in choices)
+            await _write(exchange, data)
+            if gone.done():
+                raise ClientGone
+            if not await _news(news, answering, setting.settings.stream_ping_s):
+                await exchange.write(writer.ping)
+        if answering.error is not None:
+            await _write(exchange, writer.failed(refused_by(answering.error)))
+        else:
+            turns = answers(answering.call)
+            last = [writer.end(choice.last(turn), turn) for choice, turn in zip(choices, turns, strict=True)]
+            await _write(exchange, b"".join([*last, writer.close()]))
+        await exchange.end_stream()
+    finally:
+        leave()
+
+
+async def _beginning(news: asyncio.Event, answering: Answering, gone: asyncio.Task[None], patience_s: float) -> None:
+    """Until there is something to write. A call that waits for its place may be refused, so nothing is written before
+    it has one, however long that takes."""
+    while not (answering.over or gone.done() or any(partial.ids for partial in answering.partials)):
+        if not await _news(news, answering, patience_s if answering.placed else None):
+            return
+
+
+async def _news(news: asyncio.Event, answering: Answering, patience_s: float | None) -> bool:
+    """Whether there were any within so many seconds."""
+    if not answering.over:
+        try:
+            async with asyncio.timeout(patience_s):
+                await news.wait()
+        except TimeoutError:
+            return False
+    news.clear()
+    return True
+
+
+async def _write(exchange: Exchange, data: bytes) -> None:
+    if data:
+        await exchange.write(data)
+
+
+class _Choice:
+    """How much of one choice was written."""
+
+    def __init__(self, dialect: Dialect, asked: Asked, answering: Answering, setting: Setting, number: int) -> None:
+        self._number = number
+        self._parsed = dialect.parsed
+        self._setting = setting
+        self._tokens = 0
+        request, chat = asked.request, setting.chat
+        self._stream = AnswerStream(
+            chat.tokenizer,
+            chat.written if dialect.parsed else None,
+            calls=request.calls and bool(request.tools),
+            opened=begins_inside_reasoning(answering.call.text),
+            stop=request.stop,
+        )
+
+    def news(self, partials: list[PartialResponse]) -> Piece:
+        partial = partials[self._number]
+        return self._piece(*self._stream.push(partial.ids), partial.ids, partial.logprobs)
+
+    def last(self, turn: Turn) -> Piece:
+        written, message = self._setting.chat.written, turn.message
+        if not self._parsed:
+            whole = "", completion_text(turn, self._setting)
+        elif written.reasoning:
+            whole = message.reasoning, message.content
+        else:
+            whole = "", message.inline
+        return self._piece(*self._stream.finish(*whole), turn.answer.ids, turn.logprobs)
+
+    def _piece(self, reasoning: str, content: str, ids: tuple[int, ...], logprobs: tuple[float, ...]) -> Piece:
+        seen, self._tokens = self._tokens, max(self._tokens, len(ids))
+        return Piece(self._number, reasoning, content, ids[seen:], logprobs[seen:])

@@ -1,0 +1,199 @@
+"""Who may call the model: keys, the rollouts they name, and what those may ask for."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from headway.config.endpoint import Endpoint
+from headway.generator.answering import Answering
+from headway.generator.recorder import Call, Limits, Recorder, Request
+from headway.records.conversations import ClientSampling, RecordedConversation, RequestRefused, Sample
+from headway.tokens.continuing import Chat
+
+_SEALED_KEPT = 16384  # newest keys that are told that their rollout has ended; older ones are unknown
+OnEvent = Callable[[str, str], object]  # name, detail
+
+
+class KeyRefused(Exception):
+    """No key, or one that names nothing."""
+
+
+class NoSuchRollout(Exception):
+    """A rollout that doesn't exist, or isn't this key's: which of the two isn't said."""
+
+
+class Session:
+    """One rollout that takes calls: *open* -> *sealed*, once.
+
+    ``sampling`` says whose parameters hold: the experiment's, which the client's own are counted against, or the
+    client's.
+    """
+
+    def __init__(
+        self,
+        rollout: str,
+        recorder: Recorder,
+        sample: Sample,
+        call_timeout_s: float,
+        *,
+        key: str = "",
+        fixed_sampling: bool = True,
+        on_client_sampling: Callable[[ClientSampling], object] = lambda client: None,
+        on_seal: Callable[[Session], object] = lambda session: None,
+    ) -> None:
+        self.rollout = rollout
+        self.key = key
+        self.recorder = recorder
+        self.fixed_sampling = fixed_sampling
+        self.reward: float | None = None
+        self.solved = False
+        self._sample = sample
+        self._call_timeout_s = call_timeout_s
+        self._on_client_sampling = on_client_sampling
+        self._on_seal = on_seal
+        self._open: dict[Call, Answering] = {}
+        self._sealed: RecordedConversation | None = None
+
+    @property
+    def chat(self) -> Chat:
+        return self.recorder.chat
+
+    @property
+    def open_calls(self) -> int:
+        return len(self._open)
+
+    def call(
+        self, request: Request, client: ClientSampling = ClientSampling(), fingerprint: str = "", *, retry: bool = False
+    ) -> Answering:
+        """Have a request answered. A ``retry`` of a call with the same ``fingerprint`` joins that call, or gets its
+        answer again. Raises RequestRefused."""
+        earlier = self.recorder.earlier(fingerprint) if retry else None
+        if earlier is not None and self._sealed is None:
+            return self._open.get(earlier) or Answering(self.recorder, earlier)
+        call = self.recorder.begin(request, fingerprint)
+        if self.fixed_sampling:
+            self._on_client_sampling(client)
+        answering = self._open[call] = Answering(self.recorder, call)
+        answering.begin(self._sample, client, self._call_timeout_s)
+        if answering.task is not None:
+            answering.task.add_done_callback(lambda task: self._open.pop(call, None))
+        return answering
+
+    def post_reward(self, reward: float, solved: bool | None = None) -> None:
+        """Its reward; the last one posted counts. ``solved``: by default from a reward of 1 upwards. Raises
+        RequestRefused for a rollout that has ended."""
+        if self._sealed is not None:
+            raise RequestRefused("this rollout has ended: it takes no reward", code="rollout_closed")
+        self.reward, self.solved = reward, reward >= 1 if solved is None else solved
+
+    def seal(self) -> RecordedConversation:
+        """What was recorded. It takes no calls from now on; those that are open end without an answer."""
+        if self._sealed is None:
+            for answering in list(self._open.values()):
+                answering.cancel()
+            recorded = self.recorder.close()
+            self._sealed = msgspec.structs.replace(recorded, reward=self.reward, solved=self.solved)
+            self._on_seal(self)
+        return self._sealed
+
+
+class Sessions:
+    """The rollouts of a run that take calls (records.conversations.Conversations): a random key of 256 bits for each.
+
+    Keys are looked up by their digests, so how long that takes says nothing about a key.
+    """
+
+    def __init__(
+        self,
+        chat: Chat,
+        settings: Endpoint,
+        context_tokens: int,
+        on_event: OnEvent = lambda name, detail: None,
+        *,
+        new_key: Callable[[], str] = lambda: "hw-" + secrets.token_urlsafe(32),
+    ) -> None:
+        """``context_tokens``: prompt and response of a call. ``on_event(name, detail)`` is told once of clients that
+        ask to be sampled otherwise than the experiment says."""
+        self.address = ""  # of the server, once it listens
+        self._chat = chat
+        self._settings = settings
+        self._context_tokens = context_tokens
+        self._on_event = on_event
+        self._new_key = new_key
+        self._open: dict[bytes, Session] = {}
+        self._sealed: OrderedDict[bytes, None] = OrderedDict()
+        self._told: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, rollout: str, sample: Sample) -> Session:
+        """See :class:`headway.records.conversations.Conversations`."""
+        key = self._new_key()
+        session = Session(
+            rollout,
+            new_recorder(self._chat, self._settings, self._context_tokens),
+            sample,
+            self._settings.call_timeout_s,
+            key=key,
+            on_client_sampling=self._note,
+            on_seal=self._revoke,
+        )
+        self._open[_digest(key)] = session
+        return session
+
+    def session(self, key: str, name: str = "") -> Session:
+        """The one that takes calls with this key; ``name``, by which a client tells its conversations apart, doesn't
+        matter: a rollout's calls are all its own. Raises KeyRefused, or RequestRefused for one that has ended."""
+        if not key:
+            raise KeyRefused("no API key: send 'Authorization: Bearer KEY', or 'x-api-key: KEY'")
+        digest = _digest(key)
+        session = self._open.get(digest)
+        if session is None:
+            if digest in self._sealed:
+                raise RequestRefused("this rollout has ended: its key takes no further calls", code="rollout_closed")
+            raise KeyRefused("incorrect API key provided")
+        return session
+
+    def rollout(self, key: str, rollout: str) -> Session:
+        """The one of this name, if it is the key's. Raises as `session`, and NoSuchRollout."""
+        session = self.session(key)
+        if session.rollout != rollout:
+            raise NoSuchRollout(f"the rollout {rollout!r} does not exist, or this key has no access to it")
+        return session
+
+    def _revoke(self, session: Session) -> None:
+        digest = _digest(session.key)
+        del self._open[digest]
+        self._sealed[digest] = None
+        if len(self._sealed) > _SEALED_KEPT:
+            self._sealed.popitem(last=False)
+
+    def _note(self, client: ClientSampling) -> None:
+        for name, value in msgspec.structs.asdict(client).items():
+            if value is not None and name not in (*self._told, "seed"):  # a seed has its effect
+                self._told.add(name)
+                self._on_event(
+                    "client_sampling", f"a client asks for {name} = {value}: the experiment's holds; said once"
+                )
+
+
+def new_recorder(chat: Chat, settings: Endpoint, context_tokens: int) -> Recorder:
+    """A rollout's, within the limits of ``settings``."""
+    limits = Limits(
+        context_tokens=context_tokens,
+        calls=settings.calls,
+        open_calls=settings.open_calls,
+        choices=settings.choices,
+        sampled_tokens=settings.sampled_tokens,
+    )
+    return Recorder(chat, limits, settings.history_reasoning)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()

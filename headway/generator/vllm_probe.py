@@ -1,0 +1,103 @@
+"""Whether the modules of a vLLM model compute with the weights that were published.
+
+vLLM's linear layers may hold their weights only in a packed form that can't be read back, and a head may hold a second
+copy: so modules are asked for products, not for weights. Pure torch; a module is recognised by what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+# Parameters that vLLM fuses, where the model class doesn't say so itself.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+COLUMNS = 8  # unit vectors: their products are columns of the matrix, exact in any precision
+DENSE = 2  # random vectors: they see every weight, to rounding
+# Allowed differences, as shares of the largest expected value.
+EXACT = 1e-6
+ROUNDING = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+QUANTISED = 0.15
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """A module whose output is not what the published weights give."""
+
+    module: str
+    difference: float  # largest, as a share of the largest expected value
+    allowed: float
+
+
+class _Check(NamedTuple):
+    got: Tensor
+    expected: Tensor
+    allowed: float
+
+
+def differing_module(
+    model: nn.Module, published: Mapping[str, Tensor], update: int, quantised: bool = False
+) -> Difference | None:
+    """The first module, in the model's order, that differs from ``published`` (tensors by Hugging Face's names).
+
+    ``update`` chooses the inputs. Modules without published tensors of their own (attention, rotary embeddings) and
+    mixtures of experts are not looked at: the probe of whole sequences covers them.
+    """
+    names = {**FUSED, **getattr(model, "packed_modules_mapping", {})}
+    generator = torch.Generator().manual_seed(update)
+    for name, module in model.named_modules():
+        weight = _published(name, "weight", names, published)
+        if weight is None or weight.ndim > 2:
+            continue
+        bias = _published(name, "bias", names, published)
+        for got, expected, allowed in _checks(module, weight, bias, generator, quantised):
+            scale = max(float(expected.abs().max()), 1e-30)
+            difference = float((got.float() - expected.float()).abs().max()) / scale
+            if not difference <= allowed:  # a NaN differs
+                return Difference(module=name, difference=difference, allowed=allowed)
+    return None
+
+
+def _published(name: str, kind: str, fused: Mapping[str, Any], published: Mapping[str, Tensor]) -> Tensor | None:
+    """The tensor that belongs to a module's ``weight`` or ``bias``; None: there is none."""
+    prefix, _, leaf = name.rpartition(".")
+    stem = f"{prefix}." if prefix else ""
+    parts = [published.get(f"{stem}{part}.{kind}") for part in fused.get(leaf, (leaf,))]
+    if all(part is not None for part in parts):
+        return torch.cat(parts) if len(parts) > 1 else parts[0]  # type: ignore[arg-type]  # none is None
+    tied = name.endswith("lm_head") and kind == "weight"
+    return published.get("model.embed_tokens.weight") if tied else None
+
+
+def _checks(
+    module: Any, weight: Tensor, bias: Tensor | None, generator: torch.Generator, quantised: bool
+) -> Iterator[_Check]:
+    method = getattr(module, "quant_method", None)
+    own = getattr(module, "weight", None)
+    dtype, device = (own.dtype, own.device) if isinstance(own, Tensor) else (weight.dtype, weight.device)
+    if bias is not None and isinstance(getattr(module, "bias", None), Tensor):
+        yield _Check(module.bias.cpu(), bias, EXACT)
+    if weight.ndim == 1 or method is None:
+        if isinstance(own, Tensor) and own.shape == weight.shape:
+            yield _Check(own.cpu(), weight.to(dtype), EXACT)
+        return
+    if type(module).__name__ == "VocabParallelEmbedding":  # every quant method has a method ``embedding``
+        if isinstance(own, Tensor) and own.ndim == 2 and len(own) >= len(weight) and not quantised:
+            yield _Check(own[: len(weight)].cpu(), weight.to(dtype), EXACT)
+        ids = torch.randint(len(weight), (COLUMNS,), generator=generator)
+        yield _Check(method.embedding(module, ids.to(device)).cpu(), weight[ids].to(dtype), EXACT)
+        return
+    if not dtype.is_floating_point or quantised:
+        dtype = weight.dtype
+    rows, inputs = weight.shape
+    columns = torch.randint(inputs, (COLUMNS,), generator=generator)
+    dense = torch.randn((DENSE, inputs), generator=generator, dtype=torch.float32).to(dtype)
+    x = torch.cat([functional.one_hot(columns, inputs).to(dtype), dense])
+    got = method.apply(module, x.to(device)).cpu()[:, :rows]
+    stored = weight.to(dtype)
+    yield _Check(got[:COLUMNS], stored[:, columns].t(), QUANTISED if quantised else EXACT)
+    rounding = QUANTISED if quantised else ROUNDING.get(dtype, 3e-2)
+    yield _Check(got[COLUMNS:], functional.linear(dense, stored), rounding)

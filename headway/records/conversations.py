@@ -1,0 +1,159 @@
+"""What an agent's calls to a model come to: what each wants sampled, its refusals, the conversation that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Literal, Protocol
+
+import msgspec
+
+from headway.records.generation import GenerationResult, PartialResponse
+from headway.records.rollout import Branch, Failure, Group, Rollout
+
+HistoryReasoning = Literal["as_sent", "restore"]  # of an answer that a client sends back without its reasoning
+ToolFormat = Literal["auto", "hermes", "llama_json", "none"]  # of tool calls; auto: as the chat template writes them
+# Where a call's prompt begins: at nothing; behind an answer; where another call went on before (another conversation,
+# or messages that were edited); at a prompt that was answered before; or earlier than its messages say, because the
+# chat template renders an answer otherwise than it was sampled.
+Cause = Literal["start", "continued", "branched", "sibling", "rewritten"]
+Refusal = Literal[
+    "invalid_request_error", "context_length_exceeded", "rollout_limit_exceeded", "rollout_busy", "rollout_closed"
+]  # rollout_busy may pass: its caller waits and tries again
+Told = Callable[[PartialResponse], None]  # of all tokens of a response so far
+
+
+class RequestRefused(Exception):
+    """A request that gets no answer: the caller's to mend. ``code`` and ``param`` (the field) are the API's own."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: Refusal = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code: Refusal = code
+
+
+class ClientSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How a client asks for its answers to be sampled; None: it doesn't say. A run's rollouts are sampled as the
+    experiment says instead: greedy or truncated answers couldn't be trained on."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer that is to be sampled."""
+
+    prompt_ids: tuple[int, ...]  # of everything before it
+    max_tokens: int
+    stop: tuple[str, ...] = ()  # strings that end it
+    purpose: str  # of its random numbers; no other answer of its rollout has the same
+    client: ClientSampling = ClientSampling()
+
+
+class Sample(Protocol):
+    """How a conversation reaches the generator."""
+
+    def __call__(self, wanted: Wanted, told: Told, /) -> Awaitable[GenerationResult]:
+        """Sample it; ``told`` hears of its tokens meanwhile, and of none at first: then it isn't refused any more. A
+        failure is a result with finish_reason "error"; being cancelled ends the request in the engine. Raises
+        Overloaded where it is refused for now."""
+        ...
+
+
+class OpenConversation(Protocol):
+    """A rollout that takes calls."""
+
+    @property
+    def key(self) -> str:
+        """The API key that names it."""
+        ...
+
+    def seal(self) -> RecordedConversation:
+        """What was recorded. Its key takes no calls from now on; those that are open end."""
+        ...
+
+
+class Conversations(Protocol):
+    """Where rollouts take calls: an address, and a key for each."""
+
+    @property
+    def address(self) -> str:
+        """Of the server, say http://127.0.0.1:8000; the API is below it, at /v1."""
+        ...
+
+    def open(self, rollout: str, sample: Sample) -> OpenConversation:
+        """Take calls for the rollout of this name, until it is sealed."""
+        ...
+
+
+class RecordedConversation(msgspec.Struct, frozen=True, kw_only=True):
+    """All answered calls of one rollout, token-exact.
+
+    Invariant: every sampled token of an answered call stands in the response of exactly one branch, its mask True.
+
+    Example, an answer a1 that was continued by a2 and, later, a second attempt b at a1's own prompt: the trunk ends in
+    b, the latest call; the other branch has a1 and a2.
+    """
+
+    branches: tuple[Branch, ...] = ()  # the one with the latest answered call first; (): no call was answered
+    turns: int = 0  # answers sampled, those of one call counted one by one
+    calls: int = 0  # that were answered
+    abandoned_calls: int = 0  # whose caller left or whose generation failed: they have no loss
+    abandoned_tokens: int = 0  # sampled for those
+    causes: dict[str, int] = {}  # Cause -> answered calls that began so
+    cut: bool = False  # its last request was refused for the context's or the rollout's limit of tokens or calls
+    first_token_s: float = 0.0  # clock at the first sampled token; 0: unknown
+    resumes: int = 0  # how often its generations were moved off a dead engine
+    reprefills: int = 0  # how often their KV was recomputed
+    reward: float | None = None  # that was posted for it
+    solved: bool = False  # as was posted
+
+
+def rollout_of(
+    conversation: RecordedConversation, group: Group, member: int, now: float, failure: Failure | None = None
+) -> Rollout:
+    """The un-verified rollout that ``conversation`` is, ended at ``now`` (clock seconds). One without any answered call
+    fails at the boundary "environment" unless ``failure`` says why; one that was cut counts as truncated. With a reward
+    it is verified."""
+    if not conversation.branches:
+        cause = "the agent made no call that was answered"
+        return Rollout(
+            group=group.index,
+            member=member,
+            prompt_ids=group.prompt_ids,
+            finish_reason="error",
+            failure=failure or Failure(boundary="environment", cause=cause, infrastructure=False),
+            calls=conversation.calls,
+            abandoned_tokens=conversation.abandoned_tokens,
+            opened_s=group.admitted_s,
+            generated_s=now,
+            finished_s=now,
+        )
+    trunk, *others = conversation.branches
+    rewarded = conversation.reward is not None and failure is None
+    return Rollout(
+        group=group.index,
+        member=member,
+        prompt_ids=trunk.prompt_ids,
+        response_ids=trunk.response_ids,
+        response_logprobs=trunk.response_logprobs,
+        response_mask=trunk.response_mask,
+        versions=trunk.versions,
+        turn_ends=trunk.turn_ends,
+        finish_reason="error" if failure is not None else "length" if conversation.cut else trunk.finish_reason,
+        branches=tuple(others),
+        failure=failure,
+        turns=conversation.turns,
+        calls=conversation.calls,
+        abandoned_tokens=conversation.abandoned_tokens,
+        rewritten=conversation.causes.get("rewritten", 0),
+        opened_s=group.admitted_s,
+        first_token_s=conversation.first_token_s,
+        generated_s=now,
+        finished_s=0.0 if failure is None and not rewarded else now,
+        reward=conversation.reward if conversation.reward is not None and rewarded else 0.0,
+        solved=conversation.solved and rewarded,
+        resumes=conversation.resumes,
+        reprefills=conversation.reprefills,
+    )

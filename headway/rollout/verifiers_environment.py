@@ -1,0 +1,176 @@
+"""Rollouts that are episodes of an environment of the package verifiers (0.4): docs/agents.md.
+
+Each episode is played in a process of its own, forked from one that has the environment loaded
+(rollout/agent_host.py). There the environment's harness calls the run's endpoint, as any agent does, so the recorder
+has its tokens; what the package scores is the rollout's reward. The package is imported where it is needed alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.records.errors import ConfigurationError
+from headway.runtime.imports import import_extra
+
+KEY = "environment.verifiers"
+PLAYER = "headway.rollout.verifiers_environment:player"
+COLUMN = "verifiers"  # of a row, and so in a task's metadata: {"taskset": its id, "data": fields that aren't defaults}
+_TEMPORARY = 75  # exit code that says: try anew (sysexits.h, EX_TEMPFAIL)
+_OUTSIDE = ("ProviderError", "InterceptionError", "TunnelError", "SandboxError")  # not the episode's own doing
+_TRY_AGAIN = (408, 409, 429)  # HTTP codes below 500 that say so
+_NO_CONTEXT = "context_length_exceeded"  # what the endpoint says to a request that doesn't fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """An environment that episodes can be played in."""
+
+    package: Any  # verifiers.v1
+    environment: Any  # verifiers.v1.Env
+    taskset: str  # its id
+    trained: str  # the role that the run's model plays
+
+
+def tasks(id: str, select: Mapping[str, Any] | None = None, **settings: Any) -> Iterator[dict[str, Any]]:
+    """Rows for a task source (``source = "function"``): the tasks of the taskset ``id``, in its order, with all that
+    their episodes need. ``settings``: the taskset's other ones; ``select``: the package's SelectConfig (include,
+    exclude, shuffle, seed, skip, limit). Raises ConfigurationError: no such package or taskset, unknown settings, a
+    taskset without an end, tasks that can't be written down."""
+    package = _package(f"the taskset {id!r}")
+    try:
+        config = package.taskset_config_type(id).model_validate({"id": id, **settings})
+        taskset = package.load_taskset(config).select(package.SelectConfig.model_validate(select or {}))
+    except (Exception, SystemExit) as error:  # the boundary to somebody else's package and modules
+        raise _refused(f"the taskset {id!r}", error) from error
+    if not taskset.bounded:
+        raise ConfigurationError(f"the taskset {id!r} has no end: say how many tasks with select = {{ limit = N }}")
+    hidden = [name for name, field in type(taskset).task_type().data_type().model_fields.items() if field.exclude]
+    if hidden:
+        raise ConfigurationError(f"the taskset {id!r} keeps {', '.join(hidden)} out of what it writes down of a task")
+    for task in taskset:
+        data = task.data.model_dump(mode="json", exclude_defaults=True)
+        shown = task.data.prompt_text or f"{id} {task.key}"  # a user of the environment's may open the conversation
+        yield {"prompt": shown, COLUMN: {"taskset": id, "data": data}}
+
+
+def load(settings: Mapping[str, Any]) -> Loaded:
+    """The environment that ``settings``, an EnvConfig of the package's as a table, describes. Its harnesses run on this
+    machine unless they say otherwise. Raises ConfigurationError: no such package, taskset or environment, unknown
+    settings, several roles or none that the run's model would play, retries of whole episodes."""
+    package = _package("environment.name = 'verifiers'")
+    try:
+        config = package.resolve_env_config(settings)
+        roles = {name: value for name, value in config if isinstance(value, package.AgentConfig)}
+        here = {
+            name: spec.model_copy(update={"runtime": package.SubprocessConfig()})
+            for name, spec in roles.items()
+            if isinstance(spec.runtime, package.PrimeConfig) and "runtime" not in (settings.get(name) or {})
+        }
+        environment = package.load_environment(config.model_copy(update=here))
+    except (Exception, SystemExit) as error:  # the boundary to somebody else's package and modules
+        raise _refused(KEY, error) from error
+    trained = [name for name, spec in roles.items() if spec.client is None]
+    if len(trained) != 1:
+        raise ConfigurationError(
+            f"{KEY}: the model in training plays the role that has no client of its own: of {', '.join(roles)} these "
+            f"have none: {', '.join(trained) or 'no role'}; exactly one is needed"
+        )
+    retries = {"retries": config.retries, f"{trained[0]}.retries": roles[trained[0]].retries}
+    for name, value in retries.items():
+        if value != package.RetryConfig():
+            raise ConfigurationError(
+                f"{KEY}.{name}: an attempt that is made anew would be trained with the other's reward; leave it out, "
+                "rollout.retries is for what failed from outside"
+            )
+    return Loaded(package=package, environment=environment, taskset=config.taskset.id, trained=trained[0])
+
+
+def player(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]:
+    """What plays an episode of the environment that ``settings`` describe: called with a task, in the process of the
+    rollout; it returns the reward, or ends the process. Raises ConfigurationError as `load`."""
+    loaded = load(settings)
+
+    async def play(task: Mapping[str, Any]) -> dict[str, Any]:
+        _forget_task()
+        _cancelled_by_sigterm()
+        environment = loaded.environment
+        made = made_task(loaded, task)
+        async with environment.serving():
+            episode = await environment.run_episode(made, _context(loaded.package))
+        return outcome(loaded, episode)
+
+    return play
+
+
+def made_task(loaded: Loaded, task: Mapping[str, Any]) -> Any:
+    """The package's task out of one of ours, as `tasks` wrote it down. Raises ValueError for any other."""
+    row = task["metadata"].get(COLUMN)
+    if not isinstance(row, Mapping) or row.get("taskset") != loaded.taskset:
+        whose = f"of {row['taskset']!r}" if isinstance(row, Mapping) and "taskset" in row else "of no taskset"
+        raise ValueError(f"task {task['task_id']} is {whose}, and {KEY}.taskset.id = {loaded.taskset!r}")
+    taskset = loaded.environment.taskset
+    kind = type(taskset).task_type()
+    return kind(kind.data_type().model_validate(row["data"]), taskset.config.task)
+
+
+def outcome(loaded: Loaded, episode: Any) -> dict[str, Any]:
+    """An episode's reward. One that failed ends the process instead, with the exit code that says whose fault it is;
+    one that ran out of context has the reward it got, most often none."""
+    errors: list[Any] = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
+    ran_out = bool(errors) and _NO_CONTEXT in errors[-1].message
+    if not episode.ok and not ran_out:
+        _end(errors)
+    traces: Sequence[Any] = [trace for trace in episode.traces if trace.agent.name == loaded.trained]
+    if len(traces) != 1:
+        print(f"the role {loaded.trained!r} was played {len(traces)} times: a rollout has one reward", file=sys.stderr)
+        sys.exit(1)
+    return {"reward": float(traces[0].reward)}
+
+
+def _end(errors: Iterable[Any]) -> None:
+    """Ends the process."""
+    last = None
+    for last in errors:
+        print(last.traceback or "", file=sys.stderr)
+    if last is None:
+        print("the episode failed and doesn't say why", file=sys.stderr)
+        sys.exit(1)
+    print(f"{last.type}: {' '.join(last.message.split())}", file=sys.stderr)
+    status = last.status_code
+    ours = status is not None and 400 <= status < 500 and status not in _TRY_AGAIN  # what it asked for isn't possible
+    sys.exit(_TEMPORARY if last.type in _OUTSIDE and not ours else 1)
+
+
+def _context(package: Any) -> Any:
+    """Where the model of this rollout is called. The key isn't in it: the package reads it from the environment."""
+    client = package.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
+    return package.ModelContext(model=os.environ["HEADWAY_MODEL"], client=client)
+
+
+def _forget_task() -> None:
+    """Remove the file of the task, which has the answer: tools that the model calls may see this process's files."""
+    Path(os.environ.pop("HEADWAY_TASK")).unlink()
+
+
+def _cancelled_by_sigterm() -> None:
+    """Have the running task cancelled when it is asked to end, so that its runtime (a container, say) ends too."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+def _package(needed_by: str) -> Any:
+    import_extra("verifiers", "verifiers", needed_by)
+    return import_extra("verifiers.v1", "verifiers", needed_by)  # not in versions before
+
+
+def _refused(what: str, error: BaseException) -> ConfigurationError:
+    lines = [line.strip() for line in (str(error).strip() or type(error).__name__).splitlines()]
+    return ConfigurationError(f"{what}: {type(error).__name__}: {'; '.join(filter(None, lines))}")

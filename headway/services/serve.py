@@ -1,0 +1,322 @@
+"""`headway serve`: the endpoint over a model folder, without training."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import hashlib
+import hmac
+import itertools
+import secrets
+import signal
+import socket
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.config.load import overridden, validate_experiment
+from headway.config.schema import Experiment
+from headway.generator.client import GeneratorPool
+from headway.generator.endpoint.app import App
+from headway.generator.endpoint.server import listening, serving
+from headway.generator.limiter import Place
+from headway.generator.sessions import KeyRefused, NoSuchRollout, Session, new_recorder
+from headway.models.configuration import DecoderConfig
+from headway.records.clients import Watch
+from headway.records.conversations import Sample, Told, Wanted
+from headway.records.errors import ConfigurationError
+from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, SamplingParameters
+from headway.rollout.seeds import rollout_seed
+from headway.rollout.single_turn import Generate
+from headway.runtime.addresses import is_loopback
+from headway.runtime.clock import Clock, RealClock
+from headway.runtime.line_file import LineFile
+from headway.runtime.workers import LocalLauncher
+from headway.tokens.continuing import Chat
+from headway.tokens.tokenizer import Tokenizer
+
+_CONTEXT_TOKENS = 4096  # of a call, where the model could do with more
+_SLOTS = 16
+_SESSIONS = 4096  # named ones at once; the longest unused goes first
+_IDLE_S = 600.0  # a named session is over when it wasn't used for so long
+_SWEEP_S = 15.0
+
+PlaceFor = Callable[[int], AbstractAsyncContextManager[Place]]  # a request of so many tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """What is to be served."""
+
+    experiment: Experiment  # its model, [generator] and [endpoint]
+    keys: tuple[str, ...] = ()  # that open it; (): none is needed
+    record: Path | None = None  # file that gets a line for each named session that is over
+
+
+def serving_of(
+    model: str, address: str, context_tokens: int | None, keys_file: str, record: str, overrides: list[str]
+) -> Serving:
+    """What the command was asked for. Raises ConfigurationError: no such model, an address that others reach without
+    keys, a file without any."""
+    most = DecoderConfig.from_pretrained(Path(model)).max_positions
+    wanted = context_tokens or min(most, _CONTEXT_TOKENS)
+    if not 2 <= wanted <= most:
+        raise ConfigurationError(f"--context {wanted}: valid are 2 to {most}, the context of {model}")
+    raw: dict[str, Any] = {
+        "run": {"directory": "none"},
+        "model": {"path": model},
+        "tasks": {"train": {"path": "none"}},
+        "rollout": {"max_prompt_tokens": wanted - 1, "max_response_tokens": 1},  # a call has what is left of both
+        "generator": {"slots": _SLOTS},
+        "endpoint": {"address": address},
+    }
+    for override in overrides:
+        section = override.lstrip("-").partition(".")[0]
+        if section not in ("generator", "endpoint", "router"):
+            raise ConfigurationError(f"{override}: valid are keys of [generator], [router] and [endpoint]")
+    experiment = validate_experiment(overridden(raw, overrides, Experiment), "headway serve")
+    keys = _keys(keys_file)
+    if not keys and not is_loopback(experiment.endpoint.address):
+        raise ConfigurationError(
+            f"endpoint.address = {experiment.endpoint.address!r}: other machines reach it, so keys are required: "
+            "--keys FILE, one key a line"
+        )
+    return Serving(experiment=experiment, keys=keys, record=Path(record) if record else None)
+
+
+def _keys(file: str) -> tuple[str, ...]:
+    if not file:
+        return ()
+    try:
+        lines = Path(file).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--keys {file}: {error}") from None
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise ConfigurationError(f"--keys {file}: holds no key; one key a line is needed")
+    if short := [key for key in keys if len(key) < 16]:
+        raise ConfigurationError(f"--keys {file}: {len(short)} keys are shorter than 16 characters: too easily guessed")
+    return keys
+
+
+def serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Callable[[str, str], None]) -> None:
+    """Serve until Ctrl-C or SIGTERM. ``on_ready`` gets the address, ``on_event`` (name, detail) what goes wrong."""
+    asyncio.run(_serve(wanted, on_ready, on_event))
+
+
+async def _serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Callable[[str, str], None]) -> None:
+    experiment, clock = wanted.experiment, RealClock()
+    async with _until_interrupted() as stopped, AsyncExitStack() as stack:
+        listener = stack.enter_context(closing(listening(experiment.endpoint.address)))
+        tokenizer = Tokenizer.load(experiment.model.path)
+        launcher = LocalLauncher(clock, start_timeout_s=experiment.run.worker_start_timeout_s)
+        pool = GeneratorPool(launcher, experiment, clock, on_event=on_event)
+        record = None if wanted.record is None else stack.enter_context(LineFile(wanted.record))
+
+        def over(session: Session) -> None:
+            if record is not None and (line := recorded_line(session)) is not None:
+                record.append(line)
+
+        stack.push_async_callback(pool.stop)
+        await pool.start()
+        served = served_pool(experiment, pool, tokenizer, clock, wanted.keys, over, listener)
+        address, access = await stack.enter_async_context(served)
+        settled()
+        on_ready(address)
+        while not stopped.is_set():
+            try:
+                async with asyncio.timeout(_SWEEP_S):
+                    await stopped.wait()
+            except TimeoutError:
+                access.sweep()
+
+
+def settled() -> None:
+    """The garbage collector needn't look any more at what was made to this point: it stays."""
+    gc.collect()
+    gc.freeze()
+
+
+@asynccontextmanager
+async def served_pool(
+    experiment: Experiment,
+    pool: GeneratorPool,
+    tokenizer: Tokenizer,
+    clock: Clock,
+    keys: tuple[str, ...] = (),
+    on_over: Callable[[Session], object] = lambda session: None,
+    listener: socket.socket | None = None,
+) -> AsyncIterator[tuple[str, ServedSessions]]:
+    """The endpoint over a pool that has started, inside the block: its address, and whose calls it takes. Callers are
+    foreign: each call takes a place from the pool's limiter."""
+    chat = Chat(tokenizer, experiment.endpoint.tools)
+    sample_of = sampling(pool.generate, tokenizer, pool.limiter.place)
+    access = ServedSessions(chat, experiment, sample_of, clock, keys, on_over)
+    app = App(access, chat, experiment.endpoint, experiment.model.path, experiment.max_sequence_tokens)
+    try:
+        async with serving(app, experiment.endpoint, listener) as address:
+            yield address, access
+    finally:
+        access.seal_all()
+
+
+@asynccontextmanager
+async def _until_interrupted() -> AsyncIterator[asyncio.Event]:
+    """An event that Ctrl-C or SIGTERM sets; before it is waited for, and the second time, they cancel the block."""
+    loop, stopped, task = asyncio.get_running_loop(), asyncio.Event(), asyncio.current_task()
+    assert task is not None
+    struck = False
+
+    def strike() -> None:
+        nonlocal struck
+        if struck:
+            task.cancel()
+        struck = True
+        stopped.set()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, strike)
+    try:
+        yield stopped
+    except asyncio.CancelledError:
+        if not struck:
+            raise
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def sampling(generate: Generate, tokenizer: Tokenizer, place_for: PlaceFor) -> Callable[[str], Sample]:
+    """Samples as clients ask, for the session of this name ("": none). ``place_for(tokens)``: where they wait for their
+    turn, or are refused. Without a seed of the client's, every answer has random numbers of its own."""
+    salt, serial = secrets.randbits(63), 0
+
+    async def sample(session: str, wanted: Wanted, told: Told, /) -> GenerationResult:
+        nonlocal serial
+        serial += 1
+        client, number = wanted.client, serial
+        fixed = client.seed is not None
+        seed = rollout_seed(0, 0, 0, wanted.purpose) if fixed else rollout_seed(salt, number, 0)
+        parameters = SamplingParameters(
+            temperature=1.0 if client.temperature is None else client.temperature,
+            top_p=1.0 if client.top_p is None else max(client.top_p, 1e-6),
+            top_k=max(0, client.top_k or 0),
+            max_tokens=wanted.max_tokens,
+            stop_token_ids=tokenizer.stop_ids,
+            stop=wanted.stop,
+            seed=seed,
+        )
+        request = GenerationRequest(
+            request_id=f"call-{number}",
+            prompt_ids=wanted.prompt_ids,
+            sampling=parameters,
+            priority=number,
+            session=session,
+        )
+        prompt_tokens = len(wanted.prompt_ids)
+        async with place_for(prompt_tokens + wanted.max_tokens) as place:
+
+            def heard(partial: PartialResponse) -> None:
+                place.used_tokens = prompt_tokens + len(partial.ids)
+                told(partial)
+
+            heard(PartialResponse())
+            result = await generate(request, Watch(1, heard))
+            place.used_tokens = prompt_tokens + len(result.response.ids)
+            return result
+
+    return lambda session: functools.partial(sample, session)
+
+
+class ServedSessions:
+    """Whose calls belong together: those of one key with one ``X-Session-ID`` are a rollout, recorded token-exact; a
+    call without that header stands alone.
+
+    A rollout is over, and told of, when it wasn't used for long.
+    """
+
+    def __init__(
+        self,
+        chat: Chat,
+        experiment: Experiment,
+        sample_of: Callable[[str], Sample],
+        clock: Clock,
+        keys: tuple[str, ...] = (),
+        on_over: Callable[[Session], object] = lambda session: None,
+    ) -> None:
+        """``sample_of``: as `sampling` gives it. ``keys``: that open it; (): none is needed."""
+        self._chat = chat
+        self._experiment = experiment
+        self._sample_of = sample_of
+        self._serials = itertools.count(1)
+        self._clock = clock
+        self._keys = [_digest(key) for key in keys]
+        self._on_over = on_over
+        self._named: OrderedDict[tuple[bytes, str], tuple[Session, float]] = OrderedDict()  # the longest unused first
+
+    def session(self, key: str, name: str = "") -> Session:
+        """See :class:`headway.generator.endpoint.app.Access`."""
+        digest = _digest(key)
+        if self._keys and not any([hmac.compare_digest(digest, known) for known in self._keys]):
+            raise KeyRefused("incorrect API key provided" if key else "no API key: send 'Authorization: Bearer KEY'")
+        if not name:
+            return self._new("")
+        if len(name) > 256:
+            raise KeyRefused("X-Session-ID is longer than 256 characters")
+        session, _ = self._named.get((digest, name)) or (self._new(name), 0.0)
+        self._named[digest, name] = session, self._clock.now()
+        self._named.move_to_end((digest, name))
+        self.sweep()
+        return session
+
+    def rollout(self, key: str, rollout: str) -> Session:
+        """See :class:`headway.generator.endpoint.app.Access`."""
+        self.session(key)
+        if (_digest(key), rollout) not in self._named:
+            raise NoSuchRollout(f"the rollout {rollout!r} does not exist, or this key has no access to it")
+        return self.session(key, rollout)
+
+    def sweep(self) -> None:
+        """End those that are not used any more."""
+        now = self._clock.now()
+        over: list[tuple[bytes, str]] = []
+        for name, (session, used_s) in self._named.items():
+            if len(self._named) - len(over) <= _SESSIONS and now < used_s + _IDLE_S:
+                break
+            if not session.open_calls:
+                over.append(name)
+        for name in over:
+            self._named.pop(name)[0].seal()
+
+    def seal_all(self) -> None:
+        """End all of them."""
+        while self._named:
+            _, (session, _) = self._named.popitem(last=False)
+            session.seal()
+
+    def _new(self, name: str) -> Session:
+        endpoint = self._experiment.endpoint
+        recorder = new_recorder(self._chat, endpoint, self._experiment.max_sequence_tokens)
+        options: dict[str, Any] = {"on_seal": self._on_over} if name else {}
+        sample = self._sample_of(f"session-{next(self._serials)}" if name else "")
+        return Session(name, recorder, sample, endpoint.call_timeout_s, fixed_sampling=False, **options)
+
+
+def recorded_line(session: Session) -> bytes | None:
+    """A session that is over as a line of JSON: its name, its reward, its token-exact branches. None: nothing was
+    answered."""
+    recorded = session.seal()
+    if not recorded.branches:
+        return None
+    return msgspec.json.encode({"rollout": session.rollout, **msgspec.to_builtins(recorded)})
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()

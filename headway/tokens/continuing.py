@@ -1,0 +1,136 @@
+"""The prompt of a chat request that goes on from answers whose tokens are known: what is encoded anew, and from where.
+
+A template's text says what the whole conversation should read like. As far as that text is what a former prompt was,
+that prompt's tokens stand for it; where it then has the answer that was sampled there, the sampled tokens stand for
+that. Only the text behind is encoded, by itself, so that no token reaches across the border: what was sampled is fed
+again as it was sampled, however the tokenizer would split its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from headway.records.conversations import RequestRefused, ToolFormat
+from headway.records.errors import ConfigurationError
+from headway.tokens.messages import Message, same_answer, template_form
+from headway.tokens.output_parsing import begins_inside_reasoning, output_format, parse_output, response_text
+from headway.tokens.tokenizer import Tokenizer
+
+_MOST_ENDS = 16  # places tried for the end of an answer; each is a text that would end it, inside the answer or behind
+_SENTINEL = "\U0010f8a3"  # private use: no text has it by accident
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """A sampled answer, as far as prompts that go on from it depend on it."""
+
+    ids: tuple[int, ...]  # as sampled, the token that ended it included
+    message: Message  # what a client was told it is
+    calls: bool = True  # its request allowed tool calls
+    opened: bool = False  # it began inside reasoning
+    stop: tuple[str, ...] = ()  # strings that ended it
+
+
+class Chat:
+    """A model folder's tokenizer and chat template, for requests that build on each other."""
+
+    def __init__(self, tokenizer: Tokenizer, tools: ToolFormat = "auto") -> None:
+        self.tokenizer = tokenizer
+        self.written = output_format(tokenizer.chat_template, tools)
+        self._endings = [text for i in tokenizer.stop_ids if (text := tokenizer.token(i))]
+        self._closing: str | None = None  # what it puts behind an assistant's turn, once asked for
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text of a prompt. Raises RequestRefused where the template refuses the messages."""
+        try:
+            return self.tokenizer.render_messages(
+                template_form(messages, reasoning_field=self.written.reasoning_field),
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
+            )
+        except ConfigurationError as error:
+            raise RequestRefused(str(error), param="messages") from None
+
+    def answer(
+        self, ids: Sequence[int], prompt: str, *, calls: bool, stop: tuple[str, ...] = (), call_prefix: str = "call_"
+    ) -> Answer:
+        """What was sampled after the text ``prompt``, as a message; its calls have the ids ``call_prefix`` + number."""
+        opened = begins_inside_reasoning(prompt)
+        text = response_text(self.tokenizer, ids, self.written, stop)
+        message = parse_output(text, self.written, calls=calls, opened=opened, call_prefix=call_prefix)
+        return Answer(ids=tuple(ids), message=message, calls=calls, opened=opened, stop=stop)
+
+    def behind(self, answer: Answer, text: str, at: int, *, exactly: bool = False) -> int | None:
+        """Where ``text``, a prompt's, goes on behind ``answer``, which it has from character ``at`` on; None when it
+        has something else there: reasoning was dropped, say, or a call written in other words.
+
+        It has the answer when what stands between ``at`` and something that ends a turn is the sampled text, or parses
+        as the same message: a template may space arguments in its own way. The token that ended the answer isn't there
+        again; one that was cut short, or ended by a stop string, is closed as the template closes turns, if it does.
+        ``exactly``: no template wrote the text, so only the sampled text itself will do.
+        """
+        sampled, ending = list(answer.ids), ""
+        if sampled and sampled[-1] in self.tokenizer.stop_ids:
+            ending = self.tokenizer.token(sampled.pop()) or ""
+        body = self.tokenizer.decode(sampled, keep_special=True)
+        literal = at + len(body) + len(ending) if text.startswith(body + ending, at) else None
+        if exactly or (literal is not None and (ending or not self._closer())):
+            return literal
+        for end in self._ends(text, at):
+            said = parse_output(text[at:end], self.written, calls=answer.calls, opened=answer.opened)
+            if same_answer(answer.message, said):
+                if literal is not None:  # the stop string may be what follows in any case
+                    return literal
+                return end + len(ending) if ending and text.startswith(ending, end) else end
+        return None
+
+    def _ends(self, text: str, at: int) -> list[int]:
+        """Places in ``text`` where a turn may end that begins at ``at``, the first ones."""
+        places: set[int] = set()
+        for ending in filter(None, (*self._endings, self._closer())):
+            found = text.find(ending, at)
+            for _ in range(_MOST_ENDS):
+                if found < 0:
+                    break
+                places.add(found)
+                found = text.find(ending, found + 1)
+        return sorted(places)[:_MOST_ENDS]
+
+    def _closer(self) -> str:
+        """What the template puts behind an assistant's turn, whatever follows it; "" when that can't be told."""
+        if self._closing is None:
+            asked, said = Message(role="user", content="?"), Message(role="assistant", content=_SENTINEL)
+            talks = [asked, said], [asked, said, asked]
+            try:
+                behind = [self.render(t, add_generation_prompt=False).partition(_SENTINEL)[2] for t in talks]
+            except RequestRefused:
+                behind = [""]
+            # a template may close the conversation too: what both have
+            common = takewhile(lambda column: len(set(column)) == 1, zip(*behind, strict=False))
+            self._closing = "".join(column[0] for column in common)
+        return self._closing
+
+    def encode_behind(self, before: int | None, text: str) -> list[int]:
+        """Token ids of ``text`` where it stands behind the token ``before`` (None: at the beginning).
+
+        Tokenizers that mark the beginning of a text, or of what follows a special token, would mark that of every piece
+        encoded by itself: behind a special token, it is encoded together with that.
+        """
+        if not text:
+            return []
+        if before is not None and before in self.tokenizer.special_ids and (token := self.tokenizer.token(before)):
+            ids = self.tokenizer.encode(token + text)
+            if ids and ids[0] == before:
+                return ids[1:]
+        return self.tokenizer.encode(text)

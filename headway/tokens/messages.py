@@ -1,0 +1,288 @@
+"""The messages and tools of a chat request in one form, whatever client wrote them, and when two mean the same.
+
+Clients hand messages back otherwise than they got them: content as a text or as parts, ``null`` for none, arguments of
+tool calls spaced anew, reasoning in a field or as a ``<think>`` block at the beginning of the content, fields of their
+own beside. The normal form has what a model reads and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from headway.records.conversations import RequestRefused
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",  # OpenAI's newer name; few chat templates know it
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> its field
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """One call of a tool by the assistant."""
+
+    name: str
+    arguments: str  # as written: JSON, if the model kept to it
+    call_id: str = ""  # what the tool's answer refers to; ours in answers we gave
+
+    @property
+    def meaning(self) -> tuple[str, str]:
+        """Name and arguments in their canonical form; arguments that don't parse stand as they are."""
+        return self.name, canonical_json(self.arguments)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One message in its normal form."""
+
+    role: Role
+    content: str = ""  # the text, without reasoning and calls
+    reasoning: str = ""  # of the assistant, stripped
+    calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""  # of a tool's answer: the call it belongs to; "": it doesn't say
+    name: str = ""
+    written: str = ""  # the text with the reasoning inside, for templates that look for it there; "": as content
+
+    @property
+    def inline(self) -> str:
+        return self.written or self.content
+
+
+def normal_messages(raw: Any) -> tuple[Message, ...]:
+    """The messages of a request's body. Raises RequestRefused naming the field that is wrong: one that isn't text, an
+    unknown role, a tool's answer to a call that isn't there."""
+    if not isinstance(raw, Sequence) or isinstance(raw, str | bytes) or not raw:
+        raise RequestRefused("messages: a list of one or more messages is needed", param="messages")
+    messages = tuple(normal_message(entry, f"messages[{number}]") for number, entry in enumerate(raw))
+    asked: set[str] = set()  # call ids of the assistant message whose answers are read
+    for number, message in enumerate(messages):
+        if message.role == "assistant":
+            asked = {call.call_id for call in message.calls}
+        elif message.role == "tool" and message.tool_call_id and message.tool_call_id not in asked and "" not in asked:
+            raise RequestRefused(
+                f"messages[{number}].tool_call_id = {message.tool_call_id!r}: the assistant's message before it has "
+                f"{', '.join(map(repr, sorted(asked))) or 'no tool calls'}",
+                param=f"messages[{number}].tool_call_id",
+            )
+    return messages
+
+
+def normal_message(raw: Any, field: str) -> Message:
+    """One of them; ``field`` names it in errors."""
+    if not isinstance(raw, Mapping):
+        raise RequestRefused(f"{field}: an object is needed, not {_kind(raw)}", param=field)
+    entry = cast("Mapping[str, Any]", raw)
+    said = entry.get("role")
+    role = _ROLES.get(said) if isinstance(said, str) else None
+    if role is None:
+        raise RequestRefused(
+            f"{field}.role = {said!r}: valid are {', '.join(map(repr, _ROLES))}", param=f"{field}.role"
+        )
+    content = _text(entry.get("content"), f"{field}.content")
+    name = _optional_text(entry, "name", field)
+    if role != "assistant":
+        return Message(role=role, content=content, name=name, tool_call_id=_optional_text(entry, "tool_call_id", field))
+    if entry.get("function_call") is not None:
+        raise RequestRefused(f"{field}.function_call: write tool_calls instead", param=f"{field}.function_call")
+    given = _optional_text(entry, "reasoning_content", field) or _optional_text(entry, "reasoning", field)
+    return assistant_message(content, given, _calls(entry.get("tool_calls"), f"{field}.tool_calls"), name)
+
+
+def assistant_message(
+    content: str, reasoning: str = "", calls: tuple[ToolCall, ...] = (), name: str = "", written: str = ""
+) -> Message:
+    """An assistant's message; without ``reasoning``, a ``<think>`` block that ``content`` begins with is taken for it.
+    ``written``: the text with the reasoning inside, where it is known."""
+    reasoning = reasoning.strip()
+    if not reasoning and (thought := _THOUGHT.fullmatch(content)) is not None:
+        written = written or content
+        reasoning, content = thought[1].strip(), thought[2]
+    elif reasoning and not written:
+        written = f"<think>\n{reasoning}\n</think>\n\n{content}"
+    return Message(role="assistant", content=content, reasoning=reasoning, calls=calls, name=name, written=written)
+
+
+def normal_tools(raw: Any) -> list[dict[str, Any]] | None:
+    """The tools of a request's body as chat templates take them; None when there are none. Raises RequestRefused."""
+    if not raw:
+        return None
+    if not isinstance(raw, Sequence) or isinstance(raw, str | bytes):
+        raise RequestRefused(f"tools: a list is needed, not {_kind(raw)}", param="tools")
+    tools: list[dict[str, Any]] = []
+    for number, entry in enumerate(cast("Sequence[Any]", raw)):
+        tool = dict(cast("Mapping[str, Any]", entry)) if isinstance(entry, Mapping) else {}
+        function: Any = tool.get("function")
+        name = cast("Mapping[str, Any]", function).get("name") if isinstance(function, Mapping) else None
+        if tool.get("type") != "function" or not isinstance(name, str):
+            raise RequestRefused(
+                f"tools[{number}]: valid is an object with type = 'function' and a function that has a name",
+                param=f"tools[{number}]",
+            )
+        tools.append(tool)
+    return tools
+
+
+def template_form(messages: Iterable[Message], *, reasoning_field: bool) -> list[dict[str, Any]]:
+    """The messages as chat templates take them: arguments of calls as objects where they parse, reasoning in its field
+    or, where the template has none (``reasoning_field``), inside the content."""
+    return [_template_message(message, reasoning_field) for message in messages]
+
+
+def _template_message(message: Message, reasoning_field: bool) -> dict[str, Any]:
+    entry: dict[str, Any] = {"role": message.role}
+    entry["content"] = message.content if reasoning_field else message.inline
+    if message.reasoning and reasoning_field:
+        entry["reasoning_content"] = message.reasoning
+    if message.calls:
+        entry["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _object_or_text(call.arguments)},
+            }
+            for call in message.calls
+        ]
+    if message.tool_call_id:
+        entry["tool_call_id"] = message.tool_call_id
+    if message.name:
+        entry["name"] = message.name
+    return entry
+
+
+def same_answer(one: Message, other: Message) -> bool:
+    """Whether two of the assistant's messages mean the same. White space around texts doesn't count, ids of calls
+    neither."""
+    return one.reasoning == other.reasoning and message_key(one) == message_key(other)
+
+
+def message_key(message: Message) -> str:
+    """What two messages have in common that mean the same but for reasoning."""
+    content = message.content.strip() if message.role == "assistant" else message.content
+    # with their lengths, so that no other texts read the same side by side
+    key = f"{message.role} {len(message.name)} {len(content)} {message.name}{content}"
+    return key + json.dumps([call.meaning for call in message.calls]) if message.calls else key
+
+
+def history_keys(root: str, messages: Sequence[Message]) -> list[bytes]:
+    """One key for each beginning of the conversation, that of no messages first: equal where all messages so far have
+    equal `message_key` and ``root`` (tools, arguments of the template) is the same."""
+    keys = [_digest(b"", root)]
+    for message in messages:
+        keys.append(next_key(keys[-1], message))
+    return keys
+
+
+def next_key(key: bytes, message: Message) -> bytes:
+    """The key of a history that goes on with ``message``."""
+    return _digest(key, message_key(message))
+
+
+def canonical_json(text: str) -> str:
+    """Equal for texts that are equal JSON; a text that is none stands for itself. Empty arguments are an object's."""
+    if not text.strip():
+        return "{}"
+    try:
+        return canonical_value(json.loads(text))
+    except (ValueError, RecursionError):
+        return text
+
+
+def canonical_value(value: Any) -> str:
+    """Equal for equal JSON values, whatever the order of their keys."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+def _digest(before: bytes, text: str) -> bytes:
+    return hashlib.blake2b(before + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _text(value: Any, field: str) -> str:
+    """A content's text; parts stand on lines of their own, as vLLM joins them."""
+    if value is None or isinstance(value, str):
+        return _encodable(value or "", field)
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise RequestRefused(f"{field}: a text or a list of parts is needed, not {_kind(value)}", param=field)
+    texts: list[str] = []
+    for number, part in enumerate(cast("Sequence[Any]", value)):
+        kind = cast("Mapping[str, Any]", part).get("type") if isinstance(part, Mapping) else None
+        text = cast("Mapping[str, Any]", part).get(_TEXT_PARTS.get(str(kind), "")) if kind is not None else None
+        if isinstance(part, str):
+            text = part
+        if not isinstance(text, str):
+            raise RequestRefused(
+                f"{field}[{number}]: valid is a part with type = 'text' and its text; this model reads text alone",
+                param=f"{field}[{number}]",
+            )
+        texts.append(text)
+    return _encodable("\n".join(texts), field)
+
+
+def _encodable(text: str, field: str) -> str:
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestRefused(
+            f"{field}: character {error.start} is half of a surrogate pair, which no tokenizer can encode", param=field
+        ) from None
+    return text
+
+
+def _optional_text(entry: Mapping[str, Any], key: str, field: str) -> str:
+    value = entry.get(key)
+    if value is None or isinstance(value, str):
+        return _encodable(value or "", f"{field}.{key}")
+    raise RequestRefused(f"{field}.{key}: a text is needed, not {_kind(value)}", param=f"{field}.{key}")
+
+
+def _calls(raw: Any, field: str) -> tuple[ToolCall, ...]:
+    if not raw:
+        return ()
+    if not isinstance(raw, Sequence) or isinstance(raw, str | bytes):
+        raise RequestRefused(f"{field}: a list is needed, not {_kind(raw)}", param=field)
+    return tuple(_call(entry, f"{field}[{number}]") for number, entry in enumerate(cast("Sequence[Any]", raw)))
+
+
+def _call(raw: Any, field: str) -> ToolCall:
+    entry: Mapping[str, Any] = cast("Mapping[str, Any]", raw) if isinstance(raw, Mapping) else {}
+    function: Any = entry.get("function")
+    if not isinstance(function, Mapping):
+        raise RequestRefused(f"{field}.function: an object is needed, not {_kind(function)}", param=f"{field}.function")
+    named = cast("Mapping[str, Any]", function)
+    arguments = named.get("arguments")
+    if isinstance(arguments, Mapping):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    name = named.get("name")
+    if not isinstance(name, str) or not isinstance(arguments, str | None):
+        raise RequestRefused(
+            f"{field}.function: its name is a text, and so are its arguments (JSON)", param=f"{field}.function"
+        )
+    arguments = _encodable(arguments or "", f"{field}.function.arguments")
+    return ToolCall(name=name, arguments=arguments, call_id=_optional_text(entry, "id", field))
+
+
+def _object_or_text(arguments: str) -> Any:
+    if not arguments.strip():
+        return {}
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__

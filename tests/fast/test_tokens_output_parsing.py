@@ -1,0 +1,217 @@
+"""Sampled text as a message, and prompts that go on from it."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from random import Random
+from tempfile import mkdtemp
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recorded_agent import KINDS, LLAMA31, QWEN3, QWEN25, R1, chat_of
+
+from headway.tokens.continuing import Chat
+from headway.tokens.messages import Message, same_answer
+from headway.tokens.output_parsing import (
+    OutputFormat,
+    begins_inside_reasoning,
+    output_format,
+    parse_output,
+    response_text,
+)
+from headway.tokens.tokenizer import Tokenizer
+
+HERMES = OutputFormat(tools="hermes")
+LLAMA = OutputFormat(tools="llama_json")
+THINKS = OutputFormat(tools="hermes", reasoning=True, reasoning_field=True)
+LS = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+
+
+def parsed(text: str, written: OutputFormat = HERMES, *, calls: bool = True, opened: bool = False) -> Message:
+    return parse_output(text, written, calls=calls, opened=opened)
+
+
+def called(message: Message) -> list[tuple[str, str]]:
+    return [call.meaning for call in message.calls]
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning", "field"),
+    [
+        (QWEN25, "hermes", False, False),
+        (QWEN3, "hermes", True, True),
+        (LLAMA31, "llama_json", False, False),
+        (R1, "none", True, False),
+        ("<tool_call>\n<function=x>", "none", False, False),
+        ("<tool_call>{{ name }}<arg_key>", "none", False, False),
+        (None, "none", False, False),
+    ],
+)
+def test_a_template_shows_how_its_turns_are_written(template: str, tools: str, reasoning: bool, field: bool) -> None:
+    found = output_format(template)
+    assert (found.tools, found.reasoning, found.reasoning_field) == (tools, reasoning, field)
+    assert output_format(template, "llama_json").tools == "llama_json"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("plain", "plain", []),
+        ("  kept\n", "  kept\n", []),
+        (LS, "", [("bash", '{"command":"ls"}')]),
+        (f"I look.\n{LS}\n{LS}", "I look.", [("bash", '{"command":"ls"}')] * 2),
+        (f"{LS}\nand so on", "", [("bash", '{"command":"ls"}')]),
+        ('<tool_call>{"name": "bash"}', "", [("bash", "{}")]),
+        ('<tool_call>{"name": "b", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("b", '{"a":1}')]),
+        (
+            '<tool_call>{"name": "b", "arguments": {"c": "</tool_call>"}}</tool_call>',
+            "",
+            [("b", '{"c":"</tool_call>"}')],
+        ),
+        ('<tool_call>{"name": "b", "arguments": {"c": "<tool_call>"}}</tool_call>', "", [("b", '{"c":"<tool_call>"}')]),
+    ],
+)
+def test_calls_in_tags(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    message = parsed(text)
+    assert (message.content, called(message)) == (content, calls)
+    assert [call.call_id for call in message.calls] == [f"call_{number}" for number in range(len(calls))]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "bash", "arguments": {"command": </tool_call>',
+        "<tool_call>[1]</tool_call>",
+        '<tool_call>{"arguments": {}}</tool_call>',
+        f'{LS}<tool_call>{{"name": 3}}</tool_call>',
+        '<tool_call>{"name": "bash"} and then</tool_call>',
+        "<tool_call>" + "[" * 100_000,
+    ],
+)
+def test_malformed_calls_stay_where_they_are(text: str) -> None:
+    message = parsed(text)
+    assert (message.content, message.calls) == (text, ())
+
+
+def test_calls_that_are_not_allowed_are_content() -> None:
+    assert parsed(LS, calls=False).content == LS
+    assert parsed(LS, OutputFormat()).content == LS
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('{"name": "b", "parameters": {"a": 1}}', [("b", '{"a":1}')]),
+        ('<|python_tag|>{"name": "b", "parameters": {}}; {"name": "c", "parameters": {}}', [("b", "{}"), ("c", "{}")]),
+        ('{"name": "b", "parameters": {}} so', []),
+        ('I call {"name": "b", "parameters": {}}', []),
+        ("", []),
+        ('{"a": 1}', []),
+    ],
+)
+def test_calls_as_bare_json(text: str, calls: list[tuple[str, str]]) -> None:
+    message = parsed(text, LLAMA)
+    assert called(message) == calls
+    assert message.content == ("" if calls else text)
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "reasoning", "content"),
+    [
+        ("<think>\nhm\n</think>\n\n3", False, "hm", "3"),
+        ("hm\n</think>\n\n3", True, "hm", "3"),
+        ("hm and no end", True, "hm and no end", ""),
+        ("<think>no end", False, "no end", ""),
+        ("<think>\n\n</think>\n\n3", False, "", "3"),
+        ("3 </think> 4", False, "", "3 </think> 4"),
+        (f"<think>a</think>{LS}", False, "a", ""),
+        (f"<think>{LS}</think>3", False, LS, "3"),
+    ],
+)
+def test_reasoning(text: str, opened: bool, reasoning: str, content: str) -> None:
+    message = parsed(text, THINKS, opened=opened)
+    assert (message.reasoning, message.content) == (reasoning, content)
+    assert len(message.calls) == (text.endswith(LS) and not text.endswith("3"))
+
+
+def test_reasoning_in_content_is_given_out_as_it_was_written() -> None:
+    """A template that knows nothing of reasoning: the client's text is the model's."""
+    text = "<think>\nhm\n</think>\n\n3"
+    message = parsed(text)
+    assert (message.inline, message.reasoning, message.content) == (text, "hm", "3")
+    searched = parsed("hm</think>3", OutputFormat(reasoning=True), opened=True)
+    assert searched.inline == "hm</think>3"
+
+
+def test_where_a_prompt_leaves_off() -> None:
+    assert begins_inside_reasoning("<|im_start|>assistant\n<think>\n")
+    assert not begins_inside_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not begins_inside_reasoning("<|im_start|>assistant\n")
+
+
+def test_the_text_of_sampled_tokens(tmp_path: Path) -> None:
+    tokenizer = chat_of("qwen2.5", tmp_path).tokenizer
+    ids = [*tokenizer.encode("go on\nObservation: x<|im_start|>y"), tokenizer.eos_id]
+    assert response_text(tokenizer, ids, HERMES) == "go on\nObservation: xy"
+    assert response_text(tokenizer, ids, HERMES, ("x", "\nObservation:", "")) == "go on"
+    assert response_text(tokenizer, ids[:-1], HERMES) == "go on\nObservation: xy"
+    assert response_text(tokenizer, [], HERMES) == ""
+    plain = tokenizer.token_id("</think>")  # not a special token
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{tokenizer.eos_id}, {plain}]}}')
+    ended = [*tokenizer.encode("on"), plain]
+    assert response_text(tokenizer, ended, HERMES) == "on</think>"
+    assert response_text(Tokenizer.load(tmp_path), ended, HERMES) == "on"
+
+
+@cache
+def chat_in_memory(kind: str) -> Chat:
+    return chat_of(kind, Path(mkdtemp(prefix="headway-parsing-")))
+
+
+SAID = ["3", " 3", "é\n", "", "<think>\na b\n</think>\n\n3", LS, f"so\n{LS}", f"{LS}\n{LS}", "<tool_call>{", "你好 <|x"]
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 10**6))
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "r1"])
+def test_a_template_that_shows_an_answer_is_read_as_that_answer(kind: str, seed: int) -> None:
+    """Whatever was sampled: where the next prompt has it, it goes on right behind it; else it isn't there."""
+    chat = chat_in_memory(kind)
+    chance = Random(seed)
+    text = chance.choice(SAID)
+    ids = [i for character in text for i in chat.tokenizer.encode(character)]
+    ids = ids[: chance.randint(1, max(1, len(ids)))] if chance.random() < 0.3 else [*ids, chat.tokenizer.stop_ids[0]]
+    if not ids:
+        return
+    asked = Message(role="user", content="1+2?")
+    prompt = chat.render([asked])
+    answer = chat.answer(ids, prompt, calls=True)
+    later = chat.render([asked, answer.message, Message(role="user", content="sure?")])
+    behind = chat.behind(answer, later, len(prompt))
+    kept = not (kind == "qwen3" and answer.message.reasoning) and (
+        len(answer.message.calls) < 2 or chat.written.tools != "llama_json"
+    )
+    assert (behind is not None) == kept
+    if behind is not None:
+        assert "sure?" in later[behind:]
+        there = later[len(prompt) : behind]
+        if ids[-1] in chat.tokenizer.stop_ids:
+            there = there.removesuffix(chat.tokenizer.token(ids[-1]) or "")
+        shown = parse_output(there, chat.written, calls=True, opened=False)
+        assert same_answer(answer.message, shown)
+    other = chat.render([asked, Message(role="assistant", content="another"), Message(role="user", content="sure?")])
+    assert chat.behind(answer, other, len(prompt)) is None
+
+
+def test_text_is_encoded_as_it_stands_behind_a_special_token(tmp_path: Path) -> None:
+    for kind in ("mistral", "metaspace"):
+        chat = chat_of(kind, tmp_path / kind)
+        tokenizer = chat.tokenizer
+        end = tokenizer.stop_ids[0]
+        text = "[INST] the answer [/INST]"
+        whole = tokenizer.encode("a" + (tokenizer.token(end) or "") + text)
+        assert chat.encode_behind(end, text) == whole[whole.index(end) + 1 :]
+        assert chat.encode_behind(None, text) == tokenizer.encode(text)
+        assert chat.encode_behind(end, "") == []

@@ -1,0 +1,162 @@
+"""What a `vllm serve` answers, read in whatever pieces it comes, and what is refused of one before it is asked."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import msgspec
+import pytest
+
+from headway.generator.vllm_http import EventStream, ServerError, message_of
+from headway.generator.vllm_served import Counters, Served, connect
+from headway.records.errors import ConfigurationError
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunked(*parts: bytes) -> bytes:
+    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+
+
+def read(sent: bytes, piece: int, close: bool = False) -> tuple[list[bytes], EventStream]:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    stream, found = EventStream(ours), []
+    for start in range(0, len(sent), piece):
+        theirs.sendall(sent[start : start + piece])
+        found += stream.read()
+    if close:
+        theirs.close()
+        found += stream.read()
+    return found, stream
+
+
+@pytest.mark.parametrize("piece", [1, 2, 7, 1000])
+def test_events_come_whole_in_whatever_pieces(piece: int) -> None:
+    sent = (
+        HEAD + chunked(b'data: {"a": 1}\n\n', b'data: {"b"', b": 2}\n\ndata: 3\n\n", b"data: [DONE]\n\n") + chunked(b"")
+    )
+    found, stream = read(sent, piece)
+    assert found == [b'{"a": 1}', b'{"b": 2}', b"3"]
+    assert stream.over
+
+
+def test_a_stream_that_breaks_off_is_no_end() -> None:
+    with pytest.raises(ConnectionError, match="closed a stream before its end"):
+        read(HEAD + chunked(b"data: 1\n\n"), 1000, close=True)
+
+
+def test_a_refusal_is_read_to_its_end() -> None:
+    body = b'{"error": {"message": "no such token", "code": 400}}'
+    head = b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with pytest.raises(ServerError, match="HTTP 400: no such token") as raised:
+        read(head + body, 5, close=True)
+    assert raised.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"error": {"message": "bad"}}', "bad"),
+        (b'{"detail": "Not Found"}', "Not Found"),
+        (b'{"error": "Unauthorized"}', "Unauthorized"),
+        (b"upstream fell over\n", "upstream fell over"),
+        (b"[1, 2]", "[1, 2]"),
+    ],
+)
+def test_what_an_error_says(body: bytes, said: str) -> None:
+    assert message_of(body) == said
+
+
+# --- what it is -----------------------------------------------------------------------------------------------
+
+CONFIG: dict[str, Any] = {
+    "model_config": {"max_model_len": 512, "dtype": "torch.bfloat16", "quantization": None},
+    "scheduler_config": {"policy": "priority", "max_num_seqs": 65, "enable_chunked_prefill": True},
+    "cache_config": {"num_gpu_blocks": 11, "block_size": 16},
+    "parallel_config": {"data_parallel_size": 1},
+    "device_config": {"device": "cuda", "device_type": "cuda"},
+}
+
+
+class Answers:
+    """A server that answers what it is told to; an exception is raised."""
+
+    address = "http://there:8000"
+
+    def __init__(self, config: dict[str, Any] | None = None, **answers: Any) -> None:
+        merged = {name: part | (config or {}).get(name, {}) for name, part in CONFIG.items()}
+        info = msgspec.json.encode({"vllm_config": merged})
+        self._answers = {"/version": b'{"version": "0.32.0"}', "/server_info?config_format=json": info, "abort": None}
+        self._answers |= answers
+
+    def get(self, path: str) -> Any:
+        return self._answer(path)
+
+    def post(self, path: str, body: Any = None) -> Any:
+        return self._answer("abort")
+
+    def _answer(self, path: str) -> Any:
+        answer = self._answers[path]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def ask(server: Any, slots: int = 64, context_tokens: int = 512) -> Served:
+    return connect(server, slots=slots, context_tokens=context_tokens)
+
+
+def test_what_a_good_server_is() -> None:
+    served = Served(context_tokens=512, kv_capacity_tokens=160, dtype="bfloat16", quantised=False)
+    assert ask(Answers()) == served
+    assert ask(Answers({"model_config": {"quantization": "fp8"}})).quantised
+
+
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        (
+            Answers(**{"/version": ConnectionRefusedError("refused")}),
+            r"nobody answers \(refused\); start it with VLLM_S",
+        ),
+        (Answers(**{"/version": ServerError(404, "Not Found")}), "no vLLM: /version says HTTP 404"),
+        (Answers(**{"/version": b"<html>"}), "no vLLM: /version says"),
+        (Answers(**{"/version": b'{"version": "0.29.1"}'}), r"it is vLLM 0.29.1; headway knows 0.32"),
+        (Answers(abort=ServerError(401, "Unauthorized")), "it wants a key: set VLLM_API_KEY to its --api-key"),
+        (Answers(abort=ServerError(403, "disabled")), "takes no token ids .* start it with --enable-scale-out"),
+        (
+            Answers(**{"/server_info?config_format=json": ServerError(404, "Not Found")}),
+            "can't be updated .*: start it with VLLM_SERVER_DEV_MODE=1",
+        ),
+        (Answers({"scheduler_config": {"policy": "fcfs"}}), "--scheduling-policy is 'fcfs'"),
+        (Answers({"scheduler_config": {"max_num_seqs": 64}}), "--max-num-seqs 64 .*slots = 64; valid: 65 or more"),
+        (Answers({"model_config": {"max_model_len": 511}}), "--max-model-len 511 is less than 512"),
+        (Answers({"parallel_config": {"data_parallel_size": 2}}), "it runs 2 engines"),
+        (
+            Answers({"device_config": {"device": "cpu", "device_type": "cpu"}}),
+            "start it with --no-enable-chunked-prefill",
+        ),
+    ],
+)
+def test_a_server_that_can_not_be_worked_with_is_refused(server: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"generator.devices has http://there:8000: .*" + said):
+        ask(server)
+
+
+def test_counters_of_several_engines_add_up() -> None:
+    text = (
+        "# HELP vllm:num_requests_running x\n"
+        'vllm:num_requests_running{engine="0",model_name="m"} 3.0\n'
+        'vllm:num_requests_running{engine="1",model_name="m"} 4.0\n'
+        'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25\n'
+        'vllm:prompt_tokens_total{engine="0"} 1200.0\n'
+        'vllm:num_preemptions_total{engine="0"} 2.0\n'
+        'vllm:iteration_tokens_total_count{engine="0"} 77.0\n'
+        'vllm:iteration_tokens_total_bucket{engine="0",le="1.0"} 5.0\n'
+        "python_gc_objects_collected_total 9.0\n"
+    )
+    counters = ask(Answers()).counters(Answers(**{"/metrics": text.encode()}))  # type: ignore[arg-type]
+    assert counters == Counters(running=7, kv_usage=0.25, prefilled=1200, preemptions=2, steps=77)
+    assert ask(Answers()).counters(Answers(**{"/metrics": b""})) == Counters(0, 0.0, 0, 0, 0)  # type: ignore[arg-type]
