@@ -72,6 +72,11 @@ class Call:
     state: Literal["open", "answered", "abandoned"] = "open"
     turns: tuple[Turn | None, ...] = ()  # by choice; None: its generation failed or gave nothing
 
+    def forget_question(self) -> None:
+        """Its answers are what a retry repeats: the conversation before them needn't be kept with every call."""
+        self.request = dataclasses.replace(self.request, messages=(), tools=None, variables={}, prompt=None)
+        self.keys = []
+
 
 class Recorder:
     """The tree of answers of one rollout. Invariant: the tokens on the path to an answer are those of its prompt and of
@@ -169,6 +174,7 @@ class Recorder:
         self._end(call, "answered")
         call.turns = tuple(self._entered(call, choice, result) for choice, result in enumerate(results))
         self._repeatable.append(call)
+        call.forget_question()
         if len(self._repeatable) > _REPEATABLE:
             self._forget(self._repeatable.popleft())
         if None in call.turns:  # its caller is told so, and may try again
