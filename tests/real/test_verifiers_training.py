@@ -193,7 +193,7 @@ def test_its_rewards_train_a_model(inputs: Path, tmp_path: Path) -> None:
             "trainer": {"learning_rate": 1e-2},
         },
     )
-    command = train(config, limit_s=200)
+    command = train(config, limit_s=500)
     run = tmp_path / "run"
     assert command.process.returncode == 0, command.output + tail_of(run)
     steps = steps_of(run)
