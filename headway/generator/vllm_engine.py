@@ -171,7 +171,7 @@ class VllmEngine(VllmRequests):
                     reprefilled += entry.tokens
                 self._prefilled += reprefilled
             if mode != "recompute":
-                for entry in running:
+                for entry in [entry for entry in running if entry.ticket]:
                     # Should it be preempted later, its KV is computed anew: its own blocks of older weights would be
                     # found under the salt it came with.
                     entry.own.skip_reading_prefix_cache = True
