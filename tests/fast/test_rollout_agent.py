@@ -23,7 +23,7 @@ from headway.records.rollout import Failure, Group, Parked, Rollout, Verdict
 from headway.records.task import Task
 from headway.rollout.agent import AgentRollouts, Agents, filled, shown_task, variables
 from headway.rollout.agent_process import Exit
-from headway.rollout.single_turn import apply_verdict
+from headway.rollout.single_turn import BeginGate, apply_verdict
 from headway.runtime.clock import Clock, run_virtual
 from headway.tokens.messages import normal_messages
 
@@ -99,6 +99,7 @@ def play(
     environment: Mapping[str, Any] = {},
     gate: Callable[[Parked], Awaitable[Any]] | None = None,
     max_resumes: int | None = None,
+    begin: Callable[[Clock], BeginGate] | None = None,
     **settings: Any,
 ) -> Played:
     async def main(clock: Clock) -> Played:
@@ -127,6 +128,7 @@ def play(
         rollouts = AgentRollouts(
             agents, generate, chat().tokenizer, SETTINGS.model_copy(update=settings), clock, run_seed=3,
             requests=generator, resume_gate=gate, max_resumes=max_resumes,
+            begin_gate=None if begin is None else begin(clock),
         )  # fmt: skip
         other = None if meanwhile is None else asyncio.create_task(meanwhile(rollouts, clock))  # type: ignore[arg-type]
         rollout = await rollouts.generate_member(GROUP, member)
@@ -205,6 +207,24 @@ def test_all_calls_of_a_member_are_parked_as_one(tmp_path: Path) -> None:
     assert (len(parked), played.rollout.resumes, played.rollout.turns) == (1, 2, 2)
     assert [len(request.partial.ids) for request in played.requests] == [0, 0, 2, 2]
     assert played.duration_s == pytest.approx(7.5 + 2)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_call_waits_until_the_engine_takes_requests(stopped: bool, tmp_path: Path) -> None:
+    def begin(clock: Clock) -> BeginGate:
+        return lambda group: clock.sleep(30 - clock.now()) if group == 7 and 10 < clock.now() < 30 else None
+
+    why = Failure(boundary="engine", cause="group timeout", infrastructure=True)
+
+    async def meanwhile(rollouts: AgentRollouts, clock: Clock) -> None:
+        await clock.sleep(20)
+        rollouts.stop(7, 1, why if stopped else "park")  # it has nothing to park
+
+    played = play(twice, tmp_path, begin=begin, meanwhile=meanwhile)
+    assert played.duration_s == pytest.approx(20 if stopped else 30 + 4)
+    assert (played.rollout.failure, played.rollout.calls) == ((why, 1) if stopped else (None, 2))
+    assert played.rollout.resumes == 0
+    assert len(played.requests) == (1 if stopped else 2)
 
 
 def test_a_rollout_is_parked_no_more_often_than_it_may_be(tmp_path: Path) -> None:
