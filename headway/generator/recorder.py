@@ -118,8 +118,8 @@ class Recorder:
         return self._turns
 
     def earlier(self, fingerprint: str) -> Call | None:
-        """The call with this fingerprint that a client's retry repeats, open or answered: to be awaited or answered
-        again with the same tokens. None: there is none any more, or its caller had left before it was answered."""
+        """The call with this fingerprint, open or answered: to be awaited or answered again with the same tokens.
+        None: there is none any more, or its caller had left before it was answered."""
         return self._earlier.get(fingerprint)
 
     def begin(self, request: Request, fingerprint: str = "") -> Call:
@@ -168,7 +168,8 @@ class Recorder:
             _require_exact(call, result)
         self._end(call, "answered")
         call.turns = tuple(self._entered(call, choice, result) for choice, result in enumerate(results))
-        self._repeatable.append(call)
+        if call.fingerprint:
+            self._repeatable.append(call)
         if len(self._repeatable) > _REPEATABLE:
             self._forget(self._repeatable.popleft())
         if None in call.turns:  # its caller is told so, and may try again

@@ -68,11 +68,11 @@ class Session:
         return len(self._open)
 
     def call(
-        self, request: Request, client: ClientSampling = ClientSampling(), fingerprint: str = "", *, retry: bool = False
+        self, request: Request, client: ClientSampling = ClientSampling(), fingerprint: str = ""
     ) -> Answering:
-        """Have a request answered. A ``retry`` of a call with the same ``fingerprint`` joins that call, or gets its
-        answer again. Raises RequestRefused."""
-        earlier = self.recorder.earlier(fingerprint) if retry else None
+        """Have a request answered. One with the same ``fingerprint`` as a call before it joins that call, or gets its
+        answer again; "": it has none. Raises RequestRefused."""
+        earlier = self.recorder.earlier(fingerprint)
         if earlier is not None and self._sealed is None:
             return self._open.get(earlier) or Answering(self.recorder, earlier)
         call = self.recorder.begin(request, fingerprint)

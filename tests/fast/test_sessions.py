@@ -74,8 +74,9 @@ async def client(session: Any, chance: random.Random, clock: Clock, number: int)
             max_tokens=chance.choice([None, 20]),
         )
         turns: Any = ()
-        for attempt in range(3):
-            answering = session.call(request, ClientSampling(), f"{talk}", retry=attempt > 0)
+        named = chance.random() < 0.5
+        for _ in range(3):
+            answering = session.call(request, ClientSampling(), f"{number} {talk}" if named else "")
             leave = answering.join(lambda: None)
             try:
                 if answering.task is not None:

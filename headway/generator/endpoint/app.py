@@ -127,8 +127,7 @@ class App:
         self._require_model(body)
         setting = self._setting(session, exchange)
         asked = dialect.read(body, setting)
-        fingerprint, retry = _identity(exchange, raw)
-        answering = session.call(asked.request, asked.client, fingerprint, retry=retry)
+        answering = session.call(asked.request, asked.client, _identity(exchange, raw))
         if asked.stream:
             await stream(exchange, dialect, asked, answering, setting)
             return
@@ -234,13 +233,13 @@ async def _answered(exchange: Exchange, answering: Answering) -> None:
         leave()
 
 
-def _identity(exchange: Exchange, raw: bytes) -> tuple[str, bool]:
-    """(fingerprint of a request, whether it is a retry of one): clients of both APIs count their retries in a header,
-    or give every request a key."""
+def _identity(exchange: Exchange, raw: bytes) -> str:
+    """What a request shares with its retries alone: its client has named it. "": it hasn't. Headers that count retries
+    don't say of which request, and another one may be equal to the letter: a sample of its own is wanted for each."""
     named = exchange.header("idempotency-key")
-    digest = hashlib.blake2b(exchange.path.encode() + b"\n" + named.encode() + b"\n" + raw, digest_size=16)
-    count = exchange.header("x-stainless-retry-count")
-    return digest.hexdigest(), bool(named) or (count.isdecimal() and int(count) > 0)
+    if not named:
+        return ""
+    return hashlib.blake2b(f"{exchange.path}\n{named}\n".encode() + raw, digest_size=16).hexdigest()
 
 
 def _require(exchange: Exchange, method: str) -> None:
