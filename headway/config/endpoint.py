@@ -68,7 +68,7 @@ class Endpoint(Section):
     open_calls: Positive = 64  # of a rollout, at once
     sampled_tokens: Positive = 1_000_000  # of a rollout, those without loss included
     call_timeout_s: Seconds = 600.0  # serve: a call that takes longer ends without an answer (504); in a run: timeout_s
-    body_timeout_s: Seconds = 60.0  # a request that isn't whole by then is refused (408)
+    body_timeout_s: Seconds = 60.0  # a request whose head, or then body, isn't whole by then is refused (408)
     keep_alive_s: Annotated[float, Field(ge=5)] = 75.0  # idle connections live so long; clients drop theirs before
     stream_ping_s: Seconds = 15.0  # a stream without news says so often that it lives
     connections: Positive = 4096  # at once; further ones are closed

@@ -298,6 +298,52 @@ def test_a_head_that_never_ends_is_refused() -> None:
     play(test)
 
 
+@pytest.mark.parametrize(
+    ("sent", "key", "told"),
+    [
+        (b"", "", b""),
+        (b"POST /v1/chat/completions HTTP/1.1\r\nx-slow: ", "", b"HTTP/1.1 408 "),
+        (b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: 99\r\n\r\n{", "hw-wrong", b"HTTP/1.1 401 "),
+        (b"GET /health HTTP/1.1\r\n\r\nGET /hea", "", b"HTTP/1.1 200 "),
+    ],
+)
+def test_a_request_that_comes_drop_by_drop_is_not_waited_for(sent: bytes, key: str, told: bytes) -> None:
+    async def test(server: Served, client: AsyncOpenAI) -> None:
+        host, _, port = server.address.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent)
+        answered = asyncio.create_task(reader.read())
+        async with asyncio.timeout(10):
+            while not answered.done():
+                if sent:
+                    writer.write(b"x")
+                await asyncio.wait((answered,), timeout=0.01)
+        with contextlib.suppress(ConnectionResetError):
+            assert (await answered).startswith(told)
+        writer.close()
+
+    play(test, body_timeout_s=0.05)
+
+
+def test_who_sends_the_next_request_too_early_has_the_first_answered() -> None:
+    async def test(server: Served, client: AsyncOpenAI) -> None:
+        server.engine.gate = asyncio.Event()
+        host, _, port = server.address.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        data = json.dumps(BODY).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nx-api-key: {server.session.key}\r\n"
+        writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        await until(lambda: server.engine.asked)
+        writer.write(b"GET /hea")
+        await asyncio.sleep(0.2)
+        server.engine.gate.set()
+        async with asyncio.timeout(10):
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+
+    play(test, body_timeout_s=0.05)
+
+
 def test_more_connections_than_allowed_are_closed() -> None:
     async def test(server: Served, client: AsyncOpenAI) -> None:
         host, _, port = server.address.removeprefix("http://").rpartition(":")
