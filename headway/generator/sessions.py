@@ -11,7 +11,7 @@ import msgspec
 
 from headway.config.endpoint import Endpoint
 from headway.generator.answering import Answering
-from headway.generator.recorder import Call, Limits, Recorder, Request
+from headway.generator.recorder import Call, Limits, Planned, Recorder, Request
 from headway.records.conversations import ClientSampling, RecordedConversation, RequestRefused, Sample
 from headway.tokens.continuing import Chat
 
@@ -68,14 +68,18 @@ class Session:
         return len(self._open)
 
     def call(
-        self, request: Request, client: ClientSampling = ClientSampling(), fingerprint: str = ""
+        self,
+        request: Request,
+        client: ClientSampling = ClientSampling(),
+        fingerprint: str = "",
+        planned: Planned | None = None,
     ) -> Answering:
         """Have a request answered. One with the same ``fingerprint`` as a call before it joins that call, or gets its
-        answer again; "": it has none. Raises RequestRefused."""
+        answer again; "": it has none. ``planned``: by `Recorder.plan`. Raises RequestRefused."""
         earlier = self.recorder.earlier(fingerprint)
         if earlier is not None and self._sealed is None:
             return self._open.get(earlier) or Answering(self.recorder, earlier)
-        call = self.recorder.begin(request, fingerprint)
+        call = self.recorder.begin(request, fingerprint, planned)
         if self.fixed_sampling:
             self._on_client_sampling(client)
         answering = self._open[call] = Answering(self.recorder, call)

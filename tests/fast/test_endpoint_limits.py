@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from typing import Any
 
 import openai
@@ -22,6 +23,7 @@ from endpoint_server import (
     until,
 )
 from openai import AsyncOpenAI
+from tokenizers import Tokenizer as Backend
 
 from headway.records.errors import Overloaded
 
@@ -278,6 +280,55 @@ def test_large_bodies_are_read() -> None:
         for size in (100_000, 1_000_000):
             body = {**BODY, "metadata": {"notes": "x" * size}}
             assert (await server.post("/v1/chat/completions", body))[0] == 200
+
+    play(test)
+
+
+def test_a_large_prompt_is_not_encoded_where_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor much more of it than the context holds."""
+    encoded: list[tuple[bool, int]] = []
+    encode = Backend.encode
+
+    class Counted:
+        def __init__(self, backend: Backend) -> None:
+            self.backend = backend
+
+        def encode(self, text: str, **options: Any) -> Any:
+            encoded.append((threading.current_thread() is threading.main_thread(), len(text)))
+            return encode(self.backend, text, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.backend, name)
+
+    async def test(server: Served, client: AsyncOpenAI) -> None:
+        tokenizer = server.engine.chat.tokenizer
+        monkeypatch.setattr(tokenizer, "_backend", Counted(tokenizer._backend))
+        long: Any = {"role": "user", "content": "12 + 34? " * 400_000}
+        with pytest.raises(openai.BadRequestError, match="more than 3000 prompt tokens") as refused:
+            await client.chat.completions.create(model="headway", messages=[long])
+        assert refused.value.code == "context_length_exceeded"
+        assert sum(length for _, length in encoded) < 100_000
+        with pytest.raises(openai.BadRequestError, match="more than 3000 prompt tokens"):
+            await client.completions.create(model="headway", prompt=[5] * 100_000)
+        some = {"role": "user", "content": "1+2?", "notes": "x" * 30_000}
+        answer = await client.chat.completions.create(model="headway", messages=[some])  # type: ignore[list-item]
+        counting = {"model": "headway", "messages": [long], "max_tokens": 1}
+        status, _, counted = await server.post("/v1/messages/count_tokens", counting)
+        assert (status, counted["input_tokens"] > 1_000_000) == (200, True)
+        assert answer.choices[0].message.content == "hello"
+        own = [length for main, length in encoded if main]
+        assert own == [1] * len("hello")  # the engine of this test
+        assert recorded(server).cut is False  # the last call was answered
+
+    play(test)
+
+
+def test_a_request_that_is_refused_for_its_length_cuts_its_rollout() -> None:
+    async def test(server: Served, client: AsyncOpenAI) -> None:
+        await client.chat.completions.create(**BODY)  # type: ignore[call-overload]
+        with pytest.raises(openai.BadRequestError):
+            await client.completions.create(model="headway", prompt=[5] * 100_000)
+        assert recorded(server).cut
 
     play(test)
 

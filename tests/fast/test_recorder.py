@@ -375,6 +375,32 @@ def test_raw_prompts_go_on_where_their_text_or_ids_do() -> None:
     assert len(record.close().branches) == 1
 
 
+class Counted(tuple[int, ...]):
+    """Token ids that know how many of them were looked at."""
+
+    looked = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.looked += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+def test_a_long_history_in_token_ids_is_looked_at_once() -> None:
+    record = recorder(context_tokens=100_000)
+    ids: tuple[int, ...] = (5,) * 50
+    for _ in range(100):
+        call = record.begin(Request(prompt=ids))
+        record.commit(call, [result([6] * 50)])
+        ids = (*ids, *[6] * 50, *[5] * 50)
+    prompt = Counted(ids)
+    twin = record.begin(Request(prompt=ids[:50]))
+    record.commit(twin, [result([6] * 50)])  # equal to the first answer, and newer
+    assert record.begin(Request(prompt=prompt)).parent is record.turns[99]
+    assert prompt.looked < 3 * len(prompt)
+    assert record.begin(Request(prompt=ids[:101])).parent is twin.turns[0]
+
+
 def test_a_raw_prompt_that_only_begins_like_another_is_encoded_whole() -> None:
     record = recorder()
     tokenizer = chat("qwen2.5").tokenizer

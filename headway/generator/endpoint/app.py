@@ -26,6 +26,7 @@ from headway.generator.endpoint.logprobs import TokenTexts
 from headway.generator.endpoint.refusals import Refused, refused_by
 from headway.generator.endpoint.responses import Responses
 from headway.generator.endpoint.streams import stream
+from headway.generator.recorder import Request
 from headway.generator.sessions import Session
 from headway.records.conversations import RequestRefused
 from headway.tokens.continuing import Chat
@@ -41,6 +42,7 @@ _COUNT = "/v1/messages/count_tokens"
 _MODELS = "/v1/models"
 _ROLLOUTS = "/v1/rollouts/"
 _REWARD = "/reward"
+_LARGE_BYTES = 20_000  # of a request: encoding what is in a larger one would have others wait for too long
 _LARGEST = sys.float_info.max
 
 
@@ -127,7 +129,8 @@ class App:
         self._require_model(body)
         setting = self._setting(session, exchange)
         asked = dialect.read(body, setting)
-        answering = session.call(asked.request, asked.client, _identity(exchange, raw))
+        planned = await asyncio.to_thread(session.recorder.plan, asked.request) if len(raw) > _LARGE_BYTES else None
+        answering = session.call(asked.request, asked.client, _identity(exchange, raw), planned)
         if asked.stream:
             await stream(exchange, dialect, asked, answering, setting)
             return
@@ -139,12 +142,17 @@ class App:
     async def _count(self, exchange: Exchange) -> None:
         """Tokens of a request of Anthropic's API, which is not recorded."""
         session = self._access.session(exchange.key, exchange.header("x-session-id"))
-        body = self._decoded(await exchange.body())
+        raw = await exchange.body()
+        body = self._decoded(raw)
         self._require_model(body)
         asked = Messages().read({"max_tokens": 1, **body}, self._setting(session, exchange))
-        request = asked.request
+        count = self._tokens_of
+        tokens = await asyncio.to_thread(count, asked.request) if len(raw) > _LARGE_BYTES else count(asked.request)
+        await exchange.reply(200, msgspec.json.encode({"input_tokens": tokens}))
+
+    def _tokens_of(self, request: Request) -> int:
         text = self._chat.render(request.messages, request.tools, request.variables)
-        await exchange.reply(200, msgspec.json.encode({"input_tokens": len(self._chat.tokenizer.encode(text))}))
+        return len(self._chat.tokenizer.encode(text))
 
     async def _reward(self, exchange: Exchange, rollout: str) -> None:
         """``{"reward": number, "solved"?: true or false}``: the rollout's; the last one counts."""
