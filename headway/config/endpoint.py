@@ -22,6 +22,7 @@ class Environment(Section):
     verifiers: dict[str, Any] = {}  # verifiers: the environment, as its package writes it: taskset = { id = ... }, ...
     variables: dict[str, str] = {}  # agent: further environment variables of its process
     shows: tuple[str, ...] = ()  # agent: what it gets of a task beside the prompt: "answer", names of further fields
+    posts_reward: bool = False  # agent: it posts its reward, with a key that is in its environment; so can what it runs
     failed_exit: Literal["fail", "verify"] = "fail"  # agent: whose process ends with an error: it fails, or counts
     stop_grace_s: Seconds = 2.0  # agent: between asking its processes to end and killing them
 

@@ -47,9 +47,13 @@ def test_keys() -> None:
         assert (await server.post("/v1/chat/completions", BODY, key="", headers={"x-api-key": other.key}))[0] == 200
         assert (len(other.recorder.turns), len(server.session.recorder.turns)) == (1, 0)
         reward = {"reward": 1}
-        assert (await server.post("/v1/rollouts/8-0/reward", reward))[0] == 404
-        assert (await server.post("/v1/rollouts/none/reward", reward))[0] == 404
-        assert (await server.post("/v1/rollouts/8-0/reward", reward, key=other.key))[0] == 200
+        for key in (server.session.key, server.session.reward_key):
+            assert (await server.post("/v1/rollouts/8-0/reward", reward, key=key))[0] == 404
+            assert (await server.post("/v1/rollouts/none/reward", reward, key=key))[0] == 404
+        status, _, answer = await server.post("/v1/rollouts/8-0/reward", reward, key=other.key)
+        assert (status, answer["error"]["code"]) == (403, "reward_refused")
+        assert (await server.post("/v1/rollouts/8-0/reward", reward, key=other.reward_key))[0] == 200
+        assert (await server.post("/v1/chat/completions", BODY, key=other.reward_key))[0] == 401
         assert (other.seal().reward, server.session.seal().reward) == (1.0, None)
         status, headers, answer = await server.post("/v1/chat/completions", BODY)
         assert (status, answer["error"]["code"], headers["x-should-retry"]) == (409, "rollout_closed", "false")
@@ -74,14 +78,15 @@ def test_keys() -> None:
 )
 def test_rewards(body: Any, status: int) -> None:
     async def test(server: Served, client: AsyncOpenAI) -> None:
-        await server.post("/v1/rollouts/7-0/reward", {"reward": 0.25})
-        assert (await server.post("/v1/rollouts/7-0/reward", body))[0] == status
+        key = server.session.reward_key
+        await server.post("/v1/rollouts/7-0/reward", {"reward": 0.25}, key=key)
+        assert (await server.post("/v1/rollouts/7-0/reward", body, key=key))[0] == status
         await server.post("/v1/chat/completions", BODY)
         conversation = recorded(server)
         taken = status == 200
         assert conversation.reward == (0.5 if taken else 0.25)
         assert conversation.solved == (taken and "solved" in body)
-        assert (await server.post("/v1/rollouts/7-0/reward", {"reward": 1}))[0] == 409
+        assert (await server.post("/v1/rollouts/7-0/reward", {"reward": 1}, key=key))[0] == 409
 
     play(test)
 

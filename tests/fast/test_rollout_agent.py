@@ -48,15 +48,23 @@ class FakeProcesses:
     clock: Clock
     folder: Path
     keys: list[str] = field(default_factory=list)
+    told: list[tuple[Mapping[str, str], tuple[str, str]]] = field(default_factory=list)  # environment, where to reward
     running: int = 0
 
     def scratch(self, name: str) -> Path:
         return self.folder
 
     async def run(
-        self, name: str, argv: Sequence[str], task: Mapping[str, Any], env: Mapping[str, str], scratch: Path
+        self,
+        name: str,
+        argv: Sequence[str],
+        task: Mapping[str, Any],
+        env: Mapping[str, str],
+        scratch: Path,
+        reward: tuple[str, str] = ("", ""),
     ) -> Exit:
         self.keys.append(env["OPENAI_API_KEY"])
+        self.told.append((env, reward))
         self.running += 1
         try:
             return await self.agent(self.sessions.session(env["OPENAI_API_KEY"]), self.clock)
@@ -298,6 +306,15 @@ def test_a_posted_reward_is_the_rollouts_and_no_verifier_is_asked(tmp_path: Path
     assert (rollout.reward, rollout.solved, rollout.finished_s) == (0.5, True, rollout.generated_s)
 
 
+@pytest.mark.parametrize("posts", [False, True])
+def test_what_a_model_runs_has_no_key_to_the_reward(posts: bool, tmp_path: Path) -> None:
+    """Unless the environment asks for it: commands inherit its environment."""
+    [(env, (url, key))] = play(twice, tmp_path, environment={"posts_reward": posts}).processes.told
+    assert url.endswith("/v1/rollouts/7-1/reward")
+    assert (key in env.values(), env.get("HEADWAY_REWARD_KEY") == key, "HEADWAY_REWARD_URL" in env) == (posts,) * 3
+    assert key != env["OPENAI_API_KEY"]
+
+
 def test_turn_rewards_are_refused_where_turns_have_no_order(tmp_path: Path) -> None:
     rollout = play(twice, tmp_path).rollout
     judged = apply_verdict(rollout, Verdict(reward=1.0, solved=True, turn_rewards=(1.0, 0.0)), 20.0)
@@ -421,5 +438,4 @@ def test_what_an_agent_is_told(tmp_path: Path) -> None:
     agents = Agents(environment=environment, endpoint=Endpoint(), conversations=sessions, processes=None)  # type: ignore[arg-type]
     found = variables(agents, "7-1", "hw-key", tmp_path)
     assert (found["OPENAI_BASE_URL"], found["OPENAI_API_KEY"]) == ("http://127.0.0.1:8000/v1", "hw-key")
-    assert found["HEADWAY_REWARD_URL"] == "http://127.0.0.1:8000/v1/rollouts/7-1/reward"
     assert (found["MINE"], found["OPENAI_API_BASE"]) == ("1", "none")

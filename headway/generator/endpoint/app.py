@@ -54,7 +54,7 @@ class Access(Protocol):
         ...
 
     def rollout(self, key: str, rollout: str) -> Session:
-        """Raises as `session`, and NoSuchRollout."""
+        """Whose reward the key posts. Raises as `session`, and NoSuchRollout."""
         ...
 
 
