@@ -90,8 +90,9 @@ class AgentProcesses:
         reward: tuple[str, str] = ("", ""),
     ) -> Exit:
         """Run an agent to its end: a command, or with ``argv`` empty the function on ``task``, what it returns being
-        posted as the ``reward`` (address, key, which nothing that it starts inherits). Being cancelled stops it; in any case nothing of it runs on when this returns. Raises ConfigurationError as `start`, WorkerDied when
-        the host dies."""
+        posted as the ``reward`` (address, and a key that nothing it starts inherits). Being cancelled stops it; in any
+        case nothing of it runs on when this returns. Raises ConfigurationError as `start`, WorkerDied when the host
+        dies."""
         await self.start()
         agent = f"{os.getpid()}-{next(self._numbers)}-{name}"
         log = self._log(name)
