@@ -68,6 +68,7 @@ class Endpoint(Section):
     calls: Positive = 1000  # of a rollout
     open_calls: Positive = 64  # of a rollout, at once
     sampled_tokens: Positive = 1_000_000  # of a rollout, those without loss included
+    kept_tokens: Positive = 10_000_000  # serve: of all sessions, about 100 bytes each; the longest unused ends first
     call_timeout_s: Seconds = 600.0  # serve: a call that takes longer ends without an answer (504); in a run: timeout_s
     body_timeout_s: Seconds = 60.0  # a request whose head, or then body, isn't whole by then is refused (408)
     keep_alive_s: Annotated[float, Field(ge=5)] = 75.0  # idle connections live so long; clients drop theirs before

@@ -117,6 +117,7 @@ class Recorder:
         self._causes: Counter[str] = Counter()
         self._begun = self._abandoned_calls = self._sampled = self._abandoned_tokens = 0
         self._resumes = self._reprefills = 0
+        self.kept_tokens = 0  # of prompts and answers: what it takes up
         self._first_token_s = 0.0
         self._cut = self._closed = False
 
@@ -452,6 +453,7 @@ class Recorder:
         if tuple(ids_to(turn)) != (*call.prompt_ids, *response.ids):
             raise AssertionError(f"call {call.number}: the path to its answer isn't what the engine was given")
         self._turns.append(turn)
+        self.kept_tokens += len(turn.context_ids) + len(response.ids)
         (self._roots if turn.parent is None else turn.parent.children).append(turn)
         if not isinstance(call.request.prompt, tuple):
             self._asked.setdefault(call.keys[-1], []).append(turn)

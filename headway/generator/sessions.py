@@ -45,6 +45,7 @@ class Session:
         reward_key: str = "",
         fixed_sampling: bool = True,
         on_client_sampling: Callable[[ClientSampling], object] = lambda client: None,
+        on_call_end: Callable[[Session], object] = lambda session: None,
         on_seal: Callable[[Session], object] = lambda session: None,
     ) -> None:
         self.rollout = rollout
@@ -57,6 +58,7 @@ class Session:
         self._sample = sample
         self._call_timeout_s = call_timeout_s
         self._on_client_sampling = on_client_sampling
+        self._on_call_end = on_call_end
         self._on_seal = on_seal
         self._open: dict[Call, Answering] = {}
         self._sealed: RecordedConversation | None = None
@@ -87,8 +89,12 @@ class Session:
         answering = self._open[call] = Answering(self.recorder, call)
         answering.begin(self._sample, client, self._call_timeout_s)
         if answering.task is not None:
-            answering.task.add_done_callback(lambda task: self._open.pop(call, None))
+            answering.task.add_done_callback(lambda task: self._ended(call))
         return answering
+
+    def _ended(self, call: Call) -> None:
+        self._open.pop(call, None)
+        self._on_call_end(self)
 
     def post_reward(self, reward: float, solved: bool | None = None) -> None:
         """Its reward; the last one posted counts. ``solved``: by default from a reward of 1 upwards. Raises
