@@ -22,6 +22,7 @@ class Environment(Section):
     verifiers: dict[str, Any] = {}  # verifiers: the environment, as its package writes it: taskset = { id = ... }, ...
     variables: dict[str, str] = {}  # agent: further environment variables of its process
     shows: tuple[str, ...] = ()  # agent: what it gets of a task beside the prompt: "answer", names of further fields
+    posts_reward: bool = False  # agent: it posts its reward, with a key that is in its environment; so can what it runs
     failed_exit: Literal["fail", "verify"] = "fail"  # agent: whose process ends with an error: it fails, or counts
     stop_grace_s: Seconds = 2.0  # agent: between asking its processes to end and killing them
 
@@ -67,8 +68,9 @@ class Endpoint(Section):
     calls: Positive = 1000  # of a rollout
     open_calls: Positive = 64  # of a rollout, at once
     sampled_tokens: Positive = 1_000_000  # of a rollout, those without loss included
+    kept_tokens: Positive = 10_000_000  # serve: of all sessions, about 100 bytes each; the longest unused ends first
     call_timeout_s: Seconds = 600.0  # serve: a call that takes longer ends without an answer (504); in a run: timeout_s
-    body_timeout_s: Seconds = 60.0  # a request that isn't whole by then is refused (408)
+    body_timeout_s: Seconds = 60.0  # a request whose head, or then body, isn't whole by then is refused (408)
     keep_alive_s: Annotated[float, Field(ge=5)] = 75.0  # idle connections live so long; clients drop theirs before
     stream_ping_s: Seconds = 15.0  # a stream without news says so often that it lives
     connections: Positive = 4096  # at once; further ones are closed

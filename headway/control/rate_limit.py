@@ -112,7 +112,9 @@ class RateLimit:
             self._admit(name, tokens, now)
             return "admitted"
         if len(self._waiting) >= self._settings.queue_requests:
-            return self._refused(f"{len(self._waiting)} requests wait already", tokens, now)
+            full = f"{len(self._waiting)} requests wait already"
+            nobody = "there is no room now, and none may wait (router.queue_requests = 0)"
+            return self._refused(full if self._waiting else nobody, tokens, now)
         heapq.heappush(self._order, (priority, self._serial, name))
         self._waiting[name] = _Waiting(name=name, serial=self._serial, tokens=tokens, since_s=now)
         self._serial += 1

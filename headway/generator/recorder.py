@@ -10,6 +10,7 @@ import hashlib
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -78,6 +79,17 @@ class Call:
         self.keys = []
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """Where a request goes on, and its prompt from there."""
+
+    parent: Turn | None
+    text: str
+    context_ids: tuple[int, ...]
+    cause: Cause
+    keys: list[bytes]
+
+
 class Recorder:
     """The tree of answers of one rollout. Invariant: the tokens on the path to an answer are those of its prompt and of
     itself, as the engine was given them and returned them; `commit` checks it.
@@ -110,6 +122,7 @@ class Recorder:
         self._causes: Counter[str] = Counter()
         self._begun = self._abandoned_calls = self._sampled = self._abandoned_tokens = 0
         self._resumes = self._reprefills = 0
+        self.kept_tokens = 0  # of prompts and answers: what it takes up
         self._first_token_s = 0.0
         self._cut = self._closed = False
 
@@ -123,35 +136,48 @@ class Recorder:
         return self._turns
 
     def earlier(self, fingerprint: str) -> Call | None:
-        """The call with this fingerprint that a client's retry repeats, open or answered: to be awaited or answered
-        again with the same tokens. None: there is none any more, or its caller had left before it was answered."""
+        """The call with this fingerprint, open or answered: to be awaited or answered again with the same tokens.
+        None: there is none any more, or its caller had left before it was answered."""
         return self._earlier.get(fingerprint)
 
-    def begin(self, request: Request, fingerprint: str = "") -> Call:
-        """Take a request. Raises RequestRefused: over a limit, too long for the context, or refused by the template."""
-        self._require_valid(request)
+    def plan(self, request: Request) -> Planned:
+        """What takes long in `begin` when a request is large. It changes nothing, so it may be done in a thread, while
+        other calls begin and end. Raises RequestRefused."""
+        with self._cuts_noted():
+            self._require_valid(request)
+            return self._planned(request)
+
+    def begin(self, request: Request, fingerprint: str = "", planned: Planned | None = None) -> Call:
+        """Take a request, ``planned`` before or not. Raises RequestRefused: over a limit, too long for the context, or
+        refused by the template."""
+        with self._cuts_noted():
+            self._require_open()
+            self._require_valid(request)
+            return self._begin(request, fingerprint, planned)
+
+    @contextmanager
+    def _cuts_noted(self) -> Iterator[None]:
         try:
-            return self._begin(request, fingerprint)
+            yield
         except RequestRefused as refused:
             self._cut |= refused.code in ("context_length_exceeded", "rollout_limit_exceeded")
             raise
 
-    def _begin(self, request: Request, fingerprint: str) -> Call:
+    def _begin(self, request: Request, fingerprint: str, planned: Planned | None) -> Call:
         self._require_room()
-        keys = history_keys(_root_key(request), request.messages)
-        parent, text, context_ids, cause = self._continued(request, keys)
-        prompt_ids = (*ids_to(parent), *context_ids)
+        planned = planned or self._planned(request)
+        prompt_ids = (*ids_to(planned.parent), *planned.context_ids)
         call = Call(
             number=self._begun,
             request=request,
             prompt_ids=prompt_ids,
             max_tokens=self._room(prompt_ids, request),
             purposes=self._purposes(prompt_ids, request),
-            cause=cause,
-            parent=parent,
-            text=text,
-            context_ids=context_ids,
-            keys=keys,
+            cause=planned.cause,
+            parent=planned.parent,
+            text=planned.text,
+            context_ids=planned.context_ids,
+            keys=planned.keys,
             fingerprint=fingerprint,
         )
         self._begun += 1
@@ -173,8 +199,9 @@ class Recorder:
             _require_exact(call, result)
         self._end(call, "answered")
         call.turns = tuple(self._entered(call, choice, result) for choice, result in enumerate(results))
-        self._repeatable.append(call)
         call.forget_question()
+        if call.fingerprint:
+            self._repeatable.append(call)
         if len(self._repeatable) > _REPEATABLE:
             self._forget(self._repeatable.popleft())
         if None in call.turns:  # its caller is told so, and may try again
@@ -216,9 +243,14 @@ class Recorder:
 
     # What a request goes on from.
 
+    def _planned(self, request: Request) -> Planned:
+        keys = history_keys(_root_key(request), request.messages)
+        parent, text, context_ids, cause = self._continued(request, keys)
+        return Planned(parent=parent, text=text, context_ids=context_ids, cause=cause, keys=keys)
+
     def _continued(self, request: Request, keys: list[bytes]) -> tuple[Turn | None, str, tuple[int, ...], Cause]:
         """(answer it goes on from, text and token ids of its prompt behind that, why there)."""
-        chat = self.chat
+        chat, most = self.chat, self._limits.context_tokens
         if isinstance(request.prompt, tuple):
             return self._continued_ids(request.prompt)
         raw = request.prompt is not None
@@ -237,25 +269,29 @@ class Recorder:
             if not answered and raw and at < len(text):  # no border: nothing says that a token ends there
                 continue
             if not answered:  # its prompt, and something else behind
-                more = chat.encode_behind(turn.context_ids[-1] if turn.context_ids else None, text[at:])
+                more = chat.encode_behind(turn.context_ids[-1] if turn.context_ids else None, text[at:], most)
                 cause: Cause = "rewritten" if rewritten else "branched" if more else "sibling"
                 return turn.parent, text[_start(turn) :], (*turn.context_ids, *more), cause
             behind = chat.behind(turn.answer, text, at, exactly=raw)
             if behind is None:
                 rewritten |= not raw
                 continue
-            ids = tuple(chat.encode_behind(turn.answer.ids[-1], text[behind:]))
+            ids = tuple(chat.encode_behind(turn.answer.ids[-1], text[behind:], most))
             return turn, text[at:], ids, "rewritten" if rewritten else "branched" if turn.children else "continued"
-        whole = chat.tokenizer.encode(text, add_special_tokens=raw)
+        whole = chat.tokenizer.encode(text, add_special_tokens=raw, most=most)
         return None, text, tuple(whole), "rewritten" if rewritten else "branched" if self._roots else "start"
 
     def _continued_ids(self, prompt: tuple[int, ...]) -> tuple[Turn | None, str, tuple[int, ...], Cause]:
         """Of a prompt in token ids: the longest path that it begins with."""
         best, taken = None, 0
-        for turn in self._turns:
-            path = (*ids_to(turn.parent), *turn.context_ids, *turn.answer.ids)
-            if len(path) >= taken and prompt[: len(path)] == path:
-                best, taken = turn, len(path)
+        further = [(turn, 0) for turn in self._roots]
+        while further:
+            turn, at = further.pop()
+            asked, end = at + len(turn.context_ids), at + len(turn.context_ids) + len(turn.answer.ids)
+            if prompt[at:asked] == turn.context_ids and prompt[asked:end] == turn.answer.ids:
+                further += [(child, end) for child in turn.children]
+                if best is None or (end, turn.number) > (taken, best.number):  # of equal ones, the newest
+                    best, taken = turn, end
         children = self._roots if best is None else best.children
         cause: Cause = "start" if not self._roots else "branched" if children else "continued"
         if any(prompt[taken:] == turn.context_ids for turn in children):
@@ -319,12 +355,16 @@ class Recorder:
 
     # What a request may have.
 
-    def _require_valid(self, request: Request) -> None:
-        limits = self._limits
+    def _require_open(self) -> None:
         if self._closed:
             raise RequestRefused("this rollout has ended: its key takes no further calls", code="rollout_closed")
-        if len(self._open) >= limits.open_calls:
-            raise RequestRefused(f"this rollout has {limits.open_calls} calls open", code="rollout_busy")
+        if len(self._open) >= self._limits.open_calls:
+            raise RequestRefused(f"this rollout has {self._limits.open_calls} calls open", code="rollout_busy")
+
+    def _require_valid(self, request: Request) -> None:
+        limits = self._limits
+        if isinstance(request.prompt, tuple):
+            self._require_context(len(request.prompt), request)
         vocabulary = self.chat.tokenizer.vocabulary_size
         if isinstance(request.prompt, tuple) and not all(0 <= i < vocabulary for i in request.prompt):
             raise RequestRefused(f"prompt: valid token ids are 0 to {vocabulary - 1}", param="prompt")
@@ -344,18 +384,23 @@ class Recorder:
 
     def _room(self, prompt_ids: tuple[int, ...], request: Request) -> int:
         """Tokens that a response may have."""
-        whole, param = self._limits.context_tokens, request.param
         if not prompt_ids:
-            raise RequestRefused("the prompt has no token", param=param)
-        if len(prompt_ids) >= whole:  # clients know an overflow by these words
+            raise RequestRefused("the prompt has no token", param=request.param)
+        self._require_context(len(prompt_ids), request)
+        left = min(self._limits.context_tokens - len(prompt_ids), self._limits.sampled_tokens - self._sampled)
+        return min(left, request.max_tokens or left)
+
+    def _require_context(self, tokens: int, request: Request) -> None:
+        """For a prompt of so many tokens."""
+        whole = self._limits.context_tokens
+        if tokens >= whole:  # clients know an overflow by these words
+            shown = tokens if tokens <= 2 * whole else f"more than {2 * whole}"
             raise RequestRefused(
-                f"This model's maximum context length is {whole} tokens. However, your request has {len(prompt_ids)} "
-                "prompt tokens, which leaves none for the response. Please shorten it.",
-                param=param,
+                f"This model's maximum context length is {whole} tokens. However, your request has {shown} prompt "
+                "tokens, which leaves none for the response. Please shorten it.",
+                param=request.param,
                 code="context_length_exceeded",
             )
-        left = min(whole - len(prompt_ids), self._limits.sampled_tokens - self._sampled)
-        return min(left, request.max_tokens or left)
 
     def _purposes(self, prompt_ids: tuple[int, ...], request: Request) -> tuple[str, ...]:
         """By the prompt's tokens, the client's seed, and how often just that was asked before: calls side by side get
@@ -414,6 +459,7 @@ class Recorder:
         if tuple(ids_to(turn)) != (*call.prompt_ids, *response.ids):
             raise AssertionError(f"call {call.number}: the path to its answer isn't what the engine was given")
         self._turns.append(turn)
+        self.kept_tokens += len(turn.context_ids) + len(response.ids)
         (self._roots if turn.parent is None else turn.parent.children).append(turn)
         if not isinstance(call.request.prompt, tuple):
             self._asked.setdefault(call.keys[-1], []).append(turn)

@@ -11,11 +11,11 @@ import msgspec
 
 from headway.config.endpoint import Endpoint
 from headway.generator.answering import Answering
-from headway.generator.recorder import Call, Limits, Recorder, Request
+from headway.generator.recorder import Call, Limits, Planned, Recorder, Request
 from headway.records.conversations import ClientSampling, RecordedConversation, RequestRefused, Sample
 from headway.tokens.continuing import Chat
 
-_SEALED_KEPT = 16384  # newest keys that are told that their rollout has ended; older ones are unknown
+_SEALED_KEPT = 32768  # newest keys that are told that their rollout has ended; older ones are unknown
 OnEvent = Callable[[str, str], object]  # name, detail
 
 
@@ -42,12 +42,15 @@ class Session:
         call_timeout_s: float,
         *,
         key: str = "",
+        reward_key: str = "",
         fixed_sampling: bool = True,
         on_client_sampling: Callable[[ClientSampling], object] = lambda client: None,
+        on_call_end: Callable[[Session], object] = lambda session: None,
         on_seal: Callable[[Session], object] = lambda session: None,
     ) -> None:
         self.rollout = rollout
         self.key = key
+        self.reward_key = reward_key
         self.recorder = recorder
         self.fixed_sampling = fixed_sampling
         self.reward: float | None = None
@@ -55,6 +58,7 @@ class Session:
         self._sample = sample
         self._call_timeout_s = call_timeout_s
         self._on_client_sampling = on_client_sampling
+        self._on_call_end = on_call_end
         self._on_seal = on_seal
         self._open: dict[Call, Answering] = {}
         self._sealed: RecordedConversation | None = None
@@ -68,21 +72,29 @@ class Session:
         return len(self._open)
 
     def call(
-        self, request: Request, client: ClientSampling = ClientSampling(), fingerprint: str = "", *, retry: bool = False
+        self,
+        request: Request,
+        client: ClientSampling = ClientSampling(),
+        fingerprint: str = "",
+        planned: Planned | None = None,
     ) -> Answering:
-        """Have a request answered. A ``retry`` of a call with the same ``fingerprint`` joins that call, or gets its
-        answer again. Raises RequestRefused."""
-        earlier = self.recorder.earlier(fingerprint) if retry else None
+        """Have a request answered. One with the same ``fingerprint`` as a call before it joins that call, or gets its
+        answer again; "": it has none. ``planned``: by `Recorder.plan`. Raises RequestRefused."""
+        earlier = self.recorder.earlier(fingerprint)
         if earlier is not None and self._sealed is None:
             return self._open.get(earlier) or Answering(self.recorder, earlier)
-        call = self.recorder.begin(request, fingerprint)
+        call = self.recorder.begin(request, fingerprint, planned)
         if self.fixed_sampling:
             self._on_client_sampling(client)
         answering = self._open[call] = Answering(self.recorder, call)
         answering.begin(self._sample, client, self._call_timeout_s)
         if answering.task is not None:
-            answering.task.add_done_callback(lambda task: self._open.pop(call, None))
+            answering.task.add_done_callback(lambda task: self._ended(call))
         return answering
+
+    def _ended(self, call: Call) -> None:
+        self._open.pop(call, None)
+        self._on_call_end(self)
 
     def post_reward(self, reward: float, solved: bool | None = None) -> None:
         """Its reward; the last one posted counts. ``solved``: by default from a reward of 1 upwards. Raises
@@ -103,7 +115,8 @@ class Session:
 
 
 class Sessions:
-    """The rollouts of a run that take calls (records.conversations.Conversations): a random key of 256 bits for each.
+    """The rollouts of a run that take calls (records.conversations.Conversations): a random key of 256 bits for each,
+    and another one that posts its reward: whatever a model has run by its agent may find the first.
 
     Keys are looked up by their digests, so how long that takes says nothing about a key.
     """
@@ -126,6 +139,7 @@ class Sessions:
         self._on_event = on_event
         self._new_key = new_key
         self._open: dict[bytes, Session] = {}
+        self._rewarding: dict[bytes, Session] = {}  # the same, by their other keys
         self._sealed: OrderedDict[bytes, None] = OrderedDict()
         self._told: set[str] = set()
 
@@ -141,10 +155,11 @@ class Sessions:
             sample,
             self._settings.call_timeout_s,
             key=key,
+            reward_key=self._new_key(),
             on_client_sampling=self._note,
             on_seal=self._revoke,
         )
-        self._open[_digest(key)] = session
+        self._open[_digest(key)] = self._rewarding[_digest(session.reward_key)] = session
         return session
 
     def session(self, key: str, name: str = "") -> Session:
@@ -161,17 +176,19 @@ class Sessions:
         return session
 
     def rollout(self, key: str, rollout: str) -> Session:
-        """The one of this name, if it is the key's. Raises as `session`, and NoSuchRollout."""
-        session = self.session(key)
-        if session.rollout != rollout:
+        """The one of this name, if ``key`` posts its reward. Raises as `session`, and NoSuchRollout."""
+        session = self._rewarding.get(_digest(key))
+        if session is None and self.session(key).rollout == rollout:
+            raise RequestRefused("this key takes calls, and posts no reward: docs/agents.md", code="reward_refused")
+        if session is None or session.rollout != rollout:
             raise NoSuchRollout(f"the rollout {rollout!r} does not exist, or this key has no access to it")
         return session
 
     def _revoke(self, session: Session) -> None:
-        digest = _digest(session.key)
-        del self._open[digest]
-        self._sealed[digest] = None
-        if len(self._sealed) > _SEALED_KEPT:
+        digest, rewarding = _digest(session.key), _digest(session.reward_key)
+        del self._open[digest], self._rewarding[rewarding]
+        self._sealed[digest] = self._sealed[rewarding] = None
+        while len(self._sealed) > _SEALED_KEPT:
             self._sealed.popitem(last=False)
 
     def _note(self, client: ClientSampling) -> None:

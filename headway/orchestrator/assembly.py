@@ -81,6 +81,7 @@ def assemble(
             temperature=temperature,
             max_resumes=queue.max_resumes,
             resume_gate=parking.wait,
+            begin_gate=parking.begin,
             requests=actors.generator,
             watch_of=watch_of,
         )

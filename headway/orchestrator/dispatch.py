@@ -113,7 +113,8 @@ class Dispatch:
         """Generate all members of a group. A member's failure is data and never cancels its siblings."""
 
         async def member(position: int) -> Rollout:
-            await self._run.parking.begin()
+            if (opening := self._run.parking.begin(entry.group.index)) is not None:
+                await opening
             parked = entry.partials.pop(position, None)
             response, resumes = (parked.response, parked.resumes + 1) if parked else (PartialResponse(), 0)
             rollout = await self._run.rollouts.generate_member(entry.group, position, response, resumes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import Queue
 from headway.control.staleness import resumption
@@ -45,10 +47,10 @@ class Parking:
         """Whether all were parked for the step that is being trained: nobody goes on or begins meanwhile."""
         return self._queue.surplus == "park" and self._state.training
 
-    async def begin(self) -> None:
-        """Wait while the engine is kept empty: a member that has not begun has nothing to park."""
-        if self.engine_is_kept_empty:
-            await self._passed()
+    def begin(self, group: int) -> Awaitable[None] | None:
+        """What a member must wait for before it asks for a turn, its first or a later one: while the engine is kept
+        empty, and it isn't in a turn, it has nothing to park. None: it may ask at once; evaluations always may."""
+        return self._passed() if self.engine_is_kept_empty and group in self._state.running else None
 
     async def _passed(self) -> None:
         """Through the gate: it may have been closed again between its opening and the waiter's turn."""

@@ -17,7 +17,12 @@ ToolFormat = Literal["auto", "hermes", "llama_json", "none"]  # of tool calls; a
 # chat template renders an answer otherwise than it was sampled.
 Cause = Literal["start", "continued", "branched", "sibling", "rewritten"]
 Refusal = Literal[
-    "invalid_request_error", "context_length_exceeded", "rollout_limit_exceeded", "rollout_busy", "rollout_closed"
+    "invalid_request_error",
+    "context_length_exceeded",
+    "rollout_limit_exceeded",
+    "rollout_busy",
+    "rollout_closed",
+    "reward_refused",
 ]  # rollout_busy may pass: its caller waits and tries again
 Told = Callable[[PartialResponse], None]  # of all tokens of a response so far
 
@@ -67,6 +72,11 @@ class OpenConversation(Protocol):
     @property
     def key(self) -> str:
         """The API key that names it."""
+        ...
+
+    @property
+    def reward_key(self) -> str:
+        """The only key that posts its reward."""
         ...
 
     def seal(self) -> RecordedConversation:

@@ -34,7 +34,13 @@ class Processes(Protocol):
     def scratch(self, name: str) -> Path: ...
 
     async def run(
-        self, name: str, argv: Sequence[str], task: Mapping[str, Any], env: Mapping[str, str], scratch: Path
+        self,
+        name: str,
+        argv: Sequence[str],
+        task: Mapping[str, Any],
+        env: Mapping[str, str],
+        scratch: Path,
+        reward: tuple[str, str] = ("", ""),
     ) -> Exit: ...
 
 
@@ -135,8 +141,12 @@ class AgentAttempt:
             task = shown_task(self.group.task, (COLUMN,) if played else agents.environment.shows)
             (scratch / "task.json").write_text(json.dumps(task), encoding="utf-8")
             argv = filled(agents.environment.command, self.group.task, name, scratch)
+            url = f"{agents.conversations.address}/v1/rollouts/{name}/reward"
             env = variables(agents, name, conversation.key, scratch)
-            ends.append(asyncio.create_task(agents.processes.run(name, argv, task, env, scratch), name=f"agent-{name}"))
+            if agents.environment.posts_reward:
+                env |= {"HEADWAY_REWARD_URL": url, "HEADWAY_REWARD_KEY": conversation.reward_key}
+            process = agents.processes.run(name, argv, task, env, scratch, (url, conversation.reward_key))
+            ends.append(asyncio.create_task(process, name=f"agent-{name}"))
             await asyncio.wait((*ends, self._doomed), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._recorded = conversation.seal()
@@ -229,7 +239,6 @@ def variables(agents: Agents, name: str, key: str, scratch: Path) -> dict[str, s
         "ANTHROPIC_API_KEY": key,
         "HEADWAY_MODEL": agents.endpoint.model,
         "HEADWAY_ROLLOUT": name,
-        "HEADWAY_REWARD_URL": f"{address}/v1/rollouts/{name}/reward",
         "HEADWAY_TASK": str(scratch / "task.json"),
         "HEADWAY_SCRATCH": str(scratch),
         "NO_PROXY": direct,

@@ -4,7 +4,8 @@
 user's module once; every rollout then costs a fork. With SETTINGS, JSON, the function is called with them, once, and
 what it returns is the agent. Requests come and answers go as lines of JSON over the socket DESCRIPTOR:
 
-    {"start": id, "argv": [...] or [], "task": {...}, "env": {...}, "log": path}  ->  {"id", "exit": code, "signal": n}
+    {"start": id, "argv": [...] or [], "task": {...}, "env": {...}, "log": path, "reward": [url, key]}
+        ->  {"id", "exit": code, "signal": n}
     {"stop": id, "grace_s": s}
 
 An agent's exit ends what it left running: its process group, and whatever carries its rollout's mark in its
@@ -168,7 +169,7 @@ def _become(request: Mapping[str, Any], function: Callable[..., Any] | None) -> 
         if request["argv"]:
             _execute(request["argv"])
         assert function is not None
-        _call(function, request["task"])
+        _call(function, request["task"], *request["reward"])
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -189,7 +190,7 @@ def _execute(argv: list[str]) -> None:
         sys.exit(127)  # as shells say it
 
 
-def _call(function: Callable[..., Any], task: Mapping[str, Any]) -> None:
+def _call(function: Callable[..., Any], task: Mapping[str, Any], reward_url: str, reward_key: str) -> None:
     """Call the user's function; what it returns, if anything, is the reward."""
     found: Any = function(dict(task))
     if inspect.isawaitable(found):
@@ -197,7 +198,7 @@ def _call(function: Callable[..., Any], task: Mapping[str, Any]) -> None:
     if found is None:
         return
     reward = dict(found) if isinstance(found, Mapping) else {"reward": float(found)}
-    post_reward(os.environ["HEADWAY_REWARD_URL"], os.environ["OPENAI_API_KEY"], reward)
+    post_reward(reward_url, reward_key, reward)
 
 
 async def _awaited(found: Any) -> Any:

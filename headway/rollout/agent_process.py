@@ -81,18 +81,26 @@ class AgentProcesses:
                 await self._start_host()
 
     async def run(
-        self, name: str, argv: Sequence[str], task: Mapping[str, Any], env: Mapping[str, str], scratch: Path
+        self,
+        name: str,
+        argv: Sequence[str],
+        task: Mapping[str, Any],
+        env: Mapping[str, str],
+        scratch: Path,
+        reward: tuple[str, str] = ("", ""),
     ) -> Exit:
-        """Run an agent to its end: a command, or with ``argv`` empty the function on ``task``. Being cancelled stops
-        it; in any case nothing of it runs on when this returns. Raises ConfigurationError as `start`, WorkerDied when
-        the host dies."""
+        """Run an agent to its end: a command, or with ``argv`` empty the function on ``task``, what it returns being
+        posted as the ``reward`` (address, and a key that nothing it starts inherits). Being cancelled stops it; in any
+        case nothing of it runs on when this returns. Raises ConfigurationError as `start`, WorkerDied when the host
+        dies."""
         await self.start()
         agent = f"{os.getpid()}-{next(self._numbers)}-{name}"
         log = self._log(name)
         ended = self._exits[agent] = asyncio.get_running_loop().create_future()
         marked = {**env, MARK: agent}
         try:
-            await self._tell({"start": agent, "argv": list(argv), "task": task, "env": marked, "log": str(log)})
+            request = {"argv": list(argv), "task": task, "env": marked, "log": str(log), "reward": reward}
+            await self._tell({"start": agent, **request})
             exit = await asyncio.shield(ended)
         except asyncio.CancelledError:
             await self._stop(agent, ended)

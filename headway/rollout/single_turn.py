@@ -6,7 +6,7 @@ import asyncio
 import copy
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -26,8 +26,10 @@ from headway.runtime.clock import Clock
 
 Resumption = Literal["continue", "restart", "fail"]
 ResumeGate = Callable[[Parked], Awaitable[Resumption]]  # returns when a parked member may go on, and how
+BeginGate = Callable[[int], Awaitable[None] | None]  # what a request of this group must wait for; None: nothing
 WatchOf = Callable[[Group, int], Watch | None]  # who is told of a member's tokens while they come
 Stop = Pruned | Failure | Literal["park"]
+_Passed = TypeVar("_Passed")
 
 _LONGEST_DETAIL = 4000  # characters of a traceback that are kept
 _RETRY_S = 0.25  # before the first retry of an engine error; doubled for each further one
@@ -72,6 +74,7 @@ class SingleTurn:
         request_prefix: str = "",
         max_resumes: int | None = None,
         resume_gate: ResumeGate | None = None,
+        begin_gate: BeginGate | None = None,
         requests: OpenRequests | None = None,
         watch_of: WatchOf | None = None,
     ) -> None:
@@ -79,8 +82,8 @@ class SingleTurn:
         random numbers apart.
 
         A member parked ``max_resumes`` times runs uninterrupted by updates and parkings from then on (None: never).
-        ``requests``: the generator, where members are to be stopped or asked how far they are. ``watch_of`` is asked
-        once for each member.
+        ``begin_gate`` is asked before every request, whatever turn it is of. ``requests``: the generator, where
+        members are to be stopped or asked how far they are. ``watch_of`` is asked once for each member.
         """
         self._generate = generate
         self._requests = requests
@@ -95,6 +98,7 @@ class SingleTurn:
         self._prefix = request_prefix
         self._max_resumes = max_resumes
         self._resume_gate = resume_gate
+        self._begin_gate = begin_gate
         self._sampling = SamplingParameters(
             temperature=settings.temperature if temperature is None else temperature,
             top_p=settings.top_p,
@@ -187,6 +191,9 @@ class SingleTurn:
             if life.stopped is not None:
                 life.finish_reason = "abort"
                 return None
+            if self._begin_gate is not None and (opening := self._begin_gate(group.index)) is not None:
+                await _at_gate(opening, life)
+                continue  # it may have been stopped meanwhile, or the gate closed again
             request = GenerationRequest(
                 # a number per submission: late tokens of a failed one can't be taken for those of the next
                 request_id=f"{self._prefix}{group.index}-{member}.{life.resumes}.{errors}",
@@ -244,18 +251,24 @@ class SingleTurn:
                 resumes=life.resumes,
                 environment_version=self._environment_version,
             )
-            life.waiting = True
-            gate = asyncio.ensure_future(self._resume_gate(parked))
-            stopped = asyncio.ensure_future(life.stopping.wait())
-            try:
-                await asyncio.wait((gate, stopped), return_when=asyncio.FIRST_COMPLETED)
-                if gate.done():
-                    life.go_on(gate.result(), in_environment=self._environment_version >= 0)
-            finally:
-                life.waiting = False
-                gate.cancel()
-                stopped.cancel()
+            resumption = await _at_gate(self._resume_gate(parked), life)
+            if resumption is not None:
+                life.go_on(resumption, in_environment=self._environment_version >= 0)
         life.resumes += 1
+
+
+async def _at_gate(gate: Awaitable[_Passed], life: _Life) -> _Passed | None:
+    """Wait there: what it says when it opens. None: the member was stopped for good before."""
+    life.waiting = True
+    opened = asyncio.ensure_future(gate)
+    stopped = asyncio.ensure_future(life.stopping.wait())
+    try:
+        await asyncio.wait((opened, stopped), return_when=asyncio.FIRST_COMPLETED)
+        return opened.result() if opened.done() else None
+    finally:
+        life.waiting = False
+        opened.cancel()
+        stopped.cancel()
 
 
 class _Life:

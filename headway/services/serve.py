@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from headway.config.load import overridden, validate_experiment
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
@@ -29,7 +27,7 @@ from headway.generator.sessions import KeyRefused, NoSuchRollout, Session, new_r
 from headway.models.configuration import DecoderConfig
 from headway.records.clients import Watch
 from headway.records.conversations import Sample, Told, Wanted
-from headway.records.errors import ConfigurationError
+from headway.records.errors import ConfigurationError, Overloaded
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, SamplingParameters
 from headway.rollout.seeds import rollout_seed
 from headway.rollout.single_turn import Generate
@@ -38,6 +36,7 @@ from headway.runtime.clock import Clock, RealClock
 from headway.runtime.collector import short_collections
 from headway.runtime.line_file import LineFile
 from headway.runtime.workers import LocalLauncher
+from headway.services.session_record import SessionRecord
 from headway.tokens.continuing import Chat
 from headway.tokens.tokenizer import Tokenizer
 
@@ -47,6 +46,9 @@ _SESSIONS = 4096  # named ones at once; the longest unused goes first
 _IDLE_S = 600.0  # a named session is over when it wasn't used for so long
 _SWEEP_S = 15.0
 
+_FULL_RETRY_S = 30  # after which a new session may find room
+
+_Name = tuple[bytes, str]  # a key's digest, and what the client calls it
 PlaceFor = Callable[[int], AbstractAsyncContextManager[Place]]  # a request of so many tokens
 
 
@@ -117,11 +119,14 @@ async def _serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Cal
         tokenizer = Tokenizer.load(experiment.model.path)
         launcher = LocalLauncher(clock, start_timeout_s=experiment.run.worker_start_timeout_s)
         pool = GeneratorPool(launcher, experiment, clock, on_event=on_event)
-        record = None if wanted.record is None else stack.enter_context(LineFile(wanted.record))
+        record = None
+        if wanted.record is not None:
+            file = stack.enter_context(LineFile(wanted.record))
+            record = stack.enter_context(SessionRecord(file, on_event))
 
         def over(session: Session) -> None:
-            if record is not None and (line := recorded_line(session)) is not None:
-                record.append(line)
+            if record is not None:
+                record.add(session)
 
         stack.push_async_callback(pool.stop)
         await pool.start()
@@ -135,6 +140,8 @@ async def _serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Cal
                     await stopped.wait()
             except TimeoutError:
                 access.sweep()
+                if record is not None:
+                    record.write()
 
 
 @asynccontextmanager
@@ -229,11 +236,19 @@ def sampling(generate: Generate, tokenizer: Tokenizer, place_for: PlaceFor) -> C
     return lambda session: functools.partial(sample, session)
 
 
+@dataclass(kw_only=True, slots=True)
+class _Named:
+    session: Session
+    used_s: float = 0.0  # its last call began or ended then
+    tokens: int = 0  # that it keeps
+
+
 class ServedSessions:
     """Whose calls belong together: those of one key with one ``X-Session-ID`` are a rollout, recorded token-exact; a
     call without that header stands alone.
 
-    A rollout is over, and told of, when it wasn't used for long.
+    A rollout is over, and told of, when it has had no call for long: counted from the end of its last one. So is the
+    longest unused one, again and again, while all of them together have more tokens than ``endpoint.kept_tokens``.
     """
 
     def __init__(
@@ -253,7 +268,8 @@ class ServedSessions:
         self._clock = clock
         self._keys = [_digest(key) for key in keys]
         self._on_over = on_over
-        self._named: OrderedDict[tuple[bytes, str], tuple[Session, float]] = OrderedDict()  # the longest unused first
+        self._named: OrderedDict[_Name, _Named] = OrderedDict()  # the longest unused first
+        self._kept_tokens = 0  # of all of them
 
     def session(self, key: str, name: str = "") -> Session:
         """See :class:`headway.generator.endpoint.app.Access`."""
@@ -264,11 +280,12 @@ class ServedSessions:
             return self._new("")
         if len(name) > 256:
             raise KeyRefused("X-Session-ID is longer than 256 characters")
-        session, _ = self._named.get((digest, name)) or (self._new(name), 0.0)
-        self._named[digest, name] = session, self._clock.now()
-        self._named.move_to_end((digest, name))
         self.sweep()
-        return session
+        if (digest, name) not in self._named:
+            if self._kept_tokens > self._experiment.endpoint.kept_tokens:  # by those that have calls open
+                raise Overloaded(f"the sessions at work have {self._kept_tokens} tokens", _FULL_RETRY_S)
+            self._named[digest, name] = _Named(session=self._new(name, (digest, name)))
+        return self._used((digest, name)).session
 
     def rollout(self, key: str, rollout: str) -> Session:
         """See :class:`headway.generator.endpoint.app.Access`."""
@@ -278,38 +295,52 @@ class ServedSessions:
         return self.session(key, rollout)
 
     def sweep(self) -> None:
-        """End those that are not used any more."""
-        now = self._clock.now()
-        over: list[tuple[bytes, str]] = []
-        for name, (session, used_s) in self._named.items():
-            if len(self._named) - len(over) <= _SESSIONS and now < used_s + _IDLE_S:
+        """End those that are not used any more, and those for which there is no room."""
+        now, most_tokens = self._clock.now(), self._experiment.endpoint.kept_tokens
+        over: list[_Name] = []
+        tokens = self._kept_tokens
+        for name, named in self._named.items():
+            room = len(self._named) - len(over) <= _SESSIONS and tokens <= most_tokens
+            if room and now < named.used_s + _IDLE_S:
                 break
-            if not session.open_calls:
+            if not named.session.open_calls:
                 over.append(name)
+                tokens -= named.tokens
         for name in over:
-            self._named.pop(name)[0].seal()
+            self._end(name)
 
     def seal_all(self) -> None:
         """End all of them."""
-        while self._named:
-            _, (session, _) = self._named.popitem(last=False)
-            session.seal()
+        for name in list(self._named):
+            self._end(name)
 
-    def _new(self, name: str) -> Session:
+    def _end(self, name: _Name) -> None:
+        named = self._named.pop(name)
+        self._kept_tokens -= named.tokens
+        named.session.seal()
+
+    def _used(self, name: _Name) -> _Named:
+        """A call of it begins or ends."""
+        named = self._named[name]
+        tokens = named.session.recorder.kept_tokens
+        self._kept_tokens += tokens - named.tokens
+        named.tokens, named.used_s = tokens, self._clock.now()
+        self._named.move_to_end(name)
+        return named
+
+    def _call_ended(self, name: _Name, session: Session) -> None:
+        named = self._named.get(name)
+        if named is not None and named.session is session:  # it isn't over, with another one in its place
+            self._used(name)
+
+    def _new(self, name: str, place: _Name | None = None) -> Session:
         endpoint = self._experiment.endpoint
         recorder = new_recorder(self._chat, endpoint, self._experiment.max_sequence_tokens)
-        options: dict[str, Any] = {"on_seal": self._on_over} if name else {}
+        options: dict[str, Any] = {}
+        if place is not None:
+            options = {"on_seal": self._on_over, "on_call_end": functools.partial(self._call_ended, place)}
         sample = self._sample_of(f"session-{next(self._serials)}" if name else "")
         return Session(name, recorder, sample, endpoint.call_timeout_s, fixed_sampling=False, **options)
-
-
-def recorded_line(session: Session) -> bytes | None:
-    """A session that is over as a line of JSON: its name, its reward, its token-exact branches. None: nothing was
-    answered."""
-    recorded = session.seal()
-    if not recorded.branches:
-        return None
-    return msgspec.json.encode({"rollout": session.rollout, **msgspec.to_builtins(recorded)})
 
 
 def _digest(key: str) -> bytes:

@@ -121,8 +121,9 @@ class Chat:
             self._closing = "".join(column[0] for column in common)
         return self._closing
 
-    def encode_behind(self, before: int | None, text: str) -> list[int]:
-        """Token ids of ``text`` where it stands behind the token ``before`` (None: at the beginning).
+    def encode_behind(self, before: int | None, text: str, most: int | None = None) -> list[int]:
+        """Token ids of ``text`` where it stands behind the token ``before`` (None: at the beginning); ``most``: as
+        `Tokenizer.encode` has it.
 
         Tokenizers that mark the beginning of a text, or of what follows a special token, would mark that of every piece
         encoded by itself: behind a special token, it is encoded together with that.
@@ -130,7 +131,7 @@ class Chat:
         if not text:
             return []
         if before is not None and before in self.tokenizer.special_ids and (token := self.tokenizer.token(before)):
-            ids = self.tokenizer.encode(token + text)
+            ids = self.tokenizer.encode(token + text, most=most)
             if ids and ids[0] == before:
                 return ids[1:]
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode(text, most=most)

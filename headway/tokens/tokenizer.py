@@ -18,6 +18,8 @@ from tokenizers import Tokenizer as Backend
 from headway.records.errors import ConfigurationError
 
 Template = Literal["raw", "chat"]
+_LONG_TOKEN = 16  # characters: texts have shorter ones on average
+_PIECE = 1 << 16  # characters
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -92,8 +94,16 @@ class Tokenizer:
             origin=str(folder),
         )
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of ``text``; ``add_special_tokens`` lets the tokenizer's post-processor add its own (a bos)."""
+    def encode(self, text: str, *, add_special_tokens: bool = False, most: int | None = None) -> list[int]:
+        """Token ids of ``text``; ``add_special_tokens`` lets the tokenizer's post-processor add its own (a bos).
+        ``most``: so many are of use. A text with many times that is encoded until that is sure: more than twice as
+        many ids come back then, of its beginning."""
+        if most is not None and len(text) > _LONG_TOKEN * most:
+            ids: list[int] = []
+            for at in range(0, len(text), _PIECE):
+                ids += self._backend.encode(text[at : at + _PIECE], add_special_tokens=False).ids
+                if len(ids) > 2 * most:
+                    return ids
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:

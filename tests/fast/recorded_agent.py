@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import msgspec
@@ -271,3 +273,47 @@ def played(
     for _ in range(steps):
         agent.step()
     return agent, recorder.close()
+
+
+USER: Any = {"role": "user", "content": "1+2?"}
+
+
+@cache
+def chat(kind: str) -> Chat:
+    return chat_of(kind, Path(mkdtemp(prefix="headway-recorder-")))
+
+
+def recorder(kind: str = "qwen2.5", history_reasoning: Any = "as_sent", **limits: int) -> Recorder:
+    return Recorder(chat(kind), Limits(**{"context_tokens": 10_000, **limits}), history_reasoning)
+
+
+def request(*messages: dict[str, Any], **options: Any) -> Request:
+    return Request(messages=normal_messages(messages), **options)
+
+
+def result(
+    ids: list[int], finish_reason: Any = "stop", version: int = 0, first_token_s: float = 1.0
+) -> GenerationResult:
+    return GenerationResult(
+        request_id="r",
+        response=PartialResponse(
+            ids=tuple(ids),
+            logprobs=(-0.5,) * len(ids),
+            versions=(VersionSpan(version=version, tokens=len(ids)),) if ids else (),
+        ),
+        finish_reason=finish_reason,
+        first_token_s=first_token_s,
+    )
+
+
+def spelled(text: str, kind: str = "qwen2.5", *, ended: bool = True) -> list[int]:
+    """A token for every character, and the one that ends a response."""
+    tokenizer = chat(kind).tokenizer
+    return [i for character in text for i in tokenizer.encode(character)] + [tokenizer.eos_id] * ended
+
+
+def said(record: Recorder, text: str, *messages: dict[str, Any], **options: Any) -> Call:
+    """A call answered with ``text``, once for each choice."""
+    call = record.begin(request(*messages, **options))
+    record.commit(call, [result(spelled(text)) for _ in range(call.request.choices)])
+    return call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from typing import Any
 
 import openai
@@ -22,6 +23,7 @@ from endpoint_server import (
     until,
 )
 from openai import AsyncOpenAI
+from tokenizers import Tokenizer as Backend
 
 from headway.records.errors import Overloaded
 
@@ -45,9 +47,13 @@ def test_keys() -> None:
         assert (await server.post("/v1/chat/completions", BODY, key="", headers={"x-api-key": other.key}))[0] == 200
         assert (len(other.recorder.turns), len(server.session.recorder.turns)) == (1, 0)
         reward = {"reward": 1}
-        assert (await server.post("/v1/rollouts/8-0/reward", reward))[0] == 404
-        assert (await server.post("/v1/rollouts/none/reward", reward))[0] == 404
-        assert (await server.post("/v1/rollouts/8-0/reward", reward, key=other.key))[0] == 200
+        for key in (server.session.key, server.session.reward_key):
+            assert (await server.post("/v1/rollouts/8-0/reward", reward, key=key))[0] == 404
+            assert (await server.post("/v1/rollouts/none/reward", reward, key=key))[0] == 404
+        status, _, answer = await server.post("/v1/rollouts/8-0/reward", reward, key=other.key)
+        assert (status, answer["error"]["code"]) == (403, "reward_refused")
+        assert (await server.post("/v1/rollouts/8-0/reward", reward, key=other.reward_key))[0] == 200
+        assert (await server.post("/v1/chat/completions", BODY, key=other.reward_key))[0] == 401
         assert (other.seal().reward, server.session.seal().reward) == (1.0, None)
         status, headers, answer = await server.post("/v1/chat/completions", BODY)
         assert (status, answer["error"]["code"], headers["x-should-retry"]) == (409, "rollout_closed", "false")
@@ -72,14 +78,15 @@ def test_keys() -> None:
 )
 def test_rewards(body: Any, status: int) -> None:
     async def test(server: Served, client: AsyncOpenAI) -> None:
-        await server.post("/v1/rollouts/7-0/reward", {"reward": 0.25})
-        assert (await server.post("/v1/rollouts/7-0/reward", body))[0] == status
+        key = server.session.reward_key
+        await server.post("/v1/rollouts/7-0/reward", {"reward": 0.25}, key=key)
+        assert (await server.post("/v1/rollouts/7-0/reward", body, key=key))[0] == status
         await server.post("/v1/chat/completions", BODY)
         conversation = recorded(server)
         taken = status == 200
         assert conversation.reward == (0.5 if taken else 0.25)
         assert conversation.solved == (taken and "solved" in body)
-        assert (await server.post("/v1/rollouts/7-0/reward", {"reward": 1}))[0] == 409
+        assert (await server.post("/v1/rollouts/7-0/reward", {"reward": 1}, key=key))[0] == 409
 
     play(test)
 
@@ -87,8 +94,8 @@ def test_rewards(body: Any, status: int) -> None:
 def test_a_retry_joins_the_call_or_gets_its_answer_again() -> None:
     async def test(server: Served, client: AsyncOpenAI) -> None:
         server.engine.gate = asyncio.Event()
-        chat, again = "/v1/chat/completions", {"x-stainless-retry-count": "1"}
-        first = asyncio.create_task(server.post(chat, BODY))
+        chat, again = "/v1/chat/completions", {"idempotency-key": "k"}
+        first = asyncio.create_task(server.post(chat, BODY, headers=again))
         await until(lambda: server.engine.asked)
         second = asyncio.create_task(server.post(chat, BODY, headers=again))
         streamed = asyncio.create_task(server.post(chat, {**BODY, "stream": True}, headers=again))  # another request
@@ -105,10 +112,34 @@ def test_a_retry_joins_the_call_or_gets_its_answer_again() -> None:
         assert len(server.engine.asked) == 2
         await server.post(chat, BODY)  # no retry: a sample of its own
         assert len({wanted.purpose for wanted in server.engine.asked}) == 3
-        named = {"idempotency-key": "k"}
-        assert [(await server.post(chat, BODY, headers=named))[0] for _ in range(2)] == [200, 200]
-        assert len(server.engine.asked) == 4
-        assert recorded(server).turns == 4
+        assert recorded(server).turns == 3
+
+    play(test)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_retry_of_an_equal_request_takes_no_others_sample(answered: bool) -> None:
+    """Of two equal requests side by side, one loses its connection and comes again, counting its retries as clients of
+    both APIs do: whether the other is open still or answered, each has a sample of its own."""
+
+    async def test(server: Served, client: AsyncOpenAI) -> None:
+        server.engine.gate = asyncio.Event()
+        asking = client.chat.completions.create
+        broken, twin = [asyncio.create_task(asking(**BODY)) for _ in range(2)]  # type: ignore[call-overload]
+        await until(lambda: len(server.engine.asked) == 2)
+        broken.cancel()
+        await until(lambda: server.engine.cancelled)
+        if answered:
+            server.engine.gate.set()
+            await twin
+        again = asyncio.create_task(asking(**BODY, extra_headers={"x-stainless-retry-count": "1"}))  # type: ignore[call-overload]
+        if not answered:
+            await until(lambda: len(server.engine.asked) == 3)
+            server.engine.gate.set()
+        await asyncio.gather(again, twin)
+        assert len({wanted.purpose for wanted in server.engine.asked}) == 3
+        conversation = recorded(server)
+        assert (conversation.turns, conversation.abandoned_calls) == (2, 1)
 
     play(test)
 
@@ -258,6 +289,55 @@ def test_large_bodies_are_read() -> None:
     play(test)
 
 
+def test_a_large_prompt_is_not_encoded_where_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor much more of it than the context holds."""
+    encoded: list[tuple[bool, int]] = []
+    encode = Backend.encode
+
+    class Counted:
+        def __init__(self, backend: Backend) -> None:
+            self.backend = backend
+
+        def encode(self, text: str, **options: Any) -> Any:
+            encoded.append((threading.current_thread() is threading.main_thread(), len(text)))
+            return encode(self.backend, text, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.backend, name)
+
+    async def test(server: Served, client: AsyncOpenAI) -> None:
+        tokenizer = server.engine.chat.tokenizer
+        monkeypatch.setattr(tokenizer, "_backend", Counted(tokenizer._backend))
+        long: Any = {"role": "user", "content": "12 + 34? " * 400_000}
+        with pytest.raises(openai.BadRequestError, match="more than 3000 prompt tokens") as refused:
+            await client.chat.completions.create(model="headway", messages=[long])
+        assert refused.value.code == "context_length_exceeded"
+        assert sum(length for _, length in encoded) < 100_000
+        with pytest.raises(openai.BadRequestError, match="more than 3000 prompt tokens"):
+            await client.completions.create(model="headway", prompt=[5] * 100_000)
+        some = {"role": "user", "content": "1+2?", "notes": "x" * 30_000}
+        answer = await client.chat.completions.create(model="headway", messages=[some])  # type: ignore[list-item]
+        counting = {"model": "headway", "messages": [long], "max_tokens": 1}
+        status, _, counted = await server.post("/v1/messages/count_tokens", counting)
+        assert (status, counted["input_tokens"] > 1_000_000) == (200, True)
+        assert answer.choices[0].message.content == "hello"
+        own = [length for main, length in encoded if main]
+        assert own == [1] * len("hello")  # the engine of this test
+        assert recorded(server).cut is False  # the last call was answered
+
+    play(test)
+
+
+def test_a_request_that_is_refused_for_its_length_cuts_its_rollout() -> None:
+    async def test(server: Served, client: AsyncOpenAI) -> None:
+        await client.chat.completions.create(**BODY)  # type: ignore[call-overload]
+        with pytest.raises(openai.BadRequestError):
+            await client.completions.create(model="headway", prompt=[5] * 100_000)
+        assert recorded(server).cut
+
+    play(test)
+
+
 def test_a_head_that_never_ends_is_refused() -> None:
     async def test(server: Served, client: AsyncOpenAI) -> None:
         host, _, port = server.address.removeprefix("http://").rpartition(":")
@@ -272,6 +352,52 @@ def test_a_head_that_never_ends_is_refused() -> None:
         writer.close()
 
     play(test)
+
+
+@pytest.mark.parametrize(
+    ("sent", "key", "told"),
+    [
+        (b"", "", b""),
+        (b"POST /v1/chat/completions HTTP/1.1\r\nx-slow: ", "", b"HTTP/1.1 408 "),
+        (b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: 99\r\n\r\n{", "hw-wrong", b"HTTP/1.1 401 "),
+        (b"GET /health HTTP/1.1\r\n\r\nGET /hea", "", b"HTTP/1.1 200 "),
+    ],
+)
+def test_a_request_that_comes_drop_by_drop_is_not_waited_for(sent: bytes, key: str, told: bytes) -> None:
+    async def test(server: Served, client: AsyncOpenAI) -> None:
+        host, _, port = server.address.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent)
+        answered = asyncio.create_task(reader.read())
+        async with asyncio.timeout(10):
+            while not answered.done():
+                if sent:
+                    writer.write(b"x")
+                await asyncio.wait((answered,), timeout=0.01)
+        with contextlib.suppress(ConnectionResetError):
+            assert (await answered).startswith(told)
+        writer.close()
+
+    play(test, body_timeout_s=0.05)
+
+
+def test_who_sends_the_next_request_too_early_has_the_first_answered() -> None:
+    async def test(server: Served, client: AsyncOpenAI) -> None:
+        server.engine.gate = asyncio.Event()
+        host, _, port = server.address.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        data = json.dumps(BODY).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nx-api-key: {server.session.key}\r\n"
+        writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        await until(lambda: server.engine.asked)
+        writer.write(b"GET /hea")
+        await asyncio.sleep(0.2)
+        server.engine.gate.set()
+        async with asyncio.timeout(10):
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+
+    play(test, body_timeout_s=0.05)
 
 
 def test_more_connections_than_allowed_are_closed() -> None:

@@ -18,6 +18,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.generation import GenerationRequest
 from headway.records.ledger import StepRecord
 from headway.records.training import StepReport, TrainBatch
+from headway.rollout.own import Attempt
 from tests.fast.simulated_run import Outcome, experiment_of, simulate
 
 
@@ -29,6 +30,7 @@ def run_of(queue: dict[str, Any], **options: Any) -> Outcome:
         queue={"groups_per_step": 3, "budget": 2, "filter_zero_variance": False} | queue,
         generator={"slots": options.pop("slots", 32), "update_mode": options.pop("update_mode", "keep")},
         checkpoint={"every_steps": 3},
+        hooks=options.pop("hooks", {}),
     )
     return simulate(experiment, **options)
 
@@ -181,8 +183,19 @@ def test_seconds_do_not_pass_while_nothing_runs(monkeypatch: pytest.MonkeyPatch)
     assert balanced(outcome)
 
 
-def test_nobody_generates_while_the_trainer_works_on_a_parked_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An update takes longer than it takes to fill the next batch: its end must not let anybody go on."""
+async def two_turns(attempt: Attempt) -> None:
+    await attempt.generate(max_tokens=20)
+    attempt.observe_ids((7,))
+    await attempt._rollouts._clock.sleep(0.1 + attempt.group.index % 7 * 0.02)  # a tool
+    await attempt.generate(max_tokens=20)
+
+
+@pytest.mark.parametrize("hooks", [{}, {"rollout": f"{__name__}:two_turns"}])
+def test_nobody_generates_while_the_trainer_works_on_a_parked_run(
+    hooks: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update takes longer than it takes to fill the next batch: its end must not let anybody go on. Nor does who
+    comes back from a tool meanwhile."""
     running: list[int] = []
     compute = Train._compute
 
@@ -198,6 +211,7 @@ def test_nobody_generates_while_the_trainer_works_on_a_parked_run(monkeypatch: p
         seed=4,
         token_s=0.02,
         generator_options={"update_s": 0.15},
+        hooks=hooks,
     )
     assert sum(step.parkings for step in outcome.steps) > 10
     assert max(running) == 0

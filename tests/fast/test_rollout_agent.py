@@ -23,7 +23,7 @@ from headway.records.rollout import Failure, Group, Parked, Rollout, Verdict
 from headway.records.task import Task
 from headway.rollout.agent import AgentRollouts, Agents, filled, shown_task, variables
 from headway.rollout.agent_process import Exit
-from headway.rollout.single_turn import apply_verdict
+from headway.rollout.single_turn import BeginGate, apply_verdict
 from headway.runtime.clock import Clock, run_virtual
 from headway.tokens.messages import normal_messages
 
@@ -48,15 +48,23 @@ class FakeProcesses:
     clock: Clock
     folder: Path
     keys: list[str] = field(default_factory=list)
+    told: list[tuple[Mapping[str, str], tuple[str, str]]] = field(default_factory=list)  # environment, where to reward
     running: int = 0
 
     def scratch(self, name: str) -> Path:
         return self.folder
 
     async def run(
-        self, name: str, argv: Sequence[str], task: Mapping[str, Any], env: Mapping[str, str], scratch: Path
+        self,
+        name: str,
+        argv: Sequence[str],
+        task: Mapping[str, Any],
+        env: Mapping[str, str],
+        scratch: Path,
+        reward: tuple[str, str] = ("", ""),
     ) -> Exit:
         self.keys.append(env["OPENAI_API_KEY"])
+        self.told.append((env, reward))
         self.running += 1
         try:
             return await self.agent(self.sessions.session(env["OPENAI_API_KEY"]), self.clock)
@@ -99,6 +107,7 @@ def play(
     environment: Mapping[str, Any] = {},
     gate: Callable[[Parked], Awaitable[Any]] | None = None,
     max_resumes: int | None = None,
+    begin: Callable[[Clock], BeginGate] | None = None,
     **settings: Any,
 ) -> Played:
     async def main(clock: Clock) -> Played:
@@ -127,6 +136,7 @@ def play(
         rollouts = AgentRollouts(
             agents, generate, chat().tokenizer, SETTINGS.model_copy(update=settings), clock, run_seed=3,
             requests=generator, resume_gate=gate, max_resumes=max_resumes,
+            begin_gate=None if begin is None else begin(clock),
         )  # fmt: skip
         other = None if meanwhile is None else asyncio.create_task(meanwhile(rollouts, clock))  # type: ignore[arg-type]
         rollout = await rollouts.generate_member(GROUP, member)
@@ -207,6 +217,24 @@ def test_all_calls_of_a_member_are_parked_as_one(tmp_path: Path) -> None:
     assert played.duration_s == pytest.approx(7.5 + 2)
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_call_waits_until_the_engine_takes_requests(stopped: bool, tmp_path: Path) -> None:
+    def begin(clock: Clock) -> BeginGate:
+        return lambda group: clock.sleep(30 - clock.now()) if group == 7 and 10 < clock.now() < 30 else None
+
+    why = Failure(boundary="engine", cause="group timeout", infrastructure=True)
+
+    async def meanwhile(rollouts: AgentRollouts, clock: Clock) -> None:
+        await clock.sleep(20)
+        rollouts.stop(7, 1, why if stopped else "park")  # it has nothing to park
+
+    played = play(twice, tmp_path, begin=begin, meanwhile=meanwhile)
+    assert played.duration_s == pytest.approx(20 if stopped else 30 + 4)
+    assert (played.rollout.failure, played.rollout.calls) == ((why, 1) if stopped else (None, 2))
+    assert played.rollout.resumes == 0
+    assert len(played.requests) == (1 if stopped else 2)
+
+
 def test_a_rollout_is_parked_no_more_often_than_it_may_be(tmp_path: Path) -> None:
     parked: list[Parked] = []
 
@@ -276,6 +304,15 @@ def test_a_posted_reward_is_the_rollouts_and_no_verifier_is_asked(tmp_path: Path
 
     rollout = play(agent, tmp_path).rollout
     assert (rollout.reward, rollout.solved, rollout.finished_s) == (0.5, True, rollout.generated_s)
+
+
+@pytest.mark.parametrize("posts", [False, True])
+def test_what_a_model_runs_has_no_key_to_the_reward(posts: bool, tmp_path: Path) -> None:
+    """Unless the environment asks for it: commands inherit its environment."""
+    [(env, (url, key))] = play(twice, tmp_path, environment={"posts_reward": posts}).processes.told
+    assert url.endswith("/v1/rollouts/7-1/reward")
+    assert (key in env.values(), env.get("HEADWAY_REWARD_KEY") == key, "HEADWAY_REWARD_URL" in env) == (posts,) * 3
+    assert key != env["OPENAI_API_KEY"]
 
 
 def test_turn_rewards_are_refused_where_turns_have_no_order(tmp_path: Path) -> None:
@@ -401,5 +438,4 @@ def test_what_an_agent_is_told(tmp_path: Path) -> None:
     agents = Agents(environment=environment, endpoint=Endpoint(), conversations=sessions, processes=None)  # type: ignore[arg-type]
     found = variables(agents, "7-1", "hw-key", tmp_path)
     assert (found["OPENAI_BASE_URL"], found["OPENAI_API_KEY"]) == ("http://127.0.0.1:8000/v1", "hw-key")
-    assert found["HEADWAY_REWARD_URL"] == "http://127.0.0.1:8000/v1/rollouts/7-1/reward"
     assert (found["MINE"], found["OPENAI_API_BASE"]) == ("1", "none")

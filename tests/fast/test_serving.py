@@ -20,7 +20,8 @@ from headway.records.conversations import ClientSampling, RecordedConversation
 from headway.records.errors import ConfigurationError
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
 from headway.runtime.clock import Clock, run_virtual
-from headway.services.serve import ServedSessions, recorded_line, sampling, serving_of
+from headway.services.serve import ServedSessions, sampling, serving_of
+from headway.services.session_record import recorded_line
 from headway.tokens.messages import normal_messages
 
 KEYS = ("a-key-of-16-bytes", "another-key-of-16")
@@ -30,6 +31,8 @@ class Engine:
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
         self.places: list[tuple[int, int]] = []  # tokens asked for and used
+        self.clock: Clock | None = None  # on which an answer takes this long
+        self.takes_s = 0.0
 
     @asynccontextmanager
     async def place_for(self, tokens: int) -> AsyncIterator[Place]:
@@ -39,15 +42,19 @@ class Engine:
 
     async def generate(self, request: GenerationRequest, watch: Any = None, /) -> GenerationResult:
         self.requests.append(request)
+        if self.clock is not None:
+            await self.clock.sleep(self.takes_s)
         response = PartialResponse(ids=(5, 6), logprobs=(-1.0, -2.0), versions=(VersionSpan(version=0, tokens=2),))
         return GenerationResult(request_id=request.request_id, response=response, finish_reason="stop")
 
 
 def sessions(
-    clock: Clock, keys: Sequence[str] = (), over: list[Session] | None = None
+    clock: Clock, keys: Sequence[str] = (), over: list[Session] | None = None, **endpoint: Any
 ) -> tuple[ServedSessions, Engine]:
     experiment = validate_experiment(
-        {"run": {"directory": "none"}, "model": {"path": "none"}, "tasks": {"train": {"path": "none"}}}, "test"
+        {"run": {"directory": "none"}, "model": {"path": "none"}, "tasks": {"train": {"path": "none"}}}
+        | {"endpoint": endpoint},
+        "test",
     )
     engine, ended = Engine(), [] if over is None else over
     sample_of = sampling(engine.generate, chat().tokenizer, engine.place_for)

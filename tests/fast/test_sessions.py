@@ -74,8 +74,9 @@ async def client(session: Any, chance: random.Random, clock: Clock, number: int)
             max_tokens=chance.choice([None, 20]),
         )
         turns: Any = ()
-        for attempt in range(3):
-            answering = session.call(request, ClientSampling(), f"{talk}", retry=attempt > 0)
+        named = chance.random() < 0.5
+        for _ in range(3):
+            answering = session.call(request, ClientSampling(), f"{number} {talk}" if named else "")
             leave = answering.join(lambda: None)
             try:
                 if answering.task is not None:
@@ -138,12 +139,14 @@ def test_keys_are_secret_and_name_one_rollout() -> None:
         one, other = found.open("7-0", at_once), found.open("7-1", at_once)
         assert one.key != other.key
         assert len(one.key) >= 43  # 256 bits
-        assert (found.session(one.key), found.rollout(other.key, "7-1")) == (one, other)
+        assert (found.session(one.key), found.rollout(other.reward_key, "7-1")) == (one, other)
         for key in ("", "hw-", one.key[:-1], "é\udcff"):
             with pytest.raises(KeyRefused):
                 found.session(key)
         with pytest.raises(NoSuchRollout):
             found.rollout(one.key, "7-1")
+        with pytest.raises(RequestRefused, match="posts no reward"):
+            found.rollout(one.key, "7-0")
         one.seal()
         with pytest.raises(RequestRefused, match="has ended"):
             found.session(one.key)

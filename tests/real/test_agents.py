@@ -101,12 +101,9 @@ def test_a_function_with_the_openai_client(
 ) -> None:
     async def test(processes: AgentProcesses) -> None:
         async with served("hello") as server:
-            env = {
-                "OPENAI_BASE_URL": server.base_url,
-                "OPENAI_API_KEY": server.session.key,
-                "HEADWAY_REWARD_URL": f"{server.base_url}/rollouts/7-0/reward",
-            }
-            exit = await processes.run("7-0", [], {"prompt": "1+2?"}, env, processes.scratch("7-0"))
+            env = {"OPENAI_BASE_URL": server.base_url, "OPENAI_API_KEY": server.session.key}
+            rewarding = f"{server.base_url}/rollouts/7-0/reward", server.session.reward_key
+            exit = await processes.run("7-0", [], {"prompt": "1+2?"}, env, processes.scratch("7-0"), rewarding)
             assert exit.well, exit.tail
             recorded = server.session.seal()
             assert (recorded.turns, recorded.reward, recorded.solved) == (turns, reward, solved)

@@ -26,6 +26,7 @@ from headway.generator.endpoint.logprobs import TokenTexts
 from headway.generator.endpoint.refusals import Refused, refused_by
 from headway.generator.endpoint.responses import Responses
 from headway.generator.endpoint.streams import stream
+from headway.generator.recorder import Request
 from headway.generator.sessions import Session
 from headway.records.conversations import RequestRefused
 from headway.tokens.continuing import Chat
@@ -41,6 +42,7 @@ _COUNT = "/v1/messages/count_tokens"
 _MODELS = "/v1/models"
 _ROLLOUTS = "/v1/rollouts/"
 _REWARD = "/reward"
+_LARGE_BYTES = 20_000  # of a request: encoding what is in a larger one would have others wait for too long
 _LARGEST = sys.float_info.max
 
 
@@ -52,7 +54,7 @@ class Access(Protocol):
         ...
 
     def rollout(self, key: str, rollout: str) -> Session:
-        """Raises as `session`, and NoSuchRollout."""
+        """Whose reward the key posts. Raises as `session`, and NoSuchRollout."""
         ...
 
 
@@ -127,8 +129,8 @@ class App:
         self._require_model(body)
         setting = self._setting(session, exchange)
         asked = dialect.read(body, setting)
-        fingerprint, retry = _identity(exchange, raw)
-        answering = session.call(asked.request, asked.client, fingerprint, retry=retry)
+        planned = await asyncio.to_thread(session.recorder.plan, asked.request) if len(raw) > _LARGE_BYTES else None
+        answering = session.call(asked.request, asked.client, _identity(exchange, raw), planned)
         if asked.stream:
             await stream(exchange, dialect, asked, answering, setting)
             return
@@ -140,12 +142,17 @@ class App:
     async def _count(self, exchange: Exchange) -> None:
         """Tokens of a request of Anthropic's API, which is not recorded."""
         session = self._access.session(exchange.key, exchange.header("x-session-id"))
-        body = self._decoded(await exchange.body())
+        raw = await exchange.body()
+        body = self._decoded(raw)
         self._require_model(body)
         asked = Messages().read({"max_tokens": 1, **body}, self._setting(session, exchange))
-        request = asked.request
+        count = self._tokens_of
+        tokens = await asyncio.to_thread(count, asked.request) if len(raw) > _LARGE_BYTES else count(asked.request)
+        await exchange.reply(200, msgspec.json.encode({"input_tokens": tokens}))
+
+    def _tokens_of(self, request: Request) -> int:
         text = self._chat.render(request.messages, request.tools, request.variables)
-        await exchange.reply(200, msgspec.json.encode({"input_tokens": len(self._chat.tokenizer.encode(text))}))
+        return len(self._chat.tokenizer.encode(text))
 
     async def _reward(self, exchange: Exchange, rollout: str) -> None:
         """``{"reward": number, "solved"?: true or false}``: the rollout's; the last one counts."""
@@ -234,13 +241,13 @@ async def _answered(exchange: Exchange, answering: Answering) -> None:
         leave()
 
 
-def _identity(exchange: Exchange, raw: bytes) -> tuple[str, bool]:
-    """(fingerprint of a request, whether it is a retry of one): clients of both APIs count their retries in a header,
-    or give every request a key."""
+def _identity(exchange: Exchange, raw: bytes) -> str:
+    """What a request shares with its retries alone: its client has named it. "": it hasn't. Headers that count retries
+    don't say of which request, and another one may be equal to the letter: a sample of its own is wanted for each."""
     named = exchange.header("idempotency-key")
-    digest = hashlib.blake2b(exchange.path.encode() + b"\n" + named.encode() + b"\n" + raw, digest_size=16)
-    count = exchange.header("x-stainless-retry-count")
-    return digest.hexdigest(), bool(named) or (count.isdecimal() and int(count) > 0)
+    if not named:
+        return ""
+    return hashlib.blake2b(f"{exchange.path}\n{named}\n".encode() + raw, digest_size=16).hexdigest()
 
 
 def _require(exchange: Exchange, method: str) -> None:

@@ -74,7 +74,7 @@ def _of_recorder(error: RequestRefused) -> Refused:
         return Refused(429, message, code="rate_limit_exceeded", headers=_retry_after(1))
     if code == "rollout_closed":
         return Refused(409, message, code=code, headers=NO_RETRY)
-    if code == "rollout_limit_exceeded":
+    if code in ("rollout_limit_exceeded", "reward_refused"):
         return Refused(403, message, code=code, headers=NO_RETRY)  # not 429: it won't pass
     return Refused(400, message, code=code if code == "context_length_exceeded" else None, param=param)
 

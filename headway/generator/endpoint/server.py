@@ -20,6 +20,7 @@ _HEAD_BYTES = 64 * 1024  # request line and headers
 _BACKLOG = 2048  # connections that wait to be accepted
 _GRACE_S = 2  # for responses under way when the server ends
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 @asynccontextmanager
@@ -29,7 +30,7 @@ async def serving(app: Any, settings: Endpoint, listener: socket.socket | None =
     with closing(listener or listening(settings.address)) as listener:
         config = uvicorn.Config(
             app,
-            http=_protocol(settings.connections),
+            http=_protocol(settings.connections, settings.body_timeout_s),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -76,15 +77,17 @@ def listening(address: str) -> socket.socket:
     return listener
 
 
-def _protocol(connections: int) -> type[HttpToolsProtocol]:
+def _protocol(connections: int, timeout_s: float) -> type[HttpToolsProtocol]:
     class Protocol(HttpToolsProtocol):
-        """Within limits that uvicorn has none for: connections at once, and the head of a request."""
+        """Within limits that uvicorn has none for: connections at once, the head of a request, the time until one is
+        whole. The body of one that is being answered is the application's to wait for."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self.in_head = True
             self.unfinished_bytes = 0  # of a head that isn't whole
             self.messages = 0  # that were
+            self.deadline: asyncio.TimerHandle | None = self.loop.call_later(timeout_s, self.refuse_late)
             if len(self.connections) > connections:
                 transport.abort()
 
@@ -95,6 +98,17 @@ def _protocol(connections: int) -> type[HttpToolsProtocol]:
             self.unfinished_bytes = self.unfinished_bytes + len(data) if still else 0
             if self.unfinished_bytes > _HEAD_BYTES:
                 self.refuse_head()
+            whole = self.in_head and not self.unfinished_bytes
+            if self.deadline is not None and (whole or messages != self.messages):
+                self.deadline.cancel()
+                self.deadline = None
+            if self.deadline is None and not whole:
+                self.deadline = self.loop.call_later(timeout_s, self.refuse_late)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self.deadline is not None:
+                self.deadline.cancel()
+            super().connection_lost(exc)
 
         def on_headers_complete(self) -> None:
             self.in_head = False
@@ -111,6 +125,13 @@ def _protocol(connections: int) -> type[HttpToolsProtocol]:
         def refuse_head(self) -> None:
             if not self.transport.is_closing():
                 self.transport.write(_TOO_LARGE)
+                self.transport.close()
+
+        def refuse_late(self) -> None:
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.deadline = self.loop.call_later(timeout_s, self.refuse_late)
+            elif not self.transport.is_closing():
+                self.transport.write(_TOO_LATE if self.unfinished_bytes else b"")
                 self.transport.close()
 
     return Protocol
