@@ -278,7 +278,7 @@ class Recorder:
                 continue
             ids = tuple(chat.encode_behind(turn.answer.ids[-1], text[behind:], most))
             return turn, text[at:], ids, "rewritten" if rewritten else "branched" if turn.children else "continued"
-        whole = chat.tokenizer.encode(text, add_special_tokens=raw, most=most)
+        whole = chat.tokenizer.encode(text, add_special_tokens=True, most=most) if raw else chat.encode(text, most)
         return None, text, tuple(whole), "rewritten" if rewritten else "branched" if self._roots else "start"
 
     def _continued_ids(self, prompt: tuple[int, ...]) -> tuple[Turn | None, str, tuple[int, ...], Cause]:
