@@ -1,13 +1,14 @@
 """The endpoint of `headway serve` over fake replicas, as a process of its own: what `router.py` drives over HTTP.
 
-    python benchmarks/http_edge.py FOLDER [--replicas 4] [--core 0]
+    python benchmarks/http_edge.py FOLDER [--replicas 4] [--core 0] [--bare]
 
 All of a call's path is the real one: uvicorn and its parser, the key, the session and what it has recorded, the chat
 template, the tokenizer, the limiter, the pool and its router, the answer written as JSON or as a stream. Only the
 engine is fake: it has every answer at once, so that what is measured is the edge and nothing else. FOLDER gets a
 tokenizer, trained on this repository's documents, with a chat template that knows tools.
 
-Prints its address when it listens, and ends when its standard input does.
+Prints its address when it listens, and ends when its standard input does. With ``--bare`` it answers every request with
+the same bytes and does nothing else: what this machine takes for the event loop, the sockets and the other process.
 """
 
 from __future__ import annotations
@@ -123,6 +124,32 @@ async def serve(folder: Path, replicas: int) -> None:
     await pool.stop()
 
 
+class Bare(asyncio.Protocol):
+    """One request at a time, of a known length; the answer is about as long as a real one."""
+
+    ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 480\r\n\r\n" + b"x" * 480
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._data = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        head, behind, body = self._data.partition(b"\r\n\r\n")
+        if behind and len(body) >= int(head.lower().partition(b"content-length:")[2].split(b"\r")[0]):
+            self._data = b""
+            self._transport.write(self.ANSWER)
+
+
+async def serve_bare() -> None:
+    """Until standard input ends."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    server = await loop.create_server(Bare, "127.0.0.1", 0)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    loop.add_reader(sys.stdin, ended.set)
+    await ended.wait()
+
+
 # --- what is asked -------------------------------------------------------------------------------------------
 
 
@@ -181,9 +208,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="gets a tokenizer")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--core", type=int, help="to run on")
+    parser.add_argument("--bare", action="store_true", help="answer everything with the same bytes")
     options = parser.parse_args(arguments)
     pin(options.core)
-    asyncio.run(serve(options.folder, options.replicas))
+    asyncio.run(serve_bare() if options.bare else serve(options.folder, options.replicas))
 
 
 if __name__ == "__main__":

@@ -24,13 +24,16 @@ otherwise. It ends with exit code 1 when that leaks.
 
 Last line, one JSON object. In process: `p50_ms`, `p99_ms`, `max_ms`, `cpu_ms_per_request`, `requests`,
 `arrivals_per_s` (as they came), `late_p99_ms` (how late the arrivals were written, part of the above), `spills`. Over
-HTTP what `http_load.py` prints, every name with `http_` before it; and what `soak.py` does.
+HTTP what `http_load.py` prints, every name with `http_` before it; and what `soak.py` does. `bare_p50_ms`,
+`bare_p99_ms`, `http_bare_...`: the same arrivals where nothing is done with them but to note the time, or to answer
+with fixed bytes: what this machine's wake-ups and stalls come to by themselves.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import json
@@ -42,7 +45,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +69,7 @@ PROMPT_TOKENS = 512
 RESPONSE_TOKENS = 32
 SAMPLES = 100  # of a soak
 IN_PROCESS_S = 60.0  # beside a soak of the other
+BARE_S = 15.0  # for what the machine takes by itself
 HERE = Path(__file__).resolve().parent
 PROMPTS = [tuple(range(head, head + PROMPT_TOKENS)) for head in range(64)]  # so prefixes are found, and not always
 
@@ -181,9 +185,12 @@ async def in_process(load: Load, replicas: int, core: int) -> dict[str, float]:
         jobs.add(job)
         job.add_done_callback(jobs.discard)
 
-    first = load.requests // 10
     gc.collect()
     gc.freeze()
+    bare_ms = array("d")
+    short = dataclasses.replace(load, seconds=min(load.seconds, BARE_S))
+    await arrivals(short, core, lambda number, at_s: bare_ms.append(1000 * (clock.now() - at_s)))
+    first = load.requests // 10
     late_s = await arrivals(load, core, arrive)
     await asyncio.gather(*jobs)
     used_s = time.process_time() - cpu[0][1]
@@ -199,6 +206,8 @@ async def in_process(load: Load, replicas: int, core: int) -> dict[str, float]:
         "p50_ms": quantile(times_ms, 0.5),
         "p99_ms": quantile(times_ms, 0.99),
         "max_ms": max(times_ms),
+        "bare_p50_ms": quantile(bare_ms, 0.5),
+        "bare_p99_ms": quantile(bare_ms, 0.99),
         "cpu_ms_per_request": 1000 * used_s / counted,
         "requests": counted,
         "arrivals_per_s": (counted - 1) / spread_s if spread_s else 0.0,
@@ -226,24 +235,36 @@ def _experiment(replicas: int) -> Any:
 
 
 async def over_http(load: Load, options: argparse.Namespace, core: int | None) -> dict[str, Any]:
-    """From the scheduled arrival to the last byte of the endpoint's answer; it runs on ``core``."""
+    """From the scheduled arrival to the last byte of the endpoint's answer; it runs on ``core``. Then the same of a
+    server that does nothing."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(HERE / "http_edge.py"), folder, f"--replicas={options.replicas}"]
-        command += [] if core is None else [f"--core={core}"]
-        pipe = asyncio.subprocess.PIPE
-        server = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-        assert server.stdin is not None
-        assert server.stdout is not None
-        try:
-            address = (await server.stdout.readline()).decode().strip()
-            if not address:
-                raise RuntimeError(f"http_edge.py ended with {await server.wait()}")
-            lines = Path(folder) / "requests.jsonl"
+        lines = Path(folder) / "requests.jsonl"
+        async with edge(folder, core, f"--replicas={options.replicas}") as (address, pid):
             await asyncio.to_thread(write_requests, address, lines, options.characters)
-            return await driven(f"{address}/v1/chat/completions", load, options, server.pid, lines)
-        finally:
-            server.stdin.close()
-            await asyncio.wait_for(server.wait(), 30)
+            found = await driven(f"{address}/v1/chat/completions", load, options, pid, lines)
+        async with edge(folder, core, "--bare") as (address, pid):
+            short = dataclasses.replace(load, seconds=min(load.seconds, BARE_S))
+            bare = await drive(address, **dataclasses.asdict(short), core=options.core, pid=pid, lines=lines)
+    return found | {f"http_bare_{name}": bare[f"http_{name}"] for name in ("p50_ms", "p99_ms", "max_ms")}
+
+
+@contextlib.asynccontextmanager
+async def edge(folder: str, core: int | None, *options: str) -> AsyncIterator[tuple[str, int]]:
+    """`http_edge.py` inside the block: its address, its process id."""
+    command = [sys.executable, str(HERE / "http_edge.py"), folder, *options]
+    command += [] if core is None else [f"--core={core}"]
+    pipe = asyncio.subprocess.PIPE
+    server = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    try:
+        address = (await server.stdout.readline()).decode().strip()
+        if not address:
+            raise RuntimeError(f"http_edge.py ended with {await server.wait()}")
+        yield address, server.pid
+    finally:
+        server.stdin.close()
+        await asyncio.wait_for(server.wait(), 30)
 
 
 async def driven(url: str, load: Load, options: argparse.Namespace, pid: int, lines: Path | None) -> dict[str, Any]:

@@ -102,8 +102,8 @@ class Exchange:
         await self._bounded({"type": "http.response.body", "body": b""})
 
     def close(self) -> None:
-        """Wait for the client no longer."""
-        if self._gone is not None:
+        """Wait for the client no longer. Behind a whole response the server says by itself that it has left."""
+        if self._gone is not None and not self.answered:
             self._gone.cancel()
 
     def _head(self, status: int, kind: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Message:
