@@ -31,7 +31,8 @@ from headway.generator.fake_replica import ReplicaCosts
 from headway.generator.fake_worker import FakeLauncher
 from headway.records.generation import GenerationRequest
 from headway.runtime.clock import RealClock
-from headway.services.serve import served_pool, settled
+from headway.runtime.collector import short_collections
+from headway.services.serve import served_pool
 from headway.tokens.tokenizer import Tokenizer
 from headway.tokens.training import BYTES, train_byte_fallback_tokenizer
 
@@ -110,8 +111,7 @@ async def serve(folder: Path, replicas: int) -> None:
     costs = ReplicaCosts(token_s=1e-9, slots=256)
     pool = GeneratorPool(FakeLauncher(clock, costs, length_of=length, start_s=0.0), experiment, clock)
     await pool.start()
-    async with served_pool(experiment, pool, tokenizer, clock) as (address, access):
-        settled()
+    async with served_pool(experiment, pool, tokenizer, clock) as (address, access), short_collections(clock):
         print(address, flush=True)
         ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(sys.stdin, ended.set)

@@ -40,7 +40,8 @@ def main() -> None:
     tasks, initial, warm, rl = folder / "tasks", folder / "init", folder / "sft", folder / "rl"
     paths = [f"--tasks.{name}.path={tasks}/{name}.jsonl" for name in ("train", "validation", "test")]
     seed = f"--run.seed={arguments.seed}"
-    engine = (f"--generator.engine={arguments.engine}",) if arguments.engine != "torch" else ()
+    # vLLM has a fixed cost a step that a model as small as this one does not repay: it gets the time for as many steps
+    engine = ("--generator.engine=vllm", "--run.time_limit_s=600") if arguments.engine == "vllm" else ()
     if not (tasks / "test.jsonl").exists():
         run("python", str(HERE / "make_tasks.py"), str(tasks), "--seed", str(arguments.seed))
     if not initial.exists():

@@ -52,9 +52,7 @@ class Call:
         self.future = future
         self.replica: int | None = None
         self.ticket = ""  # the id it has inside that replica
-        self._ids = list(request.partial.ids)
-        self._logprobs = list(request.partial.logprobs)
-        self._spans = [[span.version, span.tokens] for span in request.partial.versions]
+        self._start_over()
         self.watch = watch
         self._told_tokens = len(self._ids)
         self.serial = 0  # in the order they came
@@ -81,9 +79,18 @@ class Call:
         """Prompt and still allowed response tokens: what it may cost a replica."""
         return len(self.request.prompt_ids) + max(0, self.request.sampling.max_tokens - len(self._ids))
 
+    def _start_over(self) -> None:
+        """With the tokens that were asked with, alone."""
+        partial = self.request.partial
+        self._ids = list(partial.ids)
+        self._logprobs = list(partial.logprobs)
+        self._spans = [[span.version, span.tokens] for span in partial.versions]
+
     def absorb(self, delta: TokenDelta, now: float) -> None:
-        """Take over a delta's tokens."""
+        """Take over a delta's tokens; a void one takes all back that were gained."""
         self.reprefills += delta.reprefilled
+        if delta.void:
+            self._start_over()
         if not delta.ids:
             return
         if self.first_token_s == 0.0:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Sequence
+import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 
 from headway.config.schema import Experiment
-from headway.generator.activity import ActivitySpan
 from headway.generator.counters import accumulated
 from headway.generator.health import Health
 from headway.generator.limiter import Limiter
-from headway.generator.replica import Replica, call_replica
+from headway.generator.replica import Replica, activity_of, call_replica, own_cause, raise_but_deaths
 from headway.generator.router import EventCallback, Router
 from headway.records.clients import Watch
-from headway.records.errors import HeadwayError, RemoteError, WeightsCorrupt, WorkerDied
+from headway.records.errors import (
+    ConfigurationError,
+    HeadwayError,
+    RemoteError,
+    WeightsCorrupt,
+    WeightsMismatch,
+    WorkerDied,
+)
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
@@ -28,12 +35,13 @@ from headway.records.generation import (
 )
 from headway.records.trace import Span, WorkerState
 from headway.runtime.clock import Clock
-from headway.runtime.workers import Launcher, Worker
+from headway.runtime.workers import Launcher
 
 _BACKOFF_S = 0.5  # before the first restart is repeated; doubled each time
 _LONGEST_BACKOFF_S = 30.0
 _FORGIVEN_AFTER_S = 300.0  # a replica that was live for so long since a death is forgiven it
 _STOP_GRACE_S = 1.0
+_HOPELESS = (WeightsMismatch, ConfigurationError)  # of these another process would say the same
 
 
 class GeneratorPool:
@@ -89,6 +97,7 @@ class GeneratorPool:
         self._lent = False
         self._keepers: dict[str, asyncio.Task[None]] = {}  # by replica
         self._stopping = False
+        self._hopeless: HeadwayError | None = None  # what no restart mends
 
     # --- the Generator protocol -----------------------------------------------------------------------------
 
@@ -99,7 +108,7 @@ class GeneratorPool:
         failures = [error for error in starts if isinstance(error, BaseException)]
         if failures:
             await self.stop()
-            raise _own_cause(failures[0])
+            raise own_cause(failures[0])
         for replica in self._replicas:
             self._go_live(replica)
 
@@ -133,7 +142,7 @@ class GeneratorPool:
                 *(self._apply(replica, weights) for replica in live), return_exceptions=True
             )
         self._health.note_versions()
-        _raise_but_deaths(outcomes)
+        raise_but_deaths(outcomes)
         return [outcome for outcome in outcomes if isinstance(outcome, AppliedWeights)]
 
     async def applied_version(self) -> int:
@@ -166,7 +175,7 @@ class GeneratorPool:
         """One per replica, in order; counters go on across restarts."""
         self._require_running()
         live = [replica for replica in self._replicas if replica.live]
-        _raise_but_deaths(await asyncio.gather(*(self._refresh(replica) for replica in live), return_exceptions=True))
+        raise_but_deaths(await asyncio.gather(*(self._refresh(replica) for replica in live), return_exceptions=True))
         return [
             msgspec.structs.replace(accumulated(replica.past, replica.present), resting=replica.resting or replica.left)
             for replica in self._replicas
@@ -185,7 +194,7 @@ class GeneratorPool:
     async def activity(self) -> list[Span]:
         """What every live replica has been doing since this was last asked, on a track of its name."""
         live = [(replica.name, replica.worker) for replica in self._replicas if replica.live and replica.worker]
-        found = await asyncio.gather(*(_activity(worker) for _, worker in live))
+        found = await asyncio.gather(*(activity_of(worker) for _, worker in live))
         return [
             Span(track=name, name=state, start_s=start_s, end_s=end_s)
             for (name, _), spans in zip(live, found, strict=True)
@@ -239,7 +248,7 @@ class GeneratorPool:
             replica.left = True
             await self._discard(replica)
             self._fail_without_replicas()
-            raise _own_cause(error) from None
+            raise own_cause(error) from None
         replica.lent = self._lent and replica.shared
         self._go_live(replica)
         await self._tell_lent(replica)
@@ -328,6 +337,8 @@ class GeneratorPool:
             worker = replica.worker
             try:
                 await self._catch_up(replica)
+            except _HOPELESS as error:
+                self._give_up(error)
             except (WeightsCorrupt, RemoteError) as error:
                 if worker is not None:
                     worker.kill(f"it could not be given the newest weights: {error}")
@@ -350,13 +361,17 @@ class GeneratorPool:
             if len(replica.deaths) > 1:
                 await self._clock.sleep(min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2 ** (len(replica.deaths) - 2)))
             try:
-                await self._launch(replica)
+                await self._launch(replica, restarted=True)
                 await self._refresh(replica)  # the probe that closes its breaker
                 await self._catch_up(replica)
             except HeadwayError as error:
                 cause = error
                 self._on_event("generator_restart_failed", f"{replica.name}: {error}")
                 await self._discard(replica)
+                own = own_cause(error)
+                if isinstance(own, _HOPELESS):
+                    self._give_up(own)
+                    return
                 continue
             self._go_live(replica)
             replica.restarts += 1
@@ -366,8 +381,11 @@ class GeneratorPool:
             self._on_event("generator_restarted", f"{replica.name}: version {replica.version}")
             return
 
-    async def _launch(self, replica: Replica) -> None:
-        replica.worker = await self._launcher.start(replica.spec)
+    async def _launch(self, replica: Replica, *, restarted: bool = False) -> None:
+        spec = replica.spec
+        if restarted:
+            spec = dataclasses.replace(spec, arguments=spec.arguments | {"restarted": True})
+        replica.worker = await self._launcher.start(spec)
         replica.version, replica.update, replica.told_behind = 0, 0, False
 
     async def _catch_up(self, replica: Replica) -> None:
@@ -387,6 +405,12 @@ class GeneratorPool:
             with contextlib.suppress(WorkerDied):
                 await worker.died
 
+    def _give_up(self, cause: HeadwayError) -> None:
+        """No restart will help: every call fails with ``cause``, now and later, which ends the run."""
+        if self._hopeless is None:
+            self._hopeless = cause
+            self._router.fail_all(cause)
+
     def _lose(self, replica: Replica, cause: str) -> None:
         """Give a replica up, and with the last one every call; only then tell, which may fail."""
         if replica.lost is not None:
@@ -401,7 +425,9 @@ class GeneratorPool:
             self._router.fail_all(cause or end)
 
     def _end(self) -> HeadwayError | None:
-        """Why no replica will ever come back; None while one may."""
+        """Why no replica will ever come back, or none shall; None while one may."""
+        if self._hopeless is not None:
+            return self._hopeless
         if not all(replica.gone for replica in self._replicas):
             return None
         return next(replica.lost for replica in self._replicas if replica.lost is not None)  # the last can't leave
@@ -422,7 +448,7 @@ class GeneratorPool:
         try:
             applied: AppliedWeights = await call_replica(worker, "update_weights", weights, mode)
         except RemoteError as error:
-            raise _own_cause(error) from None
+            raise own_cause(error) from None
         finally:
             replica.updating_since_s = None
         replica.version, replica.update = applied.version, number
@@ -453,22 +479,3 @@ class GeneratorPool:
         present = await call_replica(worker, "statistics")
         if replica.worker is worker:
             replica.present = present
-
-
-async def _activity(worker: Worker) -> list[ActivitySpan]:
-    with contextlib.suppress(WorkerDied):
-        return await call_replica(worker, "activity")
-    return []
-
-
-def _raise_but_deaths(outcomes: Sequence[object]) -> None:
-    """Raise the first error of another kind: deaths are their keepers' business."""
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerDied):
-            raise outcome
-
-
-def _own_cause(error: BaseException) -> BaseException:
-    """The typed error a replica raised, where it is one of ours."""
-    own = isinstance(error, RemoteError) and isinstance(error.__cause__, HeadwayError)
-    return error.__cause__ if own and error.__cause__ is not None else error

@@ -65,6 +65,7 @@ class EngineSettings:
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
     probe_every_updates: int = 1
     exchange_directory: str | None = None
+    restarted: bool = False  # others work meanwhile: a server that is away is waited for
 
 
 def build_engine(settings: EngineSettings, context: WorkerContext) -> Engine:
@@ -128,7 +129,7 @@ def _vllm_server(settings: EngineSettings, context: WorkerContext) -> Engine:
     model = load_model(settings.model_path, settings.dtype)
     context_tokens = min(settings.max_context_tokens, model.config.max_positions)
     server = Server(context.device.address)
-    served = connect(server, slots=settings.slots, context_tokens=context_tokens)
+    served = connect(server, slots=settings.slots, context_tokens=context_tokens, again=settings.restarted)
     published = PublishedModel(model.config)
     published.take(weights_of(model))
     return VllmServerEngine(

@@ -109,6 +109,10 @@ class OpenRequests(ABC, Generic[Entry]):
     def _end(self, entry: Entry, reason: FinishReason, error: str = "", *, refused: bool = False) -> None:
         """``refused``: the error lies in what was asked."""
         self._emit(entry, reason, error, refused)
+        self._ended(entry)
+
+    def _ended(self, entry: Entry) -> None:
+        """Its last delta has been made."""
         del self._open[entry.request_id]
         self._finished += 1
 

@@ -73,6 +73,11 @@ class Call:
     state: Literal["open", "answered", "abandoned"] = "open"
     turns: tuple[Turn | None, ...] = ()  # by choice; None: its generation failed or gave nothing
 
+    def forget_question(self) -> None:
+        """Its answers are what a retry repeats: the conversation before them needn't be kept with every call."""
+        self.request = dataclasses.replace(self.request, messages=(), tools=None, variables={}, prompt=None)
+        self.keys = []
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
@@ -194,6 +199,7 @@ class Recorder:
             _require_exact(call, result)
         self._end(call, "answered")
         call.turns = tuple(self._entered(call, choice, result) for choice, result in enumerate(results))
+        call.forget_question()
         if call.fingerprint:
             self._repeatable.append(call)
         if len(self._repeatable) > _REPEATABLE:
@@ -272,7 +278,7 @@ class Recorder:
                 continue
             ids = tuple(chat.encode_behind(turn.answer.ids[-1], text[behind:], most))
             return turn, text[at:], ids, "rewritten" if rewritten else "branched" if turn.children else "continued"
-        whole = chat.tokenizer.encode(text, add_special_tokens=raw, most=most)
+        whole = chat.tokenizer.encode(text, add_special_tokens=True, most=most) if raw else chat.encode(text, most)
         return None, text, tuple(whole), "rewritten" if rewritten else "branched" if self._roots else "start"
 
     def _continued_ids(self, prompt: tuple[int, ...]) -> tuple[Turn | None, str, tuple[int, ...], Cause]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ from headway.config.router import Router as RouterSettings
 from headway.config.schema import Experiment
 from headway.control.breaker import Breaker
 from headway.control.routing import ReplicaCondition
+from headway.generator.activity import ActivitySpan
 from headway.generator.calls import Call
-from headway.records.errors import HeadwayError, WorkerDied
+from headway.records.errors import HeadwayError, RemoteError, WorkerDied
 from headway.records.generation import EngineStatistics
 from headway.runtime.devices import lends
 from headway.runtime.workers import Worker, WorkerSpec
@@ -131,3 +134,23 @@ async def call_replica(worker: Worker, method: str, *args: Any) -> Any:
         cause = f"{method} gave no result in {_CALL_TIMEOUT_S:g} s"
         worker.kill(cause)
         raise WorkerDied(worker.name, cause) from None
+
+
+async def activity_of(worker: Worker) -> list[ActivitySpan]:
+    """See `GeneratorService.activity`; nothing of a dead one."""
+    with contextlib.suppress(WorkerDied):
+        return await call_replica(worker, "activity")
+    return []
+
+
+def raise_but_deaths(outcomes: Sequence[object]) -> None:
+    """Raise the first error of another kind: deaths are their keepers' business."""
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerDied):
+            raise outcome
+
+
+def own_cause(error: BaseException) -> BaseException:
+    """The typed error a replica raised, where it is one of ours."""
+    own = isinstance(error, RemoteError) and isinstance(error.__cause__, HeadwayError)
+    return error.__cause__ if own and error.__cause__ is not None else error

@@ -103,9 +103,9 @@ def engine_arguments(
         full = slots * per_slot + -(-(PROBE_TOKENS + 1) // block)
         blocks = full if kv_capacity_tokens is None else max(per_slot, kv_capacity_tokens // block)
         width = 4 if dtype == "float32" else 2
-        block_bytes = 2 * block * model.kv_heads * model.head_dim * width
-        ranks = arguments.get("tensor_parallel_size", 1)
-        arguments["kv_cache_memory_bytes"] = (blocks + 1) * model.layers * block_bytes // ranks  # one block is vLLM's
+        heads = -(-model.kv_heads // arguments.get("tensor_parallel_size", 1))  # of each rank, which has at least one
+        block_bytes = 2 * block * heads * model.head_dim * width
+        arguments["kv_cache_memory_bytes"] = (blocks + 1) * model.layers * block_bytes  # one block is vLLM's
     return arguments | {
         "skip_tokenizer_init": True,
         "generation_config": "vllm",

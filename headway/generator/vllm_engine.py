@@ -170,6 +170,11 @@ class VllmEngine(VllmRequests):
                     entry.reprefilled = True
                     reprefilled += entry.tokens
                 self._prefilled += reprefilled
+            if mode != "recompute":
+                for entry in [entry for entry in running if entry.ticket]:
+                    # Should it be preempted later, its KV is computed anew: its own blocks of older weights would be
+                    # found under the salt it came with.
+                    entry.own.skip_reading_prefix_cache = True
             probed = self._probe_every_updates > 0 and self._core.updates % self._probe_every_updates == 0
             if probed:
                 self._probe_modules()
@@ -211,7 +216,7 @@ class VllmEngine(VllmRequests):
         """Ask for the log-probabilities of a random sequence, through everything that samples."""
         ids = probe_ids(self._core.updates, self._vocabulary, self.context_tokens)
         expected = self._core.reference_logprobs(ids)
-        self._probe_logprobs = None
+        self._probe_logprobs, before = None, len(self._deltas)
         self._core.add(
             Request(
                 ticket=f"{PROBE}-{self._core.updates}",
@@ -229,14 +234,17 @@ class VllmEngine(VllmRequests):
                 break
         self._busy_s += self._now() - started
         if self._probe_logprobs is None:
-            self._break(f"the probe was not served within {_PROBE_STEPS} steps")
-            return
-        if wrong := compare(self._probe_logprobs, expected, self._dtype, self._quantised):
-            self._break(f"{wrong}, though no module of its own differs: attention, rotary embedding or configuration")
+            self._break(f"the probe was not served within {_PROBE_STEPS} steps", before)
+        elif wrong := compare(self._probe_logprobs, expected, self._dtype, self._quantised):
+            other = "though no module of its own differs: attention, rotary embedding or configuration"
+            self._break(f"{wrong}, {other}", before)
 
-    def _break(self, what: str) -> None:
+    def _break(self, what: str, since: int | None = None) -> None:
+        """``since``: the deltas from there on may hold what was sampled from other weights."""
         self._broken = True
-        raise WeightsMismatch(f"vLLM does not compute with the published weights of version {self.version}: {what}")
+        error = f"vLLM does not compute with the published weights of version {self.version}: {what}"
+        self._void_given(error, since)
+        raise WeightsMismatch(error)
 
     # --- statistics -----------------------------------------------------------------------------------------
 

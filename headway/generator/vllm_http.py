@@ -16,6 +16,7 @@ _CONNECT_S = 10.0
 _CALL_S = 600.0  # a reload of large weights from a slow folder takes minutes
 _READ_BYTES = 1 << 16
 _END = b"[DONE]"
+_DEAD = "EngineCore encountered an issue"  # what vLLM says of every request once its engine is dead
 KEY_VARIABLE = "VLLM_API_KEY"  # of the environment: what the server was started with as --api-key
 
 
@@ -29,7 +30,7 @@ class ServerError(HeadwayError):
 
 
 class Server:
-    """One address. Raises ServerError for what it refuses, OSError where nobody answers."""
+    """One address. Raises ServerError for what it refuses, OSError where nobody answers, or its engine is dead."""
 
     def __init__(self, address: str) -> None:
         """``address``: http://HOST:PORT."""
@@ -61,7 +62,9 @@ class Server:
         finally:
             connection.close()
         if response.status >= 400:
-            raise ServerError(response.status, message_of(answer))
+            message = message_of(answer)
+            require_engine(message)
+            raise ServerError(response.status, message)
         return answer
 
     def stream(self, path: str, body: Any) -> EventStream:
@@ -96,7 +99,7 @@ class EventStream:
 
     def read(self) -> list[bytes]:
         """The data of the events that are here by now. Raises ServerError for an answer that is none, ConnectionError
-        when it breaks off."""
+        when it breaks off or the server's engine is dead."""
         closed = False
         try:
             while not closed:
@@ -109,7 +112,9 @@ class EventStream:
         if self._status not in (0, 200):
             if not closed:
                 return []
-            raise ServerError(self._status, message_of(bytes(self._body)))
+            message = message_of(bytes(self._body))
+            require_engine(message)
+            raise ServerError(self._status, message)
         events = self._events()
         if closed and not self.over:
             raise ConnectionError("the server closed a stream before its end")
@@ -146,6 +151,12 @@ class EventStream:
             self.over = True
             data.remove(_END)
         return data
+
+
+def require_engine(message: str) -> None:
+    """Raises ConnectionError where an error says that the server's engine is dead: nothing will come of it."""
+    if _DEAD in message:
+        raise ConnectionError(f"its engine is dead: {message}")
 
 
 def message_of(answer: bytes) -> str:

@@ -172,6 +172,25 @@ class VllmRequests(OpenRequests[VllmRequest]):
             self._forget_ticket(entry)
         self._end(entry, over, error)
 
+    def _end_void(self, entry: VllmRequest, error: str) -> None:
+        """End one whose tokens are not to be believed, those that were handed out already included."""
+        if entry.ticket:
+            self._drop(entry)
+        self._deltas.append(TokenDelta(request_id=entry.request_id, finish_reason="error", error=error, void=True))
+        self._ended(entry)
+
+    def _void_given(self, error: str, since: int | None = None) -> None:
+        """vLLM samples from something else than was thought: all that it has ends void, and what has ended in the
+        deltas from ``since`` on."""
+        for entry in list(self._given.values()):
+            self._end_void(entry, error)
+        if since is not None:
+            self._deltas[since:] = [
+                TokenDelta(request_id=delta.request_id, finish_reason="error", error=error, void=True)
+                for delta in self._deltas[since:]
+                if delta.finish_reason is not None
+            ]
+
     def _emit(
         self, entry: VllmRequest, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
     ) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
 
 from headway.generator.vllm_http import KEY_VARIABLE, Server, ServerError
-from headway.records.errors import ConfigurationError
+from headway.records.errors import ConfigurationError, HeadwayError
 
 VERSION = "0.32."
+RETURNS_S = 300.0  # a server is awaited so long by a replica that has lost it: it loads its model at its start
+_ASK_AGAIN_S = 1.0
 COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs "
     "--scheduling-policy priority"
@@ -51,13 +55,32 @@ class Served(NamedTuple):
         )
 
 
-def connect(server: Server, *, slots: int, context_tokens: int) -> Served:
+def wait_for(server: Server, *, sleep: Callable[[float], object] = time.sleep) -> None:
+    """Until a server that is away answers again. Raises HeadwayError when it doesn't within ``RETURNS_S``."""
+    for left in reversed(range(round(RETURNS_S / _ASK_AGAIN_S))):
+        try:
+            server.get("/health")
+            return
+        except (OSError, ServerError) as error:  # what stands before it may answer that it is away
+            if isinstance(error, ServerError) and error.status < 500:
+                return  # it is for `connect` to say what it is
+            if not left:
+                what = f"{server.address} did not come back within {RETURNS_S:g} s ({error})"
+                raise HeadwayError(f"{what}; start it again with {COMMAND}") from error
+        sleep(_ASK_AGAIN_S)
+
+
+def connect(server: Server, *, slots: int, context_tokens: int, again: bool = False) -> Served:
     """Ask a server what it is. Raises ConfigurationError for one that isn't there, or can't be worked with: what it is,
-    and how it is to be started."""
+    and how it is to be started. ``again``: it was there before, so it is waited for, and OSError when it goes."""
+    if again:
+        wait_for(server)
     try:
         _require_version(server)
         config = _configuration(server)
     except OSError as error:
+        if again:
+            raise
         raise _refusal(server, f"nobody answers ({error}); start it with {COMMAND}") from error
     model, scheduler, cache = config["model_config"], config["scheduler_config"], config["cache_config"]
     _require_scheduler(server, scheduler, slots)

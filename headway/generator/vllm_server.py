@@ -11,16 +11,12 @@ and all streams are read just before the latter. The last chunk's own ``weight_v
 
 from __future__ import annotations
 
-import os
 import selectors
-import shutil
-import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,7 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headway.generator.sampling import counter_bits
-from headway.generator.vllm_http import EventStream, Server, ServerError
+from headway.generator.vllm_answers import Answer, Chunk, Logprob, Span, content, of_token
+from headway.generator.vllm_http import EventStream, Server, ServerError, require_engine
 from headway.generator.vllm_reference import PublishedModel, compare, probe_ids
 from headway.generator.vllm_requests import VllmRequest, VllmRequests
 from headway.generator.vllm_served import Served
@@ -41,7 +38,7 @@ from headway.records.generation import (
     UpdateMode,
 )
 from headway.tokens.tokenizer import Tokenizer
-from headway.weights.leftovers import SHARED_MEMORY
+from headway.weights.leftovers import SHARED_MEMORY, exchange_folder, reap_folders
 from headway.weights.shared_memory import Subscriber
 
 _WAIT_S = 0.02  # a tick waits so long for tokens; calls are served between ticks
@@ -51,44 +48,6 @@ _NO_LOGPROB = -9999.0  # how it writes what is not finite
 _PROBE_TEMPERATURE = 0.5  # raw and processed log-probabilities differ there
 _NEXT_TOKEN = 1e-2  # allowed difference of the probe's own token, nats, in float32; ten times the sequence's
 _ENDINGS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-
-
-class _Logprob(msgspec.Struct):
-    token_id: int
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Logprob] | None = None
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
-    finish_reason: str | None = None
-    weight_versions: list[_Span] | None = None
-
-
-class _Error(msgspec.Struct):
-    message: str = ""
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    error: _Error | None = None
-
-
-class _Answer(msgspec.Struct):
-    """To a probe."""
-
-    choices: list[_Choice]
-    prompt_logprobs: list[dict[str, dict[str, Any]] | None]
 
 
 class _Asked:
@@ -154,8 +113,10 @@ class VllmServerEngine(VllmRequests):
         self._life = uuid.uuid4().hex[:12]  # the server may have served a predecessor
         self._updates = 0
         self._broken = False  # it computes with unknown weights
+        self._gone = ""  # why the server is no longer the one that was connected to
         self._busy_s = 0.0
         self._reprefilled = 0
+        reap_folders(self._exchange)  # of a predecessor that was killed in an update
         with self._written() as folder:
             self._load(folder, version, clear=True)
         self._probe()
@@ -204,7 +165,8 @@ class VllmServerEngine(VllmRequests):
                 break
             if self._now() >= again:
                 ids = [f"generate-tokens-{ticket}" for ticket in left]
-                self._server.post("/inference/v1/abort_requests", {"request_ids": ids})
+                with suppress(ServerError):  # it is asked again, and cut off in the end
+                    self._server.post("/inference/v1/abort_requests", {"request_ids": ids})
                 again = self._now() + _ABORT_AGAIN_S
             self._pump(_WAIT_S)
         for entry in entries:
@@ -224,9 +186,15 @@ class VllmServerEngine(VllmRequests):
     # --- what vLLM says -----------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Take over what has been sampled; waits a little for it. False when there is nothing to do."""
+        """Take over what has been sampled; waits a little for it. False when there is nothing to do.
+
+        Raises OSError when the server is gone, or is another: then once the deltas that say so have been taken."""
         if self._broken:
             return False
+        if self._gone:
+            if self._deltas:
+                return False
+            raise ConnectionError(self._gone)
         self._give_waiting()
         if not self._given:
             return False
@@ -234,12 +202,14 @@ class VllmServerEngine(VllmRequests):
         self._pump(_WAIT_S)
         self._busy_s += self._now() - started
         self._note_idleness()
-        return True
+        return not self._gone
 
     def _pump(self, wait_s: float) -> None:
         """Take over what the streams have, waiting up to ``wait_s`` for the first."""
         for key, _ in self._selector.select(wait_s):
             entry: VllmRequest = key.data
+            if not entry.ticket:  # another's events have ended it
+                continue
             try:
                 events = entry.own.stream.read()
             except ServerError as error:
@@ -248,40 +218,54 @@ class VllmServerEngine(VllmRequests):
                 continue
             for event in events:
                 if entry.ticket:  # else an event before has ended it
-                    self._absorb(entry, msgspec.json.decode(event, type=_Chunk))
+                    self._absorb(entry, msgspec.json.decode(event, type=Chunk))
 
-    def _absorb(self, entry: VllmRequest, chunk: _Chunk) -> None:
+    def _absorb(self, entry: VllmRequest, chunk: Chunk) -> None:
         if not chunk.choices:
             if chunk.error is not None:
+                require_engine(chunk.error.message)
                 self._forget_ticket(entry)
                 self._end(entry, "error", f"the server: {chunk.error.message}")
             return
         choice = chunk.choices[0]
         ids = choice.token_ids or []
-        logprobs = [one.logprob if one.logprob > _NO_LOGPROB else float("nan") for one in _content(choice)]
+        logprobs = [one.logprob if one.logprob > _NO_LOGPROB else float("nan") for one in content(choice)]
         entry.own.add(self.version, len(ids))
         ended = None if choice.finish_reason is None else _ENDINGS.get(choice.finish_reason, "error")
         error = ""
         if ended is not None and (wrong := self._mislabelled(entry.own.spans, choice.weight_versions or [])):
-            ended, error = "error", wrong
-        elif ended == "abort" and entry.ticket in self._withdrawing:
+            if self._gone:
+                self._void_given(wrong)
+            else:
+                self._end_void(entry, wrong)
+            return
+        if ended == "abort" and entry.ticket in self._withdrawing:
             self._gained(entry, ids, logprobs, self.version, None)
             if entry.ticket:
                 self._forget_ticket(entry)
             return
-        elif ended in ("abort", "error"):
+        if ended in ("abort", "error"):
             ended, error = "error", f"the server ended it: {choice.finish_reason}"
         self._gained(entry, ids, logprobs, self.version, ended, error)
 
-    def _mislabelled(self, spans: Sequence[Sequence[int]], told: Sequence[_Span]) -> str:
-        """Whether the server says that other versions sampled the tokens than they were labelled with."""
+    def _mislabelled(self, spans: Sequence[Sequence[int]], told: Sequence[Span]) -> str:
+        """Whether the server says that other versions sampled the tokens than they were labelled with: how. Weights
+        that this engine has not given it make the server another's."""
         theirs = [(one.version, one.end - one.start) for one in told]
-        if theirs == [(str(version), tokens) for version, tokens in spans]:
+        if theirs == [(self._label(version), tokens) for version, tokens in spans]:
             return ""
-        foreign = {name for name, _ in theirs} - {str(version) for version, _ in spans}
-        if any(not name.isdigit() for name in foreign):  # how it names weights that nobody has given it
-            raise ConnectionError(f"{self._server.address} was restarted: it samples from version {foreign}")
-        return f"its tokens were labelled with versions {spans}, the server says {theirs}"
+        foreign = [name for name, _ in theirs if not name.startswith(self._label(""))]
+        if not foreign:
+            return f"its tokens were labelled with versions {spans}, the server says {theirs}"
+        self._gone = (
+            f"{self._server.address} samples from weights {foreign[0]!r}, which this run has not given it: it was "
+            "restarted, or serves another run too"
+        )
+        return self._gone
+
+    def _label(self, version: int | str) -> str:
+        """How the server names a version: no other process gives it the same name."""
+        return f"{self._life}:{version}"
 
     # --- weights --------------------------------------------------------------------------------------------
 
@@ -293,7 +277,7 @@ class VllmServerEngine(VllmRequests):
         fetch_s = self._now() - started
         self._model.take(tensors)
         before_s = self._paused_s
-        with _or_die(), self._written() as folder:
+        with _or_die(ServerError), self._written() as folder:
             running, reprefilled = self._update(folder, published.version, mode)
             if self._probe_every_updates and self._updates % self._probe_every_updates == 0:
                 self._probe()
@@ -345,7 +329,7 @@ class VllmServerEngine(VllmRequests):
             self._server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
         except ServerError as error:
             self._break(f"it can't load {folder}: {error}; it must see that folder, and serve that model")
-        self._server.post("/update_weight_version", {"new_version": str(version)})
+        self._server.post("/update_weight_version", {"new_version": self._label(version)})
         self._pump(0.0)  # what was sampled before, whatever kept it so long
         self.version = version
         self._updates += 1
@@ -354,13 +338,9 @@ class VllmServerEngine(VllmRequests):
     @contextmanager
     def _written(self) -> Iterator[Path]:
         """The model's tensors in a folder of Hugging Face's layout, which is removed afterwards."""
-        folder = Path(tempfile.mkdtemp(prefix=f"headway-{os.getpid()}-", dir=self._exchange))
-        folder.chmod(0o755)  # the server may be another user's
-        try:
+        with exchange_folder(self._exchange) as folder:
             save_file(self._checkpoint(), folder / "model.safetensors")
             yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def _checkpoint(self) -> dict[str, Tensor]:
         tensors = {name: tensor.contiguous() for name, tensor in self._model.tensors()}
@@ -373,7 +353,7 @@ class VllmServerEngine(VllmRequests):
     def _probe(self) -> None:
         """Compare log-probabilities of a random sequence, and of what it samples after it at another temperature."""
         ids = probe_ids(self._updates, self._vocabulary, self.context_tokens)
-        answer: _Answer = msgspec.convert(
+        answer: Answer = msgspec.convert(
             self._server.post(
                 "/inference/v1/generate",
                 {
@@ -392,15 +372,15 @@ class VllmServerEngine(VllmRequests):
                     "priority": -(1 << 60),
                 },
             ),
-            _Answer,
+            Answer,
         )
-        got = [_of_token(one, token) for one, token in zip(answer.prompt_logprobs[1:], ids[1:], strict=True)]
+        got = [of_token(one, token) for one, token in zip(answer.prompt_logprobs[1:], ids[1:], strict=True)]
         wrong = compare(got, self._model.logprobs(ids), self._served.dtype, self._served.quantised)
         if wrong:
             self._break(f"{wrong} (it computes in {self._served.dtype})")
-        self._probe_temperature(ids, _content(answer.choices[0])[0])
+        self._probe_temperature(ids, content(answer.choices[0])[0])
 
-    def _probe_temperature(self, ids: Sequence[int], sampled: _Logprob) -> None:
+    def _probe_temperature(self, ids: Sequence[int], sampled: Logprob) -> None:
         after = [*ids, sampled.token_id]
         at_one, expected = (self._model.logprobs(after, t)[-1] for t in (1.0, _PROBE_TEMPERATURE))
         if abs(sampled.logprob - expected) <= max(_NEXT_TOKEN, 0.5 * abs(at_one - expected)):
@@ -412,9 +392,9 @@ class VllmServerEngine(VllmRequests):
 
     def _break(self, what: str) -> None:
         self._broken = True
-        raise WeightsMismatch(
-            f"{self._server.address} does not compute with the published weights of version {self.version}: {what}"
-        )
+        error = f"{self._server.address} does not compute with the published weights of version {self.version}: {what}"
+        self._void_given(error)
+        raise WeightsMismatch(error)
 
     # --- statistics -----------------------------------------------------------------------------------------
 
@@ -443,12 +423,15 @@ class VllmServerEngine(VllmRequests):
 
 
 @contextmanager
-def _or_die() -> Iterator[None]:
-    """A call to the worker that finds no server ends its process, as a tick's error does."""
+def _or_die(*others: type[Exception]) -> Iterator[None]:
+    """A call to the worker that finds no server ends its process, as a tick's error does; so do ``others``: the
+    successor begins from a known state."""
     try:
         yield
     except OSError as error:
         raise SystemExit(f"the server is gone: {error}") from error
+    except others as error:
+        raise SystemExit(f"the server failed: {error}") from error
 
 
 def _seed(seed: int, sampled: int) -> int:
@@ -458,11 +441,3 @@ def _seed(seed: int, sampled: int) -> int:
         return seed & 0x7FFFFFFFFFFFFFFF
     key = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
     return int(counter_bits(key, np.array([sampled], dtype=np.int64))[0] >> np.uint64(1))
-
-
-def _content(choice: _Choice) -> list[_Logprob]:
-    return (choice.logprobs.content or []) if choice.logprobs is not None else []
-
-
-def _of_token(logprobs: Mapping[str, Mapping[str, Any]] | None, token: int) -> float:
-    return float(logprobs[str(token)]["logprob"]) if logprobs else float("nan")

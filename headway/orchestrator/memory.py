@@ -7,7 +7,8 @@ intermediate width, ``V`` vocabulary.
 - generator replica: weights P·b (4·P while they are loaded), in float32 on one CPU core once more without
   experts, in the order its products read them in (``native_kernels``); KV cache 2·L·slots·K·context·e·b; the buffer
   new versions are read into P·b (in the machine's memory, on a GPU as well); for one step the activations of a
-  prefill, ``prefill_tokens_per_step``, and the float32 logits of every slot with what sampling makes of them
+  prefill, ``prefill_tokens_per_step``, and the float32 logits of every slot with what sampling makes of them. vLLM
+  keeps weights and KV as ``generator.dtype`` has them; with ``tensor_parallel_size`` each GPU has its share of both
 - trainer rank: float32 weights, gradients and two moments 16·P; the reference model P·b; activations of a micro-batch
   (``activation_bytes``, ``score_bytes``); logits of one chunk. With several ranks gradients are summed in one more
   copy, 4·P
@@ -153,10 +154,55 @@ def _generator(experiment: Experiment, model: DecoderConfig, name: str, device: 
         parts = {"base": BASE_BYTES["generator"], "update buffer": size, "written for the server": size}
         yield MemoryUse(name=name, place="memory", parts=parts)
         return
+    if settings.engine == "vllm":
+        yield from _vllm(experiment, model, name, device)
+        return
     context = min(experiment.max_sequence_tokens, model.max_positions)
     if settings.kv_capacity_tokens is not None:
         context = min(context, settings.kv_capacity_tokens)  # slots are this long even where few can be full at once
     kv = 2 * model.layers * settings.slots * model.kv_heads * context * model.head_dim * width
+    packed = settings.native_kernels and parse_device(device).threads == 1 and width == 4
+    on_device = {
+        "weights": 4 * weights,  # in bfloat16 half of it stays
+        "packed weights": 4 * _packed_count(model) if packed else 0,
+        "KV cache": kv,
+        "activations": _step_bytes(experiment, model, width),
+    }
+    on_host = {"base": BASE_BYTES["generator"], "update buffer": weights * bytes_of(settings.dtype)}
+    yield from _on_device(name, device, on_device, on_host)
+
+
+def _vllm(experiment: Experiment, model: DecoderConfig, name: str, device: str) -> Iterator[MemoryUse]:
+    """Each rank is a process, on a GPU of its own; it reads new weights whole."""
+    settings, width = experiment.generator, bytes_of(experiment.generator.dtype)
+    own, ranks = settings.engine_arguments, settings.engine_arguments.get("tensor_parallel_size", 1)
+    weights = parameter_count(model) * width
+    per_slot = min(experiment.max_sequence_tokens, model.max_positions)
+    tokens = settings.kv_capacity_tokens or settings.slots * per_slot
+    kv = 2 * model.layers * -(-model.kv_heads // ranks) * tokens * model.head_dim * width
+    if "gpu_memory_utilization" in own or "num_gpu_blocks_override" in own:
+        kv = 0  # what is there, or more than can be told from here
+    on_cpu = parse_device(device).kind == "cpu"
+    packed = model.vocabulary_size * model.width * width if on_cpu and model.tied else 0  # the head's own copy
+    on_device = {
+        "weights": -(-weights // ranks),
+        "packed weights": packed,
+        "KV cache": own.get("kv_cache_memory_bytes", kv),
+        "activations": _step_bytes(experiment, model, width),
+    }
+    on_host = {"base": BASE_BYTES["vllm"], "update buffer": weights}
+    if on_cpu:
+        yield from _on_device(name, device, on_device, on_host)
+        return
+    first = parse_device(device).first
+    for rank in range(ranks):
+        whose = f"{name} rank {rank}" if rank else name
+        yield from _on_device(whose, f"cuda:{first + rank}", on_device, on_host)
+
+
+def _step_bytes(experiment: Experiment, model: DecoderConfig, width: int) -> int:
+    """Activations of the largest step, and what sampling makes of its logits."""
+    settings = experiment.generator
     # Resumed requests, and all of them after an update that recomputes, prefill what they have sampled as well.
     longest = experiment.max_sequence_tokens
     together = longest if experiment.run.deterministic else settings.prefill_tokens_per_step
@@ -164,17 +210,9 @@ def _generator(experiment: Experiment, model: DecoderConfig, name: str, device: 
     joint = (model.heads + 2 * model.kv_heads) * model.head_dim
     activations = prefilled * width * (3 * model.width + 2 * joint + 3 * model.active_intermediate)
     if model.attention_softcap is not None:
+        context = min(longest, model.max_positions, settings.kv_capacity_tokens or longest)
         activations += 12 * model.heads * prefilled * max(_keys_of_layers(model, context))  # scores, three times over
-    packed = settings.native_kernels and parse_device(device).threads == 1 and width == 4
-    on_device = {
-        "weights": 4 * weights,  # in bfloat16 half of it stays
-        "packed weights": 4 * _packed_count(model) if packed else 0,
-        "KV cache": kv,
-        "activations": activations + settings.slots * model.vocabulary_size * _SAMPLING_BYTES,
-    }
-    base = BASE_BYTES["vllm" if settings.engine == "vllm" else "generator"]
-    on_host = {"base": base, "update buffer": weights * bytes_of(settings.dtype)}
-    yield from _on_device(name, device, on_device, on_host)
+    return activations + settings.slots * model.vocabulary_size * _SAMPLING_BYTES
 
 
 def _trainers(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUse]:

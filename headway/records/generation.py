@@ -60,6 +60,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""  # cause, when finish_reason is "error"
     refused: bool = False  # ... which lies in what was asked: every replica would say the same
     reprefilled: bool = False  # the KV behind these tokens was recomputed since the last delta
+    void: bool = False  # an "error" which says: nothing gained since the request was submitted is to be believed
 
 
 class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):

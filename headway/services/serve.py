@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import hashlib
 import hmac
 import itertools
@@ -34,6 +33,7 @@ from headway.rollout.seeds import rollout_seed
 from headway.rollout.single_turn import Generate
 from headway.runtime.addresses import is_loopback
 from headway.runtime.clock import Clock, RealClock
+from headway.runtime.collector import short_collections
 from headway.runtime.line_file import LineFile
 from headway.runtime.workers import LocalLauncher
 from headway.services.session_record import SessionRecord
@@ -132,7 +132,7 @@ async def _serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Cal
         await pool.start()
         served = served_pool(experiment, pool, tokenizer, clock, wanted.keys, over, listener)
         address, access = await stack.enter_async_context(served)
-        settled()
+        await stack.enter_async_context(short_collections(clock))
         on_ready(address)
         while not stopped.is_set():
             try:
@@ -142,12 +142,6 @@ async def _serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Cal
                 access.sweep()
                 if record is not None:
                     record.write()
-
-
-def settled() -> None:
-    """The garbage collector needn't look any more at what was made to this point: it stays."""
-    gc.collect()
-    gc.freeze()
 
 
 @asynccontextmanager

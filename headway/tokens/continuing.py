@@ -17,6 +17,7 @@ from headway.records.conversations import RequestRefused, ToolFormat
 from headway.records.errors import ConfigurationError
 from headway.tokens.messages import Message, same_answer, template_form
 from headway.tokens.output_parsing import begins_inside_reasoning, output_format, parse_output, response_text
+from headway.tokens.pieces import PieceEncoder
 from headway.tokens.tokenizer import Tokenizer
 
 _MOST_ENDS = 16  # places tried for the end of an answer; each is a text that would end it, inside the answer or behind
@@ -40,6 +41,7 @@ class Chat:
     def __init__(self, tokenizer: Tokenizer, tools: ToolFormat = "auto") -> None:
         self.tokenizer = tokenizer
         self.written = output_format(tokenizer.chat_template, tools)
+        self._pieces = PieceEncoder(tokenizer)
         self._endings = [text for i in tokenizer.stop_ids if (text := tokenizer.token(i))]
         self._closing: str | None = None  # what it puts behind an assistant's turn, once asked for
 
@@ -120,6 +122,10 @@ class Chat:
             common = takewhile(lambda column: len(set(column)) == 1, zip(*behind, strict=False))
             self._closing = "".join(column[0] for column in common)
         return self._closing
+
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        """Token ids of a whole prompt; ``most``: as `Tokenizer.encode` has it."""
+        return self._pieces.encode(text, most)
 
     def encode_behind(self, before: int | None, text: str, most: int | None = None) -> list[int]:
         """Token ids of ``text`` where it stands behind the token ``before`` (None: at the beginning); ``most``: as

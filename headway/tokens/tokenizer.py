@@ -124,6 +124,12 @@ class Tokenizer:
         """Text of token ids; special tokens are left out unless ``keep_special``."""
         return self._backend.decode(list(ids), skip_special_tokens=not keep_special)
 
+    def verbatim_tokens(self) -> dict[str, bool]:
+        """Added tokens that are looked for in the text as it is -> whether the text always splits there: they are
+        special, and what stands beside them doesn't matter."""
+        added = (token for token in self._backend.get_added_tokens_decoder().values() if not token.normalized)
+        return {token.content: token.special and not (token.lstrip or token.single_word) for token in added}
+
     def token(self, token_id: int) -> str | None:
         """The vocabulary's entry for an id, None when there is none."""
         return self._backend.id_to_token(token_id)

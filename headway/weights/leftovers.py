@@ -1,4 +1,4 @@
-"""Names of the files weights are published in, and their removal after a crash. Torch-free."""
+"""Names of the files and folders weights are published in, and their removal after a crash. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+_EXCHANGE = ".exchange"  # ends the name of a folder in which a server is handed weights
 
 
 def stem(run_id: str) -> str:
@@ -32,23 +36,59 @@ def reap(run_id: str, *, directory: str | Path | None = None) -> list[str]:
             elif not _removed_if_unheld(file):
                 continue
             removed.append(str(file))
+        removed += reap_folders(folder)
     return sorted(removed)
 
 
+def reap_folders(directory: str | Path) -> list[str]:
+    """Remove the exchange folders there whose process was killed. Returns their paths."""
+    return sorted(str(folder) for folder in Path(directory).glob(f"headway-*{_EXCHANGE}") if _removed_if_unheld(folder))
+
+
+@contextmanager
+def exchange_folder(directory: str | Path) -> Iterator[Path]:
+    """A folder of this process's own for weights that others read; removed at the end, by ``reap_folders`` after a
+    crash."""
+    folder, descriptor = _held_folder(Path(directory))
+    try:
+        folder.chmod(0o755)  # who reads may be another user
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _held_folder(directory: Path) -> tuple[Path, int]:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix="headway-", suffix=_EXCHANGE, dir=directory))
+        with suppress(FileNotFoundError):  # reaped in the instant of its making
+            descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            with suppress(OSError):  # no locks in this file system: nor does anybody reap there
+                hold(descriptor)
+            if folder.exists():
+                return folder, descriptor
+            os.close(descriptor)
+
+
 def hold(descriptor: int) -> None:
-    """Say that this process uses an open slot: until it is closed, and unmapped (a mapping has its own descriptor)."""
+    """Say that this process uses an open slot or folder: until it is closed, and unmapped (a mapping has its own
+    descriptor)."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def _removed_if_unheld(file: Path) -> bool:
-    """Remove a slot unless somebody holds it; another user's can't be opened, and stays."""
+    """Remove a slot or a folder unless somebody holds it; another user's can't be opened, and stays."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        file.unlink(missing_ok=True)  # under the lock: whoever has just made it waits in `hold`, then sees it is gone
+        # Under the lock: whoever has just made it waits in `hold`, then sees it is gone.
+        if file.is_dir():
+            shutil.rmtree(file)
+        else:
+            file.unlink(missing_ok=True)
     except OSError:
         return False
     finally:

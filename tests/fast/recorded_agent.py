@@ -190,6 +190,7 @@ class Agent:
     manner: str = "whole"  # of handing answers back: whole, litellm, without reasoning
     conversations: list[list[dict[str, Any]]] = field(default_factory=list)
     made: list[Call] = field(default_factory=list)
+    asked: list[tuple[Message, ...]] = field(default_factory=list)  # by the number of the call
 
     def request(self, messages: list[dict[str, Any]]) -> Request:
         return Request(
@@ -237,6 +238,7 @@ class Agent:
             chosen = [self.edited(talk) for talk in chosen]
         calls = [(talk, self.recorder.begin(self.request(talk))) for talk in chosen]
         self.made += [call for _, call in calls]
+        self.asked += [call.request.messages for _, call in calls]
         self.random.shuffle(calls)
         for talk, call in calls:
             results = [self.engine.answer(call) for _ in range(call.request.choices)]

@@ -14,6 +14,7 @@ from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
 from headway.orchestrator.check_engine import engine_problems
 from headway.records.errors import ConfigurationError
+from headway.runtime.devices import parse_device
 
 
 def experiment(generator: dict[str, Any], **sections: dict[str, Any]) -> Experiment:
@@ -126,3 +127,25 @@ def test_nothing_imports_vllm_but_its_own_modules() -> None:
         "assert 'vllm' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_kv_bytes_are_those_of_one_rank() -> None:
+    """Of as many heads as it has: at least one, where there are more ranks than heads."""
+    from headway.generator.vllm_core import engine_arguments
+
+    def kv(ranks: int) -> int:
+        arguments = engine_arguments(
+            "m",
+            model(32),
+            parse_device("cuda:0"),
+            dtype="bfloat16",
+            slots=4,
+            context_tokens=64,
+            kv_capacity_tokens=None,
+            prefill_tokens_per_step=64,
+            own={"tensor_parallel_size": ranks},
+        )
+        return arguments["kv_cache_memory_bytes"]
+
+    assert kv(2) == kv(1) // 2
+    assert kv(4) == kv(2)

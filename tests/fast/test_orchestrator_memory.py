@@ -152,6 +152,53 @@ def test_on_a_gpu_the_host_keeps_the_process(tmp_path: Path) -> None:
     assert needed["cuda:0"] == together
 
 
+def vllm(devices: list[str], dtype: str = "bfloat16", **fields: Any) -> dict[str, Any]:
+    arguments = fields.pop("engine_arguments", {})
+    return {"engine": "vllm", "devices": devices, "dtype": dtype, "engine_arguments": arguments} | fields
+
+
+def test_ranks_of_vllm_share_weights_and_kv(tmp_path: Path) -> None:
+    alone = uses_of(tmp_path, generator=vllm(["cuda:0"]))
+    assert alone["generator-0 cuda:0"].parts["weights"] == 2 * PARAMETERS  # as the dtype has them, at all times
+    assert alone["generator-0 cuda:0"].parts["KV cache"] == 2 * 2 * 10 * 2 * 500 * 16 * 2
+    shared = {"tensor_parallel_size": 2}
+    uses = uses_of(tmp_path, generator=vllm(["cuda:0", "cuda:2"], engine_arguments=shared))
+    on_gpus = [f"generator-{index} cuda:{2 * index}" for index in range(2)]
+    on_gpus += [f"generator-{index} rank 1 cuda:{2 * index + 1}" for index in range(2)]
+    for name in on_gpus:
+        assert uses[name].parts["weights"] == PARAMETERS
+        assert uses[name].parts["KV cache"] == alone["generator-0 cuda:0"].parts["KV cache"] // 2
+        assert uses[name.rpartition(" ")[0] + " memory"].parts["update buffer"] == 2 * PARAMETERS
+    wide = uses_of(tmp_path, generator=vllm(["cuda:0"], engine_arguments={"tensor_parallel_size": 4}))
+    kv = [
+        use.parts["KV cache"] for name, use in wide.items() if "cuda" in name
+    ]  # a head on each of four, which are two
+    assert kv == [alone["generator-0 cuda:0"].parts["KV cache"] // 2] * 4
+
+
+def test_a_model_that_fits_on_two_gpus_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "gpu_memory", lambda index: (7 * GIB // 4, 7 * GIB // 4))
+    large = replace(MODEL, width=1024, layers=24, heads=16, kv_heads=4, head_dim=64, intermediate=4096)
+    rollout = {"max_prompt_tokens": 100, "max_response_tokens": 200}
+    for ranks, fits in ((1, False), (2, True)):
+        generator = vllm(["cuda:0"], engine_arguments={"tensor_parallel_size": ranks}, slots=64)
+        uses = memory_uses(experiment(tmp_path, generator=generator, rollout=rollout), large)
+        found = [one for one in memory_findings(uses, memory_places(uses)) if "cuda" in one.message]
+        assert (not [one for one in found if one.level == "error"]) == fits
+
+
+def test_kv_of_vllm_is_one_pool(tmp_path: Path) -> None:
+    token = 2 * 2 * 2 * 16 * 4  # two of: layers, heads, numbers
+    for fields, expected in (
+        ({"kv_capacity_tokens": 700}, 700 * token),
+        ({"engine_arguments": {"kv_cache_memory_bytes": 12345}}, 12345),
+        ({"engine_arguments": {"gpu_memory_utilization": 0.5}}, 0),  # what is there
+    ):
+        parts = uses_of(tmp_path, generator=vllm(["cpu:0"], "float32", **fields))["generator-0 memory"].parts
+        assert parts["KV cache"] == expected
+        assert (parts["weights"], parts["packed weights"]) == (4 * PARAMETERS, 4 * 1000 * 64)  # the tied head's copy
+
+
 def test_files(tmp_path: Path) -> None:
     uses = memory_uses(experiment(tmp_path, checkpoint={"keep_last": 3}), MODEL)
     files = {use.name: use for use in uses}

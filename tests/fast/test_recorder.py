@@ -74,7 +74,7 @@ def test_a_prompt_reads_as_the_template_writes_it(kind: str, seed: int) -> None:
     agent, _ = played(chat(kind), seed, 6, tools=False, plain=True)
     for call in agent.made:
         text = chat(kind).tokenizer.decode(call.prompt_ids, keep_special=True)
-        assert text == chat(kind).render(call.request.messages)
+        assert text == chat(kind).render(agent.asked[call.number])
 
 
 @settings(deadline=None, max_examples=25)

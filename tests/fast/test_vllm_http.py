@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import socket
+import threading
 from typing import Any
 
 import msgspec
 import pytest
 
-from headway.generator.vllm_http import EventStream, ServerError, message_of
-from headway.generator.vllm_served import Counters, Served, connect
-from headway.records.errors import ConfigurationError
+from headway.generator.vllm_http import EventStream, Server, ServerError, message_of
+from headway.generator.vllm_served import Counters, Served, connect, wait_for
+from headway.records.errors import ConfigurationError, HeadwayError
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -160,3 +161,85 @@ def test_counters_of_several_engines_add_up() -> None:
     counters = ask(Answers()).counters(Answers(**{"/metrics": text.encode()}))  # type: ignore[arg-type]
     assert counters == Counters(running=7, kv_usage=0.25, prefilled=1200, preemptions=2, steps=77)
     assert ask(Answers()).counters(Answers(**{"/metrics": b""})) == Counters(0, 0.0, 0, 0, 0)  # type: ignore[arg-type]
+
+
+# --- one that was there before --------------------------------------------------------------------------------
+
+
+class Comes:
+    """A server that is away for some questions."""
+
+    address = "http://there:8000"
+
+    def __init__(self, *away: Exception) -> None:
+        self.away = list(away)
+        self.waited: list[float] = []
+
+    def get(self, path: str) -> bytes:
+        if self.away:
+            raise self.away.pop(0)
+        return b""
+
+
+def test_a_server_that_went_is_waited_for() -> None:
+    server = Comes(ConnectionRefusedError("refused"), TimeoutError("slow"), ServerError(503, "starting"))
+    wait_for(server, sleep=server.waited.append)  # type: ignore[arg-type]
+    assert len(server.waited) == 3
+    another = Comes(ServerError(404, "Not Found"))  # it is there, whatever it is
+    wait_for(another, sleep=another.waited.append)  # type: ignore[arg-type]
+    assert another.waited == []
+
+
+def test_one_that_does_not_come_back_says_what_to_do() -> None:
+    server = Comes(*[ConnectionRefusedError("refused")] * 1000)
+    with pytest.raises(
+        HeadwayError, match=r"http://there:8000 did not come back within 300 s .*refused.*vllm serve"
+    ) as e:
+        wait_for(server, sleep=server.waited.append)  # type: ignore[arg-type]
+    assert not isinstance(e.value, ConfigurationError)  # it may come later: the replica is restarted, others go on
+    assert 290 <= sum(server.waited) <= 300
+
+
+def test_one_that_goes_again_is_no_wrong_configuration() -> None:
+    with pytest.raises(ConnectionResetError):
+        connect(
+            Answers(**{"/health": b"", "/version": ConnectionResetError("reset")}),  # type: ignore[arg-type]
+            slots=64,
+            context_tokens=512,
+            again=True,
+        )
+
+
+# --- a server whose engine is dead ----------------------------------------------------------------------------
+
+DEAD = b'{"error": {"message": "EngineCore encountered an issue. See stack trace (above) for the root cause."}}'
+
+
+def test_a_request_that_meets_a_dead_engine_finds_the_server_gone() -> None:
+    head = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: %d\r\n\r\n" % len(DEAD)
+    with pytest.raises(ConnectionError, match="its engine is dead"):
+        read(head + DEAD, 1000, close=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (DEAD, ConnectionError),
+        (b'{"error": "Failed to pause generation: EngineCore encountered an issue. See"}', ConnectionError),
+        (b'{"error": "Failed to pause generation: busy"}', ServerError),
+    ],
+)
+def test_a_call_that_meets_a_dead_engine_finds_the_server_gone(body: bytes, error: type[Exception]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            one, _ = listening.accept()
+            with one:
+                one.recv(65536)
+                one.sendall(b"HTTP/1.1 500 X\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(error):
+            Server(f"http://127.0.0.1:{listening.getsockname()[1]}").post("/pause")
+        thread.join()

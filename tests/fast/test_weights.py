@@ -202,6 +202,12 @@ def test_strided_and_differentiable_tensors_are_published(publisher):
     assert torch.equal(fetched["p"], torch.ones(3))
 
 
+def test_fetched_tensors_begin_at_whole_cache_lines(publisher):
+    for size in range(1, 200, 7):  # a buffer of its own for each
+        published = publisher.publish(size, {"a": torch.ones(3 * size), "b": torch.ones(7)})
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in Subscriber().fetch(published).values())
+
+
 def test_a_new_publisher_takes_over_the_dead_ones_files(tmp_path):
     subscriber = Subscriber()
     dead = Publisher("run", directory=tmp_path)

@@ -193,17 +193,15 @@ def test_its_rewards_train_a_model(inputs: Path, tmp_path: Path) -> None:
             "trainer": {"learning_rate": 1e-2},
         },
     )
-    command = train(config, limit_s=200)
+    command = train(config, limit_s=500)
     run = tmp_path / "run"
     assert command.process.returncode == 0, command.output + tail_of(run)
     steps = steps_of(run)
     assert len(steps) == 8
-    odd = {
-        step.step: (step.agent_calls, step.samples, step.failures)
-        for step in steps
-        if step.agent_calls != 2 * step.samples or step.failures
-    }
-    assert odd == {}, tail_of(run)
+    # whole groups, each rollout with its two calls; a group counts where it finished, which may be before it is trained
+    assert [step.agent_calls for step in steps if step.agent_calls % 16] == []
+    assert sum(step.agent_calls for step in steps) >= 2 * sum(step.samples for step in steps)
+    assert [step.failures for step in steps if step.failures] == [], tail_of(run)
     rewards = [step.reward_mean for step in steps]
     assert 0.5 <= rewards[0] < 0.7  # all had their two turns, few had digits
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.2

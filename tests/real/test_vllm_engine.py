@@ -75,11 +75,15 @@ def test_updates_with_many_requests_in_flight(tied: bool, mode: str) -> None:
 
 def mismatch(engine: PublishedEngine, version: int) -> str:
     """What the update to ``version`` is refused with; the engine must sample no more."""
-    engine.submit([conformance.request("open", max_tokens=50)])
+    engine.submit([conformance.request("open", max_tokens=50), conformance.request("ends in the probe", max_tokens=2)])
     engine.step()
+    assert len(engine.take_deltas()) == 2
     with pytest.raises(WeightsMismatch) as raised:
         engine.update_weights(weights_of(model_of(version)), version, "keep")
     assert not engine.step()
+    deltas = {delta.request_id: delta for delta in engine.take_deltas()}
+    assert deltas.keys() == {"open", "ends in the probe"}
+    assert all((one.void, one.finish_reason, one.ids) == (True, "error", ()) for one in deltas.values())
     return str(raised.value)
 
 
@@ -238,6 +242,23 @@ def test_a_prompt_of_several_steps() -> None:
     for name, of in (("short", (5, 6, 7)), ("long", prompt)):
         expected = forced_logprobs(model_of(0), of, results[name].response.ids, 1.0)
         assert (torch.tensor(results[name].response.logprobs) - expected).abs().max() <= NATS
+
+
+def test_one_that_is_preempted_after_an_update_computes_all_its_kv_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own blocks of older weights are still there, under the salt it came with."""
+    monkeypatch.setattr(conformance, "model_of", model_of)
+    session = conformance.Session(make_engine(slots=2, kv_capacity_tokens=BLOCKED_TOKENS))
+    session.submit(*(conformance.request(name, max_tokens=90, priority=i, seed=i) for i, name in enumerate("ab")))
+    session.step(40)  # a block of each is full of version 0's KV
+    session.engine._probe_every_updates = 0  # a probe would take the blocks
+    assert session.update(1, "keep").in_flight == 2
+    results = session.run()
+    assert results["b"].reprefills > 0
+    spans = [span.tokens for span in results["b"].response.versions]
+    new = forced_logprobs(model_of(1), (5, 6, 7), results["b"].response.ids, 1.0)
+    got = torch.tensor(results["b"].response.logprobs)
+    assert (got[-20:] - new[-20:]).abs().max() <= NATS  # after the preemption, which is at 64 tokens of each
+    assert (got[spans[0] : spans[0] + 10] - new[spans[0] : spans[0] + 10]).abs().max() > NATS  # with the old KV before
 
 
 BLOCKED_TOKENS = 128  # the capacity of the conformance suite's tight engine: no other is built

@@ -159,6 +159,23 @@ def test_statistics(make: Any) -> None:
     assert end.prefilled_tokens == 9
 
 
+def test_one_that_samples_from_anothers_weights(make: Any) -> None:
+    """Both connect to it and load version 0; the first must not take the second's tokens for its own."""
+    first, second = make(), make()
+    first.submit([conformance.request("open", max_tokens=40)])
+    while first.open_requests:
+        first.step()
+    deltas = first.take_deltas()
+    assert [(one.finish_reason, one.ids, one.void) for one in deltas if one.finish_reason] == [("error", (), True)]
+    assert "or serves another run too" in deltas[-1].error
+    with pytest.raises(ConnectionError):
+        first.step()
+    second.submit([conformance.request("own", max_tokens=5)])
+    while second.open_requests:
+        second.step()
+    assert [one.finish_reason for one in second.take_deltas() if one.finish_reason] == ["length"]
+
+
 # --- probes -----------------------------------------------------------------------------------------------
 
 
