@@ -24,6 +24,7 @@ class Environment(Section):
     shows: tuple[str, ...] = ()  # agent: what it gets of a task beside the prompt: "answer", names of further fields
     posts_reward: bool = False  # agent: it posts its reward, with a key that is in its environment; so can what it runs
     failed_exit: Literal["fail", "verify"] = "fail"  # agent: whose process ends with an error: it fails, or counts
+    log_bytes: Positive = 1_000_000  # agent: of what one prints are kept: the first ones; and always the last 65,536
     stop_grace_s: Seconds = 2.0  # agent: between asking its processes to end and killing them
 
     @field_validator("agent")

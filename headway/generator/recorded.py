@@ -44,6 +44,20 @@ class Turn:
             turn = turn.parent
         return found[::-1]
 
+    @property
+    def start(self) -> int:
+        """Where the text of its own prompt begins behind those of the answers before it."""
+        return sum(len(earlier.text) for earlier in self.path[:-1])
+
+    def read_as_fed(self, text: str) -> int | None:
+        """Where it stands in a prompt's ``text``; None when that doesn't begin with its own prompt."""
+        at = 0
+        for step in self.path:
+            if not text.startswith(step.text, at):
+                return None
+            at += len(step.text)
+        return at
+
 
 def ids_to(turn: Turn | None) -> list[int]:
     """The tokens up to the end of this answer."""

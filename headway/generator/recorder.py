@@ -262,7 +262,7 @@ class Recorder:
             candidates = self._candidates(messages, keys)
         rewritten = False
         for turn, answered in candidates:
-            at = _read_as_fed(turn, text)
+            at = turn.read_as_fed(text)
             if at is None:
                 rewritten |= answered and not raw
                 continue
@@ -271,7 +271,7 @@ class Recorder:
             if not answered:  # its prompt, and something else behind
                 more = chat.encode_behind(turn.context_ids[-1] if turn.context_ids else None, text[at:], most)
                 cause: Cause = "rewritten" if rewritten else "branched" if more else "sibling"
-                return turn.parent, text[_start(turn) :], (*turn.context_ids, *more), cause
+                return turn.parent, text[turn.start :], (*turn.context_ids, *more), cause
             behind = chat.behind(turn.answer, text, at, exactly=raw)
             if behind is None:
                 rewritten |= not raw
@@ -302,7 +302,7 @@ class Recorder:
     def _raw_candidates(self) -> Iterator[tuple[Turn, bool]]:
         """Answers to raw prompts, those to the longest first; then the same as prompts alone."""
         turns = self._asked.get(history_keys(_RAW, ())[0], [])
-        longest = sorted(turns, key=lambda turn: _start(turn) + len(turn.text), reverse=True)
+        longest = sorted(turns, key=lambda turn: turn.start + len(turn.text), reverse=True)
         yield from ((turn, True) for turn in longest)
         yield from ((turn, False) for turn in longest)
 
@@ -477,21 +477,6 @@ def _root_key(request: Request) -> str:
 
 def _digest(data: bytes | str) -> str:
     return hashlib.blake2b(data.encode() if isinstance(data, str) else data, digest_size=12).hexdigest()
-
-
-def _start(turn: Turn) -> int:
-    """Where the text of its own prompt begins behind those of the answers before it."""
-    return sum(len(earlier.text) for earlier in turn.path[:-1])
-
-
-def _read_as_fed(turn: Turn, text: str) -> int | None:
-    """Where its answer stands in the prompt's ``text``; None when that doesn't begin with the answer's own prompt."""
-    at = 0
-    for step in turn.path:
-        if not text.startswith(step.text, at):
-            return None
-        at += len(step.text)
-    return at
 
 
 def _require_exact(call: Call, result: GenerationResult) -> None:

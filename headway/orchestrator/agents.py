@@ -40,7 +40,9 @@ async def agents_of(
         function, settings = environment.agent, None
         if environment.name == "verifiers":
             function, settings = PLAYER, environment.verifiers
-        processes = AgentProcesses(function, settings, logs=logs, grace_s=environment.stop_grace_s)
+        processes = AgentProcesses(
+            function, settings, logs=logs, log_bytes=environment.log_bytes, grace_s=environment.stop_grace_s
+        )
         try:
             await processes.start()
             yield Agents(environment=environment, endpoint=endpoint, conversations=sessions, processes=processes)

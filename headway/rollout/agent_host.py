@@ -4,7 +4,7 @@
 user's module once; every rollout then costs a fork. With SETTINGS, JSON, the function is called with them, once, and
 what it returns is the agent. Requests come and answers go as lines of JSON over the socket DESCRIPTOR:
 
-    {"start": id, "argv": [...] or [], "task": {...}, "env": {...}, "log": path, "reward": [url, key]}
+    {"start": id, "argv": [...] or [], "task": {...}, "env": {...}, "log": [path, bytes], "reward": [url, key]}
         ->  {"id", "exit": code, "signal": n}
     {"stop": id, "grace_s": s}
 
@@ -31,6 +31,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from headway.rollout.agent_log import AgentLog
 from headway.runtime.child import PR_SET_PDEATHSIG
 from headway.runtime.imports import import_function
 
@@ -40,12 +41,14 @@ _POLL_S = 0.02
 
 
 class AgentHost:
-    """One loop: reads requests, reaps agents, kills those whose grace is over."""
+    """One loop: reads requests and what agents print, reaps agents, kills those whose grace is over."""
 
     def __init__(self, channel: socket.socket, function: Callable[..., Any] | None) -> None:
         self._channel = channel
         self._function = function
         self._pids: dict[str, int] = {}  # of those that run
+        self._logs: dict[str, AgentLog] = {}  # theirs
+        self._selector = selectors.DefaultSelector()
         self._kill_at_s: dict[str, float] = {}
         self._unread = b""
 
@@ -57,12 +60,17 @@ class AgentHost:
             end.setblocking(False)
         signal.set_wakeup_fd(wake.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        with selectors.DefaultSelector() as selector:
+        with self._selector as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(wakes, selectors.EVENT_READ)
             try:
                 while True:
                     ready = {key.fileobj for key, _ in selector.select(_POLL_S if self._kill_at_s else None)}
+                    for log in self._logs.values():
+                        if log.pipe in ready:
+                            log.take()
+                            if log.ended:
+                                selector.unregister(log.pipe)
                     if wakes in ready:
                         with contextlib.suppress(BlockingIOError):
                             wakes.recv(4096)
@@ -89,13 +97,21 @@ class AgentHost:
 
     def _start(self, request: Mapping[str, Any]) -> None:
         agent: str = request["start"]
+        log = None
         try:
+            log = AgentLog(*request["log"])
             pid = os.fork()
         except OSError as error:
+            if log is not None:
+                log.begun()
+                log.close()
             self._tell({"id": agent, "exit": 1, "signal": 0, "error": f"fork: {error}"})
             return
         if pid == 0:
-            _become(request, self._function)
+            _become(request, self._function, log.output)
+        log.begun()
+        self._logs[agent] = log
+        self._selector.register(log.pipe, selectors.EVENT_READ)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # the child does so too: whoever is first
         self._pids[agent] = pid
@@ -109,6 +125,10 @@ class AgentHost:
             _, status = os.waitpid(pid, 0)
             del self._pids[agent]
             self._kill_at_s.pop(agent, None)
+            log = self._logs.pop(agent)
+            if not log.ended:
+                self._selector.unregister(log.pipe)
+            log.close()
             code = os.waitstatus_to_exitcode(status)
             self._tell({"id": agent, "exit": max(0, code), "signal": max(0, -code)})
 
@@ -149,7 +169,7 @@ def _marked(agent: str) -> Iterator[int]:
                 yield int(name)
 
 
-def _become(request: Mapping[str, Any], function: Callable[..., Any] | None) -> None:
+def _become(request: Mapping[str, Any], function: Callable[..., Any] | None, output: int) -> None:
     """The child: never returns."""
     code = 1
     try:
@@ -159,11 +179,10 @@ def _become(request: Mapping[str, Any], function: Callable[..., Any] | None) -> 
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         for descriptor in (1, 2):
-            os.dup2(log, descriptor)
+            os.dup2(output, descriptor)
         os.closerange(3, 1 << 12)  # its requests go on over connections of its own alone
         os.environ.update(request["env"])
         if request["argv"]:

@@ -20,10 +20,12 @@ from typing import Any
 
 from headway.records.errors import ConfigurationError, WorkerDied
 from headway.rollout.agent_host import MARK, kill_marked
+from headway.runtime.scratch import ScratchFolder
 
 _HOST = "headway.rollout.agent_host"
 _START_S = 120.0  # the user's module is imported
 _STOP_S = 10.0  # beside the grace
+_HOST_LOG = "host.log"
 _KEPT_LOGS = 256
 _TAIL_BYTES = 4000
 _MOST_LINE = 1 << 20
@@ -55,18 +57,23 @@ class AgentProcesses:
         settings: Mapping[str, Any] | None = None,
         *,
         logs: Path | None = None,
+        log_bytes: int = 1_000_000,
         grace_s: float = 2.0,
     ) -> None:
         """``function``: module:function that agents are, "" where they are commands. ``settings`` (JSON types): it
-        makes the agent out of them. ``logs``: the folder of their output; None: one that goes with this object.
+        makes the agent out of them. ``logs``: the folder of their output, of each the first ``log_bytes`` and a few of
+        the last; None: one that goes with this object.
         ``grace_s``: between SIGTERM and SIGKILL."""
         self._function = function
         self._settings = () if settings is None else (json.dumps(settings),)
         self._grace_s = grace_s
-        self._scratch = Path(tempfile.mkdtemp(prefix="headway-agents-"))
+        self._folder = ScratchFolder("headway-agents-")
+        self._scratch = self._folder.path
         self._logs = logs or self._scratch / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._kept: deque[Path] = deque()
+        self._log_bytes = log_bytes
+        earlier = (path for path in self._logs.glob("*.log") if path.name != _HOST_LOG)  # of a run that is resumed
+        self._kept = deque(sorted(earlier, key=lambda path: path.stat().st_mtime))
         self._numbers = itertools.count()
         self._host: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -99,8 +106,8 @@ class AgentProcesses:
         ended = self._exits[agent] = asyncio.get_running_loop().create_future()
         marked = {**env, MARK: agent}
         try:
-            request = {"argv": list(argv), "task": task, "env": marked, "log": str(log), "reward": reward}
-            await self._tell({"start": agent, **request})
+            request = {"argv": list(argv), "task": task, "env": marked, "log": [str(log), self._log_bytes]}
+            await self._tell({"start": agent, "reward": reward, **request})
             exit = await asyncio.shield(ended)
         except asyncio.CancelledError:
             await self._stop(agent, ended)
@@ -120,7 +127,7 @@ class AgentProcesses:
             self._writer.close()
         if self._listening is not None:
             await asyncio.wait((self._listening,), timeout=_START_S)
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._folder.remove()
 
     async def _stop(self, agent: str, ended: asyncio.Future[Exit]) -> None:
         with contextlib.suppress(WorkerDied, ConnectionError, TimeoutError):
@@ -130,13 +137,13 @@ class AgentProcesses:
 
     async def _start_host(self) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, (self._logs / _HOST_LOG).open("ab") as output:
             descriptor = theirs.fileno()
             host = subprocess.Popen(  # noqa: ASYNC220  (once)
                 [sys.executable, "-m", _HOST, str(descriptor), self._function or "-", *self._settings],
                 pass_fds=(descriptor,),
                 stdin=subprocess.DEVNULL,
-                stdout=(self._logs / "host.log").open("ab"),
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
@@ -191,7 +198,7 @@ class AgentProcesses:
         path = self._logs / f"{name}.log"
         if path not in self._kept:
             self._kept.append(path)
-        if len(self._kept) > _KEPT_LOGS:
+        while len(self._kept) > _KEPT_LOGS:
             self._kept.popleft().unlink(missing_ok=True)
         return path
 

@@ -280,6 +280,8 @@ class ServedSessions:
             return self._new("")
         if len(name) > 256:
             raise KeyRefused("X-Session-ID is longer than 256 characters")
+        if (digest, name) in self._named:
+            self._used((digest, name))  # of those to be ended, it is the last
         self.sweep()
         if (digest, name) not in self._named:
             if self._kept_tokens > self._experiment.endpoint.kept_tokens:  # by those that have calls open

@@ -57,6 +57,22 @@ def test_the_longest_unused_end_when_all_keep_too_many_tokens() -> None:
     run_virtual(main)
 
 
+def test_who_comes_again_is_not_the_longest_unused() -> None:
+    over: list[Session] = []
+
+    async def main(clock: Clock) -> None:
+        access, _ = sessions(clock, over=over, kept_tokens=100)
+        first, name = access.session("", "a"), "a"
+        while sum(named.tokens for named in access._named.values()) <= 100:  # the last call's tokens are too many
+            await ask(access.session("", name))
+            name = chr(ord(name) + 1)
+        assert not over
+        assert access.session("", "a") is first
+        assert [session.rollout for session in over] == ["b"]
+
+    run_virtual(main)
+
+
 def test_no_session_begins_while_those_at_work_keep_too_many_tokens() -> None:
     over: list[Session] = []
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,9 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def run(folder: Path, test: Any, function: str = "", settings: Any = None) -> Any:
+def run(folder: Path, test: Any, function: str = "", settings: Any = None, **options: Any) -> Any:
     async def main() -> Any:
-        processes = AgentProcesses(function, settings, logs=folder / "logs", grace_s=0.3)
+        processes = AgentProcesses(function, settings, logs=folder / "logs", grace_s=0.3, **options)
         try:
             return await test(processes)
         finally:
@@ -113,6 +115,76 @@ def test_a_function_with_the_openai_client(
                 assert "solving 1+2?" in exit.tail
 
     run(agents, test, f"my_agents:{name}")
+
+
+def test_a_log_has_the_beginning_and_the_end_of_what_was_printed(tmp_path: Path) -> None:
+    """However it was printed: by the agent, or by what it started; and nobody waits for the log."""
+    script = (
+        "import os, subprocess, sys\n"
+        "print('first', flush=True)\n"
+        "for _ in range(3000): print('x' * 999)\n"
+        "sys.stdout.flush()\n"
+        "subprocess.run(['sh', '-c', 'for i in 1 2 3; do head -c 300000 /dev/zero; done; echo last >&2'])\n"
+        "sys.exit(3)\n"
+    )
+    exit = run(tmp_path, command(sys.executable, "-c", script), log_bytes=100_000)
+    assert (exit.code, exit.tail.endswith("\0last\n")) == (3, True)
+    log = (tmp_path / "logs" / "7-0.log").read_bytes()
+    assert log.startswith(b"first\nxxx")
+    assert 100_000 + 65_536 < len(log) < 100_000 + 65_536 + 100
+    left_out = 6 + 3_000_000 + 900_000 + 5 - 100_000 - 65_536
+    assert b"\n[%d bytes left out: environment.log_bytes]\n" % left_out in log
+
+
+def test_a_resumed_run_keeps_no_more_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.rollout.agent_process._KEPT_LOGS", 3)
+    (tmp_path / "logs").mkdir()
+    for number in range(5):
+        (tmp_path / "logs" / f"{number}-0.log").write_text("")
+        os.utime(tmp_path / "logs" / f"{number}-0.log", (number, number))
+    run(tmp_path, command("true"))
+    names = {path.name for path in (tmp_path / "logs").iterdir()}
+    assert names == {"host.log", "3-0.log", "4-0.log", "7-0.log"}
+
+
+def test_hosts_leave_no_descriptor_open(tmp_path: Path) -> None:
+    counts: list[int] = []
+
+    async def test(processes: AgentProcesses) -> None:
+        for _ in range(3):
+            assert (await processes.run("7-0", ["true"], {}, {}, processes.scratch("7-0"))).well
+            counts.append(len(os.listdir("/proc/self/fd")))
+            assert processes._host is not None
+            processes._host.kill()
+            await until(lambda: processes._writer is None)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", ResourceWarning)
+        run(tmp_path, test)
+    assert (len(set(counts)), [str(one.message) for one in told]) == (1, [])
+
+
+def test_what_a_killed_run_leaves_behind_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    script = (
+        "import sys, time; from headway.rollout.agent_process import AgentProcesses\n"
+        "print(AgentProcesses()._scratch, flush=True); time.sleep(60)"
+    )
+    others = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    killed, alive = (Path(other.stdout.readline().strip()) for other in others if other.stdout is not None)
+    (killed / "task.json").write_text("{}")
+    os.kill(others[0].pid, signal.SIGKILL)
+    others[0].communicate()
+    mine = AgentProcesses()._folder
+    try:
+        assert not killed.exists()
+        assert alive.exists()
+    finally:
+        others[1].kill()
+        others[1].communicate()
+        mine.remove()
+    assert not mine.path.exists()
 
 
 def test_functions_that_end_badly(agents: Path) -> None:

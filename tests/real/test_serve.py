@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -131,6 +132,19 @@ def test_serving_a_model_folder(inputs: Path, tmp_path: Path) -> None:
     # the greedy call's behaviour log-probabilities are those of an argmax: all but its tokens
     trunk, *others = recorded.branches
     assert require_forced(model, others) + sum(trunk.response_mask) == learned
+
+
+def test_sessions_that_a_full_disk_does_not_take_are_told_of(inputs: Path, tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
+    with serving(inputs, "--record", str(record), "--generator.slots=4") as (process, url):
+        client = OpenAI(base_url=url, api_key="any", default_headers={"X-Session-ID": "mine"}, max_retries=0)
+        client.completions.create(model="headway", prompt="12+3=", max_tokens=4)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 1
+        assert process.stdout is not None
+        assert f"error: 1 sessions are lost: {record} can't be written" in process.stdout.read()
+    assert record.read_bytes() == b""
 
 
 def test_refusals(inputs: Path, tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""What an agent prints, in a file that gets no larger than it may."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+_LAST_BYTES = 1 << 16  # that are kept of what comes after the file is full
+_PIECE_BYTES = 1 << 16
+_MOST_PIECES = 64  # that are read of what is left in the pipe: a pipe holds 16
+
+
+class AgentLog:
+    """A pipe that an agent writes to, and the file it goes to: the first ``most_bytes`` as they come, and when it ends
+    the last ones, with a note between them of how many were left out.
+
+    The agent never notices: not that the file is full, nor that the disk is.
+    """
+
+    def __init__(self, path: str, most_bytes: int) -> None:
+        """Raises OSError where there can be no pipe."""
+        self.pipe, self.output = os.pipe()  # to be read here when something comes; the agent's end
+        os.set_blocking(self.pipe, False)
+        self.ended = False  # nothing more will come
+        self._room_bytes = most_bytes
+        self._left_out_bytes = 0
+        self._last = b""
+        self._file: int | None = None
+        with contextlib.suppress(OSError):
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def take(self) -> bool:
+        """Take what has come; False: nothing has."""
+        try:
+            data = os.read(self.pipe, _PIECE_BYTES)
+        except BlockingIOError:
+            return False
+        self.ended = not data
+        now, later = data[: self._room_bytes], data[self._room_bytes :]
+        self._room_bytes -= len(now)
+        self._write(now)
+        if later:
+            self._last += later
+            self._left_out_bytes += max(0, len(self._last) - _LAST_BYTES)
+            self._last = self._last[-_LAST_BYTES:]
+        return bool(data)
+
+    def begun(self) -> None:
+        """The agent has its end."""
+        os.close(self.output)
+
+    def close(self) -> None:
+        """It has ended: what it wrote last."""
+        for _ in range(_MOST_PIECES):
+            if not self.take():
+                break
+        if self._left_out_bytes:
+            self._write(f"\n[{self._left_out_bytes} bytes left out: environment.log_bytes]\n".encode())
+        self._write(self._last)
+        os.close(self.pipe)
+        if self._file is not None:
+            os.close(self._file)
+
+    def _write(self, data: bytes) -> None:
+        if self._file is not None and data:
+            with contextlib.suppress(OSError):
+                os.write(self._file, data)
