@@ -24,7 +24,9 @@ from headway.weights.shared_memory import Publisher
 from tests.conformance.reference import forced_logprobs, replayed_logprobs
 
 pytestmark = pytest.mark.real
-TOKENS = 400  # long enough to be in flight still when the parent of a busy machine gets its turn
+TOKENS = (
+    1500  # long enough to be in flight still when the other replica, or the parent, of a busy machine gets its turn
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("models")
     paths = [folder / "zero", folder / "one"]
     for seed, path in enumerate(paths):
-        initialise_model(path, ["8+3+5=11+5=16 hello"], vocabulary_size=300, width=32, layers=2, seed=seed)
+        initialise_model(
+            path, ["8+3+5=11+5=16 hello"], vocabulary_size=300, width=32, layers=2, seed=seed, max_positions=2048
+        )
     return paths
 
 
