@@ -9,6 +9,8 @@ from headway.generator.recorder import Call, Recorder
 from headway.records.conversations import ClientSampling, RequestRefused, Sample, Wanted
 from headway.records.generation import GenerationResult, PartialResponse
 
+_VOID = "tokens that were streamed turned out to be another version's; ask again"
+
 
 class CallFailed(Exception):
     """A call that got no answer. ``timeout``: it took too long."""
@@ -29,6 +31,7 @@ class Answering:
         self.call = call
         self.error: Exception | None = None
         self.partials: list[PartialResponse] = []  # of each choice, all tokens so far
+        self.streamed: list[tuple[int, ...]] = [()] * call.request.choices  # those whose text a client was given
         self.task: asyncio.Task[None] | None = None  # None: it was answered before
         self._recorder = recorder
         self._listeners: set[Callable[[], object]] = set()
@@ -73,13 +76,25 @@ class Answering:
             self._recorder.abandon(self.call, self.unheard)
             self.task.cancel()
 
+    def _goes_on(self, choice: int, partial: PartialResponse) -> bool:
+        """Whether it begins with what a client was given of this choice."""
+        streamed = self.streamed[choice]
+        return partial.ids[: len(streamed)] == streamed
+
+    def _take_back(self) -> None:
+        """What a client was given turned out to be void, and was sampled again: no record says what it has read."""
+        if self.task is not None and not self.task.done():
+            self.error = CallFailed(_VOID)
+            self._recorder.abandon(self.call, self.unheard)
+            self.task.cancel()
+
     def _tell(self) -> None:
         for listener in tuple(self._listeners):
             listener()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
-            self.error = CallFailed("the call was cancelled")
+            self.error = self.error or CallFailed("the call was cancelled")
         self._recorder.abandon(self.call, self.unheard)  # no-op for one that was answered
         self._tell()
 
@@ -106,6 +121,9 @@ class Answering:
 
         async def one(choice: int) -> GenerationResult:
             def told(partial: PartialResponse) -> None:
+                if not self._goes_on(choice, partial):
+                    self._take_back()
+                    return
                 self.partials[choice] = partial
                 self._unplaced.discard(choice)
                 self._tell()
@@ -118,6 +136,8 @@ class Answering:
                 client=client,
             )
             result = await sample(wanted, told)
+            if not self._goes_on(choice, result.response):
+                raise CallFailed(_VOID)
             self.partials[choice] = result.response
             return result
 

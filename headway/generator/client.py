@@ -142,6 +142,9 @@ class GeneratorPool:
                 *(self._apply(replica, weights) for replica in live), return_exceptions=True
             )
         self._health.note_versions()
+        for outcome in outcomes:
+            if isinstance(outcome, _HOPELESS):
+                self._give_up(outcome)
         raise_but_deaths(outcomes)
         return [outcome for outcome in outcomes if isinstance(outcome, AppliedWeights)]
 

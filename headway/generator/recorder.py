@@ -21,7 +21,7 @@ from headway.tokens.continuing import Chat
 from headway.tokens.messages import Message, canonical_value, history_keys, next_key
 
 _RAW = "raw"  # root key of prompts that are no messages
-_REPEATABLE = 16  # newest answered calls that a retry can repeat: each keeps its whole prompt
+_REPEATABLE = 16  # newest answered calls that a retry can repeat: each keeps the tokens of its whole prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +141,11 @@ class Recorder:
         return self._earlier.get(fingerprint)
 
     def plan(self, request: Request) -> Planned:
-        """What takes long in `begin` when a request is large. It changes nothing, so it may be done in a thread, while
-        other calls begin and end. Raises RequestRefused."""
+        """What takes long in `begin` when a request is large. The tree stays as it is, so it may be done in a thread,
+        while other calls begin and end. Raises RequestRefused."""
         with self._cuts_noted():
+            self._require_open()
+            self._require_room()
             self._require_valid(request)
             return self._planned(request)
 
@@ -152,7 +154,8 @@ class Recorder:
         refused by the template."""
         with self._cuts_noted():
             self._require_open()
-            self._require_valid(request)
+            if planned is None:
+                self._require_valid(request)
             return self._begin(request, fingerprint, planned)
 
     @contextmanager
@@ -228,7 +231,7 @@ class Recorder:
         self._closed = True
         for call in list(self._open):
             self.abandon(call)
-        return RecordedConversation(
+        conversation = RecordedConversation(
             branches=branches_of(self._turns),
             turns=len(self._turns),
             calls=sum(self._causes.values()),
@@ -240,6 +243,9 @@ class Recorder:
             resumes=self._resumes,
             reprefills=self._reprefills,
         )
+        for turn in self._turns:  # without cycles it is freed at once
+            turn.children.clear()
+        return conversation
 
     # What a request goes on from.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -61,6 +62,7 @@ class Session:
         self._on_call_end = on_call_end
         self._on_seal = on_seal
         self._open: dict[Call, Answering] = {}
+        self._attended = 0  # requests of it that are read or answered
         self._sealed: RecordedConversation | None = None
 
     @property
@@ -70,6 +72,20 @@ class Session:
     @property
     def open_calls(self) -> int:
         return len(self._open)
+
+    @property
+    def busy(self) -> bool:
+        """Somebody is being served: this is no time to end it."""
+        return bool(self._open or self._attended)
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """A request of it is read, and answered, inside the block."""
+        self._attended += 1
+        try:
+            yield
+        finally:
+            self._attended -= 1
 
     def call(
         self,

@@ -43,16 +43,17 @@ class Server:
         if key := os.environ.get(KEY_VARIABLE):
             self._headers["Authorization"] = f"Bearer {key}"
 
-    def get(self, path: str) -> bytes:
-        return self._call("GET", path, None)
+    def get(self, path: str, *, timeout_s: float | None = None) -> bytes:
+        """``timeout_s``: of connecting, and of every wait for its answer; None: as long as a load of weights takes."""
+        return self._call("GET", path, None, timeout_s)
 
     def post(self, path: str, body: Any = None) -> Any:
         """The answer, decoded; None where it is empty."""
         answer = self._call("POST", path, None if body is None else msgspec.json.encode(body))
         return msgspec.json.decode(answer) if answer else None
 
-    def _call(self, method: str, path: str, body: bytes | None) -> bytes:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=_CALL_S)
+    def _call(self, method: str, path: str, body: bytes | None, timeout_s: float | None = None) -> bytes:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s or _CALL_S)
         try:
             connection.request(method, path, body, self._headers)
             response = connection.getresponse()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -13,7 +13,10 @@ from headway.generator.vllm_http import KEY_VARIABLE, Server, ServerError
 from headway.records.errors import ConfigurationError, HeadwayError
 
 VERSION = "0.32."
+T = TypeVar("T")
+
 RETURNS_S = 300.0  # a server is awaited so long by a replica that has lost it: it loads its model at its start
+_HEALTH_S = 10.0  # for one answer of it
 _ASK_AGAIN_S = 1.0
 COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs "
@@ -55,16 +58,19 @@ class Served(NamedTuple):
         )
 
 
-def wait_for(server: Server, *, sleep: Callable[[float], object] = time.sleep) -> None:
+def wait_for(
+    server: Server, *, sleep: Callable[[float], object] = time.sleep, now: Callable[[], float] = time.monotonic
+) -> None:
     """Until a server that is away answers again. Raises HeadwayError when it doesn't within ``RETURNS_S``."""
-    for left in reversed(range(round(RETURNS_S / _ASK_AGAIN_S))):
+    until_s = now() + RETURNS_S
+    while True:
         try:
-            server.get("/health")
+            server.get("/health", timeout_s=_HEALTH_S)
             return
         except (OSError, ServerError) as error:  # what stands before it may answer that it is away
             if isinstance(error, ServerError) and error.status < 500:
                 return  # it is for `connect` to say what it is
-            if not left:
+            if now() >= until_s:
                 what = f"{server.address} did not come back within {RETURNS_S:g} s ({error})"
                 raise HeadwayError(f"{what}; start it again with {COMMAND}") from error
         sleep(_ASK_AGAIN_S)
@@ -111,15 +117,26 @@ def connect(server: Server, *, slots: int, context_tokens: int, again: bool = Fa
     )
 
 
+def _settled(call: Callable[..., T], *arguments: object) -> T:
+    """The call's answer. Raises ConnectionError where the server, or what stands before it, has trouble of its own:
+    that says nothing of what it is."""
+    try:
+        return call(*arguments)
+    except ServerError as error:
+        if error.status >= 500:
+            raise ConnectionError(str(error)) from error
+        raise
+
+
 def _require_version(server: Server) -> None:
     try:
-        found = msgspec.json.decode(server.get("/version"))["version"]
+        found = msgspec.json.decode(_settled(server.get, "/version"))["version"]
     except (ServerError, msgspec.DecodeError, KeyError, TypeError) as error:
         raise _refusal(server, f"no vLLM: /version says {error}") from error
     if not str(found).startswith(VERSION):
         raise _refusal(server, f"it is vLLM {found}; headway knows {VERSION}x")
     try:
-        server.post("/inference/v1/abort_requests", {"request_ids": ["headway-asks"]})
+        _settled(server.post, "/inference/v1/abort_requests", {"request_ids": ["headway-asks"]})
     except ServerError as error:
         if error.status == 401:
             raise _refusal(server, f"it wants a key: set {KEY_VARIABLE} to its --api-key") from error
@@ -128,7 +145,7 @@ def _require_version(server: Server) -> None:
 
 def _configuration(server: Server) -> Any:
     try:
-        return msgspec.json.decode(server.get("/server_info?config_format=json"))["vllm_config"]
+        return msgspec.json.decode(_settled(server.get, "/server_info?config_format=json"))["vllm_config"]
     except ServerError as error:
         raise _refusal(
             server, f"its weights can't be updated ({error}): start it with VLLM_SERVER_DEV_MODE=1 in its environment"

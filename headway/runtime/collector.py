@@ -33,11 +33,13 @@ async def short_collections(clock: Clock, short_s: float = _SHORT_S, whole_s: fl
         yield
     finally:
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        gc.unfreeze()
-        if enabled:
-            gc.enable()
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        finally:
+            gc.unfreeze()
+            if enabled:
+                gc.enable()
 
 
 async def _collect(clock: Clock, short_s: float, whole_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -30,11 +31,12 @@ class ScratchFolder:
 def _made(prefix: str) -> tuple[Path, int | None]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix))
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        if path.exists():  # else another process's `reap` came before the lock
-            return path, lock
-        os.close(lock)
+        with contextlib.suppress(FileNotFoundError):  # another process's `reap` was quicker
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if path.exists():  # else it came before the lock
+                return path, lock
+            os.close(lock)
 
 
 def reap(prefix: str) -> list[Path]:

@@ -280,9 +280,7 @@ class ServedSessions:
             return self._new("")
         if len(name) > 256:
             raise KeyRefused("X-Session-ID is longer than 256 characters")
-        if (digest, name) in self._named:
-            self._used((digest, name))  # of those to be ended, it is the last
-        self.sweep()
+        self.sweep(spared=(digest, name))
         if (digest, name) not in self._named:
             if self._kept_tokens > self._experiment.endpoint.kept_tokens:  # by those that have calls open
                 raise Overloaded(f"the sessions at work have {self._kept_tokens} tokens", _FULL_RETRY_S)
@@ -294,10 +292,11 @@ class ServedSessions:
         self.session(key)
         if (_digest(key), rollout) not in self._named:
             raise NoSuchRollout(f"the rollout {rollout!r} does not exist, or this key has no access to it")
-        return self.session(key, rollout)
+        return self._used((_digest(key), rollout)).session
 
-    def sweep(self) -> None:
-        """End those that are not used any more, and those for which there is no room."""
+    def sweep(self, spared: _Name | None = None) -> None:
+        """End those that are not used any more, and those for which there is no room; nobody who is being served, and
+        not the one that is ``spared``."""
         now, most_tokens = self._clock.now(), self._experiment.endpoint.kept_tokens
         over: list[_Name] = []
         tokens = self._kept_tokens
@@ -305,7 +304,7 @@ class ServedSessions:
             room = len(self._named) - len(over) <= _SESSIONS and tokens <= most_tokens
             if room and now < named.used_s + _IDLE_S:
                 break
-            if not named.session.open_calls:
+            if name != spared and not named.session.busy:
                 over.append(name)
                 tokens -= named.tokens
         for name in over:

@@ -14,6 +14,7 @@ from endpoint_server import (
     BODY,
     TOOLS,
     USER,
+    ScriptedEngine,
     Served,
     events_of,
     play,
@@ -25,7 +26,9 @@ from endpoint_server import (
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer as Backend
 
+from headway.records.conversations import Told, Wanted
 from headway.records.errors import Overloaded
+from headway.records.generation import GenerationResult, PartialResponse
 
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
@@ -415,3 +418,44 @@ def test_more_connections_than_allowed_are_closed() -> None:
         assert (await server.post("/health", None, method="GET"))[0] == 200
 
     play(test, connections=2)
+
+
+@pytest.mark.parametrize("told_again", [True, False])
+def test_what_was_streamed_and_turns_out_void_is_never_recorded(told_again: bool) -> None:
+    """The engine begins anew where a client has read already: the client is told, and asks again."""
+
+    async def test(server: Served, client: AsyncOpenAI) -> None:
+        plain = server.engine.__class__.__call__
+        read = asyncio.Event()
+
+        async def sample(wanted: Wanted, told: Told, /) -> GenerationResult:
+            if len(server.engine.asked) > 0:
+                return await plain(server.engine, wanted, told)
+            other = ScriptedEngine(server.engine.chat, lambda wanted: "17, I am sure.")
+            first: list[PartialResponse] = []
+            await other(wanted, lambda partial: first.append(partial))
+            told(first[2])
+            await read.wait()
+            return await plain(server.engine, wanted, told if told_again else lambda partial: None)
+
+        session = server.sessions.open("9-0", sample)
+        asking = client.with_options(api_key=session.key, max_retries=0)
+        stream = await asking.chat.completions.create(model="headway", messages=[USER], stream=True)
+        text = ""
+
+        async def listen() -> None:
+            nonlocal text
+            async for chunk in stream:
+                text += chunk.choices[0].delta.content or ""
+                if text:
+                    read.set()
+
+        with pytest.raises(openai.APIError, match="another version"):
+            await listen()
+        assert "17, I am sure.".startswith(text)
+        answer = await asking.chat.completions.create(model="headway", messages=[USER])
+        assert answer.choices[0].message.content == "hello"
+        conversation = session.seal()
+        assert (conversation.turns, conversation.abandoned_calls) == (1, 1)
+
+    play(test)

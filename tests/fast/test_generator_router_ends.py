@@ -25,6 +25,11 @@ async def ended_by(one: Setting, kind: type[Exception]) -> None:
     await one.pool.stop()
 
 
+async def mismatched(*_: object) -> None:
+    error = WeightsMismatch("it was told to compute something else")
+    raise RemoteError("generator-0", "update_weights", str(error), "") from error
+
+
 def test_a_mismatch_while_a_replica_is_brought_up_ends_the_run():
     async def scene(clock: Clock):
         one = Setting(clock)
@@ -33,13 +38,27 @@ def test_a_mismatch_while_a_replica_is_brought_up_ends_the_run():
         with pytest.raises(WeightsCorrupt):
             await one.pool.update_weights(published(1))
         one.ask(*requests(2, length=90))
-
-        async def mismatched(*_: object) -> None:
-            error = WeightsMismatch("it was told to compute something else")
-            raise RemoteError("generator-0", "update_weights", str(error), "") from error
-
         one.workers[0]._update_weights = mismatched
         await clock.sleep(1.5)  # a health check
+        await ended_by(one, WeightsMismatch)
+
+    playing(scene)
+
+
+def test_a_mismatch_in_an_update_ends_the_run():
+    async def scene(clock: Clock):
+        one = Setting(clock)
+        await one.pool.start()
+        one.ask(*requests(2, length=90))
+        worker, right = one.workers[0], one.workers[0]._update_weights
+
+        async def once(*_: object) -> None:
+            worker._update_weights = right
+            await mismatched()
+
+        worker._update_weights = once
+        with pytest.raises(WeightsMismatch):
+            await one.pool.update_weights(published(1))
         await ended_by(one, WeightsMismatch)
 
     playing(scene)

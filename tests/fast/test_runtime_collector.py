@@ -7,7 +7,7 @@ import gc
 import weakref
 from typing import Any
 
-from headway.runtime.clock import RealClock
+from headway.runtime.clock import Clock, RealClock, run_virtual
 from headway.runtime.collector import short_collections
 
 
@@ -21,34 +21,37 @@ def cycle() -> Thing:
     return one
 
 
-async def gone(thing: Thing) -> None:
-    """Return when it is; the caller must have let go of it."""
-    freed = asyncio.Event()
-    weakref.finalize(thing, freed.set)
-    del thing
-    await asyncio.wait_for(freed.wait(), 10)
+def watched(freed: list[str]) -> Thing:
+    thing = cycle()
+    weakref.finalize(thing, freed.append, "freed")
+    return thing
 
 
 def test_a_cycle_that_dies_young() -> None:
-    async def main() -> None:
-        async with short_collections(RealClock(), short_s=0.01, whole_s=1000):
-            await gone(cycle())
+    async def main(clock: Clock) -> None:
+        freed: list[str] = []
+        async with short_collections(clock, short_s=1.0, whole_s=1000.0):
+            watched(freed)
+            assert not freed
+            await clock.sleep(1.5)
+            assert freed
 
-    asyncio.run(main())
+    run_virtual(main)
 
 
 def test_a_cycle_that_has_outlived_short_collections() -> None:
-    async def main() -> None:
-        async with short_collections(RealClock(), short_s=0.01, whole_s=0.3):
-            kept = cycle()
-            await asyncio.sleep(0.1)
-            waiting = asyncio.create_task(gone(kept))
+    async def main(clock: Clock) -> None:
+        freed: list[str] = []
+        async with short_collections(clock, short_s=1.0, whole_s=30.0):
+            kept = watched(freed)
+            await clock.sleep(10.5)
             del kept
-            await asyncio.sleep(0.1)
-            assert not waiting.done()
-            await waiting
+            await clock.sleep(10.0)
+            assert not freed
+            await clock.sleep(10.0)
+            assert freed
 
-    asyncio.run(main())
+    run_virtual(main)
 
 
 def test_pythons_own_rule_holds_again_behind_it() -> None:

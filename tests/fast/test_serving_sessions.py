@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import resource
 from collections.abc import Iterator
@@ -13,11 +14,14 @@ from typing import Any
 import pytest
 from test_serving import ask, sessions
 
+from headway.generator.recorder import Request
 from headway.generator.sessions import Session
 from headway.records.errors import HeadwayError, Overloaded
 from headway.runtime.clock import Clock, run_virtual
 from headway.runtime.line_file import LineFile
+from headway.services.serve import ServedSessions
 from headway.services.session_record import SessionRecord, recorded_line
+from headway.tokens.messages import normal_messages
 
 
 def test_a_long_call_leaves_its_session_all_its_time() -> None:
@@ -95,6 +99,78 @@ def test_no_session_begins_while_those_at_work_keep_too_many_tokens() -> None:
         assert over == [busy]
 
     run_virtual(main)
+
+
+async def filled(access: ServedSessions, most_tokens: int) -> Session:
+    """One session alone that keeps more."""
+    session = access.session("", "a")
+    while session.recorder.kept_tokens <= most_tokens:
+        await ask(session)
+    return session
+
+
+def test_a_reward_reaches_the_session_it_is_posted_for() -> None:
+    over: list[Session] = []
+
+    async def main(clock: Clock) -> None:
+        access, _ = sessions(clock, over=over, kept_tokens=100)
+        session = await filled(access, 100)
+        assert access.rollout("", "a") is session  # though it is what has too many tokens
+        access.rollout("", "a").post_reward(1.0)
+        assert access.session("", "a") is session  # its own next call doesn't end it
+        access.sweep()
+        assert [recorded.reward for recorded in over] == [1.0]
+
+    run_virtual(main)
+
+
+def test_a_session_whose_request_is_being_read_goes_on() -> None:
+    over: list[Session] = []
+
+    async def main(clock: Clock) -> None:
+        access, _ = sessions(clock, over=over, kept_tokens=100)
+        session = await filled(access, 100)
+        with session.attended():
+            await clock.sleep(1000)
+            access.sweep()
+            assert not over
+        access.sweep()
+        assert over == [session]
+
+    run_virtual(main)
+
+
+def test_a_session_that_is_over_is_freed_without_the_collector() -> None:
+    over: list[Session] = []
+
+    async def main(clock: Clock) -> ServedSessions:
+        access, _ = sessions(clock, over=over)
+        session, messages = access.session("", "a"), normal_messages([{"role": "user", "content": "1+2?"}])
+        for _ in range(3):
+            answering = session.call(Request(messages=messages))
+            assert answering.task is not None
+            await answering.task
+            (turn,) = answering.call.turns
+            assert turn is not None
+            messages = (*messages, turn.message, *messages[:1])
+        assert turn.parent is not None
+        access.seal_all()
+        return access
+
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        kept_alive = run_virtual(main)
+        over.clear()
+        gc.collect()
+        kept = {type(thing).__name__ for thing in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert kept_alive is not None
+    assert not kept & {"Turn", "Answer", "Message", "Recorder", "Session", "Answering", "Call"}
 
 
 @contextmanager

@@ -92,7 +92,7 @@ class Answers:
         self._answers = {"/version": b'{"version": "0.32.0"}', "/server_info?config_format=json": info, "abort": None}
         self._answers |= answers
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str, *, timeout_s: float | None = None) -> Any:
         return self._answer(path)
 
     def post(self, path: str, body: Any = None) -> Any:
@@ -174,8 +174,18 @@ class Comes:
     def __init__(self, *away: Exception) -> None:
         self.away = list(away)
         self.waited: list[float] = []
+        self.now_s = 0.0
+        self.silent_s = 0.0  # until it doesn't answer
 
-    def get(self, path: str) -> bytes:
+    def now(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.waited.append(seconds)
+        self.now_s += seconds
+
+    def get(self, path: str, *, timeout_s: float | None = None) -> bytes:
+        self.now_s += min(self.silent_s, timeout_s or 600.0)
         if self.away:
             raise self.away.pop(0)
         return b""
@@ -183,21 +193,32 @@ class Comes:
 
 def test_a_server_that_went_is_waited_for() -> None:
     server = Comes(ConnectionRefusedError("refused"), TimeoutError("slow"), ServerError(503, "starting"))
-    wait_for(server, sleep=server.waited.append)  # type: ignore[arg-type]
+    wait_for(server, sleep=server.sleep, now=server.now)  # type: ignore[arg-type]
     assert len(server.waited) == 3
     another = Comes(ServerError(404, "Not Found"))  # it is there, whatever it is
-    wait_for(another, sleep=another.waited.append)  # type: ignore[arg-type]
+    wait_for(another, sleep=another.sleep, now=another.now)  # type: ignore[arg-type]
     assert another.waited == []
 
 
-def test_one_that_does_not_come_back_says_what_to_do() -> None:
+@pytest.mark.parametrize("silent_s", [0.0, 600.0])  # it refuses; nothing comes back at all
+def test_one_that_does_not_come_back_says_what_to_do(silent_s: float) -> None:
     server = Comes(*[ConnectionRefusedError("refused")] * 1000)
+    server.silent_s = silent_s
     with pytest.raises(
         HeadwayError, match=r"http://there:8000 did not come back within 300 s .*refused.*vllm serve"
     ) as e:
-        wait_for(server, sleep=server.waited.append)  # type: ignore[arg-type]
+        wait_for(server, sleep=server.sleep, now=server.now)  # type: ignore[arg-type]
     assert not isinstance(e.value, ConfigurationError)  # it may come later: the replica is restarted, others go on
-    assert 290 <= sum(server.waited) <= 300
+    assert 290 <= server.now_s <= 315
+
+
+@pytest.mark.parametrize("path", ["/version", "abort", "/server_info?config_format=json"])
+def test_trouble_of_a_server_that_comes_back_is_no_wrong_configuration(path: str) -> None:
+    server: Any = Answers(**{"/health": b"", path: ServerError(503, "no healthy upstream")})
+    with pytest.raises(ConnectionError, match="no healthy upstream"):
+        connect(server, slots=64, context_tokens=512, again=True)
+    with pytest.raises(ConfigurationError):  # at the start of a run nobody waits
+        connect(server, slots=64, context_tokens=512)
 
 
 def test_one_that_goes_again_is_no_wrong_configuration() -> None:

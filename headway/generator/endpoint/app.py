@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -26,11 +26,12 @@ from headway.generator.endpoint.logprobs import TokenTexts
 from headway.generator.endpoint.refusals import Refused, refused_by
 from headway.generator.endpoint.responses import Responses
 from headway.generator.endpoint.streams import stream
-from headway.generator.recorder import Request
+from headway.generator.recorder import Planned, Request
 from headway.generator.sessions import Session
 from headway.records.conversations import RequestRefused
 from headway.tokens.continuing import Chat
 
+T = TypeVar("T")
 _log = logging.getLogger("headway.endpoint")
 _DIALECTS: dict[str, Dialect] = {
     "/v1/chat/completions": ChatCompletions(),
@@ -43,6 +44,7 @@ _MODELS = "/v1/models"
 _ROLLOUTS = "/v1/rollouts/"
 _REWARD = "/reward"
 _LARGE_BYTES = 20_000  # of a request: encoding what is in a larger one would have others wait for too long
+_THREADS = 2  # that encode large requests
 _LARGEST = sys.float_info.max
 
 
@@ -85,6 +87,7 @@ class App:
         self._now_s = now_s
         self._numbers = itertools.count(1)
         self._decoder = msgspec.json.Decoder()
+        self._threads = asyncio.Semaphore(_THREADS)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -124,20 +127,24 @@ class App:
     async def _call(self, exchange: Exchange, dialect: Dialect) -> None:
         """A model call."""
         session = self._access.session(exchange.key, exchange.header("x-session-id"))
-        raw = await exchange.body()
-        body = self._decoded(raw)
-        self._require_model(body)
-        setting = self._setting(session, exchange)
-        asked = dialect.read(body, setting)
-        planned = await asyncio.to_thread(session.recorder.plan, asked.request) if len(raw) > _LARGE_BYTES else None
-        answering = session.call(asked.request, asked.client, _identity(exchange, raw), planned)
-        if asked.stream:
-            await stream(exchange, dialect, asked, answering, setting)
-            return
-        await _answered(exchange, answering)
-        if answering.error is not None:
-            raise answering.error
-        await exchange.reply(200, msgspec.json.encode(dialect.whole(asked, answering.call, setting)))
+        with session.attended():
+            raw = await exchange.body()
+            body = self._decoded(raw)
+            self._require_model(body)
+            setting = self._setting(session, exchange)
+            asked = dialect.read(body, setting)
+            fingerprint = _identity(exchange, raw)
+            planned: Planned | None = None
+            if len(raw) > _LARGE_BYTES and session.recorder.earlier(fingerprint) is None:
+                planned = await self._aside(session.recorder.plan, asked.request)
+            answering = session.call(asked.request, asked.client, fingerprint, planned)
+            if asked.stream:
+                await stream(exchange, dialect, asked, answering, setting)
+                return
+            await _answered(exchange, answering)
+            if answering.error is not None:
+                raise answering.error
+            await exchange.reply(200, msgspec.json.encode(dialect.whole(asked, answering.call, setting)))
 
     async def _count(self, exchange: Exchange) -> None:
         """Tokens of a request of Anthropic's API, which is not recorded."""
@@ -147,7 +154,7 @@ class App:
         self._require_model(body)
         asked = Messages().read({"max_tokens": 1, **body}, self._setting(session, exchange))
         count = self._tokens_of
-        tokens = await asyncio.to_thread(count, asked.request) if len(raw) > _LARGE_BYTES else count(asked.request)
+        tokens = await self._aside(count, asked.request) if len(raw) > _LARGE_BYTES else count(asked.request)
         await exchange.reply(200, msgspec.json.encode({"input_tokens": tokens}))
 
     def _tokens_of(self, request: Request) -> int:
@@ -157,7 +164,8 @@ class App:
     async def _reward(self, exchange: Exchange, rollout: str) -> None:
         """``{"reward": number, "solved"?: true or false}``: the rollout's; the last one counts."""
         session = self._access.rollout(exchange.key, rollout)
-        body = self._decoded(await exchange.body())
+        with session.attended():
+            body = self._decoded(await exchange.body())
         reward, solved = body.get("reward"), body.get("solved")
         if isinstance(reward, bool) or not (isinstance(reward, int | float) and -_LARGEST <= reward <= _LARGEST):
             raise RequestRefused(f"reward = {reward!r}: a finite number is needed", param="reward")
@@ -181,6 +189,11 @@ class App:
         name = path[len(_MODELS) + 1 :]
         self._require_model({"model": name})
         return {**model, "id": name}
+
+    async def _aside(self, work: Callable[[Request], T], request: Request) -> T:
+        """``work`` in a thread, few at once: others of this process need theirs."""
+        async with self._threads:
+            return await asyncio.to_thread(work, request)
 
     # --- what every route needs -------------------------------------------------------------------------------------
 

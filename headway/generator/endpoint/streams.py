@@ -79,6 +79,7 @@ class _Choice:
 
     def __init__(self, dialect: Dialect, asked: Asked, answering: Answering, setting: Setting, number: int) -> None:
         self._number = number
+        self._streamed = answering.streamed
         self._parsed = dialect.parsed
         self._setting = setting
         self._tokens = 0
@@ -93,6 +94,7 @@ class _Choice:
 
     def news(self, partials: list[PartialResponse]) -> Piece:
         partial = partials[self._number]
+        self._streamed[self._number] = partial.ids
         return self._piece(*self._stream.push(partial.ids), partial.ids, partial.logprobs)
 
     def last(self, turn: Turn) -> Piece:
