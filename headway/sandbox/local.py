@@ -101,6 +101,8 @@ class LocalBackend:
     ) -> LocalSandbox:
         """See :meth:`Backend.create`."""
         spec.limits.check()
+        if spec.root is not None and not spec.root.startswith("/"):
+            raise ConfigurationError(f"sandbox root = {spec.root!r}: give the whole path of a directory")
         if spec.network:
             raise ConfigurationError("sandbox network: the local backend has no allow-list yet; leave it empty")
         making = self._by_key.get(idempotency_key or "")
@@ -136,14 +138,14 @@ class LocalBackend:
         self._sandboxes[name] = sandbox
         try:
             with contextlib.ExitStack() as opened:
-                passed = [_open(opened, path) for path in (spec.root, snapshot and snapshot.path) if path is not None]
+                passed = [_open(opened, snapshot.path)] if snapshot is not None else []
                 ours, theirs = socket.socketpair()
                 opened.callback(theirs.close)
                 wanted = {
                     "limits": msgspec.to_builtins(spec.limits),
                     "workdir": spec.workdir,
                     "ttl_s": ttl_s,
-                    "image": spec.root is not None,
+                    "root": spec.root,
                     "snapshot": snapshot is not None,
                 }
                 zygote.request({"do": "create", "id": name, "wanted": wanted}, [theirs.fileno(), *passed])

@@ -80,9 +80,9 @@ def _map(uid: int, gid: int) -> None:
     _put("/proc/self/gid_map", f"{INSIDE_ID} {gid} 1")
 
 
-def furnish(wanted: dict[str, Any], image: int) -> tuple[int, int]:
-    """Make the root file system and move into it. ``image``: a descriptor of its directory, or -1. Returns descriptors
-    of the directory that takes what is written, and of a /proc that can be written to."""
+def furnish(wanted: dict[str, Any]) -> tuple[int, int]:
+    """Make the root file system and move into it. Returns descriptors of the directory that takes what is written, and
+    of a /proc that can be written to."""
     limits = wanted["limits"]
     with step("disk"):
         # Its own three directories and the root of the overlay's take inodes too.
@@ -93,10 +93,13 @@ def furnish(wanted: dict[str, Any], image: int) -> tuple[int, int]:
         upper = os.open(f"{STAGE}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     root = f"{STAGE}/root"
     with step("root file system"):
-        below = SKELETON if image < 0 else f"{SKELETON}-image:/proc/self/fd/{image}"
+        below = SKELETON
+        if wanted["root"] is not None:  # by a descriptor: its name may hold what mount options can't
+            image = os.open(wanted["root"], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            below = f"{SKELETON}-image:/proc/self/fd/{image}"
         layers = f"lowerdir={below},upperdir={STAGE}/upper,workdir={STAGE}/work,userxattr"
         kernel.mount("overlay", root, "overlay", kernel.MS_NOSUID | kernel.MS_NODEV, layers)
-    if image < 0:
+    if wanted["root"] is None:
         with step("host programs"):
             _bind_host_programs(root)
     with step("devices"):

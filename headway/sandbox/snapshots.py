@@ -52,15 +52,12 @@ def _walk(folder: int, prefix: str, depth: int, seen: dict[int, str]) -> Iterato
             member.linkname = os.readlink(name, dir_fd=folder)
             yield _head(member)
         elif stat.S_ISDIR(found.st_mode):
-            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-            try:
+            with _opened(name, folder, found.st_mode, os.O_DIRECTORY) as inner:
                 with contextlib.suppress(OSError):
                     if os.getxattr(inner, "user.overlay.opaque") == b"y":
                         member.pax_headers = {OPAQUE: "y"}
                 yield _head(member)
                 yield from _walk(inner, f"{prefix}{name}/", depth + 1, seen)
-            finally:
-                os.close(inner)
         elif not stat.S_ISSOCK(found.st_mode):  # a socket is nothing without who listens
             yield _head(member)
 
@@ -77,18 +74,33 @@ def _member(name: str, found: os.stat_result) -> tarfile.TarInfo:
 
 
 def _file(folder: int, name: str, member: tarfile.TarInfo) -> Iterator[bytes]:
-    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-    try:
+    with _opened(name, folder, member.mode, os.O_NONBLOCK) as descriptor:
         yield _head(member)
         left = member.size
         while left:
             data = os.read(descriptor, min(CHUNK_BYTES, left)) or bytes(min(CHUNK_BYTES, left))
             left -= len(data)
             yield data
-    finally:
-        os.close(descriptor)
     if member.size % BLOCK:
         yield bytes(BLOCK - member.size % BLOCK)
+
+
+@contextlib.contextmanager
+def _opened(name: str, folder: int, mode: int, flags: int) -> Iterator[int]:
+    """Also what its owner may not read: whoever owns it may change that, for as long as this takes."""
+    flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    changed = not mode & stat.S_IRUSR or (stat.S_ISDIR(mode) and not mode & stat.S_IXUSR)
+    if changed:
+        os.chmod(name, 0o700, dir_fd=folder)  # no link: it has been looked at, and nothing runs meanwhile
+    try:
+        descriptor = os.open(name, flags, dir_fd=folder)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+    finally:
+        if changed:
+            os.chmod(name, stat.S_IMODE(mode), dir_fd=folder)
 
 
 def _head(member: tarfile.TarInfo) -> bytes:
@@ -137,6 +149,7 @@ def _make(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str, root: st
         assert source is not None
         with open(path, "xb") as target:
             shutil.copyfileobj(source, target, CHUNK_BYTES)
+            target.flush()
             os.fchmod(target.fileno(), member.mode)
         os.utime(path, (member.mtime, member.mtime))
 

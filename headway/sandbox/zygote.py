@@ -85,8 +85,8 @@ class Zygote:
         request = json.loads(data)
         if request["do"] == "create":
             self._create(request, data, descriptors)
-        elif request["do"] == "terminate" and request["id"] in self._by_sandbox:
-            os.kill(self._by_sandbox[request["id"]], signal.SIGKILL)
+        elif request["do"] == "terminate":
+            self._terminate(request["id"])
         for descriptor in descriptors:
             os.close(descriptor)
         return True
@@ -105,6 +105,12 @@ class Zygote:
                 self._tell({"refused": sandbox, "error": error.errno, "what": f"clone: {error.strerror}"})
             return
         self._tell({"started": sandbox, "pid": pid, "slot": slot})
+
+    def _terminate(self, sandbox: str) -> None:
+        if sandbox in self._by_sandbox:
+            os.kill(self._by_sandbox[sandbox], signal.SIGKILL)
+        elif all(sandbox != ending for _, ending, _, _ in self._emptying):  # never made, or ended before
+            self._tell({"ended": sandbox, "code": wire.EXIT_CLOSED, "oom_kills": 0})
 
     def _refill(self) -> None:
         """One spare at a time: requests come between."""
@@ -201,12 +207,11 @@ def spare(place: socket.socket, slot: str, parents: cgroups.Parents, zygote: int
         os._exit(0)  # the zygote is gone, or needs no more
     wanted = json.loads(data)["wanted"]
     owner = socket.socket(fileno=descriptors.pop(0))
-    image = descriptors.pop(0) if wanted["image"] else -1
     snapshot = descriptors.pop(0) if wanted["snapshot"] else -1
     try:
         if failed is not None:
             raise failed
-        _become_first_process(owner, wanted, slot, parents, zygote, image, snapshot)
+        _become_first_process(owner, wanted, slot, parents, zygote, snapshot)
     except rooms.SetupFailed as error:
         init_process.fail(owner, error.step, error.code, str(error))
 
@@ -217,7 +222,6 @@ def _become_first_process(
     slot: str,
     parents: cgroups.Parents,
     zygote: int,
-    image: int,
     snapshot: int,
 ) -> None:
     limits = wanted["limits"]
@@ -226,13 +230,11 @@ def _become_first_process(
         own = {name: limits[name] for name in ("memory_bytes", "processes", "cpus")}
         cgroups.limit(parents, slot, **own)
         kills = cgroups.open_kill_count(parents, slot)
-    upper, proc = rooms.furnish(wanted, image)
+    upper, proc = rooms.furnish(wanted)
     rooms.lock(zygote)
     if snapshot >= 0:
         with rooms.step("snapshot"):
             snapshots.unpack(snapshot)
-    if image >= 0:
-        os.close(image)
     os.close(zygote)
     init_process.Init(owner, wanted, upper, proc, kills).run()
 

@@ -14,6 +14,7 @@ from headway.records.sandbox import MIB, Limits, SandboxSpec
 from headway.sandbox.local import LocalBackend, LocalSettings
 from headway.sandbox.protocol import Sandbox
 
+SANDBOX_UID = LocalSettings().sandbox_uid if os.geteuid() == 0 else os.geteuid()
 SMALL = SandboxSpec(
     limits=Limits(memory_bytes=96 * MIB, disk_bytes=24 * MIB, inodes=3000, processes=48, open_files=256), ttl_s=120.0
 )

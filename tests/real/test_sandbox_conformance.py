@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
-from sandbox_backends import BACKENDS, SMALL, leftovers_of, opened, run
+from sandbox_backends import BACKENDS, SANDBOX_UID, SMALL, leftovers_of, opened, run
 
 from headway.records.sandbox import SandboxError
 
@@ -187,7 +188,7 @@ def test_a_snapshot_brings_the_files_back_as_they_were(backend):
             """
             assert (await box.exec(["sh", "-ec", script])).ok
             taken = await box.snapshot("turn-3")
-            assert Path(taken.path).stat().st_size == taken.bytes
+            assert os.stat(taken.path).st_size == taken.bytes
             look = ["sh", "-c", "chmod 755 a/b; ls -lRn --time-style=+ . /etc/ssl /etc/hostname /dev/shm; cat a/b/one"]
             before = await box.exec(look)
             await box.terminate()
@@ -204,7 +205,7 @@ def test_a_snapshot_that_is_none_is_refused(backend, tmp_path: Path):
         async with backend:
             box = await backend.create(SMALL)
             taken = await box.snapshot("good")
-            Path(taken.path).write_bytes(b"no tar at all" * 100)
+            os.truncate(taken.path, 100)
             with pytest.raises(SandboxError) as raised:
                 await backend.create(SMALL, snapshot=taken)
             assert raised.value.failure.cause == "environment"
@@ -212,12 +213,21 @@ def test_a_snapshot_that_is_none_is_refused(backend, tmp_path: Path):
     run(main)
 
 
-def test_an_image_is_its_root_and_stays_as_it_was(backend, tmp_path: Path):
-    image = tmp_path / "image"
+@pytest.fixture
+def open_folder():
+    """A folder that the user of sandboxes can look into, which pytest's own isn't."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+def test_an_image_is_its_root_and_stays_as_it_was(backend, open_folder: Path):
+    image = open_folder / "an:image, with=signs"
     (image / "bin").mkdir(parents=True)
-    busybox = "#!/bin/false\n"
-    (image / "bin" / "nothing").write_text(busybox)
     (image / "greeting").write_text("from the image")
+    for folder, _, files in os.walk(open_folder):
+        for name in (".", *files):
+            os.chown(os.path.join(folder, name), SANDBOX_UID, SANDBOX_UID)
 
     async def main():
         async with opened(backend, msgspec.structs.replace(SMALL, root=str(image))) as box:
@@ -226,10 +236,10 @@ def test_an_image_is_its_root_and_stays_as_it_was(backend, tmp_path: Path):
             assert await box.read("/greeting") == b"changed"
             assert "usr" not in {entry.name for entry in await box.list("/")}
             assert (await box.exec(["/usr/bin/id"])).exit_code == 127
+            with pytest.raises(SandboxError) as raised:
+                await backend.create(msgspec.structs.replace(SMALL, root=str(open_folder / "missing")))
+            assert raised.value.failure.cause == "environment"
         assert (image / "greeting").read_text() == "from the image"
-        with pytest.raises(SandboxError) as raised:
-            await backend.create(msgspec.structs.replace(SMALL, root=str(tmp_path / "missing")))
-        assert raised.value.failure.cause == "environment"
 
     run(main)
 
