@@ -17,6 +17,7 @@ from pathlib import Path
 
 CONTROLLERS = ("memory", "pids", "cpu")
 PERIOD_US = 100_000
+KEPT_PROCESSES = 5  # init, and those that it starts though the commands have all they may: RLIMIT_NPROC binds them
 SHARED = "headway-sandboxes"  # below it a group per owner, below those a group per sandbox
 V2 = "v2"  # stands for the one hierarchy that has all controllers
 PARTS = {  # version 1: which file holds the number of kills for memory; version 2: the same
@@ -124,7 +125,7 @@ def join(parents: Parents, slot: str) -> None:
 
 
 def limit(parents: Parents, slot: str, *, memory_bytes: int, processes: int, cpus: float) -> None:
-    """Set what a sandbox may use; ``processes`` without its init."""
+    """Set what a sandbox may use."""
     quota = max(1000, round(cpus * PERIOD_US))
     for controller, parent in parents.items():
         group = f"{parent}/{slot}/"
@@ -133,14 +134,14 @@ def limit(parents: Parents, slot: str, *, memory_bytes: int, processes: int, cpu
             if os.path.exists(group + "memory.memsw.limit_in_bytes"):  # or the rest goes to swap
                 _put(group + "memory.memsw.limit_in_bytes", str(memory_bytes))
         elif controller == "pids":
-            _put(group + "pids.max", str(processes + 1))
+            _put(group + "pids.max", str(processes + KEPT_PROCESSES))
         elif controller == "cpu":
             _put(group + "cpu.cfs_quota_us", str(quota))
         else:
             _put(group + "memory.max", str(memory_bytes))
             if os.path.exists(group + "memory.swap.max"):
                 _put(group + "memory.swap.max", "0")
-            _put(group + "pids.max", str(processes + 1))
+            _put(group + "pids.max", str(processes + KEPT_PROCESSES))
             _put(group + "cpu.max", f"{quota} {PERIOD_US}")
 
 
