@@ -19,6 +19,7 @@ CONTROLLERS = ("memory", "pids", "cpu")
 PERIOD_US = 100_000
 KEPT_PROCESSES = 5  # init, and those that it starts though the commands have all they may: RLIMIT_NPROC binds them
 SHARED = "headway-sandboxes"  # below it a group per owner, below those a group per sandbox
+MAKER = "zygote"  # the group of whoever makes sandboxes
 V2 = "v2"  # stands for the one hierarchy that has all controllers
 PARTS = {  # version 1: which file holds the number of kills for memory; version 2: the same
     "memory": "memory.oom_control",
@@ -115,6 +116,18 @@ def _words(file: Path) -> list[str]:
     with contextlib.suppress(OSError):
         return file.read_text().split()
     return []
+
+
+def admit_maker(parents: Parents) -> tuple[Parents, str]:
+    """Version 2 lets a user move processes only within what is his, so whoever makes them must be in there as well.
+    Returns what is left, and why not if that fails."""
+    if V2 not in parents:
+        return parents, ""
+    try:
+        join(parents, MAKER)
+    except OSError as error:
+        return {}, f"{error.strerror}; delegate the group that this runs in (systemd: Delegate=yes)"
+    return parents, ""
 
 
 def join(parents: Parents, slot: str) -> None:

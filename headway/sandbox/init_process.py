@@ -22,6 +22,7 @@ from headway.sandbox import cgroups, files, snapshots, wire
 from headway.sandbox.commands import Commands, limits_of_commands, tasks
 
 RECEIVE_BYTES = 1 << 17
+MISTAKES = (OSError, ValueError, MemoryError)  # of a request: names that can't be names among them
 Head = dict[str, Any]
 
 
@@ -120,7 +121,7 @@ class Init:
             self._producing.popleft()
             self._send({"id": number})
             finished()
-        except OSError as error:
+        except MISTAKES as error:
             self._producing.popleft()
             self._send({"id": number, **_told(error)})
             finished()
@@ -132,7 +133,7 @@ class Init:
         number = head["id"]
         try:
             answer = self._do(number, head, body)
-        except OSError as error:
+        except MISTAKES as error:
             answer = _told(error)
         if answer is not None:
             self._send({"id": number, **answer})
@@ -197,8 +198,11 @@ class Init:
         return {}
 
 
-def _told(error: OSError) -> Head:
-    return {"error": error.errno or errno.EIO, "what": f"{error.strerror or error}"[:500]}
+def _told(error: Exception) -> Head:
+    if isinstance(error, OSError):
+        return {"error": error.errno or errno.EIO, "what": f"{error.strerror or error}"[:500]}
+    code = errno.ENOMEM if isinstance(error, MemoryError) else errno.EINVAL
+    return {"error": code, "what": f"{error}"[:500]}
 
 
 def fail(owner: socket.socket, step: str, code: int, what: str) -> None:

@@ -109,13 +109,15 @@ def clear(folder: Path) -> str:
     """Remove everything of one owner, who is dead or is this process."""
     sandboxes = len(list(folder.glob("records/*.json")))
     stuck = False
+    places = {place / cgroups.SHARED / folder.name for place in cgroups.mounted().values()}  # it may not say yet
     with contextlib.suppress(OSError, msgspec.DecodeError):
         record = msgspec.json.decode((folder / "owner.json").read_bytes(), type=OwnerRecord)
         if record.zygote_pid and started(record.zygote_pid) == record.zygote_started:
             with contextlib.suppress(OSError):
                 os.kill(record.zygote_pid, signal.SIGKILL)  # with it, by the kernel, its sandboxes
-        for place in record.cgroups.values():
-            if Path(place).name == folder.name:  # a record is text on a disk: only what is named like its owner
-                stuck |= not cgroups.clear(Path(place))
+        places |= {Path(place) for place in record.cgroups.values()}
+    for place in places:
+        if place.name == folder.name:  # a record is text on a disk: only what is named like its owner
+            stuck |= not cgroups.clear(place)
     shutil.rmtree(folder, ignore_errors=True)
     return f"{folder.name}: {sandboxes} sandboxes" + (", of which something wouldn't end" if stuck else "")

@@ -105,17 +105,14 @@ class LocalBackend:
             raise ConfigurationError(f"sandbox root = {spec.root!r}: give the whole path of a directory")
         if spec.network:
             raise ConfigurationError("sandbox network: the local backend has no allow-list yet; leave it empty")
-        making = self._by_key.get(idempotency_key or "")
-        if making is not None and not (making.done() and (making.exception() or making.result().ended)):
-            return await asyncio.shield(making)
-        task = asyncio.create_task(self._create(spec, dict(labels or {}), ttl_s or spec.ttl_s, snapshot))
-        if idempotency_key:
-            self._by_key[idempotency_key] = task
-        try:
-            return await task
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
+        if idempotency_key is None:
+            return await self._create(spec, dict(labels or {}), ttl_s or spec.ttl_s, snapshot)
+        making = self._by_key.get(idempotency_key)
+        if making is None or (making.done() and _of_no_use(making)):
+            making = asyncio.create_task(self._create(spec, dict(labels or {}), ttl_s or spec.ttl_s, snapshot))
+            self._by_key = {key: task for key, task in self._by_key.items() if not (task.done() and _of_no_use(task))}
+            self._by_key[idempotency_key] = making
+        return await asyncio.shield(making)  # whoever is cancelled asks again by the same key
 
     async def _create(
         self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, snapshot: Snapshot | None
@@ -239,6 +236,10 @@ class LocalBackend:
         await self.close()
 
 
+def _of_no_use(made: asyncio.Task[LocalSandbox]) -> bool:
+    return made.cancelled() or made.exception() is not None or made.result().ended
+
+
 def _open(opened: contextlib.ExitStack, path: str) -> int:
     """What a sandbox is made from: opened here, for it may lie where its own user can't look."""
     try:
@@ -264,7 +265,7 @@ class _Zygote:
         self._socket: socket.socket | None = None
         self._backlog: list[tuple[bytes, list[int]]] = []
         self.alive = False
-        self._up: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._up: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     @classmethod
     async def start(cls, state: Path, run: str, settings: LocalSettings, ended: Any) -> _Zygote:
@@ -310,9 +311,10 @@ class _Zygote:
         self.alive = True
         asyncio.get_running_loop().add_reader(ours, self._receive)
         async with asyncio.timeout(settings.start_timeout_s):
-            await self._up
+            grouped = await self._up
         self.record = msgspec.structs.replace(
             self.record,
+            cgroups=self.record.cgroups if grouped else {},
             zygote_pid=self._process.pid,
             zygote_started=leftovers.started(self._process.pid) or 0,
         )
@@ -367,7 +369,8 @@ class _Zygote:
                 return
             message = json.loads(data)
             if "zygote" in message:
-                self._up.set_result(message["zygote"])
+                self.missing += tuple(f"no limit of {name}: {message['groups']}" for name in message["without"])
+                self._up.set_result(message["groups"] == "")
             elif "ended" in message:
                 self._ended(message["ended"], message["code"], message["oom_kills"])
             elif "refused" in message:
@@ -438,6 +441,8 @@ def _make_state(state: Path, uid: int) -> None:
     except FileExistsError:
         if state.is_symlink() or state.stat().st_uid not in (uid, os.geteuid()):
             raise ConfigurationError(f"{state} belongs to somebody else: name another directory") from None
+        if state.stat().st_uid != uid:
+            os.chown(state, uid, -1)
 
 
 def _make_folder(folder: Path, uid: int, gid: int) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +40,7 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "TMPDIR": "/tmp",
 }
+LOOK_AGAIN_S = 0.25  # whether one that is paused goes on
 ENDING_S = 10.0  # from the request to end a sandbox until nothing of it is left
 SNAPSHOT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
@@ -83,6 +84,8 @@ class LocalSandbox:
         self._why: SandboxFailure | None = None  # it has ended, or is ending
         self._broken = ""  # what was wrong with what it sent
         self._paused = False
+        self._still_since: float | None = None  # commands stand still, and their time limits with them
+        self._stood_s = 0.0  # ... for so long before that
 
     @property
     def id(self) -> str:
@@ -142,6 +145,8 @@ class LocalSandbox:
             "max_output_bytes": max_output_bytes,
             "alone": alone,
         }
+        if len(wire.frame(head)) > wire.HEAD_BYTES:  # as a shell says it of what the kernel refuses
+            return ExecResult(exit_code=126, stderr=b"argument list too long\n")
         answer, body = await self._ask(head, stdin or b"", wait_s=timeout_s + self._grace_s)
         if "error" in answer:
             return self._not_started(answer)
@@ -204,20 +209,23 @@ class LocalSandbox:
         target = self._snapshots / f"{name}.tar"
         beside = self._snapshots / f".{name}.{self.id}.incoming"
         most = 2 * self._spec.limits.disk_bytes + 2048 * self._spec.limits.inodes
-        with _SnapshotFile(beside) as parts:
-            answer, _ = await self._ask({"do": "snapshot", "max_bytes": most}, parts=parts, room=most, wait_s=600.0)
-            if "error" in answer:
-                raise SandboxError(_file_failure("the snapshot", answer))
-            parts.keep(target)
+        async with self._standing_still():
+            with _SnapshotFile(beside) as parts:
+                answer, _ = await self._ask({"do": "snapshot", "max_bytes": most}, parts=parts, room=most, wait_s=600.0)
+                if "error" in answer:
+                    raise SandboxError(_file_failure("the snapshot", answer))
+                parts.keep(target)
         return Snapshot(path=str(target), bytes=parts.size, sha256=parts.digest.hexdigest())
 
     async def pause(self) -> None:
-        await self._change({"do": "pause"})
-        self._paused = True
+        async with self._standing_still():
+            await self._change({"do": "pause"})
+            self._paused = True
 
     async def resume(self) -> None:
         await self._change({"do": "resume"})
         self._paused = False
+        self._move_on()
 
     async def renew(self, ttl_s: float) -> None:
         await self._change({"do": "renew", "ttl_s": ttl_s})
@@ -277,6 +285,7 @@ class LocalSandbox:
         for call in self._calls.values():
             if not call.answer.done() and self._why is not None:
                 call.answer.set_exception(SandboxError(self._why))
+                call.answer.exception()  # whoever asked may have given up
         self._calls.clear()
 
     # The socket.
@@ -303,12 +312,12 @@ class LocalSandbox:
             call.parts = parts
         wait_s = self._grace_s if wait_s is None else wait_s
         try:
-            async with asyncio.timeout(wait_s):
+            async with asyncio.timeout(max(wait_s, self._grace_s)):
                 for part_head, part in ((head, body), *more):
                     self._writer.write(wire.frame({"id": number, **part_head}, part))
                     with contextlib.suppress(ConnectionError):  # it has died: the answer says of what
                         await self._writer.drain()
-                return await call.answer
+            return await self._answer(call, wait_s, head["do"] == "exec")
         except TimeoutError:
             self._broken = f"no answer to {head['do']} in {wait_s:g} s"
             self._why = self._cause(None, 0)
@@ -316,6 +325,36 @@ class LocalSandbox:
             raise SandboxError(self._why) from None
         finally:
             self._calls.pop(number, None)
+
+    async def _answer(self, call: _Call, wait_s: float, still_counts_not: bool) -> tuple[Head, bytes]:
+        """Raises TimeoutError when it doesn't come in time; of a command, what it stood still doesn't count."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + wait_s - self._stood_s
+        while True:
+            left_s = until_s + self._stood_s - loop.time()
+            if self._still_since is not None and still_counts_not:
+                left_s = max(left_s, LOOK_AGAIN_S)
+            if left_s <= 0:
+                raise TimeoutError
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    return await asyncio.shield(call.answer)
+
+    @contextlib.asynccontextmanager
+    async def _standing_still(self) -> AsyncIterator[None]:
+        """Its commands may be stopped meanwhile."""
+        began_s = asyncio.get_running_loop().time()
+        first, self._still_since = self._still_since is None, self._still_since or began_s
+        try:
+            yield
+        finally:
+            if first and not self._paused:
+                self._move_on()
+
+    def _move_on(self) -> None:
+        if self._still_since is not None:
+            self._stood_s += asyncio.get_running_loop().time() - self._still_since
+            self._still_since = None
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Take what it sends until it ends. Anything that isn't as agreed ends it."""

@@ -39,6 +39,7 @@ class Zygote:
     def __init__(self, owner: socket.socket, settings: dict[str, Any]) -> None:
         self._owner = owner
         self._parents: cgroups.Parents = settings["cgroups"]
+        self._without: str = settings["without_groups"]
         self._uid, self._gid = os.geteuid(), os.getegid()
         self._wanted_spares: int = settings["spares"]
         self._prefix: str = settings["prefix"]
@@ -60,7 +61,8 @@ class Zygote:
         poll = select.poll()
         for descriptor in (self._owner.fileno(), self._owner_process, self._wake):
             poll.register(descriptor, select.POLLIN)
-        self._tell({"zygote": os.getpid()})
+        lost = cgroups.CONTROLLERS if self._without else ()
+        self._tell({"zygote": os.getpid(), "groups": self._without, "without": lost})
         self._refill()
         while True:
             ready = {descriptor for descriptor, _ in poll.poll(RETRY_MS if self._emptying else None)}
@@ -184,6 +186,8 @@ class Zygote:
             with contextlib.suppress(OSError):
                 os.rmdir(parent)
         folder = os.path.basename(os.getcwd())
+        if any(os.path.exists(parent) for parent in self._parents.values()):
+            return  # version 2: the group that this process is in itself; the next start removes it by what is recorded
         shutil.rmtree(".", ignore_errors=True)
         with contextlib.suppress(OSError):
             os.rmdir(f"../{folder}")
@@ -261,6 +265,7 @@ def main(settings: dict[str, Any]) -> None:
         resource.setrlimit(limit, (hard, hard))
     with contextlib.suppress(ValueError):  # only the privileged may; of its user there are all sandboxes' processes
         resource.setrlimit(resource.RLIMIT_NPROC, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    settings["cgroups"], settings["without_groups"] = cgroups.admit_maker(settings["cgroups"])
     if settings["uid"] != os.geteuid():
         os.setgroups([])
         os.setresgid(settings["gid"], settings["gid"], settings["gid"])

@@ -177,6 +177,21 @@ def test_paused_it_stands_still_and_its_clock_too(backend):
     run(main)
 
 
+def test_names_that_cant_be_names_are_refused_and_nothing_breaks(backend):
+    async def main():
+        async with opened(backend) as box:
+            for path in ("a\0b", "x" * 5000, "\ud800"):
+                for call in (box.read(path), box.write(path, b""), box.list(path)):
+                    with pytest.raises(SandboxError):
+                        await call
+            assert (await box.exec(["echo", "a\0b"])).exit_code == 126
+            assert (await box.exec(["echo", "x" * 3_000_000])).exit_code == 126
+            assert (await box.exec(["echo", "x" * 500_000])).exit_code == 126
+            assert (await box.exec(["echo", "well"])).stdout == b"well\n"
+
+    run(main)
+
+
 def test_a_snapshot_brings_the_files_back_as_they_were(backend):
     async def main():
         async with backend:

@@ -16,6 +16,7 @@ from sandbox_backends import SMALL, gone_within, leftovers_of, local, local_with
 
 from headway.records.sandbox import SandboxError
 from headway.sandbox import leftovers
+from headway.sandbox.local import LocalBackend, LocalSettings
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 ROUNDS = int(os.environ.get("HEADWAY_SANDBOX_KILLS", "10"))
@@ -128,6 +129,37 @@ def test_a_killed_first_process_is_a_failure_of_the_infrastructure(tmp_path: Pat
             failure = raised.value.failure
             assert (failure.cause, failure.retry, failure.reward_valid) == ("infrastructure", True, False)
             assert (await (await backend.create(SMALL)).exec(["true"])).ok
+
+    run(main)
+
+
+def test_a_pause_longer_than_a_commands_time_is_no_silence(tmp_path: Path):
+    async def main():
+        settings = LocalSettings(spares=1, answer_grace_s=0.5)
+        async with LocalBackend(tmp_path / "state", settings=settings) as backend:
+            box = await backend.create(SMALL)
+            running = asyncio.create_task(box.exec(["sleep", "0.6"], timeout_s=1))
+            await asyncio.sleep(0.2)
+            await box.pause()
+            await asyncio.sleep(2.5)
+            await box.resume()
+            assert (await running).exit_code == 0
+
+    run(main)
+
+
+def test_one_that_doesnt_answer_is_ended(tmp_path: Path):
+    async def main():
+        settings = LocalSettings(spares=1, answer_grace_s=0.5)
+        async with LocalBackend(tmp_path / "state", settings=settings) as backend:
+            box = await backend.create(SMALL)
+            for pid in processes_of(tmp_path / "state"):
+                if leftovers.Path(f"/proc/{pid}/comm").read_text() == "sandbox-init\n":
+                    os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(SandboxError, match="no answer") as raised:
+                await box.health()
+            assert raised.value.failure.cause == "infrastructure"
+            assert await backend.list() == []
 
     run(main)
 
