@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +40,7 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "TMPDIR": "/tmp",
 }
+ODD = (wire.Malformed, KeyError, TypeError, ValueError, OverflowError, msgspec.ValidationError)
 LOOK_AGAIN_S = 0.25  # whether one that is paused goes on
 ENDING_S = 10.0  # from the request to end a sandbox until nothing of it is left
 SNAPSHOT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
@@ -150,7 +151,8 @@ class LocalSandbox:
         answer, body = await self._ask(head, stdin or b"", wait_s=timeout_s + self._grace_s)
         if "error" in answer:
             return self._not_started(answer)
-        return _result(answer, body, timeout_s)
+        with self._understanding():
+            return _result(answer, body, timeout_s)
 
     def _not_started(self, answer: Head) -> ExecResult:
         """A command that got no process: the limits' doing is the model's code's own."""
@@ -192,7 +194,8 @@ class LocalSandbox:
         answer, _ = await self._ask({"do": "list", "path": self._path(path), "max_entries": max_entries})
         if "error" in answer:
             raise SandboxError(_file_failure(path, answer))
-        return msgspec.convert(answer["entries"], list[FileInfo])
+        with self._understanding():
+            return msgspec.convert(answer["entries"], list[FileInfo])
 
     def _path(self, path: str) -> str:
         return os.path.join(self._spec.workdir, path)
@@ -356,6 +359,20 @@ class LocalSandbox:
             self._stood_s += asyncio.get_running_loop().time() - self._still_since
             self._still_since = None
 
+    @contextlib.contextmanager
+    def _understanding(self) -> Iterator[None]:
+        """What an answer holds is as agreed, or the sandbox is no use any more."""
+        try:
+            yield
+        except ODD as error:
+            self._give_up(error)
+            raise SandboxError(self._cause(None, 0)) from error
+
+    def _give_up(self, error: Exception) -> None:
+        self._broken = f"it sent what can't be understood: {type(error).__name__}: {str(error)[:200]}"
+        with contextlib.suppress(SandboxError):
+            self._zygote.request({"do": "terminate", "id": self.id})
+
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Take what it sends until it ends. Anything that isn't as agreed ends it."""
         try:
@@ -365,10 +382,8 @@ class LocalSandbox:
                 self._take(head, await reader.readexactly(body_bytes) if body_bytes else b"")
         except (asyncio.IncompleteReadError, ConnectionError):
             return  # it has ended: the zygote tells how
-        except (wire.Malformed, KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
-            self._broken = f"it sent what can't be understood: {error}"
-            with contextlib.suppress(SandboxError):
-                self._zygote.request({"do": "terminate", "id": self.id})
+        except ODD as error:
+            self._give_up(error)
 
     def _take(self, head: Head, body: bytes) -> None:
         if "ready" in head:
