@@ -300,7 +300,6 @@ class _Zygote:
             "cgroups": self.record.cgroups,
             "spares": settings.spares,
             "prefix": "slot-",
-            "owner_pid": os.getpid(),
             "uid": uid,
             "gid": gid,
         }
@@ -416,10 +415,12 @@ class _Zygote:
 
 
 def _spawn(folder: Path, python: str, descriptor: int, told: dict[str, Any]) -> subprocess.Popen[bytes]:
-    with open(folder / "zygote.log", "wb") as log:
+    own = os.pidfd_open(os.getpid())  # made here: a number looked up there could be another's by then
+    with open(folder / "zygote.log", "wb") as log, contextlib.ExitStack() as opened:
+        opened.callback(os.close, own)
         process = subprocess.Popen(
             [python, "-I", "-S", "-c", STARTER],
-            pass_fds=[descriptor],
+            pass_fds=[descriptor, own],
             cwd=folder,
             env={"LC_ALL": "C.UTF-8"},  # nothing of the owner's: sandboxes are copies of it
             stdin=subprocess.PIPE,
@@ -429,7 +430,8 @@ def _spawn(folder: Path, python: str, descriptor: int, told: dict[str, Any]) -> 
         )
         assert process.stdin is not None
         with process.stdin, contextlib.suppress(BrokenPipeError):  # that it has died is noticed by its socket
-            process.stdin.write(json.dumps({**told, "root": str(ROOT), "socket": descriptor}).encode() + b"\n")
+            whole = {**told, "root": str(ROOT), "socket": descriptor, "owner_process": own}
+            process.stdin.write(json.dumps(whole).encode() + b"\n")
     return process
 
 

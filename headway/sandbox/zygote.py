@@ -43,7 +43,7 @@ class Zygote:
         self._uid, self._gid = os.geteuid(), os.getegid()
         self._wanted_spares: int = settings["spares"]
         self._prefix: str = settings["prefix"]
-        self._owner_process = os.pidfd_open(settings["owner_pid"])
+        self._owner_process: int = settings["owner_process"]
         self._self = os.pidfd_open(os.getpid())
         self._slots = 0
         self._spares: deque[tuple[int, socket.socket]] = deque()

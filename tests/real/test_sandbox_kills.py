@@ -60,7 +60,7 @@ def test_an_owner_killed_at_any_moment_leaves_nothing(tmp_path: Path):
 
 def test_an_owner_and_its_zygote_killed_together_leave_what_the_next_start_removes(tmp_path: Path):
     state = tmp_path / "state"
-    for _ in range(max(2, ROUNDS // 3)):
+    for round_ in range(max(2, ROUNDS // 3)):
         owner = start_owner(tmp_path)
         time.sleep(0.3)
         zygote = zygote_of(state)
@@ -76,13 +76,24 @@ def test_an_owner_and_its_zygote_killed_together_leave_what_the_next_start_remov
         recorded = list(leftovers.records(state))
         assert recorded
         assert not any(alive for _, alive in recorded)
-
-        async def next_start():
-            async with local(tmp_path):
-                pass
-
-        run(next_start)
+        _next_start(tmp_path, by_command=round_ == 0)
         assert not any(leftovers_of(state, owner.pid).values())
+
+
+def _next_start(folder: Path, *, by_command: bool) -> None:
+    if by_command:
+        command = [sys.executable, "-m", "headway.cli.main", "sandboxes"]
+        for what in ("list", "reap"):
+            done = subprocess.run([*command, what, "--state", str(folder / "state")], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            assert "dead" in done.stdout
+        return
+
+    async def start() -> None:
+        async with local(folder):
+            pass
+
+    run(start)
 
 
 def test_a_living_owner_is_not_reaped(tmp_path: Path):
