@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -83,6 +85,21 @@ def test_frames_come_whole_however_they_are_cut():
 def test_what_is_no_frame_is_refused(data: bytes):
     with pytest.raises(wire.Malformed):
         list(wire.Frames().feed(data))
+
+
+def test_what_every_sandbox_is_a_copy_of_needs_the_standard_library_alone():
+    """It runs without site-packages, and every module in it is memory that each sandbox may copy."""
+    script = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import headway.sandbox.zygote
+print(*sorted(name for name in sys.modules if name.split(".")[0] not in sys.stdlib_module_names))
+"""
+    root = str(Path(__file__).parents[2])
+    said = subprocess.run([sys.executable, "-I", "-S", "-c", script, root], capture_output=True, text=True, check=True)
+    own = {"cgroups", "commands", "files", "init_process", "kernel", "rooms", "seccomp", "snapshots", "system_calls"}
+    expected = {"headway", "headway.sandbox", *(f"headway.sandbox.{name}" for name in own | {"wire", "zygote"})}
+    assert set(said.stdout.split()) - {"__main__"} == expected
 
 
 def test_limits_that_cant_hold_together_are_refused():

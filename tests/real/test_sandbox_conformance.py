@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import shutil
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -240,8 +243,11 @@ def test_an_image_is_its_root_and_stays_as_it_was(backend, open_folder: Path):
     image = open_folder / "an:image, with=signs"
     (image / "bin").mkdir(parents=True)
     (image / "greeting").write_text("from the image")
+    for needed in ("/bin/sh", *re.findall(r"(/\S+) \(", subprocess.check_output(["ldd", "/bin/sh"], text=True))):
+        (image / needed[1:]).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(needed, image / needed[1:])
     for folder, _, files in os.walk(open_folder):
-        for name in (".", *files):
+        for name in (".", *files):  # what isn't its own it may read, but not change
             os.chown(os.path.join(folder, name), SANDBOX_UID, SANDBOX_UID)
 
     async def main():
@@ -251,10 +257,15 @@ def test_an_image_is_its_root_and_stays_as_it_was(backend, open_folder: Path):
             assert await box.read("/greeting") == b"changed"
             assert "usr" not in {entry.name for entry in await box.list("/")}
             assert (await box.exec(["/usr/bin/id"])).exit_code == 127
+            script = "read line < /greeting; echo $line > /bin/new; echo $line; pwd; echo x > /dev/null; echo /*"
+            said = (await box.exec(["sh", "-c", script])).stdout.decode()
+            assert said.startswith("changed\n/work\n/bin /dev /greeting /lib")
+            assert (await box.read("/bin/new")) == b"changed\n"
             with pytest.raises(SandboxError) as raised:
                 await backend.create(msgspec.structs.replace(SMALL, root=str(open_folder / "missing")))
             assert raised.value.failure.cause == "environment"
         assert (image / "greeting").read_text() == "from the image"
+        assert not (image / "bin" / "new").exists()
 
     run(main)
 
