@@ -1,0 +1,238 @@
+"""Limits over all processes of a sandbox together, by the kernel's control groups, version 1 or 2.
+
+Standard library alone.
+
+`find_parents` (the owner's side) finds, per controller, a directory where groups may be made, and makes one for the
+owner's sandboxes in it. Each sandbox's first process then makes its own below and moves itself in: moving waits for
+the kernel for some 10 ms, so it happens ahead of need, and never in the process that serves all sandboxes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+CONTROLLERS = ("memory", "pids", "cpu")
+PERIOD_US = 100_000
+KEPT_PROCESSES = 5  # init, and those that it starts though the commands have all they may: RLIMIT_NPROC binds them
+SHARED = "headway-sandboxes"  # below it a group per owner, below those a group per sandbox
+MAKER = "zygote"  # the group of whoever makes sandboxes
+V2 = "v2"  # stands for the one hierarchy that has all controllers
+PARTS = {  # version 1: which file holds the number of kills for memory; version 2: the same
+    "memory": "memory.oom_control",
+    V2: "memory.events",
+}
+
+Parents = dict[str, str]  # controller, or V2 -> directory of the owner's groups
+
+
+def mounted() -> dict[str, Path]:
+    """Controller (or V2) -> this process's own group in its hierarchy."""
+    own: dict[str, str] = {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, names, path = line.split(":", 2)
+        own.update({name: path for name in names.split(",")} if number != "0" else {V2: path})
+    found: dict[str, Path] = {}
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.split(" ", 2)
+        root, point = left.split()[3:5]
+        if kind == "cgroup2" and V2 in own:
+            found.setdefault(V2, _below(point, root, own[V2]))
+        elif kind == "cgroup":
+            for name in set(options.split(",")) & set(CONTROLLERS) & own.keys():
+                found.setdefault(name, _below(point, root, own[name]))
+    return found
+
+
+def _below(point: str, root: str, own: str) -> Path:
+    """Where a group is seen: a container may mount only its own part of the hierarchy."""
+    inside = own[len(root) :] if root != "/" and own.startswith(root) else own
+    return Path(point + "/" + inside.strip("/"))
+
+
+def find_parents(owner: str, uid: int, *, places: dict[str, Path] | None = None) -> tuple[Parents, tuple[str, ...]]:
+    """Make the owner's groups where that is allowed, for ``uid`` to make others in. Returns them, and what is missing:
+    a line each, with the remedy."""
+    places = mounted() if places is None else places
+    parents: Parents = {}
+    missing: list[str] = []
+    if V2 in places and set(CONTROLLERS) <= set(_words(places[V2] / "cgroup.controllers")):
+        try:
+            return {V2: str(_make_v2(places[V2], owner, uid))}, ()
+        except OSError as error:
+            why = f"{places[V2]}: {error.strerror}"
+            return {}, tuple(
+                f"no limit of {name}: {why}; delegate the group (systemd: Delegate=yes)" for name in CONTROLLERS
+            )
+    for name in CONTROLLERS:
+        if name not in places:
+            missing.append(f"no limit of {name}: its controller isn't mounted; mount it, or run where it is")
+            continue
+        try:
+            parents[name] = str(_make_v1(places[name], owner, uid))
+        except OSError as error:
+            remedy = f"once, as root: mkdir {places[name] / SHARED} && chown {uid} {places[name] / SHARED}"
+            missing.append(f"no limit of {name}: {places[name]}: {error.strerror}; {remedy}")
+    return parents, tuple(missing)
+
+
+def _make_v1(place: Path, owner: str, uid: int) -> Path:
+    shared = place / SHARED
+    with contextlib.suppress(FileExistsError):
+        shared.mkdir()
+        os.chown(shared, uid, -1)
+    made = shared / owner
+    made.mkdir()
+    os.chown(made, uid, -1)
+    return made
+
+
+def _make_v2(place: Path, owner: str, uid: int) -> Path:
+    """Version 2 gives controllers to the children of a group that holds no process itself."""
+    shared = place / SHARED
+    _enable(place)
+    with contextlib.suppress(FileExistsError):
+        shared.mkdir()
+        os.chown(shared, uid, -1)
+    _enable(shared)
+    made = shared / owner
+    made.mkdir()
+    _enable(made)
+    for file in (made, made / "cgroup.procs", made / "cgroup.subtree_control"):
+        os.chown(file, uid, -1)
+    return made
+
+
+def _enable(group: Path) -> None:
+    if not set(CONTROLLERS) <= set(_words(group / "cgroup.subtree_control")):
+        (group / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in CONTROLLERS))
+
+
+def _words(file: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return file.read_text().split()
+    return []
+
+
+def admit_maker(parents: Parents) -> tuple[Parents, str]:
+    """Version 2 lets a user move processes only within what is his, so whoever makes them must be in there as well.
+    Returns what is left, and why not if that fails."""
+    if V2 not in parents:
+        return parents, ""
+    try:
+        join(parents, MAKER)
+    except OSError as error:
+        return {}, f"{error.strerror}; delegate the group that this runs in (systemd: Delegate=yes)"
+    return parents, ""
+
+
+def join(parents: Parents, slot: str) -> None:
+    """Make the groups of a sandbox, and move this process into them."""
+    for parent in parents.values():
+        os.mkdir(f"{parent}/{slot}")
+        _put(f"{parent}/{slot}/cgroup.procs", "0")
+
+
+def limit(parents: Parents, slot: str, *, memory_bytes: int, processes: int, cpus: float) -> None:
+    """Set what a sandbox may use."""
+    quota = max(1000, round(cpus * PERIOD_US))
+    for controller, parent in parents.items():
+        group = f"{parent}/{slot}/"
+        if controller == "memory":
+            _put(group + "memory.limit_in_bytes", str(memory_bytes))
+            if os.path.exists(group + "memory.memsw.limit_in_bytes"):  # or the rest goes to swap
+                _put(group + "memory.memsw.limit_in_bytes", str(memory_bytes))
+        elif controller == "pids":
+            _put(group + "pids.max", str(processes + KEPT_PROCESSES))
+        elif controller == "cpu":
+            _put(group + "cpu.cfs_quota_us", str(quota))
+        else:
+            _put(group + "memory.max", str(memory_bytes))
+            if os.path.exists(group + "memory.swap.max"):
+                _put(group + "memory.swap.max", "0")
+            _put(group + "pids.max", str(processes + KEPT_PROCESSES))
+            _put(group + "cpu.max", f"{quota} {PERIOD_US}")
+
+
+def open_kill_count(parents: Parents, slot: str) -> int:
+    """A descriptor of the file with the number of kills for memory; -1: there is no such limit."""
+    for controller, name in PARTS.items():
+        if controller in parents:
+            return os.open(f"{parents[controller]}/{slot}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    return -1
+
+
+def read_kill_count(descriptor: int) -> int:
+    """Processes killed for memory so far."""
+    if descriptor < 0:
+        return 0
+    for line in os.pread(descriptor, 4096, 0).decode().splitlines():
+        name, _, value = line.partition(" ")
+        if name == "oom_kill":
+            return int(value)
+    return 0
+
+
+def kill_count(parents: Parents, slot: str) -> int:
+    try:
+        descriptor = open_kill_count(parents, slot)
+    except OSError:
+        return 0
+    try:
+        return read_kill_count(descriptor)
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def remove(parents: Parents, slot: str) -> bool:
+    """Remove a sandbox's groups. False: something in them still runs."""
+    gone = True
+    for parent in parents.values():
+        try:
+            os.rmdir(f"{parent}/{slot}")
+        except FileNotFoundError:
+            continue
+        except OSError:
+            gone = False
+    return gone
+
+
+def memory_bytes(parents: Parents, slot: str) -> int:
+    """What a sandbox uses now, the kernel's share for it included."""
+    for controller, name in (("memory", "memory.usage_in_bytes"), (V2, "memory.current")):
+        if controller in parents:
+            return int(Path(parents[controller], slot, name).read_text())
+    return 0
+
+
+def clear(owner_group: Path, *, patience_s: float = 5.0) -> bool:
+    """Kill whatever is below an owner's group, and remove it. False: it wouldn't go in time."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        for file in owner_group.glob("**/cgroup.procs"):
+            with contextlib.suppress(OSError, ValueError):
+                for pid in file.read_text().split():
+                    os.kill(int(pid), signal.SIGKILL)
+        for folder in sorted((f for f in owner_group.glob("**") if f.is_dir()), key=lambda f: -len(f.parts)):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        if not owner_group.exists():
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+
+
+def _put(file: str, value: str) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, value.encode())
+    except OSError as error:
+        raise OSError(error.errno, f"{file} = {value}: {os.strerror(error.errno or 0)}") from None
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,163 @@
+"""A stand-in for a backend on the injected clock: nothing runs, and everything takes as long as it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from headway.records.sandbox import (
+    Capabilities,
+    ExecResult,
+    FileInfo,
+    SandboxError,
+    SandboxFailure,
+    SandboxInfo,
+    SandboxSpec,
+    Snapshot,
+    environment_failure,
+    infrastructure_failure,
+)
+from headway.runtime.clock import Clock
+from headway.sandbox.protocol import FILE_BYTES, OUTPUT_BYTES
+
+Answer = Callable[[Sequence[str]], ExecResult]
+
+
+class FakeSandbox:
+    """Its files are a dictionary, its commands one function."""
+
+    def __init__(self, backend: FakeBackend, info: SandboxInfo) -> None:
+        self._backend = backend
+        self._info = info
+        self.files: dict[str, bytes] = {}
+        self.ended = False
+
+    @property
+    def id(self) -> str:
+        return self._info.id
+
+    @property
+    def info(self) -> SandboxInfo:
+        return self._info
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        workdir: str | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float = 60.0,
+        max_output_bytes: int = OUTPUT_BYTES,
+        alone: bool = False,
+    ) -> ExecResult:
+        await self._after(self._backend.exec_s)
+        return self._backend.answer(argv)
+
+    async def read(self, path: str, *, max_bytes: int = FILE_BYTES) -> bytes:
+        await self._after(0.0)
+        if path not in self.files:
+            raise SandboxError(environment_failure(f"{path}: no such file"))
+        return self.files[path]
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        await self._after(0.0)
+        self.files[path] = data
+
+    async def list(self, path: str, *, max_entries: int = 10_000) -> list[FileInfo]:
+        await self._after(0.0)
+        return [FileInfo(name=name, kind="file", size_bytes=len(data)) for name, data in sorted(self.files.items())]
+
+    async def snapshot(self, name: str) -> Snapshot:
+        await self._after(0.0)
+        self._backend.snapshots[name] = dict(self.files)
+        return Snapshot(path=name, bytes=sum(map(len, self.files.values())), sha256="")
+
+    async def pause(self) -> None:
+        await self._after(0.0)
+
+    async def resume(self) -> None:
+        await self._after(0.0)
+
+    async def renew(self, ttl_s: float) -> None:
+        await self._after(0.0)
+
+    async def health(self) -> None:
+        await self._after(0.0)
+
+    async def terminate(self) -> None:
+        self.ended = True
+        self._backend.sandboxes.pop(self.id, None)
+
+    async def _after(self, seconds: float) -> None:
+        if self.ended:
+            raise SandboxError(environment_failure(f"sandbox {self.id} has ended"))
+        await self._backend.clock.sleep(seconds)
+
+
+class FakeBackend:
+    """``start_s`` and ``exec_s``: how long these take. ``failures``: of the next starts, in turn; None: it succeeds."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        start_s: float = 0.01,
+        exec_s: float = 0.005,
+        answer: Answer = lambda argv: ExecResult(exit_code=0),
+        failures: Sequence[SandboxFailure | None] = (),
+    ) -> None:
+        self.clock = clock
+        self.start_s = start_s
+        self.exec_s = exec_s
+        self.answer = answer
+        self.sandboxes: dict[str, FakeSandbox] = {}
+        self.snapshots: dict[str, dict[str, bytes]] = {}
+        self.starting = self.most_starting = self.made = 0
+        self._failures = list(failures)
+
+    async def create(
+        self,
+        spec: SandboxSpec,
+        *,
+        idempotency_key: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        ttl_s: float | None = None,
+        snapshot: Snapshot | None = None,
+    ) -> FakeSandbox:
+        self.starting += 1
+        self.most_starting = max(self.most_starting, self.starting)
+        try:
+            await self.clock.sleep(self.start_s)
+        finally:
+            self.starting -= 1
+        failure = self._failures.pop(0) if self._failures else None
+        if failure is not None:
+            raise SandboxError(failure)
+        self.made += 1
+        info = SandboxInfo(id=f"fake-{self.made}", labels=dict(labels or {}), state="running")
+        box = self.sandboxes[info.id] = FakeSandbox(self, info)
+        box.files = dict(self.snapshots[snapshot.path]) if snapshot is not None else {}
+        return box
+
+    async def attach(self, sandbox_id: str) -> FakeSandbox:
+        if sandbox_id not in self.sandboxes:
+            raise SandboxError(infrastructure_failure(f"sandbox {sandbox_id} is unknown", retry=False))
+        return self.sandboxes[sandbox_id]
+
+    async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
+        wanted = dict(labels or {}).items()
+        return [box.info for box in self.sandboxes.values() if wanted <= box.info.labels.items()]
+
+    async def terminate(self, sandbox_id: str) -> None:
+        if sandbox_id in self.sandboxes:
+            await self.sandboxes[sandbox_id].terminate()
+
+    async def capabilities(self) -> Capabilities:
+        return Capabilities(backend="fake", memory_limit=True, process_limit=True, cpu_limit=True, disk_limit=True)
+
+    async def preflight(self, specs: Sequence[SandboxSpec]) -> list[str]:
+        return []
+
+    async def close(self) -> None:
+        for box in list(self.sandboxes.values()):
+            await box.terminate()

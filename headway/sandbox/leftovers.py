@@ -1,0 +1,123 @@
+"""Whose sandboxes are whose, on disk before there is any; and the removal of what dead owners have left.
+
+`STATE/owner-PID-START/` belongs to the process PID that was started at START (in the kernel's ticks since boot, so
+that a number used again isn't taken for it). In it: `owner.json`, `records/ID.json` for each sandbox, and the layers
+sandboxes are made of. Its control groups are named like it. All of it is gone when the owner's zygote has cleaned up;
+what is left after the zygote was killed too, `reap` removes: every backend calls it at its start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from headway.sandbox import cgroups
+
+OWNER = re.compile(r"owner-(\d+)-(\d+)(?:-\d+)?")
+
+
+class OwnerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Who an owner is, and which process its sandboxes come from."""
+
+    pid: int
+    started: int  # ticks since boot
+    run: str = ""
+    zygote_pid: int = 0
+    zygote_started: int = 0
+    cgroups: dict[str, str] = {}
+
+
+class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A sandbox's identity: written before it is made, removed when nothing of it is left."""
+
+    id: str
+    run: str
+    labels: dict[str, str] = {}  # the rollout's among them
+    owner_pid: int
+    owner_started: int
+    ttl_s: float
+    created_s: float  # seconds since the epoch
+
+
+def default_state() -> Path:
+    """Where this user's owners are recorded."""
+    if os.geteuid() == 0 and os.access("/run", os.W_OK):
+        return Path("/run/headway-sandboxes")
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and os.access(runtime, os.W_OK):
+        return Path(runtime, "headway-sandboxes")
+    return Path(tempfile.gettempdir(), f"headway-sandboxes-{os.geteuid()}")
+
+
+def started(pid: int) -> int | None:
+    """When a process was started; None: there is none, or it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def owner_name(pid: int, count: int) -> str:
+    return f"owner-{pid}-{started(pid)}-{count}"
+
+
+def write(folder: Path, name: str, record: msgspec.Struct) -> None:
+    """Whole or not at all; never through a link that somebody may have put there."""
+    beside = folder / f".{name}.incoming"
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(record))
+    os.rename(beside, folder / name)
+
+
+def owners(state: Path) -> Iterator[tuple[Path, bool]]:
+    """Every owner's directory, and whether that process lives."""
+    with contextlib.suppress(FileNotFoundError):
+        for folder in sorted(state.iterdir()):
+            if match := OWNER.fullmatch(folder.name):
+                yield folder, started(int(match[1])) == int(match[2])
+
+
+def records(state: Path) -> Iterator[tuple[SandboxRecord, bool]]:
+    """Every sandbox that is recorded, and whether its owner lives."""
+    for folder, alive in owners(state):
+        for file in sorted(folder.glob("records/*.json")):
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                yield msgspec.json.decode(file.read_bytes(), type=SandboxRecord), alive
+
+
+def reap(state: Path) -> list[str]:
+    """Remove what dead owners have left: processes, control groups, directories. One line for each owner."""
+    lines: list[str] = []
+    for folder, alive in owners(state):
+        if not alive:
+            lines.append(clear(folder))
+    return lines
+
+
+def clear(folder: Path) -> str:
+    """Remove everything of one owner, who is dead or is this process."""
+    sandboxes = len(list(folder.glob("records/*.json")))
+    stuck = False
+    places = {place / cgroups.SHARED / folder.name for place in cgroups.mounted().values()}  # it may not say yet
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        record = msgspec.json.decode((folder / "owner.json").read_bytes(), type=OwnerRecord)
+        if record.zygote_pid and started(record.zygote_pid) == record.zygote_started:
+            with contextlib.suppress(OSError):
+                os.kill(record.zygote_pid, signal.SIGKILL)  # with it, by the kernel, its sandboxes
+        places |= {Path(place) for place in record.cgroups.values()}
+    for place in places:
+        if place.name == folder.name:  # a record is text on a disk: only what is named like its owner
+            stuck |= not cgroups.clear(place)
+    shutil.rmtree(folder, ignore_errors=True)
+    return f"{folder.name}: {sandboxes} sandboxes" + (", of which something wouldn't end" if stuck else "")

@@ -1,0 +1,485 @@
+"""One sandbox of the local backend, as its owner sees it: requests over its socket, and what their failures mean."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from headway.records.errors import ConfigurationError
+from headway.records.sandbox import (
+    ExecResult,
+    FileInfo,
+    SandboxError,
+    SandboxFailure,
+    SandboxInfo,
+    SandboxSpec,
+    Snapshot,
+    environment_failure,
+    infrastructure_failure,
+    model_failure,
+)
+from headway.sandbox import wire
+from headway.sandbox.leftovers import SandboxRecord
+from headway.sandbox.protocol import FILE_BYTES, OUTPUT_BYTES
+
+Head = dict[str, Any]
+ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/home/user",
+    "USER": "user",
+    "LANG": "C.UTF-8",
+    "TMPDIR": "/tmp",
+}
+ODD = (wire.Malformed, KeyError, TypeError, ValueError, OverflowError, msgspec.ValidationError)
+LOOK_AGAIN_S = 0.25  # whether one that is paused goes on
+ENDING_S = 10.0  # from the request to end a sandbox until nothing of it is left
+SNAPSHOT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+
+
+class Zygote(Protocol):
+    """What a sandbox needs of the process it came from."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    def request(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None: ...
+
+
+class _Call:
+    """A request that is under way: its answer, and the parts of it that come before."""
+
+    def __init__(self, room: int) -> None:
+        self.answer: asyncio.Future[tuple[Head, bytes]] = asyncio.get_running_loop().create_future()
+        self.parts: _Parts = []
+        self.room = room  # bytes that parts may still have
+
+
+class LocalSandbox:
+    """See :class:`Sandbox`. What comes out of its socket is taken for hostile: it is bounded, and checked."""
+
+    def __init__(
+        self, record: SandboxRecord, spec: SandboxSpec, zygote: Zygote, snapshots: Path | None, grace_s: float
+    ) -> None:
+        self._record = record
+        self._spec = spec
+        self._zygote = zygote
+        self._snapshots = snapshots
+        self._grace_s = grace_s
+        self._calls: dict[int, _Call] = {}
+        self._count = 0
+        self._reader: asyncio.Task[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = loop.create_future()
+        self._gone: asyncio.Future[None] = loop.create_future()  # nothing of it is left
+        self._why: SandboxFailure | None = None  # it has ended, or is ending
+        self._broken = ""  # what was wrong with what it sent
+        self._paused = False
+        self._still_since: float | None = None  # commands stand still, and their time limits with them
+        self._stood_s = 0.0  # ... for so long before that
+
+    @property
+    def id(self) -> str:
+        return self._record.id
+
+    @property
+    def ended(self) -> bool:
+        return self._why is not None
+
+    @property
+    def info(self) -> SandboxInfo:
+        state = "starting" if not self._ready.done() else "paused" if self._paused else "running"
+        return SandboxInfo(
+            id=self.id,
+            labels=self._record.labels,
+            state="ended" if self.ended else state,
+            owner_pid=self._record.owner_pid,
+            created_s=self._record.created_s,
+        )
+
+    async def open(self, ours: socket.socket, timeout_s: float) -> None:
+        """Wait until it is ready. Raises SandboxError when it can't be made."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
+        self._reader = asyncio.create_task(self._read(reader), name=f"sandbox {self.id}")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(self._ready)
+        except TimeoutError:
+            raise SandboxError(infrastructure_failure(f"sandbox {self.id} wasn't ready in {timeout_s:g} s")) from None
+
+    # Commands.
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        workdir: str | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float = 60.0,
+        max_output_bytes: int = OUTPUT_BYTES,
+        alone: bool = False,
+    ) -> ExecResult:
+        """See :meth:`Sandbox.exec`."""
+        most = wire.BODY_BYTES // 2
+        if not argv or max_output_bytes > most or len(stdin or b"") > wire.BODY_BYTES:
+            raise ConfigurationError(
+                f"sandbox exec: needs a command, at most {most} bytes of output and {wire.BODY_BYTES} of input"
+            )
+        head = {
+            "do": "exec",
+            "argv": list(argv),
+            "environment": {**ENVIRONMENT, **self._spec.environment, **(environment or {})},
+            "workdir": workdir or self._spec.workdir,
+            "stdin": stdin is not None,
+            "timeout_s": timeout_s,
+            "max_output_bytes": max_output_bytes,
+            "alone": alone,
+        }
+        if len(wire.frame(head)) > wire.HEAD_BYTES:  # as a shell says it of what the kernel refuses
+            return ExecResult(exit_code=126, stderr=b"argument list too long\n")
+        answer, body = await self._ask(head, stdin or b"", wait_s=timeout_s + self._grace_s)
+        if "error" in answer:
+            return self._not_started(answer)
+        with self._understanding():
+            return _result(answer, body, timeout_s)
+
+    def _not_started(self, answer: Head) -> ExecResult:
+        """A command that got no process: the limits' doing is the model's code's own."""
+        code, tasks = int(answer["error"]), int(answer.get("tasks", 0))
+        limit = self._spec.limits.processes
+        if code == errno.EAGAIN and tasks >= limit - 2:
+            failure = model_failure("no more processes: the sandbox has as many as it may", tasks=tasks, limit=limit)
+            return ExecResult(exit_code=None, failure=failure)
+        if code == errno.ENOMEM:
+            return ExecResult(exit_code=None, oom=True, failure=model_failure("no memory left to start a command"))
+        if code == errno.EBUSY:
+            raise SandboxError(environment_failure(f"sandbox {self.id} is paused: resume it first"))
+        raise SandboxError(_os_failure("a command can't be started", answer))
+
+    # Files.
+
+    async def read(self, path: str, *, max_bytes: int = FILE_BYTES) -> bytes:
+        """See :meth:`Sandbox.read`."""
+        parts: list[bytes] = []
+        head = {"do": "read", "path": self._path(path), "max_bytes": max_bytes}
+        answer, _ = await self._ask(head, parts=parts, room=max_bytes)
+        if "error" in answer:
+            raise SandboxError(_file_failure(path, answer))
+        return b"".join(parts)
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """See :meth:`Sandbox.write`."""
+        chunks = [data[at : at + wire.CHUNK_BYTES] for at in range(0, len(data), wire.CHUNK_BYTES)] or [b""]
+        heads = [
+            {"do": "write", "path": self._path(path), "mode": mode, "first": at == 0, "last": at == len(chunks) - 1}
+            for at in range(len(chunks))
+        ]
+        answer, _ = await self._ask(heads[0], chunks[0], more=list(zip(heads[1:], chunks[1:], strict=True)))
+        if "error" in answer:
+            raise SandboxError(_file_failure(path, answer))
+
+    async def list(self, path: str, *, max_entries: int = 10_000) -> list[FileInfo]:
+        """See :meth:`Sandbox.list`."""
+        answer, _ = await self._ask({"do": "list", "path": self._path(path), "max_entries": max_entries})
+        if "error" in answer:
+            raise SandboxError(_file_failure(path, answer))
+        with self._understanding():
+            return msgspec.convert(answer["entries"], list[FileInfo])
+
+    def _path(self, path: str) -> str:
+        return os.path.join(self._spec.workdir, path)
+
+    # Its life.
+
+    async def snapshot(self, name: str) -> Snapshot:
+        """See :meth:`Sandbox.snapshot`."""
+        if self._snapshots is None or not SNAPSHOT_NAME.fullmatch(name):
+            raise ConfigurationError(
+                f"sandbox snapshot {name!r}: needs a plain file name, and a backend with a folder for snapshots"
+            )
+        self._snapshots.mkdir(parents=True, exist_ok=True)
+        target = self._snapshots / f"{name}.tar"
+        beside = self._snapshots / f".{name}.{self.id}.incoming"
+        most = 2 * self._spec.limits.disk_bytes + 2048 * self._spec.limits.inodes
+        async with self._standing_still():
+            with _SnapshotFile(beside) as parts:
+                answer, _ = await self._ask({"do": "snapshot", "max_bytes": most}, parts=parts, room=most, wait_s=600.0)
+                if "error" in answer:
+                    raise SandboxError(_file_failure("the snapshot", answer))
+                parts.keep(target)
+        return Snapshot(path=str(target), bytes=parts.size, sha256=parts.digest.hexdigest())
+
+    async def pause(self) -> None:
+        async with self._standing_still():
+            await self._change({"do": "pause"})
+            self._paused = True
+
+    async def resume(self) -> None:
+        await self._change({"do": "resume"})
+        self._paused = False
+        self._move_on()
+
+    async def renew(self, ttl_s: float) -> None:
+        await self._change({"do": "renew", "ttl_s": ttl_s})
+
+    async def health(self) -> None:
+        await self._change({"do": "health"})
+
+    async def _change(self, head: Head) -> None:
+        answer, _ = await self._ask(head)
+        if "error" in answer:
+            raise SandboxError(_os_failure(f"sandbox {head['do']}", answer))
+
+    async def terminate(self) -> None:
+        """See :meth:`Sandbox.terminate`."""
+        if self._why is None:
+            self._why = environment_failure(f"sandbox {self.id} was ended by its owner")
+        if not self._gone.done() and self._zygote.alive:
+            with contextlib.suppress(SandboxError):  # the zygote has died: so has the sandbox
+                self._zygote.request({"do": "terminate", "id": self.id})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ENDING_S):
+                    await asyncio.shield(self._gone)
+        self._close()
+
+    def has_ended(self, code: int | None, oom_kills: int) -> None:
+        """Nothing of it is left. ``code``: of its first process, negative for a signal; None: the zygote has died."""
+        if self._why is None:
+            self._why = self._cause(code, oom_kills)
+        if not self._gone.done():
+            self._gone.set_result(None)
+        self._close()
+
+    def _cause(self, code: int | None, oom_kills: int) -> SandboxFailure:
+        evidence = {"oom_kills": oom_kills, **({} if code is None else {"code": code})}
+        if self._broken:
+            return infrastructure_failure(f"sandbox {self.id}: {self._broken}", evidence=evidence)
+        if code is None:
+            return infrastructure_failure("the process that makes sandboxes has died", evidence=evidence)
+        if code == wire.EXIT_TTL:
+            what = f"sandbox {self.id}: its time to live of {self._record.ttl_s:g} s is over; give more, or renew it"
+            return environment_failure(what, **evidence)
+        if oom_kills and code == -9:
+            return model_failure(f"sandbox {self.id}: out of memory as a whole", **evidence)
+        return infrastructure_failure(f"sandbox {self.id} has died", evidence=evidence)
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._reader is not None:
+            self._reader.cancel()
+            self._reader = None
+        if not self._ready.done():
+            assert self._why is not None
+            self._ready.set_exception(SandboxError(self._why))
+            self._ready.exception()  # nobody may be waiting
+        for call in self._calls.values():
+            if not call.answer.done() and self._why is not None:
+                call.answer.set_exception(SandboxError(self._why))
+                call.answer.exception()  # whoever asked may have given up
+        self._calls.clear()
+
+    # The socket.
+
+    async def _ask(
+        self,
+        head: Head,
+        body: bytes = b"",
+        *,
+        more: Sequence[tuple[Head, bytes]] = (),
+        parts: _Parts | None = None,
+        room: int = 0,
+        wait_s: float | None = None,
+    ) -> tuple[Head, bytes]:
+        """Send a request and wait for its answer. One that doesn't come in time ends the sandbox: it is no use."""
+        if self._why is not None:
+            raise SandboxError(self._why)
+        if self._writer is None:
+            raise SandboxError(infrastructure_failure(f"sandbox {self.id} has closed its socket"))
+        self._count += 1
+        number = self._count
+        call = self._calls[number] = _Call(room)
+        if parts is not None:
+            call.parts = parts
+        wait_s = self._grace_s if wait_s is None else wait_s
+        try:
+            async with asyncio.timeout(max(wait_s, self._grace_s)):
+                for part_head, part in ((head, body), *more):
+                    self._writer.write(wire.frame({"id": number, **part_head}, part))
+                    with contextlib.suppress(ConnectionError):  # it has died: the answer says of what
+                        await self._writer.drain()
+            return await self._answer(call, wait_s, head["do"] == "exec")
+        except TimeoutError:
+            self._broken = f"no answer to {head['do']} in {wait_s:g} s"
+            self._why = self._cause(None, 0)
+            await self.terminate()
+            raise SandboxError(self._why) from None
+        finally:
+            self._calls.pop(number, None)
+
+    async def _answer(self, call: _Call, wait_s: float, still_counts_not: bool) -> tuple[Head, bytes]:
+        """Raises TimeoutError when it doesn't come in time; of a command, what it stood still doesn't count."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + wait_s - self._stood_s
+        while True:
+            left_s = until_s + self._stood_s - loop.time()
+            if self._still_since is not None and still_counts_not:
+                left_s = max(left_s, LOOK_AGAIN_S)
+            if left_s <= 0:
+                raise TimeoutError
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    return await asyncio.shield(call.answer)
+
+    @contextlib.asynccontextmanager
+    async def _standing_still(self) -> AsyncIterator[None]:
+        """Its commands may be stopped meanwhile."""
+        began_s = asyncio.get_running_loop().time()
+        first, self._still_since = self._still_since is None, self._still_since or began_s
+        try:
+            yield
+        finally:
+            if first and not self._paused:
+                self._move_on()
+
+    def _move_on(self) -> None:
+        if self._still_since is not None:
+            self._stood_s += asyncio.get_running_loop().time() - self._still_since
+            self._still_since = None
+
+    @contextlib.contextmanager
+    def _understanding(self) -> Iterator[None]:
+        """What an answer holds is as agreed, or the sandbox is no use any more."""
+        try:
+            yield
+        except ODD as error:
+            self._give_up(error)
+            raise SandboxError(self._cause(None, 0)) from error
+
+    def _give_up(self, error: Exception) -> None:
+        self._broken = f"it sent what can't be understood: {type(error).__name__}: {str(error)[:200]}"
+        with contextlib.suppress(SandboxError):
+            self._zygote.request({"do": "terminate", "id": self.id})
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Take what it sends until it ends. Anything that isn't as agreed ends it."""
+        try:
+            while True:
+                head_bytes, body_bytes = wire.lengths(await reader.readexactly(wire.LENGTHS.size))
+                head = wire.head_of(await reader.readexactly(head_bytes))
+                self._take(head, await reader.readexactly(body_bytes) if body_bytes else b"")
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return  # it has ended: the zygote tells how
+        except ODD as error:
+            self._give_up(error)
+
+    def _take(self, head: Head, body: bytes) -> None:
+        if "ready" in head:
+            if not self._ready.done():
+                self._ready.set_result(None)
+            return
+        if "failed" in head:
+            self._why = _setup_failure(head)
+            return  # its end comes next
+        call = self._calls.get(int(head["id"]))
+        if call is None:
+            return  # whoever asked has given up
+        if "more" in head:
+            call.room -= len(body)
+            if call.room < 0:
+                raise wire.Malformed("more than was asked for")
+            call.parts.append(body)
+        elif not call.answer.done():
+            call.answer.set_result((head, body))
+
+
+class _Parts(Protocol):
+    def append(self, part: bytes, /) -> None: ...
+
+
+class _SnapshotFile:
+    """A snapshot on its way to the disk: there as a whole, or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = open(path, "wb")  # noqa: SIM115  closed in __exit__
+        self.digest = hashlib.sha256()
+        self.size = 0
+
+    def append(self, part: bytes, /) -> None:
+        self._file.write(part)
+        self.digest.update(part)
+        self.size += len(part)
+
+    def keep(self, target: Path) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        os.replace(self._path, target)
+
+    def __enter__(self) -> _SnapshotFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+def _result(answer: Head, body: bytes, timeout_s: float) -> ExecResult:
+    split = int(answer["stdout_bytes"])
+    code, number = answer["exit_code"], answer["signal"]
+    timed_out, oom = bool(answer["timed_out"]), bool(answer["oom"])
+    failure = None
+    if timed_out:
+        failure = model_failure(f"not done in {timeout_s:g} s, and killed", timed_out=True, oom=oom)
+    elif oom and code != 0:
+        failure = model_failure("out of memory", oom=True, exit_code=-1 if code is None else int(code))
+    elif number is not None:
+        failure = model_failure(f"ended by signal {int(number)}", signal=int(number))
+    return ExecResult(
+        exit_code=None if code is None else int(code),
+        signal=None if number is None else int(number),
+        timed_out=timed_out,
+        oom=oom,
+        truncated=bool(answer["truncated"]),
+        stdout=body[:split],
+        stderr=body[split:],
+        duration_s=float(answer["duration_s"]),
+        failure=failure,
+    )
+
+
+def _os_failure(what: str, answer: Head) -> SandboxFailure:
+    code = int(answer["error"])
+    evidence = {"errno": errno.errorcode.get(code, str(code))}
+    return infrastructure_failure(f"{what}: {str(answer['what'])[:200]}", evidence=evidence)
+
+
+def _file_failure(path: str, answer: Head) -> SandboxFailure:
+    """What is or isn't at a path is the doing of what ran there; the rest is the machine's."""
+    code = int(answer["error"])
+    if code in (errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+        return _os_failure(path, answer)
+    name = errno.errorcode.get(code, str(code))
+    return model_failure(f"{path}: {str(answer['what'])[:200]}", errno=name)
+
+
+def _setup_failure(head: Head) -> SandboxFailure:
+    """Wrong images are for whoever names them to mend; without user namespaces nothing works, however often tried."""
+    code, step = int(head["error"]), str(head["failed"])
+    what = f"a sandbox can't be made, {str(head['what'])[:300]}"
+    evidence = {"step": step, "errno": errno.errorcode.get(code, str(code))}
+    if step in ("root file system", "workdir", "snapshot"):
+        return environment_failure(what, **evidence)
+    return infrastructure_failure(what, retry=code in (errno.EAGAIN, errno.ENOMEM, errno.EBUSY), evidence=evidence)

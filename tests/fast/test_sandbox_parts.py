@@ -1,0 +1,216 @@
+"""The parts of sandboxes that need no kernel: filter, frames, limits, tars, records, what failures mean."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from headway.records.errors import ConfigurationError
+from headway.records.sandbox import MIB, Capabilities, Limits
+from headway.sandbox import cgroups, leftovers, seccomp, snapshots, wire
+from headway.sandbox.local_sandbox import _result, _setup_failure
+
+ALLOW = seccomp.ALLOW
+NO, NONE, FAMILY = seccomp.ERRNO | 1, seccomp.ERRNO | 38, seccomp.ERRNO | 97
+
+
+@pytest.mark.parametrize(
+    ("number", "arguments", "verdict"),
+    [
+        (0, (), ALLOW),  # read
+        (59, (), ALLOW),  # execve
+        (56, (17,), ALLOW),  # clone, as fork
+        (56, (0x3D0F00,), ALLOW),  # ... as a thread
+        (56, (0x10000000 | 17,), NO),  # ... a user namespace
+        (56, (0x40000000,), NO),  # ... a network namespace
+        (435, (), NONE),  # clone3
+        (272, (), NO),  # unshare
+        (308, (), NO),  # setns
+        (165, (), NO),  # mount
+        (428, (), NO),  # open_tree
+        (101, (), NO),  # ptrace
+        (310, (), NO),  # process_vm_readv
+        (425, (), NO),  # io_uring_setup
+        (321, (), NO),  # bpf
+        (250, (), NO),  # keyctl
+        (323, (), NO),  # userfaultfd
+        (298, (), NO),  # perf_event_open
+        (41, (1,), ALLOW),  # socket: unix
+        (41, (10,), ALLOW),
+        (41, (16,), FAMILY),  # netlink
+        (41, (40,), FAMILY),  # vsock
+        (53, (1,), ALLOW),
+        (53, (40,), FAMILY),
+        (16, (0, 0x5401), ALLOW),  # ioctl TCGETS
+        (16, (0, 0x5412), NO),  # TIOCSTI
+        (16, (0, 0x1_0000_5412), NO),  # the kernel looks at the low half only
+        (135, (0xFFFFFFFF,), ALLOW),
+        (135, (0x0400000,), NO),
+        (457, (), NONE),  # newer than what is known
+        (0x40000000, (), NONE),  # x32
+    ],
+)
+def test_the_filter_of_x86_64(number: int, arguments: tuple[int, ...], verdict: int):
+    assert seccomp.verdict(seccomp.program("x86_64"), "x86_64", number, arguments) == verdict
+
+
+def test_the_filter_knows_machines_apart():
+    program = seccomp.program("x86_64")
+    assert seccomp.verdict(program, "aarch64", 0) == seccomp.KILL
+    arm = seccomp.program("aarch64")
+    assert seccomp.verdict(arm, "aarch64", 63) == ALLOW  # read
+    assert seccomp.verdict(arm, "aarch64", 220, (0x10000000,)) == NO  # clone
+    assert seccomp.verdict(arm, "aarch64", 97) == NO  # unshare
+    with pytest.raises(OSError, match="no system call filter"):
+        seccomp.program("riscv64")
+
+
+def test_frames_come_whole_however_they_are_cut():
+    sent = wire.frame({"id": 1}, b"body") + wire.frame({"id": 2, "text": "ü"})
+    for cut in range(1, len(sent)):
+        frames = wire.Frames()
+        got = [frame for part in (sent[:cut], sent[cut:]) for frame in frames.feed(part)]
+        assert got == [({"id": 1}, b"body"), ({"id": 2, "text": "ü"}, b"")]
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff" * 8, wire.LENGTHS.pack(2, wire.BODY_BYTES + 1), wire.LENGTHS.pack(1, 0) + b"["]
+)
+def test_what_is_no_frame_is_refused(data: bytes):
+    with pytest.raises(wire.Malformed):
+        list(wire.Frames().feed(data))
+
+
+def test_what_every_sandbox_is_a_copy_of_needs_the_standard_library_alone():
+    """It runs without site-packages, and every module in it is memory that each sandbox may copy."""
+    script = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import headway.sandbox.zygote
+print(*sorted(name for name in sys.modules if name.split(".")[0] not in sys.stdlib_module_names))
+"""
+    root = str(Path(__file__).parents[2])
+    said = subprocess.run([sys.executable, "-I", "-S", "-c", script, root], capture_output=True, text=True, check=True)
+    own = {"cgroups", "commands", "files", "init_process", "kernel", "rooms", "seccomp", "snapshots", "system_calls"}
+    expected = {"headway", "headway.sandbox", *(f"headway.sandbox.{name}" for name in own | {"wire", "zygote"})}
+    assert set(said.stdout.split()) - {"__main__"} == expected
+
+
+def test_limits_that_cant_hold_together_are_refused():
+    Limits().check()
+    for bad in (Limits(processes=1), Limits(cpus=0), Limits(memory_bytes=MIB), Limits(disk_bytes=500 * MIB)):
+        with pytest.raises(ConfigurationError, match="sandbox limit"):
+            bad.check()
+    assert not Capabilities(backend="x", process_limit=True, disk_limit=True).fit_for_untrusted
+
+
+def test_groups_of_version_1_are_made_where_that_is_allowed(tmp_path: Path):
+    for name in ("memory", "pids"):
+        (tmp_path / name).mkdir()
+    places = {"memory": tmp_path / "memory", "pids": tmp_path / "pids"}
+    parents, missing = cgroups.find_parents("owner-1-2-3", os.geteuid(), places=places)
+    assert parents == {name: str(tmp_path / name / "headway-sandboxes" / "owner-1-2-3") for name in places}
+    assert [line.split(":")[0] for line in missing] == ["no limit of cpu"]
+    assert cgroups.find_parents("o", 0, places={}) == ({}, missing and tuple(_not_mounted()))
+
+
+def _not_mounted() -> list[str]:
+    return [
+        f"no limit of {name}: its controller isn't mounted; mount it, or run where it is"
+        for name in cgroups.CONTROLLERS
+    ]
+
+
+def test_limits_as_written_to_version_2(tmp_path: Path):
+    group = tmp_path / "slot"
+    group.mkdir()
+    for name in ("memory.max", "memory.swap.max", "pids.max", "cpu.max", "memory.events"):
+        (group / name).write_text("low 0\noom_kill 3\n")
+    parents = {cgroups.V2: str(tmp_path)}
+    cgroups.limit(parents, "slot", memory_bytes=MIB, processes=10, cpus=0.5)
+    written = {name: (group / name).read_text().split("\n")[0][:12] for name in ("memory.max", "pids.max", "cpu.max")}
+    assert written["memory.max"].startswith(str(MIB))
+    assert written["pids.max"].startswith("15")
+    assert written["cpu.max"].startswith("50000 100000")
+    assert cgroups.kill_count(parents, "slot") == 3
+
+
+def test_a_group_is_found_below_what_a_container_shows_of_it():
+    assert cgroups._below("/sys/fs/cgroup/memory", "/docker/x", "/docker/x/y") == Path("/sys/fs/cgroup/memory/y")
+    assert cgroups._below("/sys/fs/cgroup/memory", "/", "/a") == Path("/sys/fs/cgroup/memory/a")
+
+
+def test_a_tar_of_what_was_written_and_back(tmp_path: Path):
+    upper, back = tmp_path / "upper", tmp_path / "back"
+    (upper / "folder").mkdir(parents=True)
+    (upper / "folder" / "file").write_bytes(b"x" * 700)
+    os.link(upper / "folder" / "file", upper / "same")
+    (upper / "link").symlink_to("/etc/passwd")
+    back.mkdir()
+    descriptor = os.open(upper, os.O_RDONLY)
+    packed = b"".join(snapshots.pack(descriptor, MIB))
+    with pytest.raises(OSError, match="more than 1000 bytes"):
+        list(snapshots.pack(descriptor, 1000))
+    os.close(descriptor)
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        assert archive.getnames() == ["folder", "folder/file", "link", "same"]
+    (tmp_path / "t.tar").write_bytes(packed)
+    (back / "link").write_text("in its way")
+    snapshots.unpack(os.open(tmp_path / "t.tar", os.O_RDONLY), str(back))
+    assert (back / "same").read_bytes() == b"x" * 700
+    assert (back / "same").stat().st_ino == (back / "folder" / "file").stat().st_ino
+    assert os.readlink(back / "link") == "/etc/passwd"
+
+
+def test_owners_are_told_by_process_and_start(tmp_path: Path):
+    mine = tmp_path / leftovers.owner_name(os.getpid(), 1)
+    other = tmp_path / f"owner-{os.getpid()}-1-1"
+    for folder in (mine, other, tmp_path / "unrelated"):
+        folder.mkdir()
+    assert dict(leftovers.owners(tmp_path)) == {mine: True, other: False}
+    leftovers.reap(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([mine, tmp_path / "unrelated"])
+
+
+def answer(**changed):
+    told = {"exit_code": 0, "signal": None, "timed_out": False, "oom": False, "truncated": False}
+    return {**told, "stdout_bytes": 3, "duration_s": 0.1, **changed}
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (answer(), None),
+        (answer(exit_code=1), None),
+        (answer(exit_code=0, oom=True), None),  # a child was killed, and it went on
+        (answer(exit_code=1, oom=True), "out of memory"),
+        (answer(exit_code=None, signal=9, oom=True), "out of memory"),
+        (answer(exit_code=None, signal=9, timed_out=True), "not done in 2 s, and killed"),
+        (answer(exit_code=None, signal=11), "ended by signal 11"),
+    ],
+)
+def test_how_a_command_ended(told, why):
+    result = _result(told, b"outerr", 2.0)
+    assert (result.stdout, result.stderr) == (b"out", b"err")
+    assert (result.failure and result.failure.what) == why
+    assert result.failure is None or (result.failure.cause, result.failure.reward_valid) == ("model_code", True)
+
+
+@pytest.mark.parametrize(
+    ("step", "code", "cause", "retry"),
+    [
+        ("root file system", 2, "environment", False),
+        ("snapshot", 74, "environment", False),
+        ("user namespace", 1, "infrastructure", False),
+        ("disk", 12, "infrastructure", True),
+    ],
+)
+def test_why_a_sandbox_couldnt_be_made(step: str, code: int, cause: str, retry: bool):
+    failure = _setup_failure({"failed": step, "error": code, "what": "why"})
+    assert (failure.cause, failure.retry, failure.reward_valid) == (cause, retry, False)

@@ -1,0 +1,201 @@
+"""Whatever is killed, at whatever moment: nothing of its sandboxes is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from sandbox_backends import SMALL, gone_within, leftovers_of, local, local_without_groups, opened, processes_of, run
+
+from headway.records.sandbox import SandboxError
+from headway.sandbox import leftovers
+from headway.sandbox.local import LocalBackend, LocalSettings
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+ROUNDS = int(os.environ.get("HEADWAY_SANDBOX_KILLS", "10"))
+WITHIN_S = 5.0
+
+
+def start_owner(folder: Path) -> subprocess.Popen[str]:
+    owner = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "sandbox_owner.py"), str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "up\n"
+    return owner
+
+
+def end(owner: subprocess.Popen[str]) -> None:
+    owner.kill()
+    owner.wait()
+    assert owner.stdout is not None
+    owner.stdout.close()
+
+
+def zygote_of(state: Path) -> int:
+    (folder,) = state.glob("owner-*")
+    record = leftovers.msgspec.json.decode((folder / "owner.json").read_bytes(), type=leftovers.OwnerRecord)
+    return record.zygote_pid
+
+
+def test_an_owner_killed_at_any_moment_leaves_nothing(tmp_path: Path):
+    moments = random.Random(7)
+    for _ in range(ROUNDS):
+        owner = start_owner(tmp_path)
+        time.sleep(moments.uniform(0.0, 0.4))
+        assert any(leftovers_of(tmp_path / "state", owner.pid).values()), "the looks from outside see them"
+        end(owner)
+        left = gone_within(tmp_path / "state", owner.pid, WITHIN_S)
+        assert not any(left.values()), left
+
+
+def test_an_owner_and_its_zygote_killed_together_leave_what_the_next_start_removes(tmp_path: Path):
+    state = tmp_path / "state"
+    for round_ in range(max(2, ROUNDS // 3)):
+        owner = start_owner(tmp_path)
+        time.sleep(0.3)
+        zygote = zygote_of(state)
+        os.kill(owner.pid, signal.SIGSTOP)
+        os.kill(zygote, signal.SIGKILL)
+        end(owner)
+        deadline = time.monotonic() + WITHIN_S
+        while processes_of(state) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        left = leftovers_of(state, owner.pid)
+        assert (left["processes"], left["mounts"]) == ([], []), "these need no reaper"
+        assert len(left["directories"]) == 1
+        recorded = list(leftovers.records(state))
+        assert recorded
+        assert not any(alive for _, alive in recorded)
+        _next_start(tmp_path, by_command=round_ == 0)
+        assert not any(leftovers_of(state, owner.pid).values())
+
+
+def _next_start(folder: Path, *, by_command: bool) -> None:
+    if by_command:
+        command = [sys.executable, "-m", "headway.cli.main", "sandboxes"]
+        for what in ("list", "reap"):
+            done = subprocess.run([*command, what, "--state", str(folder / "state")], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            assert "dead" in done.stdout
+        return
+
+    async def start() -> None:
+        async with local(folder):
+            pass
+
+    run(start)
+
+
+def test_a_living_owner_is_not_reaped(tmp_path: Path):
+    async def main():
+        async with opened(local(tmp_path)) as box:
+            async with local(tmp_path):
+                pass
+            assert (await box.exec(["true"])).ok
+
+    run(main)
+    assert not any(leftovers_of(tmp_path / "state", os.getpid()).values())
+
+
+@pytest.mark.parametrize("make", [local, local_without_groups])
+def test_a_killed_zygote_ends_its_sandboxes_and_another_takes_its_place(tmp_path: Path, make):
+    async def main():
+        async with make(tmp_path) as backend:
+            box = await backend.create(SMALL)
+            running = asyncio.create_task(box.exec(["sleep", "100"]))
+            await asyncio.sleep(0.2)
+            os.kill(zygote_of(tmp_path / "state"), signal.SIGKILL)
+            with pytest.raises(SandboxError) as raised:
+                await running
+            assert (raised.value.failure.cause, raised.value.failure.retry) == ("infrastructure", True)
+            again = await backend.create(SMALL)
+            assert (await again.exec(["true"])).ok
+
+    run(main)
+    left = gone_within(tmp_path / "state", os.getpid(), WITHIN_S)
+    assert not any(left.values()), left
+
+
+def test_a_killed_first_process_is_a_failure_of_the_infrastructure(tmp_path: Path):
+    async def main():
+        async with local(tmp_path) as backend:
+            box = await backend.create(SMALL)
+            running = asyncio.create_task(box.exec(["sleep", "100"]))
+            await asyncio.sleep(0.2)
+            for pid in processes_of(tmp_path / "state"):
+                if leftovers.Path(f"/proc/{pid}/comm").read_text() == "sandbox-init\n":
+                    os.kill(pid, signal.SIGKILL)
+            with pytest.raises(SandboxError) as raised:
+                await running
+            failure = raised.value.failure
+            assert (failure.cause, failure.retry, failure.reward_valid) == ("infrastructure", True, False)
+            assert (await (await backend.create(SMALL)).exec(["true"])).ok
+
+    run(main)
+
+
+def test_a_pause_longer_than_a_commands_time_is_no_silence(tmp_path: Path):
+    async def main():
+        settings = LocalSettings(spares=1, answer_grace_s=0.5)
+        async with LocalBackend(tmp_path / "state", settings=settings) as backend:
+            box = await backend.create(SMALL)
+            running = asyncio.create_task(box.exec(["sleep", "0.6"], timeout_s=1))
+            await asyncio.sleep(0.2)
+            await box.pause()
+            await asyncio.sleep(2.5)
+            await box.resume()
+            assert (await running).exit_code == 0
+
+    run(main)
+
+
+def test_one_that_doesnt_answer_is_ended(tmp_path: Path):
+    async def main():
+        settings = LocalSettings(spares=1, answer_grace_s=0.5)
+        async with LocalBackend(tmp_path / "state", settings=settings) as backend:
+            box = await backend.create(SMALL)
+            for pid in processes_of(tmp_path / "state"):
+                if leftovers.Path(f"/proc/{pid}/comm").read_text() == "sandbox-init\n":
+                    os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(SandboxError, match="no answer") as raised:
+                await box.health()
+            assert raised.value.failure.cause == "infrastructure"
+            assert await backend.list() == []
+
+    run(main)
+
+
+def test_cancelled_calls_leave_nothing_behind(tmp_path: Path):
+    async def main():
+        async with local(tmp_path) as backend:
+            moments = random.Random(3)
+            for _ in range(20):
+                making = asyncio.create_task(backend.create(SMALL))
+                await asyncio.sleep(moments.uniform(0, 0.012))
+                making.cancel()
+                await asyncio.gather(making, return_exceptions=True)
+                if not making.cancelled():
+                    await making.result().terminate()
+            assert await backend.list() == []
+
+    run(main)
+    assert not any(leftovers_of(tmp_path / "state", os.getpid()).values())
+
+
+def test_a_number_used_again_is_not_taken_for_the_owner(tmp_path: Path):
+    state = tmp_path / "state"
+    (state / f"owner-{os.getpid()}-1-1" / "records").mkdir(parents=True)
+    mine = state / leftovers.owner_name(os.getpid(), 2)
+    mine.mkdir()
+    assert len(leftovers.reap(state)) == 1
+    assert list(state.iterdir()) == [mine]

@@ -1,0 +1,43 @@
+"""No root is needed: what an ordinary user gets, and what is said of what he doesn't."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from sandbox_backends import leftovers_of
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+UID = 54_321
+HERE = Path(__file__).parent
+
+
+def readable_by_all() -> bool:
+    places = [HERE.parents[1] / "headway" / "sandbox" / "zygote.py", *HERE.parents]
+    return Path("/usr/bin/python3").exists() and all(place.stat().st_mode & 0o005 == 0o005 for place in places[1:])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests are those of an ordinary user then")
+@pytest.mark.skipif(not readable_by_all(), reason="other users can't read this checkout")
+def test_an_ordinary_user_has_sandboxes_too():
+    with tempfile.TemporaryDirectory() as name:
+        os.chown(name, UID, UID)
+        command = [sys.executable, str(HERE / "sandbox_unprivileged.py"), name, str(UID)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        assert told["uid"] == UID
+        assert told["seen"] >= 2
+        assert told["kept"] == "kept\n"
+        assert told["said"][:4] == ["1000", "1000", str(UID), "1"], "it sees another user, who is this one outside"
+        assert told["allowed"] == []
+        if not told["memory_limit"]:
+            assert int(told["said"][4]) == 96 * 1024, "each process is limited where the whole can't be"
+            assert any("untrusted code could take all memory" in line and "chown" in line for line in told["refused"])
+        assert not leftovers_of(Path(name) / "state", UID)["directories"]
+        assert list(Path(name, "state").iterdir()) == []
