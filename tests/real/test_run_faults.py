@@ -90,7 +90,7 @@ def test_rollouts_cross_updates(inputs: Any, tmp_path: Path, mode: str) -> None:
     config = tiny_run.write_experiment(
         tmp_path,
         run={"steps": 20},
-        rollout={"max_response_tokens": 100},
+        rollout={"max_response_tokens": 300},
         generator={"update_mode": mode},
         trainer={"learning_rate": 1e-4},
         queue={"budget": 3},
