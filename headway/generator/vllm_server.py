@@ -328,7 +328,7 @@ class VllmServerEngine(VllmRequests):
         try:
             self._server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
         except ServerError as error:
-            if error.status > 500:  # not the load's own answer, but that of something before it, or of a server that ends
+            if error.status > 500:  # not of the load itself: of a proxy, say, or of a server that ends
                 raise
             self._break(f"it can't load {folder}: {error}; it must see that folder, and serve that model")
         self._server.post("/update_weight_version", {"new_version": self._label(version)})
