@@ -273,7 +273,7 @@ class _Zygote:
         if uid == 0:
             uid = gid = settings.sandbox_uid
         _make_state(state, uid)
-        leftovers.reap(state)
+        await asyncio.to_thread(leftovers.reap, state)
         cls._count += 1
         folder = state / leftovers.owner_name(os.getpid(), cls._count)
         await asyncio.to_thread(_make_folder, folder, uid, gid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from fake_sandboxes import FakeBackend
 
 from headway.records.sandbox import (
     SandboxError,
@@ -14,7 +15,6 @@ from headway.records.sandbox import (
     model_failure,
 )
 from headway.runtime.clock import VirtualClock, run_virtual
-from headway.sandbox.fake import FakeBackend
 from headway.sandbox.pool import PoolSettings, SandboxPool
 from headway.sandbox.protocol import Backend
 
