@@ -8,12 +8,13 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 SEED ?= 0
 
-.PHONY: help system-packages install install-agents install-vllm quickstart test test-fast test-real test-agents test-hostile test-vllm lint clean
+.PHONY: help system-packages install install-agents install-vllm quickstart test test-fast test-real test-sandboxes test-agents test-hostile test-vllm lint clean
 
 help:
 	@echo "make quickstart   set up, then train a small model by RL on this machine (5 to 13 min)"
-	@echo "make test         set up, then linters, fast tests, real-component tests (13 to 25 min)"
+	@echo "make test         set up, then linters, fast tests, real-component tests (15 to 25 min)"
 	@echo "make test-fast    set up, then the fast tests alone (< 5 min)"
+	@echo "make test-sandboxes  set up, then the tests of sandboxes and environments (5 min)"
 	@echo "make test-agents  set up, with mini-swe-agent in an environment of its own, then the tests that start it"
 	@echo "make test-vllm    set up an environment with vLLM (3.5 GB), then the tests of the vLLM engine"
 	@echo "make system-packages  as root, on Debian: what the tests of two sandbox backends need; they are skipped without"
@@ -63,8 +64,11 @@ lint: install
 test-fast: install
 	$(BIN)/python -m pytest tests/fast tests/golden --numprocesses auto --maxprocesses 8 --dist loadfile
 
+# Two at a time: a run trains on one core and generates on the other, and half of the time one of them waits.
 test-real: install
-	$(BIN)/python -m pytest tests/real --ignore-glob '*test_sandbox_*' --ignore-glob '*test_environment_*' --timeout 600 --durations 10
+	$(BIN)/python -m pytest tests/real --ignore-glob '*test_sandbox_*' --ignore-glob '*test_environment_*' --numprocesses 2 --dist loadfile --timeout 600 --durations 10
+
+test-sandboxes: install
 	$(BIN)/python -m pytest tests/real/test_sandbox_*.py tests/real/test_environment_*.py --numprocesses 3 --timeout 600 --durations 8
 
 test-hostile: install
@@ -76,7 +80,7 @@ test-agents: install install-agents
 test-vllm: install-vllm
 	$(VLLM_BIN)/python -m pytest tests/real/test_vllm_*.py --timeout 600 --durations 10
 
-test: lint test-fast test-real
+test: lint test-fast test-real test-sandboxes
 
 clean:
 	rm -rf $(VENV) $(AGENTS_VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

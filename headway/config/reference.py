@@ -99,7 +99,8 @@ def _rows(path: str, prefix: str, model: type[BaseModel], comments: dict[tuple[s
     another section."""
     for name, field in model.model_fields.items():
         key = prefix + name
-        mark = " ↻" if is_resumable(f"{path}.{key}") else ""
+        named = f"{path}.{prefix}*.{name}"  # of a table whose entries have names
+        mark = " ↻" if is_resumable(f"{path}.{key}") or is_resumable(named) else ""
         inner = section_of(field.annotation)
         owners = (comments.get((owner.__name__, name)) for owner in model.__mro__)  # a section may extend another
         comment = next(filter(None, owners), "")

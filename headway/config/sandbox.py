@@ -36,7 +36,7 @@ class Sandbox(Section):
     live: Positive = 64  # at once, those being made among them
     starts: Positive = 8  # being made at once
     retries: NonNegative = 2  # of a start, after a failure of the infrastructure that may pass
-    start_timeout_s: Seconds = 300.0  # of one; then it is given up, and tried again
+    start_timeout_s: Seconds | None = None  # of one; then it is tried again; unset: 30, of a daemon or provider 300
     hedge_share: Annotated[float, Field(ge=0, le=1)] = 0.05  # of starts may be made twice where one takes far longer
     reap_every_s: Seconds = 60.0  # what dead owners on this machine left is removed so often, while a run goes on
     inject_faults: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of calls that fail on purpose: drills
@@ -54,6 +54,13 @@ class Sandbox(Section):
         except ConfigurationError as error:
             raise ValueError(str(error)) from None
         return self
+
+    @property
+    def start_limit_s(self) -> float:
+        """Of one start, in seconds. One that hangs holds one of ``starts`` places: no longer than is worth waiting."""
+        if self.start_timeout_s is not None:
+            return self.start_timeout_s
+        return 30.0 if self.backend in ("local", "bubblewrap") else 300.0
 
     @property
     def spec(self) -> SandboxSpec:

@@ -24,8 +24,8 @@ class ToolServer(Section):
     api_key_env: str = ""  # url: the environment variable with its bearer token
     start_timeout_s: Seconds = 30.0  # until it has told its tools
     timeout_s: Seconds = 60.0  # of a call
-    starts_per_minute: Positive = 5  # of a worker's, after it died or stopped answering; more fail at once
-    result_bytes: Positive = 10_000_000  # command: of a message; a longer result is an error that is told
+    starts_per_minute: Positive = 5  # of a worker's, after it died or hung; more wait, or fail beyond timeout_s
+    result_bytes: Positive = 10_000_000  # of a message; a longer result is an error that is told
 
     @field_validator("url")
     @classmethod

@@ -15,6 +15,7 @@ from pathlib import Path
 from headway.config.load import require_resumable
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
+from headway.orchestrator.check_conversations import conversation_findings
 from headway.orchestrator.check_engine import engine_problems
 from headway.orchestrator.check_functions import function_problems
 from headway.orchestrator.check_sandboxes import sandbox_findings
@@ -66,8 +67,7 @@ def check(experiment: Experiment, *, resume: bool = False, smoke_test: bool = Tr
         _space,
         _run_directory,
         _exporters,
-        _endpoint,
-        _sandbox,
+        _environment,
     ):
         findings += _guarded(one, inputs)
     if smoke_test and inputs.tasks:
@@ -420,29 +420,10 @@ def _exporters(inputs: _Inputs) -> Iterator[Finding]:
             yield _warning("ledger.prometheus", f"{address}: whoever reaches this machine can read the run's metrics")
 
 
-def _endpoint(inputs: _Inputs) -> Iterator[Finding]:
-    """What agents need: an address, and a model that can be talked to."""
-    experiment = inputs.experiment
-    if not experiment.environment.calls:
-        return
-    address = experiment.endpoint.address
-    try:
-        require_free(address)
-    except ConfigurationError as error:
-        yield _error("endpoint.address", str(error))
-    if not is_loopback(address):
-        yield _info(
-            "endpoint.address", f"{address}: other machines reach it; each rollout's key opens that rollout alone"
-        )
-    if inputs.tokenizer is not None and not inputs.tokenizer.has_chat_template:
-        yield _warning(
-            "environment.name",
-            f"{experiment.model.path} has no chat template: agents can call /v1/completions and nothing else",
-        )
-
-
-def _sandbox(inputs: _Inputs) -> Iterator[Finding]:
-    """Makes one and tries it: a run that finds out later has sampled for nothing."""
+def _environment(inputs: _Inputs) -> Iterator[Finding]:
+    """What rollouts of several turns need. Sandboxes are tried: a run that finds out later has sampled for nothing."""
+    has_template = inputs.tokenizer is None or inputs.tokenizer.has_chat_template
+    yield from conversation_findings(inputs.experiment, has_template)
     yield from sandbox_findings(inputs.experiment)
 
 
@@ -474,13 +455,21 @@ def _verifier(inputs: _Inputs) -> Iterator[Finding]:
         several = len(getattr(inputs.experiment.tasks, split)) > 1
         whose = f"of {source} in tasks.{split}" if several else f"of tasks.{split}"
         broken = [verdict.failure for verdict in found if verdict.failure is not None]
-        if broken:
+        if broken and len(found) == 1 and _may_reward(inputs.experiment):  # it may never be asked
+            why = "; so do rollouts that nothing else rewards"
+            yield _info(key, f"fails on the first task {whose}: {broken[0].cause}{why}")
+        elif broken:
             yield _error(key, f"fails on the first task {whose}: {broken[0].cause}")
         elif len(found) > 1 and not found[0].solved:
             yield _info(
                 key,
                 f"doesn't accept the bare reference answer of the first task {whose}; fine if it wants more around it",
             )
+
+
+def _may_reward(experiment: Experiment) -> bool:
+    """Whether what makes the rollouts may say what they are worth: then tasks need no answer."""
+    return experiment.environment.name != "single_turn" or experiment.hooks.rollout != "single_turn"
 
 
 async def _smoke_test(

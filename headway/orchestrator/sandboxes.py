@@ -55,9 +55,11 @@ async def sandboxes_of(
     parked ones; ``backend``: instead of the one that ``settings`` name. Raises ConfigurationError: it isn't installed.
     """
     inner = backend if backend is not None else backend_of(settings, run=run, snapshots=snapshots)
-    faults = FaultyBackend(inner, clock, share=settings.inject_faults, seed=seed) if settings.inject_faults else None
+    faults = None
+    if share := settings.inject_faults:
+        faults = FaultyBackend(inner, clock, share=share, slow_s=settings.start_limit_s / 3, seed=seed)
     pool = SandboxPool(faults or inner, pool_settings(settings), clock, breaker=Breaker(BREAKER))
-    reaper = Reaper(inner, clock, settings.reap_every_s) if isinstance(inner, Reaping) else None
+    reaper = Reaper(inner, clock, settings.reap_every_s, pool.end_leaked) if isinstance(inner, Reaping) else None
     looking = asyncio.create_task(reaper.run(), name="sandbox reaper") if reaper is not None else None
     try:
         yield RunSandboxes(pool, reaper, faults)

@@ -187,3 +187,10 @@ def infrastructure_failure(
     return SandboxFailure(
         cause="infrastructure", what=what, retry=retry, reward_valid=False, evidence=dict(evidence or {})
     )
+
+
+def of_a_start(failure: SandboxFailure) -> SandboxFailure:
+    """The same of a sandbox that wasn't ready yet: no model's code has run in it that could have done it."""
+    if failure.cause != "model_code":
+        return failure
+    return infrastructure_failure(failure.what, evidence=failure.evidence)

@@ -18,8 +18,8 @@ _LONGEST_NUMBER = 400  # characters; longer ones are compared as text
 
 def same_text(printed: str, expected: str, compare: Compare, tolerance: float) -> bool:
     """``tokens``: the same words, however they are spaced; ``lines``: the same lines but for blanks at their ends and
-    empty lines at the end. A word that is a number with a decimal point or an exponent is as good as another within
-    ``tolerance`` (as of `close`); whole numbers are compared as they are written."""
+    empty lines at the end. Where a number with a decimal point or an exponent is expected, one within ``tolerance``
+    (as of `close`) is as good; a whole number is that number alone, however it is written."""
     if compare == "tokens":
         return _same_words(printed.split(), expected.split(), tolerance)
     ours, theirs = _lines(printed), _lines(expected)
@@ -32,8 +32,8 @@ def same_text(printed: str, expected: str, compare: Compare, tolerance: float) -
 
 
 def same_value(value: Any, expected: Any, tolerance: float) -> bool:
-    """Equal as Python compares them, numbers with a decimal point within ``tolerance``. For plain values alone, as
-    JSON or literals have them: nothing of theirs is called."""
+    """Equal as Python compares them, within ``tolerance`` where a number with a decimal point is expected. For plain
+    values alone, as JSON or literals have them: nothing of theirs is called."""
     try:
         return _same(value, expected, tolerance)
     except RecursionError:
@@ -48,8 +48,8 @@ def close(value: float, expected: float, tolerance: float) -> bool:
 
 
 def _same(value: Any, expected: Any, tolerance: float) -> bool:
-    if isinstance(value, float) or isinstance(expected, float):
-        if not isinstance(value, (int, float)) or not isinstance(expected, (int, float)):
+    if isinstance(expected, float):
+        if not isinstance(value, (int, float)):
             return False
         try:
             return close(value, expected, tolerance) or (value != value and expected != expected)
@@ -88,6 +88,8 @@ def _same_number(word: str, expected: str, tolerance: float) -> bool:
     if not (_NUMBER.fullmatch(word) and _NUMBER.fullmatch(expected)):
         return False
     a, b = Decimal(word), Decimal(expected)
+    if not _FLOAT.fullmatch(expected):
+        return a == b
     apart = _UNTRAPPED.abs(_UNTRAPPED.subtract(a, b))
     within = _UNTRAPPED.multiply(Decimal(tolerance), max(Decimal(1), abs(b)))
     return a == b or (apart.is_finite() and apart <= within)

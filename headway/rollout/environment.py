@@ -210,6 +210,7 @@ class Environment:
     system = ""  # what the conversation begins with
     uses_sandbox = False  # the run makes sure that there can be some before it starts
     models: Sequence[str] = ()  # of [environment.models.NAME], that it asks
+    longest_s: Mapping[str, float] = {}  # what a reply or a score may take by each of its parameters
     repeatable = False  # the same commands leave the same files: a lost sandbox can be made again
 
     def tools(self) -> Sequence[Tool | Callable[..., Any]]:

@@ -119,6 +119,7 @@ class Seated:
         self._worker = worker
         self._name = name
         self._limit_s = limit_s
+        self._unheard = False  # a park whose answer nobody waited for
 
     async def begin(self, task: Task, seed: int) -> Reply:
         return await self._ask("begin", task, seed)
@@ -135,13 +136,16 @@ class Seated:
         return await self._ask("score")
 
     async def park(self) -> EnvironmentState | Failure:
-        return await self._ask("park")
+        self._unheard = True
+        kept = await self._ask("park")
+        self._unheard = False
+        return kept
 
     async def unpark(self) -> Failure | None:
         return await self._ask("unpark")
 
     async def end(self) -> None:
-        await self._ask("end")
+        await self._ask("end", self._unheard)
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         asking = asyncio.ensure_future(self._seat.ask(self._worker, method, self._name, *arguments))

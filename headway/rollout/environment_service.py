@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 import secrets
 import threading
@@ -21,7 +20,7 @@ from headway.config.sandbox import Sandbox as SandboxSettings
 from headway.records.environment import Asked, EnvironmentState, Reply
 from headway.records.errors import ConfigurationError
 from headway.records.rollout import Failure, Verdict
-from headway.records.sandbox import SandboxError, SandboxSpec
+from headway.records.sandbox import SandboxError, SandboxSpec, Snapshot
 from headway.records.sandbox_statistics import PoolStatistics, ReaperStatistics, SandboxStatistics
 from headway.records.task import Task
 from headway.rollout.environment import Answer, Environment, Episode
@@ -37,7 +36,7 @@ from headway.sandbox.pool import SandboxPool
 
 KEY = "environment.name"
 _LONGEST_DETAIL = 4000  # characters of a traceback that are kept
-_CLOSE_S = 20.0  # that all episodes and sandboxes have to end
+_CLOSE_S = 20.0  # that all episodes and sandboxes have to end; the episodes half of it, and what they share a quarter
 _CANCEL_S = 10.0  # that what is done for a rollout has to end, when it is over
 
 Answered = tuple[int, bool, Any]  # number of a request, whether it succeeded, its result or its error
@@ -73,8 +72,7 @@ class EnvironmentService:
         """``environment`` and ``sandbox``: their sections as plain types. ``sandboxes``: the ``module:function`` that
         makes a pool of sandboxes as `orchestrator/sandboxes.py` does, with its guards; ``run``: whose they are;
         ``snapshots``: the folder of parked ones. Raises ConfigurationError for an environment that can't be imported or
-        refuses a parameter, and for sandboxes or servers of tools that can't be
-        had."""
+        refuses a parameter, and for sandboxes or servers of tools that can't be had."""
         self._emit: Callable[[Answered], None] = context.emit
         settings = EnvironmentSettings.model_validate(environment)
         played = load_environment(settings)
@@ -178,6 +176,7 @@ class Episodes:
         self._clock = clock
         self._snapshots = snapshots
         self._open: dict[str, Episode] = {}
+        self._before_park: dict[str, Snapshot | None] = {}  # the snapshot that the last one took the place of, by name
         self._working: dict[str, set[asyncio.Task[Any]]] = {}  # on a rollout, by its name
         self._servers = ToolServers(settings.mcp, clock)
         self._models = FixedModels(settings.models)
@@ -258,19 +257,23 @@ class Episodes:
             return msgspec.structs.replace(parked, state=_plain(episode.kept()), snapshot=snapshot)
 
         before, state = episode.sandbox.snapshot, None
+        self._before_park.pop(name, None)
         try:
             failure, state = await self._guarded(work, name)
         finally:
             if state is None:  # nobody will ever ask for it
                 episode.sandbox.forget_snapshot(before)
+            else:
+                self._before_park[name] = before
         return failure or cast("EnvironmentState", state)
 
     async def unpark(self, name: str) -> Failure | None:
         failure, _ = await self._guarded(self._open[name].sandbox.unpark, name)
         return failure
 
-    async def end(self, name: str) -> None:
-        """It is over, or given up; unknown ones have ended."""
+    async def end(self, name: str, unheard: bool = False) -> None:
+        """It is over, or given up; unknown ones have ended. ``unheard``: nobody waited for what `park` said last."""
+        parked, before = name in self._before_park, self._before_park.pop(name, None)
         episode = self._open.pop(name, None)
         if episode is None:
             return
@@ -280,6 +283,8 @@ class Episodes:
             await self._servers.end(name)
         finally:
             await episode.sandbox.close()
+            if unheard and parked:
+                episode.sandbox.forget_snapshot(before)
 
     async def _cancelled(self, name: str) -> None:
         """End what is still done for a rollout that nobody waits for any more: it would use what `close` has closed."""
@@ -290,10 +295,9 @@ class Episodes:
             await asyncio.wait(working, timeout=_CANCEL_S)
 
     async def shut_down(self) -> None:
-        """End them all."""
-        await asyncio.gather(*(self.end(name) for name in list(self._open)), return_exceptions=True)
-        await self._guarded(self._environment.stop)
-        await self._servers.stop()
+        """End them all; what takes too long is left to itself: the sandboxes end after this, whoever has them."""
+        await _within(_CLOSE_S / 2, *(self.end(name) for name in list(self._open)))
+        await _within(_CLOSE_S / 4, self._guarded(self._environment.stop), self._servers.stop())
 
     def _episode(self, name: str, task: Task, seed: int, restored: EnvironmentState | None) -> Episode:
         sandbox = EpisodeSandbox(
@@ -369,6 +373,13 @@ class Episodes:
             return failure_of(error), None
 
 
+async def _within(seconds: float, *ends: Coroutine[Any, Any, Any]) -> None:
+    ended = asyncio.gather(*ends, return_exceptions=True)
+    ended.add_done_callback(lambda all_of_them: all_of_them.cancelled() or all_of_them.exception())
+    await asyncio.wait({ended}, timeout=seconds)
+    ended.cancel()
+
+
 def sandbox_statistics(guarded: GuardedPool) -> SandboxStatistics:
     """A pool and its guards as they are now."""
     return SandboxStatistics(pool=guarded.statistics(), reaper=guarded.reaped(), injected=guarded.injected())
@@ -406,6 +417,7 @@ def load_environment(settings: EnvironmentSettings) -> Environment:
         environment = kind(**settings.parameters)
         environment.offered = tools_by_name(environment.tools())
         require_models(settings.models, environment.models, settings.timeout_s)
+        _require_time(environment.longest_s, settings.timeout_s)
     except ConfigurationError:
         raise
     except Exception as error:  # the boundary to a user's class
@@ -416,9 +428,12 @@ def load_environment(settings: EnvironmentSettings) -> Environment:
     return environment
 
 
-def seed_of(name: str, run_seed: int) -> int:
-    """Of an episode's random numbers: its rollout's alone, whatever ran before."""
-    return int.from_bytes(hashlib.blake2b(f"{run_seed} {name}".encode(), digest_size=8).digest())
+def _require_time(longest_s: Mapping[str, float], timeout_s: float) -> None:
+    """Raises ConfigurationError for what the worker's own limit would end first: as a fault of the machine's."""
+    for name, seconds in longest_s.items():
+        if not 0 < seconds < timeout_s:
+            limit = f"environment.timeout_s = {timeout_s:g}"
+            raise ConfigurationError(f"environment.parameters.{name} = {seconds:g}: valid: above 0, below {limit}")
 
 
 def _plain(kept: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from headway.records.sandbox import (
     Snapshot,
     infrastructure_failure,
 )
+from headway.runtime.supervision import to_its_end
 from headway.sandbox.pool import SandboxPool
 from headway.sandbox.protocol import FILE_BYTES, OUTPUT_BYTES, Sandbox
 
@@ -30,7 +31,8 @@ class EpisodeSandbox:
     """*none* -> *in use* <-> *parked*, and *closed* from any of them.
 
     Parked, it is a snapshot on disk, which survives this process; its processes are stopped, or, where others wait for
-    a sandbox, ended. A rollout's files are then as it left them, whichever it was. What was still running is not.
+    a sandbox or the backend can't stop any, ended. A rollout's files are then as it left them, whichever it was. What
+    was still running is not.
 
     With ``repeatable`` all that is done to it is remembered, and one that is lost is made again by doing it anew: only
     right where the same commands leave the same files. Without, its loss fails the rollout as infrastructure.
@@ -62,11 +64,6 @@ class EpisodeSandbox:
         self._closed = False
         self.limits: set[asyncio.Timeout] = set()  # of what uses it now; waiting in line for it doesn't count
         self.failure: SandboxFailure | None = None  # of the infrastructure, that it couldn't make good
-
-    @property
-    def used(self) -> bool:
-        """Whether there is one, or was before it was parked."""
-        return self._box is not None or self._snapshot is not None
 
     @property
     def snapshot(self) -> Snapshot | None:
@@ -119,10 +116,20 @@ class EpisodeSandbox:
     async def park(self, name: str) -> EnvironmentState:
         """Stop it, with its files on disk under ``name``; a state with the snapshot. Raises SandboxError."""
         if self._box is not None and not self._paused:
-            self._snapshot = await self._box.snapshot(name)
-            await self._box.pause()
-            self._paused = True
-            self._end_offer = self._pool.lend(self._recalled)
+            box, can_pause = self._box, await self._pool.can_pause()
+            if not can_pause:  # what runs on isn't parked
+                self._snapshot = await box.snapshot(name)
+                await self._give_back()
+            else:
+                await box.pause()  # first: the snapshot and what goes on here are the same
+                try:
+                    self._snapshot = await box.snapshot(name)
+                except BaseException:
+                    with contextlib.suppress(SandboxError):  # it has ended
+                        await to_its_end(box.resume())
+                    raise
+                self._paused = True
+                self._end_offer = self._pool.lend(self._recalled)
         return EnvironmentState(snapshot=self._snapshot, operations=tuple(self._operations))
 
     async def unpark(self) -> None:

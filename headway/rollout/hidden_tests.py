@@ -58,8 +58,9 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     unanswered: tuple[str, ...]  # an exception, or the process's end
 
 
-def questions_of(source: str, name: str) -> Questions:
-    """Raises ValueError that names the line of what can't be asked without its answer."""
+def questions_of(source: str, name: str, tolerance: float = 0.0) -> Questions:
+    """Raises ValueError that names the line of what can't be asked without its answer, or what no code could pass.
+    ``tolerance``: as of `judged`."""
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
@@ -67,8 +68,10 @@ def questions_of(source: str, name: str) -> Questions:
     answers: list[Answer] = []
     tests: list[str] = []
     body: list[ast.stmt] = []
+    gone = {"pytest"}  # names that nothing stands for in the sandbox
     for node in tree.body:
         if isinstance(node, (ast.Import, ast.ImportFrom)) and _of_pytest(node):
+            gone |= {alias.asname or alias.name for alias in node.names}
             continue
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
             if node.name in tests or node.decorator_list or ast.unparse(node.args):
@@ -84,7 +87,9 @@ def questions_of(source: str, name: str) -> Questions:
         else:
             _refuse_asserts(node, name)
         body.append(node)
-    if len({repr(answer.value) for answer in answers if not (answer.raises or answer.end)}) < 2:
+    _refuse_pytest(body, gone, name)
+    values = [answer.value for answer in answers if not (answer.raises or answer.end)]
+    if not values or any(all(same_value(one, each, tolerance) for each in values) for one in values):
         raise ValueError(f"hidden test {name}: a constant answers all of it; expect at least two different values")
     text = ast.unparse(ast.fix_missing_locations(ast.Module(body=body, type_ignores=[])))
     return Questions(source=text, tests=tuple(tests), answers=tuple(answers))
@@ -122,6 +127,10 @@ def _expected(node: ast.Assert, name: str) -> tuple[ast.expr, Any]:
             except (ValueError, TypeError):
                 pass
             else:
+                if not _can_be_said(value):
+                    told = f"{ast.unparse(test.comparators[0])[:80]}, which no answer can be; valid: texts, numbers, "
+                    told += f"tuples, lists, sets and dictionaries, of at most {_MOST_ENTRIES} entries the last two"
+                    raise ValueError(f"hidden test {name}, line {node.lineno}: it expects {told}")
                 return test.left, value
         told = "valid: assert QUESTION == LITERAL"
         raise ValueError(f"hidden test {name}, line {node.lineno}: what is expected must be a literal; {told}")
@@ -165,6 +174,34 @@ def _refuse_asserts(node: ast.stmt, name: str) -> None:
         if isinstance(inner, ast.Assert) or (isinstance(inner, ast.With) and _raises(inner, name)):
             what = "an assert must stand in a test itself, not in a loop, a condition or a function of its own"
             raise ValueError(f"hidden test {name}, line {inner.lineno}: {what}")
+
+
+def _refuse_pytest(body: Sequence[ast.stmt], gone: set[str], name: str) -> None:
+    """There is none in the sandbox: what still asks for it would fail whatever is tested."""
+    for node in body:
+        for inner in ast.walk(node):
+            used = isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load) and inner.id in gone
+            if isinstance(inner, ast.Import):
+                used = any(alias.name.partition(".")[0] == "pytest" for alias in inner.names)
+            elif isinstance(inner, ast.ImportFrom):
+                used = (inner.module or "").partition(".")[0] == "pytest"
+            if used:
+                what = (
+                    f"{ast.unparse(inner)} is pytest's, which isn't there; valid: import pytest at the top, on a line "
+                )
+                what += "of its own, and with pytest.raises(EXCEPTION)"
+                raise ValueError(f"hidden test {name}, line {getattr(inner, 'lineno', 0)}: {what}")
+
+
+def _can_be_said(value: Any) -> bool:
+    """Whether the driver could say it, and `decoded` would read it."""
+    if isinstance(value, dict):
+        entries = cast("dict[Any, Any]", value)
+        return len(entries) <= _MOST_ENTRIES and _can_be_said([*entries.keys(), *entries.values()])
+    if isinstance(value, (list, tuple, set)):
+        few = not isinstance(value, set) or len(cast("set[Any]", value)) <= _MOST_ENTRIES
+        return few and all(_can_be_said(one) for one in cast("Sequence[Any]", value))
+    return value is None or isinstance(value, (bool, int, float, str, bytes))
 
 
 def _of_pytest(node: ast.Import | ast.ImportFrom) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 from headway.config.tool_servers import ToolServer
 from headway.records.errors import ConfigurationError
 from headway.rollout.environment import Episode
+from headway.rollout.tool_server_http import http_client
 from headway.rollout.tool_server_process import process_streams
 from headway.rollout.tools import Tool, ToolError, read_object, tools_by_name
 from headway.runtime.clock import Clock
@@ -87,11 +88,15 @@ class Connection:
             try:
                 result = await self._client.call_tool(tool, arguments, read_timeout_seconds=limit)
             except mcp.MCPError as error:
-                if error.code == types.REQUEST_TIMEOUT and await self._alive():
-                    raise ToolError(f"{tool} did not answer within {limit:g} s") from None
-                if error.code in (types.INVALID_PARAMS, types.METHOD_NOT_FOUND):
-                    raise ToolError(error.message) from None
-                raise
+                theirs = error.code in (types.INVALID_PARAMS, types.METHOD_NOT_FOUND)
+                # Else it may be this end's word for a conversation that is over.
+                if error.code == types.CONNECTION_CLOSED or not (theirs or await self._alive()):
+                    raise
+                known = {
+                    types.REQUEST_TIMEOUT: f"{tool} did not answer within {limit:g} s",
+                    types.PARSE_ERROR: "its result can't be read, or is too long: ask for less",
+                }
+                raise ToolError(known.get(error.code, error.message)) from None
         text = told(result)
         if result.is_error:
             raise ToolError(text or "it failed")
@@ -137,41 +142,57 @@ class Connection:
         if settings.command:
             return process_streams(settings.command, environment_of(settings), settings.result_bytes)
         http = import_extra("mcp.client.streamable_http", "mcp", KEY)
-        httpx = import_extra("httpx2", "mcp", KEY)
-        headers = {"Authorization": f"Bearer {key_of(settings)}"} if settings.api_key_env else {}
-        timeout = httpx.Timeout(settings.start_timeout_s, read=settings.timeout_s + _ALIVE_S)
         client = await stack.enter_async_context(
-            httpx.AsyncClient(headers=headers, timeout=timeout, follow_redirects=False)  # the key goes nowhere else
+            http_client(
+                {"Authorization": f"Bearer {key_of(settings)}"} if settings.api_key_env else {},
+                connect_s=settings.start_timeout_s,
+                read_s=settings.timeout_s + _ALIVE_S,
+                result_bytes=settings.result_bytes,
+            )
         )
         return http.streamable_http_client(settings.url, http_client=client)
 
 
 class Shared:
-    """The connection of a worker to a server: made when it is needed, and again when it is down."""
+    """The connection of a worker to a server: made when it is needed, and again when it is down, for all who want it
+    and none of them: whoever gives up waiting stops no start."""
 
     def __init__(self, settings: ToolServer, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
         self._connection: Connection | None = None
-        self._making = asyncio.Lock()
+        self._starting: asyncio.Task[Connection] | None = None
         self._starts_s: deque[float] = deque(maxlen=settings.starts_per_minute)
 
     async def connection(self) -> Connection:
         """One that is up. Raises ServerFailed."""
-        async with self._making:
-            if self._connection is not None and not self._connection.down:
-                return self._connection
-            await self.stop()
-            now, starts = self._clock.now(), self._starts_s
-            if len(starts) == starts.maxlen and now - starts[0] < 60:
-                raise ServerFailed(f"the server {self._settings.name} was started {len(starts)} times within a minute")
-            starts.append(now)
-            made = Connection(self._settings)
-            await made.start()
-            self._connection = made
-            return made
+        if self._connection is not None and not self._connection.down:
+            return self._connection
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(self._start(), name=f"starting {self._settings.name}")
+            self._starting.add_done_callback(_heard)
+        return await asyncio.shield(self._starting)
+
+    async def _start(self) -> Connection:
+        await self._end()
+        settings, starts = self._settings, self._starts_s
+        wait_s = starts[0] + 60 - self._clock.now() if len(starts) == starts.maxlen else 0.0
+        if wait_s > settings.timeout_s:
+            raise ServerFailed(f"the server {settings.name} was started {len(starts)} times within a minute")
+        await self._clock.sleep(max(0.0, wait_s))
+        starts.append(self._clock.now())
+        made = Connection(settings)
+        await made.start()
+        self._connection = made
+        return made
 
     async def stop(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
+        await self._end()
+
+    async def _end(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.stop()
@@ -290,6 +311,12 @@ def _part(block: Any) -> str:
     if block.type == "resource_link":
         return f"[{block.uri}]"
     return f"[{block.type}: {block.mime_type}]"
+
+
+def _heard(start: asyncio.Task[Connection]) -> None:
+    """Nobody may wait for it any more."""
+    if not start.cancelled():
+        start.exception()
 
 
 def _cause(error: BaseException) -> str:

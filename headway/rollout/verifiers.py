@@ -112,14 +112,16 @@ def _require_parameters(
 
 @register("exact")
 def exact(*, extract: Extract = "all", strip: bool = True) -> Scorer:
-    """1 when the extracted answer equals ``task.answer`` (both stripped of outer blanks with ``strip``), else 0."""
+    """1 when the extracted answer equals ``task.answer`` (both stripped of outer blanks with ``strip``), else 0. A task
+    without an answer fails the response, naming the task: an empty response would be right."""
     _require_extract(extract)
 
     def score(task: Task, response: str) -> float:
+        wanted = task.answer.strip() if strip else task.answer
+        if not wanted:
+            raise ValueError(f"task {task.task_id} has no answer to compare with")
         found = extract_answer(response, extract)
-        if found is None:
-            return 0.0
-        return float(found.strip() == task.answer.strip() if strip else found == task.answer)
+        return float(found is not None and (found.strip() if strip else found) == wanted)
 
     return score
 

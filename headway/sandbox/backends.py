@@ -66,10 +66,11 @@ def backend_of(settings: Sandbox, *, run: str = "", snapshots: Path | None = Non
     those that are parked. Raises ConfigurationError: a backend that isn't installed."""
     if settings.backend == "local":
         _own(settings, NoSettings)
-        return LocalBackend(run=run, snapshots=snapshots, snapshot_bytes=settings.snapshot_bytes)
+        made = LocalSettings(start_timeout_s=settings.start_limit_s)
+        return LocalBackend(run=run, snapshots=snapshots, snapshot_bytes=settings.snapshot_bytes, settings=made)
     if settings.backend == "bubblewrap":
         program = _bubblewrap(_own(settings, BubblewrapSettings).program)
-        made = LocalSettings(bubblewrap=program)
+        made = LocalSettings(bubblewrap=program, start_timeout_s=settings.start_limit_s)
         return LocalBackend(run=run, snapshots=snapshots, snapshot_bytes=settings.snapshot_bytes, settings=made)
     if settings.backend == "docker":
         return _docker(settings, run, snapshots)
@@ -121,7 +122,9 @@ def _docker(settings: Sandbox, run: str, snapshots: Path | None) -> Backend:
             "sandbox.image = '': sandbox.backend = 'docker' needs one: a name that the daemon knows (docker pull,"
             " docker load), or the path of a root file system as a tar"
         )
-    made = DockerSettings(image=settings.image, url=own.url, runtime=own.runtime)
+    made = DockerSettings(
+        image=settings.image, url=own.url, runtime=own.runtime, start_timeout_s=settings.start_limit_s
+    )
     return DockerBackend(run=run, snapshots=snapshots, snapshot_bytes=settings.snapshot_bytes, settings=made)
 
 

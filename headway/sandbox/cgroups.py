@@ -217,7 +217,8 @@ def clear(owner_group: Path, *, patience_s: float = 5.0) -> bool:
         for file in owner_group.glob("**/cgroup.procs"):
             with contextlib.suppress(OSError, ValueError):
                 for pid in file.read_text().split():
-                    os.kill(int(pid), signal.SIGKILL)
+                    if int(pid) > 0:  # 0: a process that can't be named here; to kill(2) it is one's own group
+                        os.kill(int(pid), signal.SIGKILL)
         for folder in sorted((f for f in owner_group.glob("**") if f.is_dir()), key=lambda f: -len(f.parts)):
             with contextlib.suppress(OSError):
                 folder.rmdir()

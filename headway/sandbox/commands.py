@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import select
 import signal
+import struct
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +25,8 @@ GRACE_S = 0.1  # for output that somebody else still holds the pipe of
 READ_BYTES = 1 << 16
 KILL_ROUNDS = 20
 HELD_PIPES = 64  # of daemons, read and thrown away; beyond that the oldest is closed
-NICE = 5  # of commands: init comes first when the cores are full of them
+NICER = 5  # than init, which comes first when the cores are full of commands
+ERROR = struct.Struct("=i")  # the system's number of one; 0: none
 CANT_RUN, NOT_FOUND = 126, 127  # what shells return
 
 
@@ -40,6 +43,8 @@ class Command:
         self.max_bytes: int = wanted["max_output_bytes"]
         self.stdin = stdin
         self.pid = -1
+        # What kept its process from becoming it, as that process says here; once it has, this is out of its reach.
+        self.unprepared = mmap.mmap(-1, ERROR.size)
         self.others: set[int] = set()  # processes that were there before it
         self.overlapped = False  # by another command: what is newer than this one may be the other's
         self.kills_before = 0
@@ -92,6 +97,10 @@ class Command:
     def report(self, kills: int) -> tuple[dict[str, Any], bytes]:
         """Head and body of the answer."""
         assert self.status is not None
+        (error,) = ERROR.unpack(self.unprepared)
+        self.unprepared.close()
+        if error:
+            return {"error": error, "what": f"its process can't be made ready: {os.strerror(error)}"}, b""
         code = os.waitstatus_to_exitcode(self.status)
         out, err = self.output
         head = {
@@ -144,7 +153,7 @@ class Commands:
                 for descriptor in (inputs[0], out_end, err_end):
                     os.close(descriptor)
         if command.pid == 0:
-            _become(wanted, (inputs[0], out_end, err_end), self._prepare)
+            _become(command, wanted, (inputs[0], out_end, err_end), self._prepare)
         for pipe, kept in zip((out, err), command.output, strict=True):
             os.set_blocking(pipe, False)
             command.pipes[pipe] = kept
@@ -290,20 +299,27 @@ class Commands:
         return self._stopped_s is not None
 
 
-def _become(wanted: dict[str, Any], streams: tuple[int, int, int], prepare: Callable[[], None]) -> None:
-    """In the child: turn into the command, or say on its own stderr why not. Never returns."""
+def _become(
+    command: Command, wanted: dict[str, Any], streams: tuple[int, int, int], prepare: Callable[[], None]
+) -> None:
+    """In the child: turn into the command, or say on its own stderr why not. What fails before that is none of the
+    command's doing, and is told to init. Never returns."""
     code = CANT_RUN
     try:
-        for number, descriptor in enumerate(streams):
-            if descriptor == number:  # can't be: 0, 1 and 2 are taken
-                fcntl.fcntl(descriptor, fcntl.F_SETFD, 0)
-            os.dup2(descriptor, number)
-        os.setsid()
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
+        try:
+            for number, descriptor in enumerate(streams):
+                if descriptor == number:  # can't be: 0, 1 and 2 are taken
+                    fcntl.fcntl(descriptor, fcntl.F_SETFD, 0)
+                os.dup2(descriptor, number)
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            prepare()
+        except Exception as error:
+            ERROR.pack_into(command.unprepared, 0, getattr(error, "errno", None) or errno.EINVAL)
+            os._exit(CANT_RUN)
         os.chdir(wanted["workdir"])
-        prepare()
         os.execvpe(wanted["argv"][0], wanted["argv"], wanted["environment"])
     except OSError as error:
         code = NOT_FOUND if error.errno == errno.ENOENT else CANT_RUN
@@ -345,7 +361,8 @@ def limits_of_commands(limits: dict[str, Any], memory_limited: bool, proc: int) 
         os.write(descriptor, b"1000")  # before init, when memory is short
         os.close(descriptor)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-        os.setpriority(os.PRIO_PROCESS, 0, NICE)
+        with contextlib.suppress(PermissionError):  # what else runs here has made it nicer still meanwhile
+            os.nice(NICER)
         rooms.restrict_command(limits, memory_limited)
 
     return prepare

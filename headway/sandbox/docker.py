@@ -35,13 +35,12 @@ from headway.records.sandbox import (
 )
 from headway.records.sandbox_statistics import Reaped
 from headway.runtime.supervision import to_its_end
-from headway.sandbox import carried, leftovers, wire
+from headway.sandbox import carried, leftovers, snapshot_folder, wire
 from headway.sandbox.cgroups import KEPT_PROCESSES
 from headway.sandbox.docker_daemon import BROKEN, CARRIED, ENDS, Daemon
 from headway.sandbox.inside import PLACES
-from headway.sandbox.local import LocalBackend, _open
+from headway.sandbox.local import LocalBackend
 from headway.sandbox.local_sandbox import LocalSandbox
-from headway.sandbox.snapshot_folder import INCOMING
 
 # What the kernel shows of the machine in a container; the first are Docker's own defaults.
 MASKED = """
@@ -100,7 +99,6 @@ class DockerBackend(LocalBackend):
                 remedy = "start it, add this user to its group, or name it by sandbox.settings.url or DOCKER_HOST"
                 raise ConfigurationError(f"sandbox.backend = 'docker': {error.failure.what}; {remedy}") from error
             self._reached = True
-            await asyncio.to_thread(self._remove_half_snapshots)
 
     def _check(self, spec: SandboxSpec) -> None:
         spec.limits.check()
@@ -144,7 +142,7 @@ class DockerBackend(LocalBackend):
         self._sandboxes[record.id] = sandbox
         try:
             with contextlib.ExitStack() as opened:
-                tar = os.fdopen(os.dup(_open(opened, snapshot.path)), "rb") if snapshot is not None else None
+                tar = await snapshot_folder.opened(snapshot, opened) if snapshot is not None else None
                 wanted = {"limits": msgspec.to_builtins(spec.limits), "workdir": spec.workdir, "ttl_s": ttl_s}
                 wanted["snapshot"] = tar is not None
                 async with asyncio.timeout(self._docker.start_timeout_s):
@@ -153,16 +151,18 @@ class DockerBackend(LocalBackend):
                     with contextlib.suppress(ConnectionError):  # it has ended: what it said tells why
                         await writer.send(wire.frame(wanted))
                         while tar is not None:
-                            part = tar.read(wire.CHUNK_BYTES)
+                            part = await to_its_end(asyncio.to_thread(os.read, tar, wire.CHUNK_BYTES))
                             await writer.send(wire.frame({}, part))
                             if not part:
                                 break
                     await opening
         except TimeoutError:
-            await to_its_end(sandbox.terminate())
+            with contextlib.suppress(SandboxError):  # it couldn't be ended: the next look of the reaper
+                await to_its_end(sandbox.terminate())
             raise SandboxError(infrastructure_failure(f"sandbox {record.id} wasn't ready in time")) from None
         except BaseException:
-            await to_its_end(sandbox.terminate())
+            with contextlib.suppress(SandboxError):
+                await to_its_end(sandbox.terminate())
             raise
         return sandbox
 
@@ -202,6 +202,7 @@ class DockerBackend(LocalBackend):
             "Cmd": [f"{CARRIED}/codes"],
             "Env": ["LC_ALL=C.UTF-8", "LD_LIBRARY_PATH=", "LD_PRELOAD="],
             "User": f"{user}:{user}",
+            "Healthcheck": {"Test": ["NONE"]},  # else the image's: a command that nobody asked for
             "WorkingDir": "/",
             "Hostname": "sandbox",
             "OpenStdin": True,
@@ -257,16 +258,9 @@ class DockerBackend(LocalBackend):
         except BROKEN as error:
             raise SandboxError(infrastructure_failure(f"the Docker daemon: {error}")) from error
 
-    def _remove_half_snapshots(self) -> None:
-        """The folder is this process's: what is on its way for none of its sandboxes is of one that was killed."""
-        if self._snapshots is not None:
-            for file in self._snapshots.path.glob(f".*{INCOMING}"):
-                if file.name.removesuffix(INCOMING).rpartition(".")[2] not in self._sandboxes:
-                    file.unlink(missing_ok=True)
-
     async def close(self) -> None:
         self._closed = True
-        await asyncio.gather(*(box.terminate() for box in list(self._sandboxes.values())))
+        await asyncio.gather(*(box.terminate() for box in list(self._sandboxes.values())), return_exceptions=True)
         async with self._starting:
             if self._daemon is not None:
                 await self._daemon.close()
@@ -304,7 +298,7 @@ class _Container:
 
     def request(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         """Nothing but the end is ever asked for."""
-        if self._ending is None:
+        if self._ending is None or self._ending.done():
             self._ending = asyncio.create_task(self._end())
 
     async def _end(self) -> None:

@@ -24,6 +24,7 @@ import aiohttp
 from headway.records.sandbox import SandboxError, SandboxFailure, environment_failure, infrastructure_failure
 from headway.records.sandbox_statistics import Reaped
 from headway.sandbox import leftovers
+from headway.sandbox.inside import PLACES
 
 OWNER, MACHINE, ENDS = "headway.owner", "headway.machine", "headway.ends_s"
 CARRIED = "/.headway"  # where the first process's Python is mounted, read-only
@@ -32,12 +33,6 @@ AFTER_S = 3600.0  # beyond its time to live, until what another machine's owner 
 PACKER = "import sys; sys.path.insert(0, sys.argv[1]); from headway.sandbox.carried import main; main()"
 NOT_ROOTS = {"oci-layout", "index.json", "manifest.json"}  # of archives that hold layers
 Ended = Callable[[str, int | None, int, SandboxFailure | None], None]
-
-
-def machine() -> str:
-    """Where a process's number means something: this boot of this machine, and its namespace of processes."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 class Daemon:
@@ -52,7 +47,7 @@ class Daemon:
         self._python = python
         self._tell_ended = ended
         self.owner = leftovers.owner_name(os.getpid(), self._count)
-        self.labels = {OWNER: self.owner, MACHINE: machine(), "headway.run": run}
+        self.labels = {OWNER: self.owner, MACHINE: leftovers.machine(), "headway.run": run}
         self.information: dict[str, Any] = {}
         self.alive = False
         self._containers: dict[str, tuple[int | None, int]] = {}  # by name: exit code so far, kills
@@ -156,22 +151,23 @@ class Daemon:
     async def image(self, wanted: str) -> tuple[str, dict[str, str]]:
         """Its id and its environment. ``wanted``: a name that the daemon knows, or the path of a root file system, a
         directory or a tar, which is imported for as long as this owner lives."""
-        if wanted.startswith("/") and wanted not in self._images:
-            self._images[wanted] = asyncio.create_task(self._import(wanted))
+        making = self._images.get(wanted)
+        if wanted.startswith("/") and (making is None or (making.done() and making.exception())):
+            making = self._images[wanted] = asyncio.create_task(self._import(wanted))
         try:
-            name = await asyncio.shield(self._images[wanted]) if wanted.startswith("/") else wanted
-            found = await self._client.images.inspect(name)
+            found = await self._client.images.inspect(wanted if making is None else await asyncio.shield(making))
         except aiodocker.DockerError as error:
             self._images.pop(wanted, None)
             if error.status in (400, 404):
                 what = f"image {wanted!r}: {error.message}; docker pull or docker load it, or give a tar's whole path"
                 raise SandboxError(environment_failure(what)) from error
             raise
-        except SandboxError:
-            self._images.pop(wanted, None)
-            raise
-        variables = found["Config"].get("Env") or []
-        return found["Id"], dict(variable.partition("=")[::2] for variable in variables)
+        config = found["Config"]
+        if disks := _disks(config):
+            what = f"image {wanted!r}: VOLUME {', '.join(disks)} would be the host's disk, without a limit"
+            remedy = "docker export a container of it, which leaves that out, and give the tar's whole path"
+            raise SandboxError(environment_failure(f"{what}: {remedy}"))
+        return found["Id"], dict(variable.partition("=")[::2] for variable in config.get("Env") or [])
 
     async def _import(self, path: str) -> str:
         with tempfile.TemporaryFile() as packed:
@@ -208,6 +204,11 @@ def open_client(url: str) -> aiodocker.Docker:
     except (AssertionError, ValueError) as error:
         why = "no socket where one usually is, and no DOCKER_HOST" if isinstance(error, AssertionError) else error
         raise SandboxError(infrastructure_failure(f"no Docker daemon: {why}", retry=False)) from error
+
+
+def _disks(config: dict[str, Any]) -> list[str]:
+    """Where an image wants a volume, and nothing of ours covers it: the daemon makes one, whoever asks it not to."""
+    return sorted({os.path.normpath(path) for path in config.get("Volumes") or ()} - {f"/{one}" for one in PLACES})
 
 
 def _open_root(path: str, packed: Any) -> Any:
@@ -251,7 +252,7 @@ async def remove_labelled(client: aiodocker.Docker, label: str, dead: bool = Fal
 
 
 def _ownerless(labels: dict[str, str]) -> bool:
-    if labels.get(MACHINE) != machine():  # another's numbers say nothing here
+    if labels.get(MACHINE) != leftovers.machine():  # another's numbers say nothing here
         return float(labels.get(ENDS, "inf")) + AFTER_S < time.time()
     match = leftovers.OWNER.fullmatch(labels[OWNER])
     return match is not None and leftovers.started(int(match[1])) != int(match[2])

@@ -22,14 +22,13 @@ from headway.sandbox.wrapper import SandboxWrapper
 
 OF_CREATE = ("refused", "slow", "unanswered")
 OF_EXEC = ("lost", "unanswered")
-SLOW_S = 30.0
 GRACE_S = 10.0  # beyond a command's own time, until an answer that doesn't come is given up, as backends do
 
 
 class FaultyBackend:
     """A backend of whose `create` and `exec` calls ``share`` fail as infrastructure does, drawn from ``seed``:
 
-    - a start is *refused*, is *slow* (``SLOW_S`` more), or its answer never comes (*unanswered*: until who waits gives
+    - a start is *refused*, is *slow* (``slow_s`` more), or its answer never comes (*unanswered*: until who waits gives
       up);
     - a command's sandbox is *lost* in the middle of it, or its answer never comes (*unanswered*): after its own time
       and a while the sandbox is given up and ended, as the real backends do.
@@ -37,10 +36,11 @@ class FaultyBackend:
     Everything else is the backend's own. ``injected`` counts, by call and kind: "create refused", ...
     """
 
-    def __init__(self, backend: Backend, clock: Clock, *, share: float, seed: int = 0) -> None:
+    def __init__(self, backend: Backend, clock: Clock, *, share: float, slow_s: float = 30.0, seed: int = 0) -> None:
         self._backend = backend
         self._clock = clock
         self._share = share
+        self._slow_s = slow_s
         self._random = random.Random(seed)
         self.injected: Counter[str] = Counter()
 
@@ -65,7 +65,7 @@ class FaultyBackend:
         if kind == "refused":
             raise SandboxError(infrastructure_failure("a start was refused (a fault that was injected)"))
         if kind == "slow":
-            await self._clock.sleep(SLOW_S)
+            await self._clock.sleep(self._slow_s)
         while kind == "unanswered":
             await self._clock.sleep(3600.0)
         made = await self._backend.create(

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
 from typing import Any
 
-from headway.sandbox.wire import CHUNK_BYTES
+from headway.sandbox.wire import BODY_BYTES, CHUNK_BYTES
 
 OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
@@ -49,6 +50,14 @@ def entries(path: str, max_entries: int) -> list[dict[str, Any]]:
             name = entry.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
             found.append({"name": name, "kind": kind, "size_bytes": size if kind == "file" else 0})
     return sorted(found, key=lambda one: one["name"])
+
+
+def listing(path: str, max_entries: int) -> bytes:
+    """The same as JSON, for the body of an answer. EFBIG beyond what that can hold, too."""
+    encoded = json.dumps(entries(path, max_entries), ensure_ascii=False).encode()
+    if len(encoded) > BODY_BYTES:
+        raise OSError(errno.EFBIG, f"a list of {len(encoded)} bytes, more than {BODY_BYTES}")
+    return encoded
 
 
 def _kind(mode: int) -> str:

@@ -12,14 +12,15 @@ found by them, and ended at the next start on the same machine (`reap`); past th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -33,9 +34,11 @@ from headway.records.sandbox import (
     Snapshot,
     environment_failure,
     infrastructure_failure,
+    of_a_start,
 )
 from headway.records.sandbox_statistics import Reaped
 from headway.runtime.clock import Clock, RealClock
+from headway.runtime.supervision import to_its_end
 from headway.sandbox import leftovers
 from headway.sandbox.hosted_sandbox import HostedSandbox
 from headway.sandbox.pace import SharedPace
@@ -43,6 +46,8 @@ from headway.sandbox.provider import OWNER, RUN, Provider, asked, is_dead, plain
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+END_TRIES = 3  # of one that nobody else knows; later ones come with `reap` and `close`
+ENDING_S = 60.0  # that whoever gave a start up, or closes, waits until nothing of it is left
 UNTESTED = "untested against the live service: docs/sandboxes.md says what it was tried on"
 
 
@@ -54,13 +59,16 @@ class HostedBackend:
     ) -> None:
         self._provider = provider
         self._run = run
+        self._clock = clock or RealClock()
         state = Path(state) if state is not None else leftovers.default_state()
         account = hashlib.sha256(provider.account.encode()).hexdigest()[:16]
         settings = provider.settings
         file = state / "rates" / f"{provider.name}-{account}"
-        self._pace = SharedPace(file, settings.creates_per_s, settings.creates_at_once, clock or RealClock())
+        self._pace = SharedPace(file, settings.creates_per_s, settings.creates_at_once, self._clock)
         self._sandboxes: dict[str, HostedSandbox] = {}
         self._by_key: dict[str, asyncio.Task[HostedSandbox]] = {}
+        self._orphans: dict[str, HostedSandbox] = {}  # that were never handed out, and wouldn't end
+        self._endings: set[asyncio.Task[None]] = set()  # of what was made for nobody
         self._starting = asyncio.Lock()
         self._started = self._closed = False
 
@@ -76,8 +84,13 @@ class HostedBackend:
                 self._started = True
 
     async def reap(self) -> list[Reaped]:
-        """End sandboxes whose owners were processes of this machine, and are dead. One line for each."""
+        """End sandboxes whose owners were processes of this machine, and are dead, and own ones that nobody else knows.
+        One line for each."""
         reaped: list[Reaped] = []
+        for box in list(self._orphans.values()):
+            await self._end_once(box)
+            whose = f"{self._provider.name} {box.id} of this run"
+            reaped.append(Reaped(owner=whose, sandboxes=1, stuck=box.id in self._orphans))
         for info in await self._asked("list sandboxes", self._provider.list({})):
             if is_dead(info.labels.get(OWNER, "")):
                 await self._asked(f"end {info.id}", self._provider.terminate(info.id))
@@ -124,19 +137,24 @@ class HostedBackend:
         try:
             name = await self._asked("make a sandbox", asyncio.shield(making))
         except asyncio.CancelledError:
-            making.add_done_callback(self._not_wanted)
+            await self._given_up(self._end_unwanted(making, spec, told, ttl_s))
             raise
         except SandboxError as error:
             self._pace.hold(float(error.failure.evidence.get("hold_s", 0.0)))
-            raise
-        info = SandboxInfo(id=name, labels=told, state="running", owner_pid=os.getpid(), created_s=time.time())
-        sandbox = HostedSandbox(info, spec, ttl_s, self._provider, self._gone)
-        self._sandboxes[name] = sandbox
+            raise SandboxError(of_a_start(error.failure)) from error
+        sandbox = self._known(name, spec, told, ttl_s)
         try:
             await sandbox.open()
-        except BaseException:
-            await asyncio.shield(sandbox.terminate())
+        except BaseException as error:
+            await self._given_up(self._end(sandbox))
+            if isinstance(error, SandboxError):
+                raise SandboxError(of_a_start(error.failure)) from error
             raise
+        return sandbox
+
+    def _known(self, name: str, spec: SandboxSpec, labels: dict[str, str], ttl_s: float) -> HostedSandbox:
+        info = SandboxInfo(id=name, labels=labels, state="running", owner_pid=os.getpid(), created_s=time.time())
+        sandbox = self._sandboxes[name] = HostedSandbox(info, spec, ttl_s, self._provider, self._gone)
         return sandbox
 
     def _source(self, snapshot: Snapshot) -> str:
@@ -145,12 +163,39 @@ class HostedBackend:
             raise SandboxError(environment_failure(f"{snapshot.path} is no snapshot of {self._provider.name}"))
         return kept
 
-    def _not_wanted(self, made: asyncio.Task[str]) -> None:
-        if not made.cancelled() and made.exception() is None:
-            self._ending = asyncio.create_task(self._provider.terminate(made.result()))
+    # What was made for nobody.
+
+    async def _given_up(self, ending: Coroutine[Any, Any, None]) -> None:
+        """Whoever gave up keeps its place until nothing is left, for `ENDING_S` at most."""
+        task = asyncio.create_task(ending, name=f"ending a sandbox at {self._provider.name}")
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+        await to_its_end(asyncio.wait({task}, timeout=ENDING_S))
+
+    async def _end_unwanted(
+        self, making: asyncio.Task[str], spec: SandboxSpec, labels: dict[str, str], ttl_s: float
+    ) -> None:
+        await asyncio.wait({making})
+        if not making.cancelled() and making.exception() is None:
+            await self._end(self._known(making.result(), spec, labels, ttl_s))
+
+    async def _end(self, box: HostedSandbox) -> None:
+        self._orphans[box.id] = box
+        for attempt in range(END_TRIES):
+            if attempt:
+                await self._clock.sleep(2.0**attempt)
+            await self._end_once(box)
+            if box.id not in self._orphans:
+                return
+        log.warning("%s %s couldn't be ended: it is tried again", self._provider.name, box.id)
+
+    async def _end_once(self, box: HostedSandbox) -> None:
+        with contextlib.suppress(SandboxError):
+            await box.terminate()
 
     def _gone(self, name: str) -> None:
         self._sandboxes.pop(name, None)
+        self._orphans.pop(name, None)
 
     async def _asked(self, what: str, call: Awaitable[T]) -> T:
         return await asked(self._provider, what, call)
@@ -210,6 +255,8 @@ class HostedBackend:
         for making in self._by_key.values():
             making.cancel()
         await asyncio.gather(*self._by_key.values(), return_exceptions=True)
+        if self._endings:
+            await asyncio.wait(self._endings, timeout=ENDING_S)
         await asyncio.gather(*(box.terminate() for box in list(self._sandboxes.values())), return_exceptions=True)
         await self._provider.close()
 

@@ -231,9 +231,12 @@ def main() -> None:
         os.unlink(sys.argv[1][1:])
     said = json.dumps(answer(json.loads(base64.b64decode(told))))
     if len(said) > INLINE_BYTES:
-        with open(sys.argv[2], "w") as file:
-            file.write(said)
-        said = json.dumps({"in": sys.argv[2]})
+        try:
+            with open(sys.argv[2], "w") as file:
+                file.write(said)
+            said = json.dumps({"in": sys.argv[2]})
+        except OSError as error:  # what ran has filled the disk
+            said = json.dumps({"killed": f"had no room for its answer: {error.strerror}"})
     print(f"\n{MARK}{said}", flush=True)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import errno
 import io
 import json
 import posixpath
@@ -31,6 +30,7 @@ from headway.records.sandbox import (
     model_failure,
 )
 from headway.sandbox.hosted_runner import MARK
+from headway.sandbox.local_failures import file_failure
 from headway.sandbox.protocol import FILE_BYTES, OUTPUT_BYTES
 from headway.sandbox.provider import Provider, Ran, asked
 
@@ -38,6 +38,7 @@ T = TypeVar("T")
 FOLDER = "/tmp/.headway"  # in a sandbox
 ARGUMENT_BYTES = 1 << 16  # of a request in a command line; a longer one goes as a file
 GRACE_S = 20.0  # beyond a command's own time, for the provider
+SIGNALS = range(129, 129 + 64)  # a signal's number, as shells tell it; Python and Go say a negative one
 IN_RUNNER = ("__init__.py", "sandbox/__init__.py", "sandbox/wire.py", "sandbox/files.py", "sandbox/hosted_runner.py")
 
 
@@ -55,6 +56,7 @@ class HostedSandbox:
         self._processes: list[Any] = []  # the provider's own, there before any command
         self._count = 0
         self._paused = False
+        self._ready = False  # the runner has answered
         self._why: SandboxFailure | None = None
         self._ends_s = 0.0  # by the loop's clock
         self._timer: asyncio.TimerHandle | None = None
@@ -77,6 +79,7 @@ class HostedSandbox:
             raise SandboxError(environment_failure(f"{self._spec.workdir} can't be made: {said['what']}"))
         with self._understanding():
             self._processes = list(said["processes"])
+        self._ready = True
 
     async def exec(
         self,
@@ -97,7 +100,7 @@ class HostedSandbox:
             "argv": list(argv),
             "environment": {**self._spec.environment, **(environment or {})},
             "workdir": workdir or self._spec.workdir,
-            "stdin": base64.b64encode(stdin or b"").decode(),
+            "stdin": stdin or b"",
             "timeout_s": timeout_s,
             "max_output_bytes": max_output_bytes,
             "alone": alone,
@@ -105,7 +108,7 @@ class HostedSandbox:
         }
         said = await self._ask(request, timeout_s)
         if said.get("killed"):
-            failure = model_failure("what watched over the command was killed with it", signal=9)
+            failure = model_failure(f"what watched over the command {said['killed']}", signal=9)
             return ExecResult(exit_code=None, signal=9, failure=failure)
         if "error" in said:
             raise SandboxError(infrastructure_failure(f"a command can't be started: {said['what']}"))
@@ -118,7 +121,7 @@ class HostedSandbox:
             return base64.b64decode(said["data"])
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        await self._file({"do": "write", "path": path, "mode": mode, "data": base64.b64encode(data).decode()})
+        await self._file({"do": "write", "path": path, "mode": mode, "data": data})
 
     async def list(self, path: str, *, max_entries: int = 10_000) -> list[FileInfo]:
         said = await self._file({"do": "list", "path": path, "max_entries": max_entries})
@@ -129,10 +132,9 @@ class HostedSandbox:
         path = request["path"]
         said = await self._ask({**request, "path": posixpath.join(self._spec.workdir, path)})
         if "error" in said:
-            name = errno.errorcode.get(int(said["error"]), str(said["error"]))
-            raise SandboxError(model_failure(f"{path}: {str(said['what'])[:200]}", errno=name))
+            raise SandboxError(file_failure(path, said))
         if said.get("killed"):
-            raise SandboxError(model_failure(f"{path}: what should have looked was killed", errno="ESRCH"))
+            raise SandboxError(model_failure(f"{path}: what should have looked {said['killed']}", errno="ESRCH"))
         return said
 
     # Its life.
@@ -140,7 +142,12 @@ class HostedSandbox:
     async def snapshot(self, name: str) -> Snapshot:
         """At the provider, by its id: nothing comes here."""
         self._need(self._provider.can().snapshot, "snapshots")
+        paused = self._paused
+        if paused:  # E2B takes none of what is
+            await self.resume()
         kept = await self._asked("take a snapshot", self._provider.snapshot(self.id, name))
+        if paused:
+            await self.pause()
         return Snapshot(path=f"{self._provider.name}:{kept}", bytes=0, sha256="")
 
     async def pause(self) -> None:
@@ -172,7 +179,11 @@ class HostedSandbox:
 
     def _time_is_over(self) -> None:
         self._why = self._why or self._over()
-        self._ending = asyncio.create_task(self.terminate())
+        self._ending = asyncio.create_task(self._end_late())
+
+    async def _end_late(self) -> None:
+        with contextlib.suppress(SandboxError):  # whoever has it tries again
+            await self.terminate()
 
     def _over(self) -> SandboxFailure:
         what = f"sandbox {self.id}: its time to live of {self._ttl_s:g} s is over; give more, or renew it"
@@ -185,9 +196,9 @@ class HostedSandbox:
         """See :meth:`Sandbox.terminate`. Raises SandboxError when the provider doesn't do it."""
         if self._why is None:
             self._why = environment_failure(f"sandbox {self.id} was ended by its owner")
-        if self._timer is not None:
-            self._timer.cancel()
         await asked(self._provider, f"end {self.id}", self._provider.terminate(self.id))
+        if self._timer is not None:  # until then it is one more who tries
+            self._timer.cancel()
         self._tell_gone(self.id)
 
     # Requests.
@@ -198,7 +209,8 @@ class HostedSandbox:
             raise SandboxError(environment_failure(f"sandbox {self.id} is paused: resume it first"))
         self._count += 1
         file = f"{FOLDER}/{self._count}"
-        told = base64.b64encode(json.dumps(request).encode())
+        long = len(request.get("data", b"")) + len(request.get("stdin", b"")) > ARGUMENT_BYTES
+        told = await asyncio.to_thread(_told, request) if long else _told(request)  # the loop has others to serve
         if len(told) > ARGUMENT_BYTES:
             await self._asked("put a request in", self._provider.put(self.id, file, told))
             told = f"@{file}".encode()
@@ -222,7 +234,10 @@ class HostedSandbox:
         if not last:
             if ran.exit_code in (126, 127):
                 raise SandboxError(environment_failure("there is no python3 in the sandbox: use an image that has it"))
-            return {"killed": True}
+            if ran.exit_code in SIGNALS or ran.exit_code < 0 or (ran.exit_code == 1 and self._ready):
+                return {"killed": "was ended or taken away"}  # by the code in there: before any ran, it worked
+            what = f"sandbox {self.id} gave no answer, with exit code {ran.exit_code}"
+            raise SandboxError(infrastructure_failure(what, evidence={"exit_code": ran.exit_code}))
         with self._understanding():
             said = json.loads(last)
             if "in" in said:
@@ -251,6 +266,10 @@ class HostedSandbox:
         except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
             what = f"sandbox {self.id} sent what can't be understood: {str(error)[:200]}"
             raise SandboxError(infrastructure_failure(what, retry=False)) from error
+
+
+def _told(request: Mapping[str, Any]) -> bytes:
+    return base64.b64encode(json.dumps(request, default=lambda data: base64.b64encode(data).decode()).encode())
 
 
 def _runner() -> bytes:

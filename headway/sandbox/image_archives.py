@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
-from headway.sandbox.image_layers import DAMAGED
+from headway.sandbox.image_layers import DAMAGED, Tar
 from headway.sandbox.image_streams import CHUNK_BYTES, Counted, Region, decompressed, sha256_of
 from headway.sandbox.image_tree import ImageError
 
@@ -27,6 +27,7 @@ DOCUMENT_BYTES = 4 << 20
 MEMBERS = 100_000  # of an archive of layers
 LAYERS = 500
 DEPTH = 4  # of indexes
+NAMED = 1000  # by indexes: images for several machines, and what is said about them
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 LAYER_TYPE = re.compile(
     r"application/vnd\.(oci\.image\.layer\.(nondistributable\.)?v1|docker\.image\.rootfs\.(foreign\.)?diff)"
@@ -118,7 +119,7 @@ def opened(path: Path, name: str, scratch: Path, take: Callable[[int], None], mo
     """What is at ``path``, as long as this lasts. ``name``: which image, where there are several. ``take`` as in
     `image_layers.unpack`; ``scratch``: a folder for what has to be decompressed as a whole."""
     if path.is_dir():
-        yield _layout(_Folder(path), name)
+        yield _layout(_Folder(path), name, take)
         return
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(open(path, "rb"))
@@ -131,7 +132,7 @@ def opened(path: Path, name: str, scratch: Path, take: Callable[[int], None], mo
             raw = stack.enter_context(open(path, "rb"))
         files = _Archive(raw.fileno(), take)
         if files.has("oci-layout") and files.has("index.json"):
-            yield _layout(files, name)
+            yield _layout(files, name, take)
         elif files.has("manifest.json"):
             yield _saved(files, name)
         else:
@@ -152,7 +153,7 @@ def _plain(path: Path, name: str) -> Found:
 def _first_name(stream: Counted) -> str:
     """Of the first entry that is no directory. Raises ImageError where that can't be read."""
     try:
-        with tarfile.open(fileobj=stream, mode="r:") as archive:  # type: ignore[call-overload]
+        with Tar.of(stream) as archive:
             for _ in range(1000):
                 member = archive.next()
                 if member is None or not member.isdir():
@@ -202,9 +203,8 @@ class _Archive:
         with _region(descriptor, 0, size) as raw:
             stream = _Skipping(raw, lambda _: take(0))
             try:
-                with tarfile.open(fileobj=stream, mode="r:") as archive:  # type: ignore[call-overload]
+                with Tar.of(stream) as archive:
                     while (member := archive.next()) is not None:
-                        archive.members.clear()  # type: ignore[attr-defined]
                         self._remember(member, size)
             except DAMAGED as error:
                 raise ImageError(f"it isn't a tar, or is damaged or cut off: {error}") from None
@@ -274,8 +274,8 @@ def _blob(digest: str) -> str:
 # OCI.
 
 
-def _layout(files: _Files, name: str) -> Found:
-    candidates = list(_manifests(files, _document(files, "index.json", Index), "", DEPTH))
+def _layout(files: _Files, name: str, take: Callable[[int], None]) -> Found:
+    candidates = list(_manifests(files, take))
     chosen = _choose(candidates, name)
     manifest = _document(files, _blob(chosen.digest), Manifest, chosen.digest)
     if manifest.config.media_type not in CONFIG_TYPES:
@@ -305,17 +305,25 @@ class _Candidate(msgspec.Struct, frozen=True):
     digest: str
 
 
-def _manifests(files: _Files, index: Index, name: str, depth: int) -> Iterator[_Candidate]:
-    """All that an index leads to."""
-    for one in index.manifests[:1000]:
+def _manifests(files: _Files, take: Callable[[int], None]) -> Iterator[_Candidate]:
+    """All that its index leads to."""
+    waiting = [("", one, DEPTH) for one in _document(files, "index.json", Index).manifests]
+    named = len(waiting)
+    while waiting:
+        take(0)
+        if named > NAMED:
+            raise ImageError(f"its index names more than {NAMED} images")
+        above, one, depth = waiting.pop(0)
         annotations = one.annotations or {}
         if "vnd.docker.reference.type" in annotations:  # says something about an image, and is none
             continue
-        own = next((annotations[key] for key in NAMES if key in annotations), name)
+        own = next((annotations[key] for key in NAMES if key in annotations), above)
         if one.media_type in INDEX_TYPES:
             if depth == 0:
                 raise ImageError(f"its indexes are nested more than {DEPTH} deep")
-            yield from _manifests(files, _document(files, _blob(one.digest), Index, one.digest), own, depth - 1)
+            inner = _document(files, _blob(one.digest), Index, one.digest).manifests
+            named += len(inner)
+            waiting[:0] = [(own, each, depth - 1) for each in inner]
         elif one.media_type in MANIFEST_TYPES:
             told = one.platform or {}
             parts = [str(told.get(key) or "") for key in ("os", "architecture")]

@@ -21,6 +21,8 @@ from headway.sandbox.image_tree import MOST_NODES, Entry, ImageError, Kind, show
 NAME_BYTES = 255
 PATH_BYTES = 4095
 BLOCK_BYTES = 4096  # files take whole blocks of a disk
+HEADERS = 16  # before a file's own
+GLOBAL_BYTES = 1 << 20  # of headers that are for all files behind them
 NODE_BYTES = 512  # what a file takes besides: its inode and its names
 WHITEOUT, WHITEOUT_META, OPAQUE = b".wh.", b".wh..wh.", b".wh..wh..opq"
 LATEST_S = 1 << 33
@@ -36,6 +38,46 @@ KINDS: dict[bytes, Kind] = {
 }
 # tarfile raises these too, on headers made to do harm.
 DAMAGED = (tarfile.TarError, ValueError, OverflowError, KeyError, IndexError, TypeError)
+
+
+class _Header(tarfile.TarInfo):
+    """`tarfile` keeps whatever comes before a file is reached, without a limit. This refuses it."""
+
+    def _proc_member(
+        self, archive: Tar
+    ) -> tarfile.TarInfo:  # called for every header, those before a file's own nested
+        if self.type == tarfile.GNUTYPE_SPARSE:
+            raise ImageError(f"{self.name[:200]!r} is packed as a sparse file: make the tar without --sparse")
+        if self.type == tarfile.XGLTYPE:
+            archive.global_bytes += self.size
+        if archive.global_bytes > GLOBAL_BYTES:
+            raise ImageError(f"its global headers have more than {GLOBAL_BYTES} bytes")
+        archive.headers += 1
+        if archive.headers > HEADERS:
+            raise ImageError(f"it has headers upon headers, more than {HEADERS} before a file: made to do harm")
+        try:
+            return super()._proc_member(archive)  # type: ignore[misc]
+        finally:
+            archive.headers -= 1
+
+    def _proc_gnusparse_10(self, member: tarfile.TarInfo, *_: object) -> None:
+        raise ImageError(f"{member.name[:200]!r} is packed as a sparse file: make the tar without --sparse")
+
+
+class Tar(tarfile.TarFile):
+    """One that may be made to do harm: to be read from a `Counted`. Its members aren't remembered."""
+
+    tarinfo = _Header
+    headers = 0  # that are being read, of one file
+    global_bytes = 0
+
+    def next(self) -> tarfile.TarInfo | None:
+        self.members.clear()  # type: ignore[attr-defined]
+        return super().next()
+
+    @classmethod
+    def of(cls, stream: Counted) -> Tar:
+        return cls.open(fileobj=stream, mode="r:", encoding="utf-8", errors="surrogateescape")  # type: ignore[call-overload]
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -70,9 +112,8 @@ def unpack(
     stream = Counted(source, count)
     writer = _Writer(folder, owner, take)
     try:
-        with tarfile.open(fileobj=stream, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:  # type: ignore[call-overload]
+        with Tar.of(stream) as archive:
             while (member := archive.next()) is not None:
-                archive.members.clear()  # type: ignore[attr-defined]  # it would remember all of them
                 writer.take_in(archive, member)
     except DAMAGED as error:
         raise ImageError(f"it isn't a tar, or is damaged or cut off: {error}") from None

@@ -5,6 +5,7 @@ A directory is used as it is. Anything else is unpacked into a store once (`imag
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -19,6 +20,7 @@ from headway.sandbox.image_tree import ImageError
 from headway.sandbox.zygote_process import LocalSettings
 
 STORE_BYTES = 20 << 30
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 log = logging.getLogger(__name__)
 
 
@@ -87,7 +89,9 @@ def prepare(
         raise ConfigurationError(f"sandbox.image = {image!r}: {error}") from None
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        raise ConfigurationError(f"sandbox.image = {image!r}: can't be unpacked: {error.strerror}{where}") from error
+        remedy = f": free some in {store or default_store()}, or set sandbox.store" if error.errno in _FULL else ""
+        told = f"sandbox.image = {image!r}: can't be unpacked: {error.strerror}{where}{remedy}"
+        raise ConfigurationError(told) from error
 
 
 def _locate(image: str) -> tuple[Path, str]:

@@ -150,7 +150,7 @@ class Init:
             self._send({"id": number, **answer})
 
     def _do(self, number: int, head: Head, body: bytes) -> Head | None:
-        """The answer; None: it comes later."""
+        """The answer; None: it comes later, or has been sent."""
         do = head["do"]
         if do == "exec":
             if self._commands.stopped:
@@ -166,7 +166,8 @@ class Init:
         if do == "write":
             return self._write(number, head, body)
         if do == "list":
-            return {"entries": files.entries(head["path"], head["max_entries"])}
+            self._send({"id": number}, files.listing(head["path"], head["max_entries"]))
+            return None
         if do == "snapshot":
             self._commands.stop()
             self._producing.append((number, snapshots.pack(self._written, head["max_bytes"]), self._go_on))

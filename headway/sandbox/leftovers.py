@@ -1,10 +1,11 @@
 """Whose sandboxes are whose, on disk before there is any; and the removal of what dead owners have left.
 
-`STATE/owner-PID-START/` belongs to the process PID that was started at START (in the kernel's ticks since boot, so
-that a number used again isn't taken for it). In it: `owner.json`, `records/ID.json` for each sandbox, and the layers
-sandboxes are made of. Its control groups are named like it. All of it is gone when the owner's zygote has cleaned up;
-what is left after the zygote was killed too, `reap` removes: every backend calls it at its start and, while a run goes
-on, from time to time (`reaper.py`).
+`STATE/owner-PID-START-N-MACHINE/` belongs to the process PID that was started at START (in the kernel's ticks since
+boot, so that a number used again isn't taken for it), where MACHINE says in which boot and which namespace of processes
+these numbers mean something: of owners elsewhere nothing is known, and they are left alone. In it: `owner.json`,
+`records/ID.json` for each sandbox, and the layers sandboxes are made of. Its control groups are named like it. All of
+it is gone when the owner's zygote has cleaned up; what is left after the zygote was killed too, `reap` removes: every
+backend calls it at its start and, while a run goes on, from time to time (`reaper.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import msgspec
 from headway.records.sandbox_statistics import Reaped
 from headway.sandbox import cgroups
 
-OWNER = re.compile(r"owner-(\d+)-(\d+)(?:-\d+)?")
+OWNER = re.compile(r"owner-(\d+)-(\d+)(?:-\d+)?(?:-([0-9a-f-]{36}-\d+))?")
 
 
 class OwnerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,8 +70,14 @@ def started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+def machine() -> str:
+    """Where a process's number means something: this boot of this machine, and its namespace of processes."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
 def owner_name(pid: int, count: int) -> str:
-    return f"owner-{pid}-{started(pid)}-{count}"
+    return f"owner-{pid}-{started(pid)}-{count}-{machine()}"
 
 
 def write(folder: Path, name: str, record: msgspec.Struct) -> None:
@@ -87,11 +94,12 @@ def write(folder: Path, name: str, record: msgspec.Struct) -> None:
 
 
 def owners(state: Path) -> Iterator[tuple[Path, bool]]:
-    """Every owner's directory, and whether that process lives."""
+    """Every owner's directory, and whether that process lives, or may: only of this machine's is it known."""
+    here = machine()
     with contextlib.suppress(FileNotFoundError):
         for folder in sorted(state.iterdir()):
             if match := OWNER.fullmatch(folder.name):
-                yield folder, started(int(match[1])) == int(match[2])
+                yield folder, match[3] not in (None, here) or started(int(match[1])) == int(match[2])
 
 
 def records(state: Path) -> Iterator[tuple[SandboxRecord, bool]]:

@@ -27,13 +27,12 @@ from headway.records.sandbox import (
     SandboxInfo,
     SandboxSpec,
     Snapshot,
-    environment_failure,
     infrastructure_failure,
 )
 from headway.records.sandbox_statistics import Reaped
 from headway.runtime.supervision import to_its_end
-from headway.sandbox import cgroups, leftovers
-from headway.sandbox.local_sandbox import LocalSandbox
+from headway.sandbox import cgroups, leftovers, snapshot_folder
+from headway.sandbox.local_sandbox import LONGEST_PATH, LocalSandbox
 from headway.sandbox.machine import no_room
 from headway.sandbox.proxy import Door, Proxy, Resolve, resolve
 from headway.sandbox.snapshot_folder import SnapshotFolder
@@ -106,6 +105,10 @@ class LocalBackend:
         spec.limits.check()
         if spec.root is not None and not spec.root.startswith("/"):
             raise ConfigurationError(f"sandbox root = {spec.root!r}: give the whole path of a directory")
+        for name, path in (("workdir", spec.workdir), ("root", spec.root or "")):
+            if len(path.encode(errors="surrogatepass")) >= LONGEST_PATH:
+                what = f"sandbox {name} = {path[:60]!r}...: give one of less than {LONGEST_PATH} bytes"
+                raise ConfigurationError(what)
         if spec.network and self._settings.bubblewrap:
             raise ConfigurationError("sandbox.network: bubblewrap has no allow-list; valid: sandbox.backend = 'local'")
         allow_list(spec.network)
@@ -136,7 +139,7 @@ class LocalBackend:
         door = Door() if spec.network else None
         try:
             with contextlib.ExitStack() as opened:
-                passed = [_open(opened, snapshot.path)] if snapshot is not None else []
+                passed = [await snapshot_folder.opened(snapshot, opened)] if snapshot is not None else []
                 ours, theirs = socket.socketpair()
                 opened.callback(theirs.close)
                 if door is not None:
@@ -154,7 +157,8 @@ class LocalBackend:
             if door is not None:
                 sandbox.let_out(Proxy(door.received(), spec.network, self._settings.proxy, self._resolve))
         except BaseException:
-            await to_its_end(sandbox.terminate())
+            with contextlib.suppress(SandboxError):  # it stays recorded; what went wrong before is what is told
+                await to_its_end(sandbox.terminate())
             raise
         finally:
             if door is not None:
@@ -249,7 +253,7 @@ class LocalBackend:
 
     async def close(self) -> None:
         self._closed = True
-        await asyncio.gather(*(box.terminate() for box in list(self._sandboxes.values())))
+        await asyncio.gather(*(box.terminate() for box in list(self._sandboxes.values())), return_exceptions=True)
         async with self._starting:
             if self._zygote is not None:
                 await self._zygote.close()
@@ -265,13 +269,3 @@ class LocalBackend:
 
 def _of_no_use(made: asyncio.Task[LocalSandbox]) -> bool:
     return made.cancelled() or made.exception() is not None or made.result().ended
-
-
-def _open(opened: contextlib.ExitStack, path: str) -> int:
-    """What a sandbox is made from: opened here, for it may lie where its own user can't look."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise SandboxError(environment_failure(f"{path}: {error.strerror}: give one that can be read")) from error
-    opened.callback(os.close, descriptor)
-    return descriptor

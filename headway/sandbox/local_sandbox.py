@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -26,6 +26,7 @@ from headway.records.sandbox import (
     infrastructure_failure,
     model_failure,
 )
+from headway.runtime.supervision import to_its_end
 from headway.sandbox import wire
 from headway.sandbox.leftovers import SandboxRecord
 from headway.sandbox.local_failures import Head, file_failure, os_failure, result_of, setup_failure
@@ -46,7 +47,8 @@ PROXIED = {
     **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), THROUGH_PROXY),
     **dict.fromkeys(("NO_PROXY", "no_proxy"), "localhost,127.0.0.1,::1"),
 }
-ODD = (wire.Malformed, KeyError, TypeError, ValueError, OverflowError, msgspec.ValidationError)
+Take = Callable[[bytes], Awaitable[None] | None]  # of an answer's parts, as they come
+ODD = (wire.Malformed, KeyError, TypeError, ValueError, OverflowError, RecursionError, msgspec.DecodeError)
 LONGEST_PATH = 4096  # characters; the kernel counts bytes
 LOOK_AGAIN_S = 0.25  # whether one that is paused goes on
 ENDING_S = 10.0  # from the request to end a sandbox until nothing of it is left
@@ -66,7 +68,7 @@ class _Call:
 
     def __init__(self, room: int) -> None:
         self.answer: asyncio.Future[tuple[Head, bytes]] = asyncio.get_running_loop().create_future()
-        self.parts: _Parts = []
+        self.take: Take = lambda part: None
         self.room = room  # bytes that parts may still have
 
 
@@ -197,7 +199,7 @@ class LocalSandbox:
         """See :meth:`Sandbox.read`."""
         parts: list[bytes] = []
         head = {"do": "read", "path": self._path(path), "max_bytes": max_bytes}
-        answer, _ = await self._ask(head, parts=parts, room=max_bytes)
+        answer, _ = await self._ask(head, take=parts.append, room=max_bytes)
         if "error" in answer:
             raise SandboxError(file_failure(path, answer))
         return b"".join(parts)
@@ -215,11 +217,11 @@ class LocalSandbox:
 
     async def list(self, path: str, *, max_entries: int = 10_000) -> list[FileInfo]:
         """See :meth:`Sandbox.list`."""
-        answer, _ = await self._ask({"do": "list", "path": self._path(path), "max_entries": max_entries})
+        answer, body = await self._ask({"do": "list", "path": self._path(path), "max_entries": max_entries})
         if "error" in answer:
             raise SandboxError(file_failure(path, answer))
         with self._understanding():
-            return msgspec.convert(answer["entries"], list[FileInfo])
+            return msgspec.json.decode(body, type=list[FileInfo])
 
     def _path(self, path: str) -> str:
         if len(path) >= LONGEST_PATH:
@@ -233,17 +235,24 @@ class LocalSandbox:
         if self._snapshots is None:
             raise ConfigurationError(f"sandbox snapshot {name!r}: needs a backend with a folder for snapshots")
         most = 2 * self._spec.limits.disk_bytes + 2048 * self._spec.limits.inodes
-        async with self._standing_still():
-            with self._snapshots.incoming(name, self.id) as parts:
-                answer, _ = await self._ask({"do": "snapshot", "max_bytes": most}, parts=parts, room=most, wait_s=600.0)
-                if "error" in answer:
-                    raise SandboxError(file_failure("the snapshot", answer))
-                return parts.keep()
+        async with self._standing_still(), self._snapshots.incoming(name, self.id) as parts:
+            head = {"do": "snapshot", "max_bytes": most}
+            asking = self._ask(head, take=parts.append, room=most, wait_s=600.0)
+            answer, _ = await to_its_end(asking)  # until then commands are stopped
+            if "error" in answer:
+                raise SandboxError(file_failure("the snapshot", answer))
+            return await parts.keep()
 
     async def pause(self) -> None:
         async with self._standing_still():
-            await self._change({"do": "pause"})
-            self._paused = True
+            try:
+                await self._change({"do": "pause"})
+                self._paused = True
+            except asyncio.CancelledError:  # it is heard all the same, by then or later
+                with contextlib.suppress(SandboxError):  # it has ended
+                    if not self._paused:
+                        await to_its_end(self.resume())
+                raise
 
     async def resume(self) -> None:
         await self._change({"do": "resume"})
@@ -268,10 +277,10 @@ class LocalSandbox:
         if not self._gone.done() and self._zygote.alive:
             with contextlib.suppress(SandboxError):  # the zygote has died: so has the sandbox
                 self._zygote.request({"do": "terminate", "id": self.id})
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ENDING_S):
-                    await asyncio.shield(self._gone)
+            await asyncio.wait({self._gone}, timeout=ENDING_S)
         self._close()
+        if not self._gone.done() and self._zygote.alive:
+            raise SandboxError(infrastructure_failure(f"something of sandbox {self.id} doesn't end"))
 
     def has_ended(self, code: int | None, oom_kills: int, why: SandboxFailure | None = None) -> None:
         """Nothing of it is left. ``code``: of its first process, negative for a signal; None: the zygote has died.
@@ -329,32 +338,37 @@ class LocalSandbox:
         body: bytes = b"",
         *,
         more: Sequence[tuple[Head, bytes]] = (),
-        parts: _Parts | None = None,
+        take: Take | None = None,
         room: int = 0,
         wait_s: float | None = None,
     ) -> tuple[Head, bytes]:
         """Send a request and wait for its answer. One that doesn't come in time ends the sandbox: it is no use."""
         if self._why is not None:
             raise SandboxError(self._why)
-        if self._writer is None:
+        writer = self._writer
+        if writer is None:
             raise SandboxError(infrastructure_failure(f"sandbox {self.id} has closed its socket"))
         self._count += 1
         number = self._count
         call = self._calls[number] = _Call(room)
-        if parts is not None:
-            call.parts = parts
+        if take is not None:
+            call.take = take
         wait_s = self._grace_s if wait_s is None else wait_s
         try:
             async with asyncio.timeout(max(wait_s, self._grace_s)):
                 for part_head, part in ((head, body), *more):
-                    self._writer.write(wire.frame({"id": number, **part_head}, part))
-                    with contextlib.suppress(ConnectionError):  # it has died: the answer says of what
-                        await self._writer.drain()
+                    writer.write(wire.frame({"id": number, **part_head}, part))
+                    with contextlib.suppress(ConnectionError):
+                        await writer.drain()
+                        if self._writer is not None:
+                            continue
+                    break  # it has died: the answer says of what
             return await self._answer(call, wait_s, head["do"] == "exec")
         except TimeoutError:
             self._broken = f"no answer to {head['do']} in {wait_s:g} s"
             self._why = self._cause(None, 0)
-            await self.terminate()
+            with contextlib.suppress(SandboxError):  # whoever has it tries again
+                await self.terminate()
             raise SandboxError(self._why) from None
         finally:
             self._calls.pop(number, None)
@@ -409,7 +423,9 @@ class LocalSandbox:
             while True:
                 head_bytes, body_bytes = wire.lengths(await reader.readexactly(wire.LENGTHS.size))
                 head = wire.head_of(await reader.readexactly(head_bytes))
-                self._take(head, await reader.readexactly(body_bytes) if body_bytes else b"")
+                body = await reader.readexactly(body_bytes) if body_bytes else b""
+                if (taking := self._take(head, body)) is not None:
+                    await taking  # the disk: more isn't read meanwhile
         except (asyncio.IncompleteReadError, ConnectionError):
             return  # it has ended: the zygote tells how
         except ODD as error:
@@ -418,25 +434,22 @@ class LocalSandbox:
             if not self._heard_out.done():
                 self._heard_out.set_result(None)
 
-    def _take(self, head: Head, body: bytes) -> None:
+    def _take(self, head: Head, body: bytes) -> Awaitable[None] | None:
         if "ready" in head:
             if not self._ready.done():
                 self._ready.set_result(None)
-            return
+            return None
         if "failed" in head:
             self._why = setup_failure(head)
-            return  # its end comes next
+            return None  # its end comes next
         call = self._calls.get(int(head["id"]))
         if call is None:
-            return  # whoever asked has given up
+            return None  # whoever asked has given up
         if "more" in head:
             call.room -= len(body)
             if call.room < 0:
                 raise wire.Malformed("more than was asked for")
-            call.parts.append(body)
-        elif not call.answer.done():
+            return call.take(body)
+        if not call.answer.done():
             call.answer.set_result((head, body))
-
-
-class _Parts(Protocol):
-    def append(self, part: bytes, /) -> None: ...
+        return None

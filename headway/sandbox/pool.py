@@ -16,7 +16,14 @@ from typing import Any, Protocol
 import msgspec
 
 from headway.config import sandbox as config
-from headway.records.sandbox import SandboxError, SandboxSpec, Snapshot, infrastructure_failure
+from headway.records.sandbox import (
+    Capabilities,
+    SandboxError,
+    SandboxSpec,
+    Snapshot,
+    infrastructure_failure,
+    of_a_start,
+)
 from headway.records.sandbox_statistics import Latencies, PoolStatistics
 from headway.runtime.clock import Clock
 from headway.runtime.supervision import to_its_end
@@ -67,7 +74,7 @@ def pool_settings(settings: config.Sandbox) -> PoolSettings:
         live=settings.live,
         starts=settings.starts,
         retries=settings.retries,
-        start_timeout_s=settings.start_timeout_s,
+        start_timeout_s=settings.start_limit_s,
         hedge_share=settings.hedge_share,
     )
 
@@ -111,6 +118,7 @@ class SandboxPool:
         self._lent: OrderedDict[object, Callable[[], Coroutine[Any, Any, None]]] = OrderedDict()
         self._recalls: set[asyncio.Task[None]] = set()  # lent ones that are being given back
         self._closed = False
+        self._can: Capabilities | None = None
         self._recent_s: deque[float] = deque(maxlen=RECENT_STARTS)
         self._counts = CommandCounts()
         self._failures: Counter[str] = Counter()
@@ -132,9 +140,9 @@ class SandboxPool:
         if self._live.taken >= self._live.count:
             asyncio.get_running_loop().call_soon(self._recall)  # once it waits in line
         await self._live.take()
-        self._queue = self._queue.with_one(self._clock.now() - since_s)
         try:
-            box = await self._start(_Wanted(spec=spec, labels=labels, ttl_s=ttl_s or spec.ttl_s, snapshot=snapshot))
+            wanted = _Wanted(spec=spec, labels=labels, ttl_s=ttl_s or spec.ttl_s, snapshot=snapshot)
+            box = await self._start(wanted, self._clock.now() - since_s)
             try:
                 yield box
             finally:
@@ -154,6 +162,12 @@ class SandboxPool:
 
         return end
 
+    async def can_pause(self) -> bool:
+        """Whether its sandboxes can stand still, as `lend` wants them."""
+        if self._can is None:
+            self._can = await self._backend.capabilities()
+        return self._can.pause
+
     def _recall(self) -> None:
         """Have as many given back as wait."""
         while self._lent and self._live.waiters > len(self._recalls):
@@ -168,12 +182,17 @@ class SandboxPool:
 
     # Making one.
 
-    async def _start(self, wanted: _Wanted) -> LeasedSandbox:
+    async def _start(self, wanted: _Wanted, waited_s: float) -> LeasedSandbox:
+        """``waited_s``: in line so far."""
         attempt = 0
         while True:
+            since_s = self._clock.now()
             first = await self._first(wanted)
+            waited_s += self._clock.now() - since_s
             try:
-                return await self._race(wanted, first)
+                box = await self._race(wanted, first)
+                self._queue = self._queue.with_one(waited_s)
+                return box
             except SandboxError as error:
                 if not error.failure.retry or self._closed or attempt == self._settings.retries:
                     raise
@@ -230,6 +249,10 @@ class SandboxPool:
                 )
         except TimeoutError:
             raise SandboxError(infrastructure_failure(f"a sandbox wasn't ready in {limit_s:g} s")) from None
+        except SandboxError as error:
+            if wanted.snapshot is not None:  # what was in it then can be too much for it
+                raise
+            raise SandboxError(of_a_start(error.failure)) from error
         took_s = self._clock.now() - since_s
         self._started += 1
         self._recent_s.append(took_s)
@@ -338,6 +361,10 @@ class SandboxPool:
                     await self._back_off(attempt)
         self._boxes.pop(box.id, None)
 
+    async def end_leaked(self) -> None:
+        """Try again what couldn't be ended; for whoever looks from time to time."""
+        await asyncio.gather(*map(self._end, self._leaked.values()))
+
     async def close(self) -> None:
         """End all sandboxes, whoever has them; who waits for one gets a SandboxError. The backend stays."""
         self._closed = True
@@ -359,8 +386,8 @@ class SandboxPool:
             used=self._live.taken,
             capacity=self._live.count,
             peak=self._live.peak,
-            waiters=self._live.waiters,
-            oldest_wait_s=self._live.oldest_wait_s,
+            waiters=self._live.waiters + self._starts.waiters,
+            oldest_wait_s=max(self._live.oldest_wait_s, self._starts.oldest_wait_s),
             starting=len(self._making),
             live=len(living),
             paused=sum(box.paused for box in living),

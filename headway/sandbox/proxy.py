@@ -32,7 +32,7 @@ KEPT_HOSTS = 256  # of each verdict; a sandbox may ask for any number
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]  # name and port -> addresses; raises OSError
 
 # Of their own: a sandbox that asks for slow names must not hold up what else the owner's threads do.
-_resolvers = ThreadPoolExecutor(8, thread_name_prefix="resolver")
+_resolvers = ThreadPoolExecutor(64, thread_name_prefix="resolver")
 
 
 class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +43,7 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 2 << 30  # in both directions, all its life
     head_bytes: int = 16 << 10  # of a request
     head_s: float = 10.0  # until it is there
+    lookups: int = 2  # of names, at once: each holds a thread of all sandboxes' until it ends, however long that takes
     connect_s: float = 15.0  # until a name is resolved, and until an address has answered
     idle_s: float = 60.0  # without a byte in either direction
 
@@ -90,6 +91,7 @@ class Proxy:
         self._settings = settings or ProxySettings()
         self._resolve = resolve
         self._places = asyncio.Semaphore(self._settings.connections)
+        self._lookups = asyncio.Semaphore(self._settings.lookups)
         per_s = self._settings.connections_per_s
         self._pace = Pace(per_s, max(1, int(per_s)), RealClock())
         self._open: set[asyncio.Task[None]] = set()
@@ -202,13 +204,25 @@ class Proxy:
     async def _addresses(self, host: str, port: int) -> list[str]:
         try:
             async with asyncio.timeout(self._settings.connect_s):
-                found = [host_of(f"[{one}]" if ":" in one else one) for one in await self._resolve(host, port)]
+                found = [host_of(f"[{one}]" if ":" in one else one) for one in await self._looked_up(host, port)]
         except (OSError, TimeoutError, UnicodeError) as error:
             raise Refused(502, "Bad Gateway", f"{host} can't be resolved: {error or 'no answer'}") from error
         addresses = [one for one in found if one is not None and self._may_be(one, port)]
         if not addresses:
             raise self._not_listed(f"{host} is {', '.join(map(str, found[:4]))}, which isn't public, and", "Not public")
         return addresses
+
+    async def _looked_up(self, host: str, port: int) -> Sequence[str]:
+        await self._lookups.acquire()
+        looking = asyncio.ensure_future(self._resolve(host, port))
+        looking.add_done_callback(self._has_looked)
+        await asyncio.wait({looking})  # whoever gives up doesn't end it: a thread can't be
+        return looking.result()
+
+    def _has_looked(self, looking: asyncio.Future[Sequence[str]]) -> None:
+        self._lookups.release()
+        if not looking.cancelled():
+            looking.exception()  # nobody may be waiting
 
     def _may_be(self, address: str, port: int) -> bool:
         return is_public(address) or self._allowed.allows(address, port)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from headway.records.sandbox import SandboxError
 from headway.records.sandbox_statistics import ReaperStatistics
 from headway.runtime.clock import Clock
@@ -11,10 +13,14 @@ from headway.sandbox.protocol import Reaping
 class Reaper:
     """Looks every ``every_s``. Belongs to whoever owns the backend: `run` is a loop of theirs, cancelled at the end."""
 
-    def __init__(self, backend: Reaping, clock: Clock, every_s: float) -> None:
+    def __init__(
+        self, backend: Reaping, clock: Clock, every_s: float, end_leaked: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """``end_leaked``: tries again what this process couldn't end, at each look."""
         self._backend = backend
         self._clock = clock
         self._every_s = every_s
+        self._end_leaked = end_leaked
         self._seen = ReaperStatistics()
 
     async def run(self) -> None:
@@ -38,6 +44,8 @@ class Reaper:
             stuck=len(reaped) - len(done),
             failed=failed,
         )
+        if self._end_leaked is not None:
+            await self._end_leaked()
 
     def statistics(self) -> ReaperStatistics:
         return self._seen

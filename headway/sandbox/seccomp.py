@@ -1,9 +1,13 @@
 """The filter of system calls in a sandbox, as a program of the kernel's packet filter, and its installation.
 
-Allowed is what stands in `system_calls.py`. On top of that four calls are looked at by their arguments: `clone` makes
+Allowed is what stands in `system_calls.py`. On top of that some calls are looked at by their arguments: `clone` makes
 no namespaces, `socket` and `socketpair` only families that the network namespace or the file system confines (not
 vsock, netlink, packet, ...), `ioctl` puts no characters into terminals, `personality` only the harmless ones. `clone3`
 passes its flags in memory, where a filter can't look: it doesn't exist, and libraries fall back on `clone`.
+
+The sandbox's first process is of the same user as the commands, so the kernel would let them change its limits and its
+turns on the cores and the disk. `prlimit64` is for oneself alone (limits of a command that is being made ready are
+nobody else's either); the calls about turns may name neither the first process nor all processes of a user.
 """
 
 from __future__ import annotations
@@ -26,6 +30,13 @@ LOOKED_AT = {  # call -> its numbers
     "socketpair": {"x86_64": 53, "aarch64": 199},
     "ioctl": {"x86_64": 16, "aarch64": 29},
     "personality": {"x86_64": 135, "aarch64": 92},
+    "prlimit64": {"x86_64": 302, "aarch64": 261},
+    "sched_setaffinity": {"x86_64": 203, "aarch64": 122},
+    "sched_setscheduler": {"x86_64": 144, "aarch64": 119},
+    "sched_setparam": {"x86_64": 142, "aarch64": 118},
+    "sched_setattr": {"x86_64": 314, "aarch64": 274},
+    "setpriority": {"x86_64": 141, "aarch64": 140},
+    "ioprio_set": {"x86_64": 251, "aarch64": 30},
 }
 X32_CALLS = 0x40000000  # a second set of numbers that x86_64 kernels may take
 NEWEST_KNOWN = 456  # what is newer doesn't exist here: programs then use what they used before
@@ -33,6 +44,8 @@ NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}
 FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 TERMINAL_INPUT = (0x5412, 0x541C, 0x5423)  # TIOCSTI, TIOCLINUX, TIOCSETD
 PERSONALITIES = (0x0, 0x8, 0x20000, 0x20008, 0x40000, 0xFFFFFFFF)
+ONESELF, FIRST_PROCESS = 0, 1  # as numbers of processes
+PRIO_USER, IOPRIO_WHO_USER = 2, 3
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
@@ -59,28 +72,40 @@ def program(machine: str | None = None) -> bytes:
 
 
 def _looked_at() -> dict[str, list[Instruction]]:
-    """Per call what decides on it; each list ends with a return, and leaves nothing of the number loaded."""
+    """Per call what decides on it; each list ends with a return, and leaves nothing of the number loaded. Arguments
+    are looked at by their low halves: the kernel takes all of these as 32 bits."""
     first = (LOAD, 0, 0, ARGUMENTS_AT)
     second = (LOAD, 0, 0, ARGUMENTS_AT + 8)
     families = [first, *_one_of(FAMILIES, otherwise=errno.EAFNOSUPPORT)]
+    not_the_first = [first, *_none_of((FIRST_PROCESS,))]
+    # Of the number 1 is also the first process's own group, where it has one that can be named.
+    second_not_the_first = [second, *_none_of((FIRST_PROCESS,))]
     return {
         "clone3": [_refuse(errno.ENOSYS)],
         "clone": [first, (JUMP_SET, 0, 1, NAMESPACES), _refuse(errno.EPERM), (RETURN, 0, 0, ALLOW)],
         "socket": families,
         "socketpair": families,
         "personality": [first, *_one_of(PERSONALITIES, otherwise=errno.EPERM)],
-        "ioctl": [
-            second,
-            *((JUMP_EQUAL, len(TERMINAL_INPUT) - at, 0, one) for at, one in enumerate(TERMINAL_INPUT)),
-            (RETURN, 0, 0, ALLOW),
-            _refuse(errno.EPERM),
-        ],
+        "ioctl": [second, *_none_of(TERMINAL_INPUT)],
+        "prlimit64": [first, *_one_of((ONESELF,), otherwise=errno.EPERM)],
+        **dict.fromkeys(("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), not_the_first),
+        "setpriority": [first, *_unless(PRIO_USER), *second_not_the_first],
+        "ioprio_set": [first, *_unless(IOPRIO_WHO_USER), *second_not_the_first],
     }
 
 
 def _one_of(values: tuple[int, ...], *, otherwise: int) -> list[Instruction]:
     matches = [(JUMP_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
     return [*matches, _refuse(otherwise), (RETURN, 0, 0, ALLOW)]
+
+
+def _none_of(values: tuple[int, ...]) -> list[Instruction]:
+    matches = [(JUMP_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
+    return [*matches, (RETURN, 0, 0, ALLOW), _refuse(errno.EPERM)]
+
+
+def _unless(value: int) -> list[Instruction]:
+    return [(JUMP_EQUAL, 0, 1, value), _refuse(errno.EPERM)]
 
 
 def _refuse(error: int) -> Instruction:

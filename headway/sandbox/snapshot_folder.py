@@ -1,28 +1,42 @@
 """A run's snapshots on disk: there as a whole or not at all, together not more than a limit of bytes.
 
-Several processes of a run may write into the folder: each counts the others' as they are when one of its own begins.
+Several processes of a run may write into the folder: each counts the others' as they are when one of its own begins,
+and again, one process at a time, before it is kept. The disk is waited for in threads.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO, TypeVar
 
 from headway.records.errors import ConfigurationError
-from headway.records.sandbox import SandboxError, SandboxFailure, Snapshot, infrastructure_failure
+from headway.records.sandbox import (
+    SandboxError,
+    SandboxFailure,
+    Snapshot,
+    environment_failure,
+    infrastructure_failure,
+)
+from headway.runtime.supervision import to_its_end
 
+T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
-SUFFIX, INCOMING = ".tar", ".incoming"
+SUFFIX, INCOMING, LOCK = ".tar", ".incoming", ".lock"
+_threads = ThreadPoolExecutor(8, thread_name_prefix="snapshots")
 
 
 class SnapshotFolder:
-    """Takes snapshots in, as they come. ``most_bytes``: of all that are in it, those on their way among them; None: as
-    many as the disk holds."""
+    """Takes snapshots in, as they come. ``most_bytes``: of all that are kept, and of all that are there or on their way
+    as far as one process knows; None: as many as the disk holds."""
 
     def __init__(self, folder: Path, most_bytes: int | None = None) -> None:
         self.path = folder
@@ -31,95 +45,204 @@ class SnapshotFolder:
         self._open: set[IncomingSnapshot] = set()
 
     def incoming(self, name: str, sandbox: str) -> IncomingSnapshot:
-        """One of that name, on its way. Raises ConfigurationError: no plain file name; SandboxError: the disk's."""
+        """One of that name, on its way. Raises ConfigurationError: no plain file name."""
         if not NAME.fullmatch(name):
             raise ConfigurationError(f"sandbox snapshot {name!r}: needs a plain file name")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._used = self._counted()
-            incoming = IncomingSnapshot(self, self.path / f".{name}.{sandbox}{INCOMING}", self.path / f"{name}{SUFFIX}")
-        except OSError as error:
-            raise SandboxError(_disk_failure(error)) from error
-        self._open.add(incoming)
-        return incoming
+        path = self.path / f".{name}.{sandbox}.{os.getpid()}{INCOMING}"
+        return IncomingSnapshot(self, path, self.path / f"{name}{SUFFIX}")
 
-    def _counted(self) -> int:
-        """Bytes of all that are in it: those of other processes, and without those that were removed."""
-        ours = {one.path.name: one.size for one in self._open if not one.kept}
+    def names(self) -> frozenset[str]:
+        """Of the files of those on their way here."""
+        return frozenset(one.path.name for one in self._open)
+
+    def others_bytes(self, ours: frozenset[str]) -> int:
+        """Of all that are in it but ``ours`` and what dead processes left half: as other processes and whoever removes
+        them left it."""
+        return self._counted(lambda name: name not in ours and not _left(name))
+
+    def _counted(self, wanted: Callable[[str], bool]) -> int:
         there = 0
         for entry in os.scandir(self.path):
             with contextlib.suppress(FileNotFoundError):  # whoever parked it goes on, or is over
-                if entry.name not in ours and entry.is_file():
+                if wanted(entry.name) and entry.is_file():
                     there += entry.stat().st_size
-        return there + sum(ours.values())
+        return there
+
+    def admit(self, one: IncomingSnapshot, others_bytes: int) -> None:
+        """It is on its way from now on."""
+        self._open.add(one)
+        self._used = others_bytes + sum(one.size for one in self._open)
 
     def claim(self, size: int) -> bool:
-        """Whether so many bytes more have room."""
+        """Whether so many bytes more have room, as far as is known here."""
         if self.most_bytes is not None and self._used + size > self.most_bytes:
             return False
         self._used += size
         return True
 
+    @contextlib.contextmanager
+    def keeping(self, more_bytes: int) -> Iterator[None]:
+        """One process at a time, and only where that has room beside what is kept. Raises SandboxError, OSError."""
+        if self.most_bytes is None:
+            yield
+            return
+        with open(self.path / LOCK, "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if self._counted(lambda name: name.endswith(SUFFIX)) + more_bytes > self.most_bytes:
+                raise SandboxError(self.full())
+            yield
+
+    def full(self) -> SandboxFailure:
+        what = f"no room for another snapshot: this run's may have {self.most_bytes} bytes"
+        evidence = {"snapshot_bytes": self.most_bytes or 0}
+        return infrastructure_failure(f"{what}; give sandbox.snapshot_bytes more", retry=False, evidence=evidence)
+
     def settle(self, one: IncomingSnapshot, freed_bytes: int) -> None:
         """It isn't on its way any more; it, or one that it replaced, took so many bytes."""
-        self._open.discard(one)
-        self._used -= freed_bytes
+        if one in self._open:
+            self._open.remove(one)
+            self._used -= freed_bytes
 
 
 class IncomingSnapshot:
-    """A snapshot on its way to the disk."""
+    """A snapshot on its way to the disk. Entering it raises SandboxError where the disk doesn't take any."""
 
     def __init__(self, folder: SnapshotFolder, path: Path, target: Path) -> None:
         self._folder = folder
         self.path = path
         self._target = target
-        self._file = open(path, "wb")  # noqa: SIM115  closed in __exit__
+        self._file: IO[bytes] | None = None
         self._digest = hashlib.sha256()
         self.size = 0
         self._lost: SandboxFailure | None = None  # why it can't be kept
         self._freed = 0
         self.kept = False
+        self._turn = asyncio.Lock()
 
-    def append(self, part: bytes, /) -> None:
+    async def append(self, part: bytes, /) -> None:
         """What doesn't fit is thrown away, and `keep` refuses: whoever sends it is in the middle of an answer."""
         if self._lost is not None:
             return
         if not self._folder.claim(len(part)):
-            most = self._folder.most_bytes or 0
-            what = f"no room for another snapshot: this run's may have {most} bytes; give sandbox.snapshot_bytes more"
-            self._lost = infrastructure_failure(what, retry=False, evidence={"snapshot_bytes": most})
+            self._lost = self._folder.full()
             return
         self.size += len(part)
-        self._digest.update(part)
         try:
-            self._file.write(part)
+            await self._on_disk(lambda: self._write(part))
         except OSError as error:
             self._lost = _disk_failure(error)
 
-    def keep(self) -> Snapshot:
+    async def keep(self) -> Snapshot:
         """Raises SandboxError where there was no room for it."""
         if self._lost is not None:
             raise SandboxError(self._lost)
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            with contextlib.suppress(FileNotFoundError):
-                self._freed = self._target.stat().st_size
-            os.replace(self.path, self._target)
+            await self._on_disk(self._place)
         except OSError as error:
             raise SandboxError(_disk_failure(error)) from error
-        self.kept = True
+        except asyncio.CancelledError:
+            self._target.unlink(missing_ok=True)  # nobody will ever know of it
+            self.kept = False
+            raise
         return Snapshot(path=str(self._target), bytes=self.size, sha256=self._digest.hexdigest())
 
-    def __enter__(self) -> IncomingSnapshot:
+    async def __aenter__(self) -> IncomingSnapshot:
+        try:
+            ours = self._folder.names()
+            self._folder.admit(self, await self._on_disk(lambda: self._begin(ours)))
+        except BaseException as error:
+            await self.__aexit__()
+            if isinstance(error, OSError):
+                raise SandboxError(_disk_failure(error)) from error
+            raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):  # what it still held has no room
-            self._file.close()
-        if not self.kept:
-            self.path.unlink(missing_ok=True)
-        self._folder.settle(self, self._freed if self.kept else self.size)
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            await self._on_disk(self._end)
+        except asyncio.CancelledError:
+            if self.kept:
+                self._target.unlink(missing_ok=True)  # nobody will ever know of it
+                self.kept = False
+            raise
+        finally:
+            self._folder.settle(self, self._freed if self.kept else self.size)
+
+    async def _on_disk(self, work: Callable[[], T]) -> T:
+        """In a thread, one after the other, and to its end though whoever waits is cancelled."""
+        async with self._turn:
+            return await _in_thread(work)
+
+    # In threads.
+
+    def _begin(self, ours: frozenset[str]) -> int:
+        self._folder.path.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "wb")  # noqa: SIM115  closed in _end
+        return self._folder.others_bytes(ours)
+
+    def _write(self, part: bytes) -> None:
+        assert self._file is not None
+        self._digest.update(part)
+        self._file.write(part)
+
+    def _place(self) -> None:
+        assert self._file is not None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        freed = 0
+        with contextlib.suppress(FileNotFoundError):
+            freed = self._target.stat().st_size
+        with self._folder.keeping(self.size - freed):
+            os.replace(self.path, self._target)
+        self._freed, self.kept = freed, True
+
+    def _end(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # what it still held has no room
+                self._file.close()
+            if not self.kept:
+                self.path.unlink(missing_ok=True)
+
+
+async def opened(snapshot: Snapshot, until: contextlib.ExitStack) -> int:
+    """A descriptor of it, closed by ``until``: opened here, for it may lie where a sandbox's own user can't look.
+    Raises SandboxError where it can't be, or isn't what was taken: some of the files would be missing unnoticed."""
+
+    def look() -> int:
+        try:
+            file = until.enter_context(Path(snapshot.path).open("rb", buffering=0))  # noqa: SIM115
+        except OSError as error:
+            what = f"{snapshot.path}: {error.strerror}: give one that can be read"
+            raise SandboxError(environment_failure(what)) from error
+        try:
+            same = os.fstat(file.fileno()).st_size == snapshot.bytes
+            same = same and hashlib.file_digest(file, "sha256").hexdigest() == snapshot.sha256
+            file.seek(0)
+        except OSError as error:
+            raise SandboxError(infrastructure_failure(f"{snapshot.path}: {error.strerror}", retry=False)) from error
+        if not same:
+            what = f"{snapshot.path} isn't what was taken any more: damaged, or changed"
+            raise SandboxError(infrastructure_failure(what, retry=False))
+        return file.fileno()
+
+    return await _in_thread(look)
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Of the disk's own: the tools of environments, which may hang, have the loop's. To its end."""
+
+    async def done() -> T:
+        return await asyncio.get_running_loop().run_in_executor(_threads, work)
+
+    return await to_its_end(done())
+
+
+def _left(name: str) -> bool:
+    """Whether a process that is no more left it half."""
+    if not name.endswith(INCOMING):
+        return False
+    owner = name.removesuffix(INCOMING).rpartition(".")[2]
+    return owner.isdigit() and not Path("/proc", owner).exists()
 
 
 def _disk_failure(error: OSError) -> SandboxFailure:

@@ -21,13 +21,14 @@ from headway.sandbox.wire import CHUNK_BYTES
 DEPTH = 256  # of directories: each is held open on the way down
 OPAQUE = "HEADWAY.opaque"
 BLOCK = tarfile.BLOCKSIZE
+HOLE = bytes(4096)  # a page: what a disk in memory is made of
 MOUNTED = frozenset({"proc", "sys"})
 
 
 def pack(roots: Sequence[tuple[str, int]], max_bytes: int) -> Iterator[bytes]:
     """The files below some directories, given with what goes before their names, in chunks. Raises OSError: EFBIG
     beyond ``max_bytes``, ELOOP beyond ``DEPTH``."""
-    left = max_bytes
+    left = max_bytes - 2 * BLOCK  # its end is counted too
     for prefix, root in roots:
         seen: dict[int, str] = {}  # inode with several names -> the first
         for chunk in _walk(root, prefix, 0, seen):
@@ -154,9 +155,13 @@ def _make(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str, root: st
     else:
         source = archive.extractfile(member)
         assert source is not None
-        with open(path, "xb") as target:
-            shutil.copyfileobj(source, target, CHUNK_BYTES)
-            target.flush()
+        with open(path, "xb", CHUNK_BYTES) as target:
+            while page := source.read(len(HOLE)):
+                if page == HOLE[: len(page)]:  # a hole, as packed: written, it would take room
+                    target.seek(len(page), os.SEEK_CUR)
+                else:
+                    target.write(page)
+            target.truncate(member.size)
             os.fchmod(target.fileno(), member.mode)
         os.utime(path, (member.mtime, member.mtime))
 

@@ -1,7 +1,8 @@
 """The system calls that a sandbox may make, with their numbers on x86_64 and, behind the slash, on aarch64.
 
 From the kernel's own headers (Linux 6.1, and the later fchmodat2, cachestat and futex calls). What isn't here is
-refused. The numbers for aarch64 come from the same place and have run nowhere yet.
+refused, or looked at by its arguments (`seccomp.py`). The numbers for aarch64 come from the same place and have run
+nowhere yet.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ getpgrp=111 getpid=39/172 getppid=110/173 getpriority=140/141 getrandom=318/278 
 getrlimit=97/163 getrusage=98/165 getsid=124/156 getsockname=51/204 getsockopt=55/209 gettid=186/178
 gettimeofday=96/169 getuid=102/174 getxattr=191/8 inotify_add_watch=254/27 inotify_init=253 inotify_init1=294/26
 inotify_rm_watch=255/28 io_cancel=210/3 io_destroy=207/1 io_getevents=208/4 io_pgetevents=333/292 io_setup=206/0
-io_submit=209/2 ioprio_get=252/31 ioprio_set=251/30 kill=62/129 landlock_add_rule=445/445
+io_submit=209/2 ioprio_get=252/31 kill=62/129 landlock_add_rule=445/445
 landlock_create_ruleset=444/444 landlock_restrict_self=446/446 lchown=94 lgetxattr=192/9 link=86 linkat=265/37
 listen=50/201 listxattr=194/11 llistxattr=195/12 lremovexattr=198/15 lseek=8/62 lsetxattr=189/6 lstat=6
 madvise=28/233 membarrier=324/283 memfd_create=319/279 mincore=27/232 mkdir=83 mkdirat=258/34 mknod=133
@@ -31,18 +32,17 @@ mq_notify=244/184 mq_open=240/180 mq_timedreceive=243/183 mq_timedsend=242/182 m
 msgctl=71/187 msgget=68/186 msgrcv=70/188 msgsnd=69/189 msync=26/227 munlock=150/229 munlockall=152/231
 munmap=11/215 nanosleep=35/101 newfstatat=262/79 open=2 openat=257/56 openat2=437/437 pause=34 pidfd_open=434/434
 pidfd_send_signal=424/424 pipe=22 pipe2=293/59 pkey_alloc=330/289 pkey_free=331/290 pkey_mprotect=329/288 poll=7
-ppoll=271/73 prctl=157/167 pread64=17/67 preadv=295/69 preadv2=327/286 prlimit64=302/261 process_mrelease=448/448
+ppoll=271/73 prctl=157/167 pread64=17/67 preadv=295/69 preadv2=327/286 process_mrelease=448/448
 pselect6=270/72 pwrite64=18/68 pwritev=296/70 pwritev2=328/287 read=0/63 readahead=187/213 readlink=89
 readlinkat=267/78 readv=19/65 recvfrom=45/207 recvmmsg=299/243 recvmsg=47/212 remap_file_pages=216/234
 removexattr=197/14 rename=82 renameat=264/38 renameat2=316/276 restart_syscall=219/128 rmdir=84 rseq=334/293
 rt_sigaction=13/134 rt_sigpending=127/136 rt_sigprocmask=14/135 rt_sigqueueinfo=129/138 rt_sigreturn=15/139
 rt_sigsuspend=130/133 rt_sigtimedwait=128/137 rt_tgsigqueueinfo=297/240 sched_get_priority_max=146/125
 sched_get_priority_min=147/126 sched_getaffinity=204/123 sched_getattr=315/275 sched_getparam=143/121
-sched_getscheduler=145/120 sched_rr_get_interval=148/127 sched_setaffinity=203/122 sched_setattr=314/274
-sched_setparam=142/118 sched_setscheduler=144/119 sched_yield=24/124 seccomp=317/277 select=23 semctl=66/191
+sched_getscheduler=145/120 sched_rr_get_interval=148/127 sched_yield=24/124 seccomp=317/277 select=23 semctl=66/191
 semget=64/190 semop=65/193 semtimedop=220/192 sendfile=40/71 sendmmsg=307/269 sendmsg=46/211 sendto=44/206
 set_robust_list=273/99 set_tid_address=218/96 setfsgid=123/152 setfsuid=122/151 setgid=106/144 setgroups=116/159
-setitimer=38/103 setpgid=109/154 setpriority=141/140 setregid=114/143 setresgid=119/149 setresuid=117/147
+setitimer=38/103 setpgid=109/154 setregid=114/143 setresgid=119/149 setresuid=117/147
 setreuid=113/145 setrlimit=160/164 setsid=112/157 setsockopt=54/208 setuid=105/146 setxattr=188/5 shmat=30/196
 shmctl=31/195 shmdt=67/197 shmget=29/194 shutdown=48/210 sigaltstack=131/132 signalfd=282 signalfd4=289/74
 splice=275/76 stat=4 statfs=137/43 statx=332/291 symlink=88 symlinkat=266/36 sync=162/81 sync_file_range=277/84

@@ -15,6 +15,7 @@ LENGTHS = struct.Struct(">II")
 HEAD_BYTES = 1 << 20  # the most of a head: arguments and environment of a command
 BODY_BYTES = 8 << 20  # the most of a body: the output of a command, both streams
 CHUNK_BYTES = 1 << 18  # what files are sent in
+MESSAGE_BYTES = 1 << 16  # the most of a request to the zygote, which comes as one packet
 
 EXIT_CLOSED, EXIT_TTL, EXIT_SETUP = 0, 3, 4  # how init ends by itself
 

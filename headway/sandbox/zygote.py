@@ -30,7 +30,6 @@ from headway.sandbox import cgroups, init_process, kernel, rooms, snapshots, wir
 if TYPE_CHECKING:
     from headway.sandbox import bubblewrap
 
-MESSAGE_BYTES = 1 << 16
 CLEANING_S = 4.0  # for all that is left of a dead owner's sandboxes
 RETRY_MS = 20  # until groups can be removed
 SPARE, LIVE = "", "live"
@@ -83,7 +82,7 @@ class Zygote:
     def _receive(self) -> bool:
         """Take one request. False: the owner has closed."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._owner, MESSAGE_BYTES, 3)
+            data, descriptors, _, _ = socket.recv_fds(self._owner, wire.MESSAGE_BYTES, 3)
         except OSError:
             return False
         if not data:
@@ -218,7 +217,7 @@ def spare(
         rooms.enter(zygote, uid, gid)
     except rooms.SetupFailed as error:
         failed = error
-    data, descriptors, _, _ = socket.recv_fds(place, MESSAGE_BYTES, 3)
+    data, descriptors, _, _ = socket.recv_fds(place, wire.MESSAGE_BYTES, 3)
     place.close()
     if not data:
         os._exit(0)  # the zygote is gone, or needs no more

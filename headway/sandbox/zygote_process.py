@@ -126,6 +126,8 @@ class ZygoteProcess:
         if self._socket is None or not self.alive:
             raise SandboxError(infrastructure_failure("the process that makes sandboxes has died"))
         data = json.dumps(message).encode()
+        if len(data) > wire.MESSAGE_BYTES:  # the rest would be cut off
+            raise ConfigurationError(f"a sandbox's specification has {len(data)} bytes, of {wire.MESSAGE_BYTES} it may")
         if not self._backlog:
             try:
                 socket.send_fds(self._socket, [data], descriptors)

@@ -75,6 +75,8 @@ class FakeSandbox:
 
     async def pause(self) -> None:
         await self._after(0.0)
+        if not self._backend.can_pause:
+            raise SandboxError(environment_failure("it has no pauses"))
 
     async def resume(self) -> None:
         await self._after(0.0)
@@ -104,7 +106,8 @@ class FakeSandbox:
 
 class FakeBackend:
     """``start_s``, ``exec_s``, ``end_s``: how long these take; ``slow_starts``: the next ones, in turn. ``failures``:
-    of the next starts, in turn; None: it succeeds. ``end_failures``: of the next ends."""
+    of the next starts, in turn; None: it succeeds. ``end_failures``: of the next ends. ``can_pause``: its sandboxes can
+    stand still."""
 
     def __init__(
         self,
@@ -117,8 +120,10 @@ class FakeBackend:
         failures: Sequence[SandboxFailure | None] = (),
         slow_starts: Sequence[float] = (),
         end_failures: Sequence[SandboxFailure] = (),
+        can_pause: bool = True,
     ) -> None:
         self.clock = clock
+        self.can_pause = can_pause
         self.start_s = start_s
         self.exec_s = exec_s
         self.answer = answer
@@ -176,7 +181,15 @@ class FakeBackend:
             await self.sandboxes[sandbox_id].terminate()
 
     async def capabilities(self) -> Capabilities:
-        return Capabilities(backend="fake", memory_limit=True, process_limit=True, cpu_limit=True, disk_limit=True)
+        return Capabilities(
+            backend="fake",
+            memory_limit=True,
+            process_limit=True,
+            cpu_limit=True,
+            disk_limit=True,
+            pause=self.can_pause,
+            snapshot=True,
+        )
 
     async def preflight(
         self, specs: Sequence[SandboxSpec], *, live: int = 1, allow_unbounded: bool = False

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from headway.sandbox import images
 from headway.sandbox.image_archives import here
+from headway.sandbox.image_layers import Owner
+from headway.sandbox.images import Image
 
 Member = tuple[tarfile.TarInfo, bytes]
 OCI = "application/vnd.oci.image"
@@ -134,3 +137,27 @@ def saved(path: Path, *layers: bytes, name: str = "an/image:1", architecture: st
     named = [file(f"{sha256(config)[7:]}.json", config), file("manifest.json", json.dumps(told))]
     path.write_bytes(tar(*members, *named))
     return path
+
+
+OWNER = Owner(os.geteuid(), os.getegid())
+BASE = tar(folder("etc"), file("etc/name", "base"), file("etc/gone", "x"), folder("d"), file("d/old", "old"))
+UPPER = tar(file("etc/.wh.gone"), file("d/new", "new"), file("d/.wh..wh..opq"), file("etc/name", "upper"))
+
+
+def prepare(path: Path, tmp_path: Path, *, name: str = "", store_bytes: int = 1 << 30) -> Image:
+    image = f"{path}#{name}" if name else str(path)
+    return images.prepare(image, tmp_path / "store", store_bytes=store_bytes, owner=OWNER)
+
+
+def text(image: Image, name: str) -> str:
+    return (image.root / name).read_text()
+
+
+def names(root: Path) -> set[str]:
+    found = {os.path.join(place, name) for place, folders, files in os.walk(root) for name in (*folders, *files)}
+    return {os.path.relpath(name, root) for name in found}
+
+
+def on_disk(store: Path) -> dict[str, int]:
+    """How many there are of each."""
+    return {name: len(list((store / name).iterdir())) for name in ("layers/sha256", "images", "incoming", "sources")}

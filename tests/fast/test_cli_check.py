@@ -150,13 +150,27 @@ def test_sequences_beyond_the_context(setup: Setup) -> None:
     assert setup.messages(rollout={"max_prompt_tokens": 24, "max_response_tokens": 1000}) == {}
 
 
-def test_chat_without_a_template(setup: Setup) -> None:
-    assert setup.messages(model={"template": "chat"}) == {}
+def without_template(setup: Setup) -> None:
     settings = json.loads((setup.model / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
     (setup.model / "tokenizer_config.json").write_text(json.dumps(settings))
     (setup.model / "chat_template.jinja").unlink(missing_ok=True)
+
+
+def test_chat_without_a_template(setup: Setup) -> None:
+    assert setup.messages(model={"template": "chat"}) == {}
+    without_template(setup)
     assert "no" in setup.messages(model={"template": "chat"})["model.template"]
+
+
+def test_an_environment_that_replies_needs_a_chat_template(setup: Setup) -> None:
+    played = {"name": "gym", "parameters": {"env": "FrozenLake-v1"}}
+    assert "environment.name" not in setup.messages(environment=played)
+    without_template(setup)
+    assert "add chat_template.jinja" in setup.messages(environment=played)["environment.name"]
+    agent = {"name": "agent", "command": ["true"]}
+    assert "environment.name" not in setup.messages(environment=agent)
+    assert "/v1/completions" in setup.messages("warning", environment=agent)["environment.name"]
 
 
 def test_a_stop_string_that_is_a_special_token(setup: Setup) -> None:

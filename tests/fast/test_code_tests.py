@@ -94,6 +94,8 @@ def test_what_cannot_be_read_is_told(metadata, what):
         ("0.1001", "0.1", False),
         ("1.0", "1", True),
         ("1e3", "1000", True),
+        ("1.0000000001", "1", False),
+        ("1", "1.0000000001", True),
         ("0010", "10", False),  # whole numbers are texts: "0010" is a string of bits
         ("+5", "5", False),
         ("50000000000000001", "50000000000000000", False),
@@ -130,7 +132,11 @@ def test_lines(printed, expected, same):
 @pytest.mark.parametrize(
     ("value", "expected", "same"),
     [
-        ([1, [2.0000000001]], [1, [2]], True),
+        ([1, [2.0000000001]], [1, [2.0]], True),
+        ([1, [2.0000000001]], [1, [2]], False),  # a whole number is that number
+        ([1, [2.0]], [1, [2]], True),
+        (2, 2.0000000001, True),
+        (1.0, True, True),
         ([1, 2], [1, 2, 3], False),
         ((1, 2), [1, 2], False),
         ({"a": 0.1 + 0.2}, {"a": 0.3}, True),

@@ -10,6 +10,7 @@ import pytest
 from headway.algorithms import advantages, aggregation
 from headway.config import schema
 from headway.config.load import load_experiment, require_resumable, validate_experiment
+from headway.config.sandbox import Sandbox
 from headway.records.errors import ConfigurationError
 from headway.trainer import kl, losses
 
@@ -95,3 +96,21 @@ def test_a_time_limit_may_change_on_resume_but_no_parameter_of_that_name(tmp_pat
     require_resumable(stored, load_experiment(file, ["--verifiers.x.timeout_s=3"]))
     with pytest.raises(ConfigurationError, match=r"resumed: verifiers\.x\.parameters\.timeout_s: 1 -> 3$"):
         require_resumable(stored, load_experiment(file, ["--verifiers.x.parameters.timeout_s=3"]))
+
+
+def test_where_sandboxes_and_fixed_models_are_may_change_on_resume_but_not_what_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "experiment.toml"
+    text = '[run]\ndirectory = "r"\n[model]\npath = "m"\n[tasks.train]\npath = "t"\n[environment]\nname = "dialogue"\n'
+    text += '[environment.models.user]\naddress = "http://one/v1"\nmodel = "small"\n'
+    file.write_text(text, encoding="utf-8")
+    stored = load_experiment(file)
+    given = ["--environment.models.user.address=http://two/v1", "--sandbox.live=8", "--environment.workers=2"]
+    require_resumable(stored, load_experiment(file, given))
+    for given in ("--environment.models.user.model=large", "--sandbox.limits.memory_bytes=1000000000"):
+        with pytest.raises(ConfigurationError, match=given[2:].partition("=")[0]):
+            require_resumable(stored, load_experiment(file, [given]))
+
+
+def test_a_start_of_a_sandbox_has_less_time_where_nothing_is_fetched() -> None:
+    assert [Sandbox(backend=backend).start_limit_s for backend in ("local", "docker", "modal")] == [30, 300, 300]
+    assert Sandbox(backend="docker", start_timeout_s=7).start_limit_s == 7

@@ -46,4 +46,6 @@ def test_limits_choices_defaults_and_resumability_are_told():
     assert rows_of("run")["time_limit_s"]["default"] == "*unset*"
     assert rows_of("generator")["devices"]["valid"] == "list of text"
     assert rows_of("generator")["slots"]["mark"] == " ↻"
+    marks = {key: row["mark"] for key, row in rows_of("environment").items() if key.startswith("models.")}
+    assert (marks["models.address"], marks["models.model"]) == (" ↻", None)
     assert rows_of("tasks.validation").keys() == rows_of("tasks.train").keys()

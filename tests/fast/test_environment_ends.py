@@ -19,6 +19,7 @@ from headway.records.environment import EnvironmentState, Parked
 from headway.records.rollout import Failure
 from headway.records.sandbox import SandboxError, Snapshot, infrastructure_failure
 from headway.rollout.environment import Answer, Environment, Episode
+from headway.rollout.environment_client import Seated
 from headway.rollout.environment_service import EnvironmentService, Episodes
 from headway.runtime.clock import VirtualClock, run_virtual
 from headway.sandbox.pool import PoolSettings, SandboxPool
@@ -33,6 +34,40 @@ def episodes_of(environment: Environment, clock: Any, live: int = 1, snapshots: 
     pool = SandboxPool(backend, PoolSettings(live=live, retries=0), clock)
     settings = EnvironmentSettings(name="mine:Mine")
     return Episodes(environment, settings, pool, Sandbox(), SPEC, clock, snapshots=snapshots), pool, backend
+
+
+def test_an_environment_that_hangs_at_the_end_keeps_no_sandbox() -> None:
+    class Hanging(Environment):
+        stopped = False
+
+        async def begin(self, episode: Episode) -> None:
+            await episode.sandbox.write("a", "a")
+
+        async def close(self, episode: Episode) -> None:
+            if episode.name == "7-1":
+                await asyncio.sleep(1e6)
+            if episode.name == "7-2":
+                try:
+                    await asyncio.sleep(1e6)
+                except asyncio.CancelledError:
+                    await asyncio.sleep(1e6)  # nor does it hear that it should end
+
+        async def stop(self) -> None:
+            self.stopped = True
+            await asyncio.sleep(1e6)
+
+    async def main() -> None:
+        clock, environment = VirtualClock(), Hanging()
+        episodes, pool, backend = episodes_of(environment, clock, live=3)
+        for number in range(3):
+            await episodes.begin(f"7-{number}", TASK, 3)
+        await episodes.shut_down()
+        assert environment.stopped
+        await pool.close()
+        assert backend.sandboxes == {}
+        assert clock.now() < 19
+
+    run_virtual(main())
 
 
 def test_what_is_done_for_a_rollout_ends_before_its_environment_is_closed() -> None:
@@ -161,6 +196,51 @@ def test_a_snapshot_that_nobody_will_name_is_removed(
 
     run_virtual(main())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_of_a_park_that_nobody_heard_of_nothing_is_left_and_what_was_heard_of_before_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: bool
+) -> None:
+    async def snapshot(self: FakeSandbox, name: str) -> Snapshot:
+        (tmp_path / f"{name}.tar").write_text("files")
+        return Snapshot(path=str(tmp_path / f"{name}.tar"), bytes=5, sha256="")
+
+    class Seat:
+        name = "environment-0"
+
+        def __init__(self, episodes: Episodes) -> None:
+            self._episodes = episodes
+            self.delay_s = 0.0
+
+        async def ask(self, worker: Any, method: str, *arguments: Any) -> Any:
+            result = await asyncio.shield(asyncio.ensure_future(getattr(self._episodes, method)(*arguments)))
+            await asyncio.sleep(self.delay_s)  # its answer is under way
+            return result
+
+    monkeypatch.setattr(FakeSandbox, "snapshot", snapshot)
+
+    async def main() -> str:
+        episodes, _, _ = episodes_of(Counting(), VirtualClock(), snapshots=tmp_path)
+        seat = Seat(episodes)
+        seated = Seated(cast("Any", seat), cast("Any", None), "7-1", 100.0)
+        await seated.begin(TASK, 3)
+        await seated.reply(MESSAGE, "", False)
+        first = cast("EnvironmentState", await seated.park()).snapshot
+        assert first is not None
+        await seated.unpark()
+        seat.delay_s = 5.0
+        parking = asyncio.create_task(seated.park())
+        await asyncio.sleep(10.0 if heard else 1.0)
+        parking.cancel()
+        await asyncio.wait((parking,))
+        await seated.end()
+        return first.path
+
+    first = run_virtual(main())
+    left = {file.name for file in tmp_path.iterdir()}
+    assert first in left
+    assert len(left) == (2 if heard else 1)
 
 
 def test_a_providers_snapshot_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

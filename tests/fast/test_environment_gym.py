@@ -69,6 +69,35 @@ class Door:
         return {"opened": action}, float(action == 1) * 0.5, action == 1, False, {}
 
 
+class Text:
+    """As gymnasium's: five small letters."""
+
+    def contains(self, text: Any) -> bool:
+        return len(text) == 5 and text.isascii() and text.islower()
+
+
+class Box:
+    """As gymnasium's: two numbers of any size."""
+
+    dtype = float
+
+    def contains(self, array: Any) -> bool:
+        return array.shape == (2,)
+
+
+class Written:
+    """Shows what it was given; ``space``: which of those above."""
+
+    def __init__(self, space: str) -> None:
+        self.action_space = {"Text": Text, "Box": Box}[space]()
+
+    def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        return "go", {}
+
+    def step(self, action: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return f"given {action}", 1.0, False, False, {}
+
+
 def guess(**parameters: Any) -> Any:
     return service(name="gym", parameters={"env": "test_environment_gym:Guess", **parameters}, timeout_s=5)
 
@@ -143,6 +172,32 @@ def test_actions_by_name_or_number(said: str, right: bool) -> None:
     assert right or "valid: left, middle, right" in player.messages[""][-1]["content"]
 
 
+@pytest.mark.parametrize(
+    ("space", "said", "valid"),
+    [
+        ("Text", "crane", True),
+        ("Text", "cranes", False),
+        ("Text", "CRANE", False),
+        ("Box", "[1, -2.5e3]", True),
+        ("Box", "[1, Infinity]", False),
+        ("Box", "[1, NaN]", False),
+        ("Box", "[1, null]", False),
+        ("Box", "[1, 1e999]", False),
+        ("Box", f"[1, {10**30}]", False),  # it couldn't be kept
+    ],
+)
+def test_what_is_not_of_its_space_is_no_action(space: str, said: str, valid: bool) -> None:
+    async def main() -> None:
+        parameters = {"env": "test_environment_gym:Written", "arguments": {"space": space}, "invalid_reward": -1.0}
+        player = Player(service(name="gym", parameters={**parameters, "deterministic": True}))
+        await player.begin()
+        assert (await player.answer(said)).startswith("given" if valid else "error: that is no action")
+        assert player.rewards == [1.0 if valid else -1.0]
+        await player.parked()
+
+    played(main)
+
+
 def test_an_invalid_action_may_end_the_game() -> None:
     async def main() -> Any:
         return await Player(doors(invalid="end", invalid_reward=-1.0)).play(["nothing"])
@@ -162,6 +217,7 @@ def test_actions_as_calls_of_a_tool() -> None:
         assert await player.answer(call("act", '{"action": "left"}')) == '{"opened": 0}'
         assert "valid JSON" not in await player.answer("left")
         assert "error" in await player.answer(call("act", "[1]"))
+        assert "error" in await player.answer(call("act", '{"action": "\\ud800"}'))
         assert "no tool" in await player.answer(call("open", "{}"))
         both = call("act", '{"action": 1}')
         both["tool_calls"] += call("act", '{"action": 2}', "2")["tool_calls"]
@@ -172,7 +228,18 @@ def test_actions_as_calls_of_a_tool() -> None:
         return player
 
     player = played(main)
-    assert (player.last.over, player.rewards) == ("terminated", [0.0, 0.0, 0.0, None, 0.5])
+    assert (player.last.over, player.rewards) == ("terminated", [0.0, 0.0, 0.0, 0.0, None, 0.5])
+
+
+def test_half_a_character_is_no_action() -> None:
+    async def main() -> Player:
+        player = Player(guess(reads="tool"))
+        await player.begin()
+        assert "error" in await player.answer(call("act", '{"action": "\\ud800"}'))
+        assert "left" in await player.answer(call("act", '{"action": "crane"}'))
+        return player
+
+    assert played(main).last.failure is None
 
 
 def test_a_parked_game_is_played_again_in_another_process() -> None:

@@ -67,7 +67,7 @@ def dialogue(endpoint: Endpoint | None = None, **parameters: Any) -> Any:
 
 
 def test_a_user_that_is_a_fixed_model(endpoint: Endpoint) -> None:
-    words = iter(["To Rome.", "Thank you. [DONE]"])
+    words = iter(["To Rome.", "Thank you.\n\n [DONE] \n"])
     endpoint.answer = lambda body: next(words)
 
     async def main() -> Player:
@@ -108,7 +108,7 @@ def test_a_parked_conversation_goes_on_with_the_same_user(endpoint: Endpoint) ->
 def test_the_policy_as_its_own_user_is_not_learned_in_that_role() -> None:
     def says(prompt: str) -> str:
         if "You play a person" in prompt:
-            return "To Rome." if "Here" not in prompt else "Fine. [DONE]"
+            return "To Rome." if "Here" not in prompt else "[DONE]"
         return "Here it is." if "To Rome" in prompt else "Where to?"
 
     async def main() -> Rollout:
@@ -119,6 +119,18 @@ def test_the_policy_as_its_own_user_is_not_learned_in_that_role() -> None:
     assert (made.reward, made.solved, made.turns, made.turn_rewards) == (1.0, True, 2, (0.0, 1.0))
     assert made.branches == ()
     assert made.verdict["ended"] == "[DONE]"
+
+
+@pytest.mark.parametrize("said", ["I won't say [DONE] yet.", "[DONE]? No.", "Is this [GIVE UP]\nor what?", "[DONE].\n"])
+def test_a_user_who_speaks_of_the_end_has_not_come_to_it(said: str, endpoint: Endpoint) -> None:
+    endpoint.answer = lambda body: said
+
+    async def main() -> None:
+        player = Player(dialogue(endpoint), TASK)
+        await player.begin()
+        assert await player.answer("Are you done?") == said
+
+    played(main)
 
 
 def test_a_user_who_gives_up() -> None:

@@ -486,9 +486,9 @@ def test_a_program_and_what_a_model_is_told_of_it(result: ExecResult, told: str)
 
     def answer(argv: Any) -> ExecResult:
         ran.append(argv)
-        return result
+        return result if len(ran) > 1 else ExecResult(exit_code=0, stdout=b"42\n")
 
     played = play(PythonTool(), [said, "done"], answer=answer, context_tokens=60_000)
-    assert ran == [["python3", "-c", "print(42)"]]
+    assert ran == [["python3", "-c", "print(6 * 7)"], ["python3", "-c", "print(42)"]]
     assert played.rollout.failure is None
     assert f"{told}\n</tool_response>" in text_of(played) or told in text_of(played)

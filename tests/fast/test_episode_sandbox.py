@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from fake_sandboxes import FakeBackend
+from fake_sandboxes import FakeBackend, FakeSandbox
 from played import play
 from test_environments import SAID, Counting, waiting
 
@@ -73,6 +73,57 @@ def test_a_parked_sandbox_is_lent_to_whoever_comes_later_and_to_no_more_than_com
         for box in boxes:
             await box.close()
         assert (pool.statistics().used, backend.sandboxes) == (0, {})
+
+    run_virtual(main())
+
+
+def test_what_is_parked_stands_still_from_before_its_snapshot_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[str] = []
+    full = infrastructure_failure("no room for another snapshot", retry=False)
+
+    def told(name: str) -> Any:
+        call = getattr(FakeSandbox, name)
+
+        async def doing(box: FakeSandbox, *given: str) -> Any:
+            did.append(name)
+            if given == ("full",):
+                raise SandboxError(full)
+            return await call(box, *given)
+
+        return doing
+
+    async def main() -> None:
+        clock = VirtualClock()
+        pool = SandboxPool(FakeBackend(clock), PoolSettings(live=1, retries=0), clock)
+        box = EpisodeSandbox(pool, SPEC, labels={}, timeout_s=5.0)
+        await box.write("a", b"a")
+        for name in ("pause", "snapshot", "resume"):
+            monkeypatch.setattr(FakeSandbox, name, told(name))
+        with pytest.raises(SandboxError, match="no room"):
+            await box.park("full")
+        assert did == ["pause", "snapshot", "resume"], "it isn't parked: it goes on"
+        assert await box.read("a") == b"a"
+        did.clear()
+        await box.park("one")
+        assert did == ["pause", "snapshot"]
+        await box.close()
+
+    run_virtual(main())
+
+
+def test_where_nothing_can_stand_still_a_parked_one_is_given_back_and_comes_back_with_its_files() -> None:
+    async def main() -> None:
+        clock = VirtualClock()
+        backend = FakeBackend(clock, can_pause=False)
+        pool = SandboxPool(backend, PoolSettings(live=1, retries=0), clock)
+        box = EpisodeSandbox(pool, SPEC, labels={}, timeout_s=5.0)
+        await box.write("mine", b"1")
+        state = await box.park("one")
+        assert state.snapshot is not None
+        assert (pool.statistics().used, backend.sandboxes) == (0, {})
+        await box.unpark()
+        assert await box.read("mine") == b"1"
+        await box.close()
 
     run_virtual(main())
 

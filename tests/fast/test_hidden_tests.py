@@ -146,6 +146,50 @@ def test_what_cannot_be_asked_is_told(body, what):
         questions_of("def test_it(tmp_path):\n    assert f(1) == 1\n    assert f(2) == 2\n", "it")
 
 
+PYTEST = "is pytest's, which isn't there"
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("import pytest\nF = pytest.mark\n{}", f"line 2: pytest {PYTEST}"),
+        ("from pytest import approx as near\n{}    near(1)\n", f"line 5: near {PYTEST}"),
+        ("import pytest as pt\n{}    pt.skip()\n", f"line 5: pt {PYTEST}"),
+        ("import os, pytest\n{}", f"line 1: import os, pytest {PYTEST}"),
+        ("{}    import pytest\n    with pytest.raises(KeyError):\n        f(3)\n", f"line 4: import pytest {PYTEST}"),
+        ("{}    assert f(3) == 1j\n", "line 4: it expects 1j, which no answer can be"),
+        ("{}    assert f(3) == [1, (2, ...)]\n", "line 4: it expects .*Ellipsis|line 4: it expects"),
+        ("{}    assert f(3) == {{1: {{2j}}}}\n", "line 4: it expects {1: {2j}}, which"),
+        ("{}    assert f(3) == {{{}}}\n", "line 4: it expects {0, 1, 2"),
+    ],
+)
+def test_what_no_code_could_pass_is_refused(source, what):
+    test = "def test_it():\n    assert f(1) == 1\n    assert f(2) == 2\n"
+    with pytest.raises(ValueError, match=what):
+        questions_of(source.format(test, ", ".join(map(str, range(3000)))), "it")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "tolerance", "constant"),
+    [
+        ("1", "1.0", 0.0, True),
+        ("True", "1", 0.0, True),
+        ("1.0", "1.05", 0.1, True),
+        ("1.0", "1.05", 0.01, False),
+        ("{1: 2}", "{1: 2.0}", 0.0, True),
+        ("[1]", "(1,)", 0.0, False),
+        ("1", "2", 5.0, False),  # whole numbers are compared as they are
+    ],
+)
+def test_values_that_would_be_taken_for_each_other_are_one(first, second, tolerance, constant):
+    source = f"def test_it():\n    assert f(1) == {first}\n    assert f(2) == {second}\n"
+    if not constant:
+        assert len(questions_of(source, "it", tolerance).answers) == 3
+        return
+    with pytest.raises(ValueError, match="a constant answers all of it"):
+        questions_of(source, "it", tolerance)
+
+
 def test_repositories(tmp_path):
     assert files_of({"files": {"a/b.py": "x"}}) == {"a/b.py": (b"x", 0o644)}
     folder = tmp_path / "folder"

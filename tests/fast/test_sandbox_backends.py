@@ -22,8 +22,8 @@ def program(folder: Path, version: str) -> str:
     return str(made)
 
 
-def bubblewrap(path: str) -> Sandbox:
-    return Sandbox(backend="bubblewrap", settings={"program": path})
+def bubblewrap(path: str, start_timeout_s: float | None = None) -> Sandbox:
+    return Sandbox(backend="bubblewrap", settings={"program": path}, start_timeout_s=start_timeout_s)
 
 
 def test_each_has_its_own_settings(tmp_path: Path):
@@ -76,3 +76,8 @@ def test_no_daemon_is_a_matter_of_configuration(tmp_path: Path):
         await backend.close()
 
     asyncio.run(main())
+
+
+def test_a_start_may_take_as_long_inside_as_the_experiment_says(tmp_path: Path) -> None:
+    made = [backend_of(one) for one in (Sandbox(start_timeout_s=90), bubblewrap(program(tmp_path, "0.11.2"), 90))]
+    assert [one._settings.start_timeout_s for one in made if isinstance(one, LocalBackend)] == [90, 90]

@@ -149,6 +149,22 @@ def test_a_runs_sandboxes_have_their_breaker_reaper_and_faults_and_all_end_with_
     run_virtual(main())
 
 
+def test_a_runs_sandbox_that_wouldnt_end_ends_at_a_later_look():
+    async def main():
+        clock = VirtualClock()
+        backend = ReapingBackend(clock, [])
+        settings = Sandbox(live=2, retries=0, reap_every_s=5.0)
+        async with sandboxes_of(settings, clock, backend=backend) as sandboxes:
+            backend.end_failures = [infrastructure_failure("502")]
+            async with sandboxes.pool.lease(SPEC):
+                pass
+            assert (sandboxes.statistics().leaked, len(backend.sandboxes)) == (1, 1)
+            await clock.sleep(6.0)
+            assert (sandboxes.statistics().leaked, len(backend.sandboxes)) == (0, 0)
+
+    run_virtual(main())
+
+
 def test_quantiles_of_latencies_are_a_little_above_the_true_ones():
     seen = Latencies()
     for seconds in [0.0005, 0.004, 0.004, 1.0, 1e6]:

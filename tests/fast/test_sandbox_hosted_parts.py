@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,16 @@ from headway.records.sandbox import (
     SandboxInfo,
     SandboxSpec,
     infrastructure_failure,
+    model_failure,
 )
 from headway.runtime.clock import VirtualClock, run_virtual
+from headway.sandbox import hosted_sandbox
 from headway.sandbox.backends import backend_of
 from headway.sandbox.hosted import HostedBackend
-from headway.sandbox.hosted_runner import MARK, answer
+from headway.sandbox.hosted_runner import INLINE_BYTES, MARK, answer
+from headway.sandbox.hosted_runner import main as run_request
 from headway.sandbox.pace import Pace, SharedPace
+from headway.sandbox.pool import PoolSettings, SandboxPool
 from headway.sandbox.provider import HostedSettings, Ran, failure_of_status, plain_labels
 
 
@@ -43,6 +49,8 @@ class Scripted:
         self.ended: list[str] = []
         self.makes_s = 1.0
         self.errors: list[Exception] = []
+        self.end_errors: list[Exception] = []
+        self.put_errors: list[Exception] = []
         self.says = Ran(exit_code=0, stdout=f'\n{MARK}{{"processes": []}}')
 
     def can(self) -> Capabilities:
@@ -67,12 +75,16 @@ class Scripted:
         return len(self.made) - len(self.ended)
 
     async def terminate(self, sandbox: str) -> None:
+        if self.end_errors:
+            raise self.end_errors.pop(0)
         self.ended.append(sandbox)
 
     async def run(self, sandbox: str, line: str, timeout_s: float) -> Ran:
         return self.says
 
-    async def put(self, sandbox: str, path: str, data: bytes) -> None: ...
+    async def put(self, sandbox: str, path: str, data: bytes) -> None:
+        if self.put_errors:
+            raise self.put_errors.pop(0)
 
     async def get(self, sandbox: str, path: str) -> bytes:
         return b""
@@ -87,7 +99,9 @@ class Scripted:
         return ""
 
     def failure_of(self, error: Exception, what: str) -> SandboxFailure:
-        return failure_of_status(429, what) if str(error) == "too many" else infrastructure_failure(what)
+        if str(error) == "too many":
+            return failure_of_status(429, what)
+        return model_failure(what) if str(error) == "a file" else infrastructure_failure(what)
 
     async def close(self) -> None: ...
 
@@ -161,8 +175,169 @@ def test_one_that_nobody_waits_for_any_more_is_ended(tmp_path: Path):
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        await asyncio.sleep(5.0)
         assert provider.ended == [name for name, _ in provider.made] == ["box-0"]
+
+    run_virtual(main())
+
+
+def test_a_snapshot_of_one_that_is_paused_is_taken_while_it_isnt(tmp_path: Path):
+    """E2B refuses otherwise, and says that there is no such sandbox."""
+    did: list[str] = []
+
+    class Pausing(Scripted):
+        def can(self) -> Capabilities:
+            return Capabilities(backend=self.name, pause=True, snapshot=True)
+
+        async def pause(self, sandbox: str) -> None:
+            did.append("pause")
+
+        async def resume(self, sandbox: str, ttl_s: float) -> None:
+            did.append("resume")
+
+        async def snapshot(self, sandbox: str, name: str) -> str:
+            did.append("snapshot")
+            return "kept"
+
+    async def main():
+        one = backend(tmp_path, Pausing())
+        box = await one.create(SandboxSpec())
+        await box.pause()
+        assert (await box.snapshot("one")).path == "scripted:kept"
+        assert did == ["pause", "resume", "snapshot", "pause"]
+        await one.close()
+
+    run_virtual(main())
+
+
+def test_a_place_is_given_back_once_what_was_made_too_late_has_ended(tmp_path: Path):
+    async def main():
+        provider = Scripted(creates_per_s=1000.0, creates_at_once=100)
+        provider.makes_s = 10.0
+        provider.end_errors = [RuntimeError("502")]
+        pool = SandboxPool(
+            backend(tmp_path, provider), PoolSettings(live=1, retries=0, start_timeout_s=2.0), VirtualClock()
+        )
+        for number in range(3):
+            with pytest.raises(SandboxError, match="wasn't ready in 2 s"):
+                async with pool.lease(SandboxSpec()):
+                    raise AssertionError("there is none")
+            assert len(provider.ended) == len(provider.made) == number + 1
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("failed_ends", [2, 3])
+def test_one_that_cant_be_opened_and_not_ended_either_is_tried_again(tmp_path: Path, failed_ends: int):
+    async def main():
+        provider = Scripted()
+        provider.put_errors, provider.end_errors = [RuntimeError("502")], [RuntimeError("502")] * (failed_ends + 1)
+        made = backend(tmp_path, provider)
+        with pytest.raises(SandboxError, match="put the runner in"):
+            await made.create(SandboxSpec())
+        assert provider.ended == []
+        left = await made.reap()
+        assert [reaped.stuck for reaped in left] == [failed_ends == 3]
+        await made.close()
+        assert provider.ended == ["box-0"]
+
+    run_virtual(main())
+
+
+def test_a_provider_that_never_makes_what_was_given_up_holds_nobody_for_ever(tmp_path: Path):
+    async def main():
+        provider = Scripted()
+        provider.makes_s = 1e9
+        made = backend(tmp_path, provider)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await made.create(SandboxSpec())
+        await made.close()
+        assert asyncio.get_running_loop().time() < 200.0
+
+    run_virtual(main())
+
+
+def test_no_start_is_a_models_doing(tmp_path: Path):
+    async def main():
+        provider = Scripted()
+        made = backend(tmp_path, provider)
+        for errors in (provider.errors, provider.put_errors):
+            errors.append(RuntimeError("a file"))
+            with pytest.raises(SandboxError) as raised:
+                await made.create(SandboxSpec())
+            failure = raised.value.failure
+            assert (failure.cause, failure.reward_valid, failure.retry) == ("infrastructure", False, True)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("says", "cause"),
+    [
+        (Ran(exit_code=0, stdout=f'\n{MARK}{{"error": {errno.EIO}, "what": "I/O error"}}'), "infrastructure"),
+        (Ran(exit_code=0, stdout=f'\n{MARK}{{"error": {errno.ENOENT}, "what": "none"}}'), "model_code"),
+        (Ran(exit_code=255, stdout=""), "infrastructure"),
+        (Ran(exit_code=137, stdout=""), "model_code"),
+        (Ran(exit_code=143, stdout=""), "model_code"),  # kill $PPID
+        (Ran(exit_code=1, stdout=""), "model_code"),  # rm -rf /tmp
+        (Ran(exit_code=0, stdout=f'\n{MARK}{{"killed": "had no room"}}'), "model_code"),
+    ],
+)
+def test_whose_doing_an_answer_is(tmp_path: Path, says: Ran, cause: str):
+    async def main():
+        provider = Scripted()
+        box = await backend(tmp_path, provider).create(SandboxSpec())
+        provider.says = says
+        with pytest.raises(SandboxError) as raised:
+            await box.read("x")
+        assert raised.value.failure.cause == cause
+
+    run_virtual(main())
+
+
+def test_an_answer_that_a_full_disk_has_no_room_for_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    (tmp_path / "large").write_bytes(bytes(INLINE_BYTES))
+    request = {"do": "read", "path": str(tmp_path / "large"), "max_bytes": INLINE_BYTES}
+    told = base64.b64encode(json.dumps(request).encode()).decode()
+    for place, key in ((tmp_path / "answer", "in"), (tmp_path / "none" / "answer", "killed")):
+        monkeypatch.setattr(sys, "argv", ["runner", told, str(place)])
+        run_request()
+        assert key in json.loads(capsys.readouterr().out.rpartition(MARK)[2])
+
+
+def test_much_data_is_encoded_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def main():
+        provider = Scripted()
+        box = await backend(tmp_path, provider).create(SandboxSpec())
+        aside: list[Any] = []
+        to_thread = asyncio.to_thread
+
+        async def seen(work: Any, *arguments: Any) -> Any:
+            aside.append(arguments)
+            return await to_thread(work, *arguments)
+
+        monkeypatch.setattr(asyncio, "to_thread", seen)
+        await box.write("short", b"x")
+        assert not aside
+        await box.write("long", bytes(1 << 20))
+        assert len(aside) == 1
+        request = json.loads(base64.b64decode(hosted_sandbox._told({"data": b"x"})))
+        assert request == {"data": base64.b64encode(b"x").decode()}
+
+    run_virtual(main())
+
+
+def test_what_couldnt_be_ended_ends_when_its_time_is_over(tmp_path: Path):
+    async def main():
+        provider = Scripted()
+        box = await backend(tmp_path, provider).create(SandboxSpec(), ttl_s=10.0)
+        provider.end_errors = [RuntimeError("502")]
+        with pytest.raises(SandboxError):
+            await box.terminate()
+        await asyncio.sleep(11.0)
+        assert provider.ended == [box.id]
 
     run_virtual(main())
 
@@ -175,8 +350,7 @@ def test_closing_waits_for_what_is_being_made_and_ends_it(tmp_path: Path):
         asking = asyncio.create_task(made.create(SandboxSpec(), idempotency_key="one"))
         await asyncio.sleep(0.5)
         await made.close()
-        await asyncio.gather(asking, return_exceptions=True)
-        await asyncio.sleep(5.0)
+        assert asking.done()
         assert sorted(provider.ended) == ["box-0", "box-1"]
         assert kept.ended
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from headway.records.errors import ConfigurationError
 from headway.records.sandbox import MIB, Capabilities, Limits
-from headway.sandbox import cgroups, leftovers, seccomp, snapshots, wire
+from headway.sandbox import cgroups, files, leftovers, seccomp, snapshots, wire
 from headway.sandbox.local_failures import result_of, setup_failure
 
 ALLOW = seccomp.ALLOW
@@ -52,6 +53,26 @@ NO, NONE, FAMILY = seccomp.ERRNO | 1, seccomp.ERRNO | 38, seccomp.ERRNO | 97
         (16, (0, 0x1_0000_5412), NO),  # the kernel looks at the low half only
         (135, (0xFFFFFFFF,), ALLOW),
         (135, (0x0400000,), NO),
+        (302, (0, 7), ALLOW),  # prlimit64 of oneself
+        (302, (1, 7), NO),  # ... of the first process
+        (302, (4, 7), NO),  # ... of another: of a command that is being made ready
+        (302, (0x1_0000_0000, 7), ALLOW),  # ... of oneself: a number of 32 bits
+        (203, (0, 8), ALLOW),  # sched_setaffinity
+        *((number, (1, 8), NO) for number in (203, 144, 142, 314)),  # ... setscheduler, setparam, setattr
+        (144, (0x7_0000_0001, 5), NO),
+        (144, (5, 5), ALLOW),
+        (141, (0, 0, 7), ALLOW),  # setpriority of oneself
+        (141, (0, 1, 7), NO),
+        (141, (0x5_0000_0000, 0x5_0000_0001, 7), NO),
+        (141, (1, 0, 7), ALLOW),  # ... of one's group
+        (141, (1, 1, 7), NO),  # ... of the first process's
+        (141, (2, 0, 7), NO),  # ... of all the user's
+        (141, (2, 1000, 7), NO),
+        (251, (1, 0, 0x6000), ALLOW),  # ioprio_set, whose kinds are one more
+        (251, (2, 0, 0x6000), ALLOW),
+        (251, (1, 1, 0x6000), NO),
+        (251, (2, 1, 0x6000), NO),
+        (251, (3, 0, 0x6000), NO),
         (457, (), NONE),  # newer than what is known
         (0x40000000, (), NONE),  # x32
     ],
@@ -67,6 +88,8 @@ def test_the_filter_knows_machines_apart():
     assert seccomp.verdict(arm, "aarch64", 63) == ALLOW  # read
     assert seccomp.verdict(arm, "aarch64", 220, (0x10000000,)) == NO  # clone
     assert seccomp.verdict(arm, "aarch64", 97) == NO  # unshare
+    assert seccomp.verdict(arm, "aarch64", 261, (1,)) == NO  # prlimit64
+    assert seccomp.verdict(arm, "aarch64", 119, (2,)) == ALLOW  # sched_setscheduler
     with pytest.raises(OSError, match="no system call filter"):
         seccomp.program("riscv64")
 
@@ -177,6 +200,42 @@ def test_owners_are_told_by_process_and_start(tmp_path: Path):
     assert dict(leftovers.owners(tmp_path)) == {mine: True, other: False}
     leftovers.reap(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([mine, tmp_path / "unrelated"])
+
+
+def test_owners_in_another_namespace_of_processes_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Their numbers stand for other processes here, or for none."""
+    monkeypatch.setattr(leftovers, "machine", lambda: f"{'0' * 8}-0000-0000-0000-{'0' * 12}-4026531836")
+    (tmp_path / leftovers.owner_name(os.getpid(), 1)).mkdir()
+    theirs = tmp_path / f"{leftovers.owner_name(os.getpid(), 2)}".replace(f"-{leftovers.started(os.getpid())}-", "-1-")
+    theirs.mkdir()
+    monkeypatch.undo()
+    assert set(dict(leftovers.owners(tmp_path)).values()) == {True}
+    assert leftovers.reap(tmp_path) == []
+    assert theirs.exists()
+
+
+def test_a_process_of_another_namespace_in_a_group_isnt_taken_for_ones_own_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Version 2 shows a process that can't be named here as 0, and to kill 0 is to kill oneself and one's relatives."""
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / "cgroup.procs").write_text("0\n4194305\n0\n")
+    assert not cgroups.clear(tmp_path / "owner", patience_s=0.0)
+    assert killed == [4194305]
+
+
+def test_a_listing_is_whole_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("b", "ü", "a"):
+        (tmp_path / name).write_text(name)
+    entries = json.loads(files.listing(str(tmp_path), 3))
+    assert [(entry["name"], entry["size_bytes"]) for entry in entries] == [("a", 1), ("b", 1), ("ü", 2)]
+    with pytest.raises(OSError, match="more than 2 entries"):
+        files.listing(str(tmp_path), 2)
+    monkeypatch.setattr(files, "BODY_BYTES", 100)
+    with pytest.raises(OSError, match="more than 100"):
+        files.listing(str(tmp_path), 3)
 
 
 def answer(**changed):

@@ -13,6 +13,7 @@ from headway.records.sandbox import (
     ExecResult,
     SandboxError,
     SandboxSpec,
+    Snapshot,
     environment_failure,
     infrastructure_failure,
     model_failure,
@@ -78,11 +79,7 @@ def test_failures_that_may_pass_are_tried_again_and_others_are_not():
             assert 1.5 <= backend.clock.now() <= 4.6
         assert (pool.statistics().retries, pool.statistics().start_failures) == (2, {"infrastructure": 2})
 
-        for lasting in (
-            environment_failure("bad image"),
-            model_failure("its own"),
-            infrastructure_failure("no", retry=False),
-        ):
+        for lasting in (environment_failure("bad image"), infrastructure_failure("no", retry=False)):
             pool = pool_of(FakeBackend(backend.clock, failures=[lasting]))
             with pytest.raises(SandboxError):
                 async with pool.lease(SPEC):
@@ -93,6 +90,59 @@ def test_failures_that_may_pass_are_tried_again_and_others_are_not():
         with pytest.raises(SandboxError):
             async with pool.lease(SPEC):
                 raise AssertionError("there is none")
+
+    run_virtual(main())
+
+
+def test_no_start_is_a_models_doing_but_that_of_what_was_in_a_snapshot():
+    async def main():
+        backend = FakeBackend(VirtualClock(), failures=[model_failure("out of memory")] * 2)
+        pool = pool_of(backend, retries=0)
+        backend.snapshots["one"] = {}
+        for snapshot, expected in (
+            (None, ("infrastructure", False)),
+            (Snapshot(path="one", bytes=0, sha256=""), ("model_code", True)),
+        ):
+            with pytest.raises(SandboxError) as raised:
+                async with pool.lease(SPEC, snapshot=snapshot):
+                    raise AssertionError("there is none")
+            assert (raised.value.failure.cause, raised.value.failure.reward_valid) == expected
+
+    run_virtual(main())
+
+
+def test_the_line_for_starts_is_a_line():
+    async def main():
+        backend = FakeBackend(VirtualClock(), start_s=1.0)
+        pool = pool_of(backend, live=4, starts=1, hedge_share=0.0)
+
+        async def one() -> None:
+            async with pool.lease(SPEC):
+                await backend.clock.sleep(10)
+
+        leases = [asyncio.create_task(one()) for _ in range(5)]
+        await backend.clock.sleep(0.5)
+        assert (pool.statistics().waiters, pool.statistics().oldest_wait_s) == (4, 0.5)
+        await asyncio.gather(*leases)
+        seen = pool.statistics()
+        assert (seen.queue.count, seen.queue.mean_s) == (5, pytest.approx((0 + 1 + 2 + 3 + 11) / 5))
+        assert seen.start.mean_s == pytest.approx(1.0)
+
+    run_virtual(main())
+
+
+def test_what_couldnt_be_ended_is_tried_again_while_the_pool_is_open():
+    async def main():
+        backend = FakeBackend(VirtualClock(), end_failures=[PASSING] * 4)
+        pool = pool_of(backend, retries=1)
+        async with pool.lease(SPEC):
+            pass
+        assert (pool.statistics().leaked, len(backend.sandboxes)) == (1, 1)
+        await pool.end_leaked()
+        assert (pool.statistics().leaked, len(backend.sandboxes)) == (1, 1)
+        await pool.end_leaked()
+        assert (pool.statistics().leaked, len(backend.sandboxes)) == (0, 0)
+        assert pool.statistics().lost == 0
 
     run_virtual(main())
 

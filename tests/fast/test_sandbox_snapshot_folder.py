@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headway.records.errors import ConfigurationError
-from headway.records.sandbox import SandboxError
-from headway.sandbox.snapshot_folder import SnapshotFolder, remove_others
+from headway.records.sandbox import SandboxError, Snapshot
+from headway.sandbox.snapshot_folder import LOCK, IncomingSnapshot, SnapshotFolder, opened, remove_others
 
 
-def put(folder: SnapshotFolder, name: str, size: int) -> None:
-    with folder.incoming(name, "sb-1") as one:
-        for _ in range(size // 100):
-            one.append(bytes(100))
-        one.keep()
+def put(folder: SnapshotFolder, name: str, size: int) -> Snapshot:
+    async def main() -> Snapshot:
+        async with folder.incoming(name, "sb-1") as one:
+            for _ in range(size // 100):
+                await one.append(bytes(100))
+            return await one.keep()
+
+    return asyncio.run(main())
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
 
 
 def test_one_that_doesnt_fit_isnt_kept_and_takes_nothing(tmp_path: Path):
@@ -24,27 +39,30 @@ def test_one_that_doesnt_fit_isnt_kept_and_takes_nothing(tmp_path: Path):
     with pytest.raises(SandboxError, match=r"1000 bytes; give sandbox.snapshot_bytes more") as raised:
         put(folder, "b", 700)
     assert (raised.value.failure.cause, raised.value.failure.retry) == ("infrastructure", False)
-    assert [path.name for path in (tmp_path / "snapshots").iterdir()] == ["a.tar"]
+    assert names(tmp_path / "snapshots") == ["a.tar"]
     put(folder, "b", 600)
     with pytest.raises(SandboxError):
         put(folder, "c", 100)
 
 
 def test_those_on_their_way_count_and_what_is_given_up_doesnt(tmp_path: Path):
-    folder = SnapshotFolder(tmp_path, 1000)
-    with folder.incoming("a", "sb-1") as a:
-        a.append(bytes(600))
-        with folder.incoming("b", "sb-2") as b:
-            b.append(bytes(600))
-            with pytest.raises(SandboxError):
-                b.keep()
-        with folder.incoming("c", "sb-3") as c:
-            c.append(bytes(300))
-        with folder.incoming("d", "sb-4") as d:
-            d.append(bytes(400))
-            d.keep()
-        assert a.keep().bytes == 600
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tar", "d.tar"]
+    async def main():
+        folder = SnapshotFolder(tmp_path, 1000)
+        async with folder.incoming("a", "sb-1") as a:
+            await a.append(bytes(600))
+            async with folder.incoming("b", "sb-2") as b:
+                await b.append(bytes(600))
+                with pytest.raises(SandboxError):
+                    await b.keep()
+            async with folder.incoming("c", "sb-3") as c:
+                await c.append(bytes(300))
+            async with folder.incoming("d", "sb-4") as d:
+                await d.append(bytes(400))
+                await d.keep()
+            assert (await a.keep()).bytes == 600
+
+    asyncio.run(main())
+    assert names(tmp_path) == ["a.tar", "d.tar"]
 
 
 def test_one_of_the_same_name_takes_the_others_place(tmp_path: Path):
@@ -57,15 +75,17 @@ def test_one_of_the_same_name_takes_the_others_place(tmp_path: Path):
 
 
 def test_a_full_disk_is_no_ones_fault_but_the_machines(tmp_path: Path):
-    folder = SnapshotFolder(tmp_path)
-    with folder.incoming("a", "sb-1") as one, open("/dev/full", "wb") as full:
-        one._file.close()
-        one._file = full  # type: ignore[assignment]
-        one.append(bytes(1 << 20))
-        one.append(bytes(1 << 20))
-        with pytest.raises(SandboxError, match="No space left") as raised:
-            one.keep()
-    assert (raised.value.failure.cause, raised.value.failure.retry) == ("infrastructure", True)
+    async def main():
+        async with SnapshotFolder(tmp_path).incoming("a", "sb-1") as one:
+            one._file.close()  # type: ignore[union-attr]
+            one._file = Path("/dev/full").open("wb")  # noqa: ASYNC230, SIM115  closed as its own would be
+            await one.append(bytes(1 << 20))
+            await one.append(bytes(1 << 20))
+            with pytest.raises(SandboxError, match="No space left") as raised:
+                await one.keep()
+        assert (raised.value.failure.cause, raised.value.failure.retry) == ("infrastructure", True)
+
+    asyncio.run(main())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -93,18 +113,140 @@ def test_what_nothing_names_any_more_is_removed(tmp_path: Path):
 
 
 def test_the_snapshots_of_other_workers_count(tmp_path: Path):
-    one, other = SnapshotFolder(tmp_path, 1000), SnapshotFolder(tmp_path, 1000)
-    with one.incoming("a", "sb-1") as a:
-        a.append(bytes(100))
-        with other.incoming("b", "sb-2") as b:
-            b.append(bytes(600))
-            b.keep()
-        with one.incoming("c", "sb-3") as c:
-            c.append(bytes(600))
-            with pytest.raises(SandboxError):
-                c.keep()
-        (tmp_path / "b.tar").unlink()  # it goes on
-        with one.incoming("d", "sb-4") as d:
-            d.append(bytes(600))
-            d.keep()
-        a.keep()
+    async def main():
+        one, other = SnapshotFolder(tmp_path, 1000), SnapshotFolder(tmp_path, 1000)
+        async with one.incoming("a", "sb-1") as a:
+            await a.append(bytes(100))
+            async with other.incoming("b", "sb-2") as b:
+                await b.append(bytes(600))
+                await b.keep()
+            async with one.incoming("c", "sb-3") as c:
+                await c.append(bytes(600))
+                with pytest.raises(SandboxError):
+                    await c.keep()
+            (tmp_path / "b.tar").unlink()  # it goes on
+            async with one.incoming("d", "sb-4") as d:
+                await d.append(bytes(600))
+                await d.keep()
+            await a.keep()
+
+    asyncio.run(main())
+
+
+def test_those_of_other_workers_that_came_meanwhile_count_too(tmp_path: Path):
+    async def main():
+        one, other = SnapshotFolder(tmp_path, 1000), SnapshotFolder(tmp_path, 1000)
+        async with one.incoming("a", "sb-1") as a, other.incoming("b", "sb-2") as b:
+            await a.append(bytes(600))
+            await b.append(bytes(600))
+            await a.keep()
+            with pytest.raises(SandboxError, match=r"1000 bytes; give sandbox.snapshot_bytes more"):
+                await b.keep()
+
+    asyncio.run(main())
+    assert names(tmp_path) == ["a.tar"]
+
+
+def test_of_a_snapshot_whose_taker_is_cancelled_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """... wherever it is: the disk's threads are waited for, and nothing is written to what is closed."""
+
+    def slowly(work: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*given: Any) -> Any:
+            time.sleep(0.01)  # in a thread: the disk's time
+            return work(*given)
+
+        return slow
+
+    for name in ("_begin", "_write", "_place", "_end"):
+        monkeypatch.setattr(IncomingSnapshot, name, slowly(getattr(IncomingSnapshot, name)))
+
+    async def main():
+        folder = SnapshotFolder(tmp_path)
+        for turn in range(12):
+
+            async def take() -> None:
+                async with folder.incoming("a", "sb-1") as one:
+                    await one.append(bytes(1000))
+                    await one.keep()
+
+            taking = asyncio.create_task(take())
+            await asyncio.sleep(turn * 0.003)
+            taking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await taking
+            assert names(tmp_path) in ([], ["a.tar"])
+            assert not folder._open
+
+    asyncio.run(main())
+
+
+def test_a_slow_disk_is_waited_for_without_holding_up_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    done = threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda _: done.wait(20))
+
+    async def main():
+        async with SnapshotFolder(tmp_path).incoming("a", "sb-1") as one:
+            await one.append(bytes(1000))
+            keeping = asyncio.create_task(one.keep())
+            await asyncio.sleep(0.02)  # the disk's time
+            assert not keeping.done(), "this goes on meanwhile"
+            done.set()
+            await keeping
+
+    asyncio.run(main())
+
+
+def test_a_damaged_snapshot_is_told(tmp_path: Path):
+    async def look(snapshot: Snapshot) -> bytes:
+        with contextlib.ExitStack() as until:
+            return os.read(await opened(snapshot, until), 1000)
+
+    taken = put(SnapshotFolder(tmp_path), "a", 500)
+    assert asyncio.run(look(taken)) == bytes(500)
+    path = Path(taken.path)
+    for damaged in (bytes(400), bytes(499) + b"x", b""):
+        path.write_bytes(damaged)
+        with pytest.raises(SandboxError, match="isn't what was taken") as raised:
+            asyncio.run(look(taken))
+        assert (raised.value.failure.cause, raised.value.failure.retry) == ("infrastructure", False)
+    path.unlink()
+    with pytest.raises(SandboxError, match="No such file"):
+        asyncio.run(look(taken))
+
+
+def test_what_a_dead_process_left_half_takes_no_room(tmp_path: Path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (tmp_path / f".a.sb-1.{ended.pid}.incoming").write_bytes(bytes(900))
+    put(SnapshotFolder(tmp_path, 1000), "b", 500)
+    (tmp_path / f".c.sb-2.{os.getppid()}.incoming").write_bytes(bytes(400))
+    with pytest.raises(SandboxError, match="no room for another snapshot"):
+        put(SnapshotFolder(tmp_path, 1000), "d", 200)
+
+
+def test_one_whose_end_is_cancelled_after_it_was_kept_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nobody will ever know its name."""
+    going, go_on = threading.Event(), threading.Event()
+    end = IncomingSnapshot._end
+
+    def slowly(one: IncomingSnapshot) -> None:
+        going.set()
+        go_on.wait(10)
+        end(one)
+
+    async def take(folder: SnapshotFolder) -> None:
+        async with folder.incoming("a", "sb-1") as one:
+            await one.append(bytes(100))
+            await one.keep()
+            monkeypatch.setattr(IncomingSnapshot, "_end", slowly)
+
+    async def main() -> None:
+        taking = asyncio.create_task(take(SnapshotFolder(tmp_path, 1000)))
+        await asyncio.to_thread(going.wait, 10)
+        taking.cancel()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+        assert names(tmp_path) == []
+
+    asyncio.run(main())

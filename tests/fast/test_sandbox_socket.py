@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headway.records.sandbox import SandboxError, SandboxSpec
-from headway.sandbox import wire
+from headway.sandbox import local_sandbox, wire
 from headway.sandbox.leftovers import SandboxRecord
 from headway.sandbox.local_sandbox import LocalSandbox
 
@@ -66,7 +66,10 @@ async def request(reader: asyncio.StreamReader) -> dict[str, Any]:
         wire.frame({"id": 1, "more": True}, b"x" * 100),  # more than was asked for
         wire.frame({"id": 1}),  # an answer without what was asked for
         wire.frame({"id": 1, "exit_code": "x", "stdout_bytes": {}}),
-        wire.frame({"id": 1, "entries": [{"name": 3}]}),
+        wire.frame({"id": 1}, b'[{"name": 3}]'),
+        wire.frame({"id": 1}, b"[" * 100_000),
+        wire.frame({"id": 1}, b"not JSON"),
+        wire.frame({"id": 1}, b'[{"name": "\xff"}]'),
     ],
 )
 @pytest.mark.parametrize("asked", ["exec", "list"])
@@ -94,6 +97,56 @@ def test_answers_that_nobody_waits_for_are_passed_over():
             writer.write(wire.frame({"id": 1}))
             await calling
 
+    asyncio.run(main())
+
+
+def test_one_that_dies_in_the_middle_of_a_long_request_says_so():
+    async def main():
+        async with talking() as (box, zygote, _, writer):
+            calling = asyncio.create_task(box.write("big", bytes(64 << 20)))
+            await asyncio.sleep(0.1)
+            assert not calling.done(), "nobody reads it"
+            box.has_ended(None, 0)  # with the zygote
+            writer.transport.abort()
+            with pytest.raises(SandboxError, match="has died") as raised:
+                await asyncio.wait_for(calling, 5)
+            assert raised.value.failure.cause == "infrastructure"
+            assert zygote.asked == []
+
+    asyncio.run(main())
+
+
+def test_one_that_doesnt_end_is_told_as_long_as_somebody_could_end_it(monkeypatch: pytest.MonkeyPatch):
+    class Deaf(FakeZygote):
+        def request(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+            self.asked.append(message["do"])
+
+    async def main():
+        zygote = Deaf()
+        box = LocalSandbox(RECORD, SandboxSpec(), zygote, None, 5.0)
+        with pytest.raises(SandboxError, match="doesn't end") as raised:
+            await box.terminate()
+        assert (raised.value.failure.cause, raised.value.failure.retry) == ("infrastructure", True)
+        box.has_ended(-9, 0)
+        await box.terminate()
+        assert zygote.asked == ["terminate"]
+        zygote.alive = False
+        await LocalSandbox(RECORD, SandboxSpec(), zygote, None, 5.0).terminate()
+
+    monkeypatch.setattr(local_sandbox, "ENDING_S", 0.05)
+    asyncio.run(main())
+
+
+def test_no_answer_is_what_is_told_though_it_doesnt_end_either(monkeypatch: pytest.MonkeyPatch):
+    async def main():
+        async with talking() as (box, zygote, _, _):
+            box._grace_s = 0.05
+            zygote.box = LocalSandbox(RECORD, SandboxSpec(), zygote, None, 5.0)  # another: this one doesn't end
+            with pytest.raises(SandboxError, match="no answer to health"):
+                await box.health()
+            box.has_ended(-9, 0)
+
+    monkeypatch.setattr(local_sandbox, "ENDING_S", 0.05)
     asyncio.run(main())
 
 

@@ -90,6 +90,14 @@ class TestBuiltIn:
         assert score("exact", "<answer>16</answer>", extract="answer_tag") == 1.0
         assert score("exact", "16", extract="answer_tag") == 0.0
 
+    @pytest.mark.parametrize("name", ["exact", "numeric"])
+    def test_a_task_without_an_answer_fails_its_responses(self, name: str):
+        [empty, other] = VerifierService(None, verifier={"name": name}).score(task(answer=""), ["", "16"])
+        for verdict in (empty, other):
+            assert verdict.failure is not None
+            assert (verdict.reward, verdict.failure.boundary, verdict.failure.infrastructure) == (0.0, "reward", False)
+            assert "task t" in verdict.failure.cause
+
     def test_numeric(self):
         assert score("numeric", "8+8=16.0") == 1.0
         assert score("numeric", "16 or 17") == 0.0

@@ -50,8 +50,7 @@ class Diary(Environment):
         assert len(said) == len(lines) + 1 == episode.turns, (len(said), lines, episode.turns)
         lines.append(f"{len(lines)} {digest(answer.text)}\n")
         episode.state["drawn"].append(episode.random.random())
-        written = await episode.sandbox.exec(["sh", "-c", "cat >> diary"], stdin=lines[-1].encode())
-        assert written.ok, written
+        await self.write(lines[-1], episode)
         if len(lines) == episode.state["turns"]:
             episode.end("full")
         else:
@@ -72,4 +71,11 @@ class Diary(Environment):
         """The files, as its state remembers them."""
         lines = episode.state["lines"]
         if lines:
-            assert (await episode.sandbox.read("diary")).decode() == "".join(lines)
+            assert await self.read(episode) == "".join(lines)
+
+    async def write(self, line: str, episode: Episode) -> None:
+        written = await episode.sandbox.exec(["sh", "-c", "cat >> diary"], stdin=line.encode())
+        assert written.ok, written
+
+    async def read(self, episode: Episode) -> str:
+        return (await episode.sandbox.read("diary")).decode()

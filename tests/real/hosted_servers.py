@@ -184,6 +184,8 @@ class E2B(Cloud):
             box.paused = False
             return 200, self._told(box)
         elif do == "snapshots":
+            if box.paused:
+                return 404, b'{"code": 404, "message": "Sandbox not found"}'
             name = f"snapshot-{len(self.snapshots)}"
             self.snapshots[name] = await box.sandbox.snapshot(name)
             return 201, json.dumps({"snapshotID": name, "names": []}).encode()

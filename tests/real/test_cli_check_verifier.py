@@ -15,20 +15,35 @@ from headway.records.planning import Finding
 pytestmark = pytest.mark.real
 
 
-def find(folder: Path, monkeypatch: pytest.MonkeyPatch, **verifier: Any) -> list[Finding]:
+ROW = {"prompt": "1+1=", "answer": "2"}
+
+
+def find(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, row: Any = ROW, more: Any = None, **verifier: Any
+) -> list[Finding]:
     monkeypatch.chdir(folder)
-    (folder / "tasks.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    (folder / "tasks.jsonl").write_text(json.dumps(row) + "\n")
     raw = {
         "run": {"directory": str(folder / "run")},
         "model": {"path": str(folder / "none")},
         "tasks": {"train": {"path": str(folder / "tasks.jsonl")}},
         "verifier": verifier,
+        **(more or {}),
     }
     return [finding for finding in check(validate_experiment(raw, "test")) if finding.key.startswith("verifier")]
 
 
 def test_a_verifier_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find(tmp_path, monkeypatch, name="exact") == []
+
+
+@pytest.mark.parametrize(
+    ("more", "level"), [({}, "error"), ({"environment": {"name": "gym", "parameters": {"env": "x:y"}}}, "info")]
+)
+def test_tasks_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: Any, level: str) -> None:
+    [finding] = find(tmp_path, monkeypatch, row={"prompt": "Play."}, more=more, name="exact")
+    assert finding.level == level
+    assert "has no answer to compare with" in finding.message
 
 
 def test_an_unknown_verifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,19 +10,43 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from environment_player import Player, asked_tools, call, played, rollout, service, spelled_call, workers
 
+from headway.config.tool_servers import ToolServer
 from headway.records.errors import ConfigurationError
 from headway.rollout.environment import Environment
+from headway.rollout.tool_servers import Shared
+from headway.runtime.clock import RealClock
 
 pytest.importorskip("mcp", reason="mcp isn't installed: pip install 'headway[mcp]'")
 pytestmark = pytest.mark.real
 
 SERVER = str(Path(__file__).with_name("tools_server.py"))
 COMMAND = [sys.executable, SERVER]
+
+
+STRICT = """
+import json, sys, threading
+def out(i, **said): print(json.dumps({"jsonrpc": "2.0", "id": i, **said}), flush=True)
+for line in sys.stdin:
+    told = json.loads(line)
+    asked, i = told.get("params") or {}, told.get("id")
+    if told["method"] == "initialize":
+        out(i, result={"protocolVersion": asked["protocolVersion"], "capabilities": {"tools": {}},
+                       "serverInfo": {"name": "strict", "version": "1"}})
+    elif told["method"] == "tools/list":
+        out(i, result={"tools": [{"name": "divide", "inputSchema": {"type": "object"}}]})
+    elif told["method"] == "tools/call" and not asked["arguments"]["by"]:
+        out(i, error={"code": asked["arguments"]["code"], "message": "division by zero"})
+    elif told["method"] == "tools/call":
+        result = {"content": [{"type": "text", "text": "done"}]}
+        threading.Timer(1.0, out, (i,), {"result": result}).start()
+    elif i is not None:
+        out(i, error={"code": -32601, "message": "no"})
+"""
 
 
 class Plain(Environment):
@@ -177,7 +201,7 @@ def test_nothing_of_the_environment_reaches_it_unless_listed(monkeypatch: pytest
 
 def test_a_death_fails_its_rollout_as_infrastructure_and_the_next_has_another_server() -> None:
     async def main() -> None:
-        episodes = await started(server(starts_per_minute=2))
+        episodes = await started(server(starts_per_minute=2, timeout_s=5))
         failures = []
         for number in range(3):
             player = Player(episodes, name=f"7-{number}")
@@ -189,6 +213,57 @@ def test_a_death_fails_its_rollout_as_infrastructure_and_the_next_has_another_se
         assert "here failed" in failures[0].cause
         assert "started 2 times within a minute" in failures[2].cause
         await episodes.shut_down()
+
+    played(main)
+
+
+def test_an_error_that_a_server_answers_with_is_told_and_ends_nobody_elses_calls() -> None:
+    one = {"name": "strict", "command": [sys.executable, "-c", STRICT], "timeout_s": 5}
+
+    async def main() -> list[str]:
+        episodes = await started(one)
+        players = [Player(episodes, name=f"7-{number}") for number in range(2)]
+        for player in players:
+            await player.begin()
+        waiting = asyncio.create_task(players[0].answer(call("divide", '{"by": 2}')))
+        await asyncio.sleep(0.2)
+        said = [await players[1].answer(call("divide", f'{{"by": 0, "code": {code}}}')) for code in (-32603, 7)]
+        said += [await waiting, await players[1].answer(call("divide", '{"by": 2}'))]
+        await episodes.shut_down()
+        return said
+
+    assert played(main) == ["error: division by zero", "error: division by zero", "done", "done"]
+
+
+def test_whoever_gives_up_waiting_for_a_server_stops_no_start() -> None:
+    shared = Shared(ToolServer.model_validate(server(starts_per_minute=1, variables={"LATE": "0.5"})), RealClock())
+
+    async def main() -> None:
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await shared.connection()
+        assert not (await shared.connection()).down
+        await shared.stop()
+
+    played(main)
+
+
+def test_more_starts_than_a_minute_may_have_wait_for_the_next_one() -> None:
+    class Clock(RealClock):
+        slept: ClassVar[list[float]] = []
+
+        async def sleep(self, seconds: float) -> None:
+            self.slept.append(seconds)
+
+    shared = Shared(ToolServer.model_validate(server(starts_per_minute=1)), Clock())
+
+    async def main() -> None:
+        first = await shared.connection()
+        await first.stop()
+        assert not (await shared.connection()).down
+        assert [round(seconds / 10) for seconds in Clock.slept] == [0, 6]
+        await shared.stop()
 
     played(main)
 
@@ -220,6 +295,41 @@ def test_huge_results_are_shortened_or_refused() -> None:
     assert "characters left out" in said[0]
     assert said[1] == "error: its result is too long: ask for less"
     assert said[2] == "2"
+
+
+def test_huge_results_over_http_are_refused_too(address: tuple[str, Any]) -> None:
+    one = {"name": "there", "url": address[0], "result_bytes": 200_000}
+    calls = [("long", '{"characters": 5000000}'), ("add", '{"a": 1, "b": 1}'), ("long", '{"characters": 5000}')]
+    said = asks(lambda: started(one, max_calls=3), *calls)
+    assert said[0] == "error: its result can't be read, or is too long: ask for less"
+    assert said[1] == "2"
+    assert len(said[2]) == 5000
+
+
+@pytest.mark.parametrize(("status", "told"), [(503, False), (500, True)])
+def test_what_stands_before_a_server_and_says_there_is_none_isnt_told(
+    address: tuple[str, Any], monkeypatch: pytest.MonkeyPatch, status: int, told: bool
+) -> None:
+    httpx = pytest.importorskip("httpx2")
+    send = httpx.AsyncHTTPTransport.handle_async_request
+
+    async def gateway(self: Any, request: Any) -> Any:
+        if b'"tools/call"' in request.content:
+            return httpx.Response(status, content=b"<html>no</html>", request=request)
+        return await send(self, request)
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", gateway)
+
+    async def main() -> None:
+        episodes = await started({"name": "there", "url": address[0]})
+        player = Player(episodes)
+        await player.begin()
+        said = await player.answer(call("add", '{"a": 1, "b": 1}'))
+        assert said.startswith("error: ") == told
+        assert (player.last.failure is not None and player.last.failure.infrastructure) == (not told)
+        await episodes.shut_down()
+
+    played(main)
 
 
 def test_a_server_of_its_own_for_each_rollout() -> None:

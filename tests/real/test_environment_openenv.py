@@ -69,6 +69,18 @@ def test_what_is_told(server: LocalServer) -> None:
     assert (player.last.over, player.rewards) == ("done", [None, None, -0.1, 1.0])
 
 
+def test_no_action_at_all_is_worth_nothing(server: LocalServer) -> None:
+    async def main() -> Any:
+        player = Player(guess(server), TASK)
+        await player.play(["", "many"])
+        nothing = await player.episodes.score(player.name)
+        await player.answer("[7]")
+        return nothing, await player.episodes.score(player.name)
+
+    for verdict in played(main):
+        assert (verdict.reward, verdict.solved, verdict.failure) == (0.0, False, None)
+
+
 def test_actions_as_calls_and_arguments_of_reset(server: LocalServer) -> None:
     async def main() -> Player:
         task = Task(task_id="t", prompt="Guess.", metadata={"openenv": {"highest": 5, "seed": 2}})

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,8 +17,11 @@ import pytest
 from sandbox_backends import BACKENDS, SANDBOX_UID, SMALL, leftovers_of, opened, run
 
 from headway.config.sandbox import Sandbox
+from headway.records.errors import ConfigurationError
 from headway.records.sandbox import SandboxError
+from headway.sandbox.local import LocalBackend
 from headway.sandbox.preflight import findings
+from headway.sandbox.zygote_process import LocalSettings
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
@@ -97,6 +101,21 @@ def test_alone_means_that_nothing_else_runs(backend):
             result = await box.exec(["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"], alone=True)
             assert b"sleep" not in result.stdout
             assert (await running).signal == 9
+
+    run(main)
+
+
+def test_a_directory_of_many_long_names_is_listed(backend):
+    """In more bytes than an answer's head may have."""
+    script = "for n in range(2900): open(chr(1) * 230 + str(n), 'w')"
+
+    async def main():
+        async with opened(backend) as box:
+            assert (await box.exec(["python3", "-c", script], workdir="/tmp")).ok
+            assert {entry.name for entry in await box.list("/tmp")} >= {"\1" * 230 + str(n) for n in range(2900)}
+            with pytest.raises(SandboxError) as raised:
+                await box.list("/tmp", max_entries=2000)
+            assert raised.value.failure.cause == "model_code"
 
     run(main)
 
@@ -204,7 +223,7 @@ def test_a_snapshot_brings_the_files_back_as_they_were(backend):
             script = """
                 mkdir -p a/b && echo one > a/b/one && ln a/b/one a/two && ln -s /etc/passwd a/link && mkfifo a/pipe
                 printf '\\377 name' | xargs -0 touch; chmod 000 a/b
-                chmod 4755 a/two; head -c 300000 /dev/zero > big; echo shared > /dev/shm/kept; touch -d @1000 big
+                chmod 4755 a/two; yes | head -c 300000 > big; echo shared > /dev/shm/kept; touch -d @1000 big
             """
             if (await backend.capabilities()).writable_root:
                 script += "rm /etc/hostname; rm -r /etc/ssl && mkdir /etc/ssl"
@@ -222,15 +241,54 @@ def test_a_snapshot_brings_the_files_back_as_they_were(backend):
     run(main)
 
 
-def test_a_snapshot_that_is_none_is_refused(backend, tmp_path: Path):
+def test_a_snapshot_that_was_damaged_is_refused(backend):
+    """... also where what is left of it could be read: a part of the files isn't what was there."""
+
     async def main():
         async with backend:
             box = await backend.create(SMALL)
+            await box.exec(["sh", "-c", "echo a >a; echo b >b; echo c >c"])
             taken = await box.snapshot("good")
-            os.truncate(taken.path, 100)
-            with pytest.raises(SandboxError) as raised:
-                await backend.create(SMALL, snapshot=taken)
-            assert raised.value.failure.cause == "environment"
+            for size in (taken.bytes - 2048, 100):
+                os.truncate(taken.path, size)
+                with pytest.raises(SandboxError, match="isn't what was taken") as raised:
+                    await backend.create(SMALL, snapshot=taken)
+                assert (raised.value.failure.cause, raised.value.failure.retry) == ("infrastructure", False)
+
+    run(main)
+
+
+def test_files_with_holes_fit_into_what_they_came_from(backend):
+    async def main():
+        async with backend:
+            box = await backend.create(SMALL)
+            assert (
+                await box.exec(["sh", "-ec", "for f in a b; do echo $f >$f; dd of=$f bs=1 count=0 seek=20M; done"])
+            ).ok
+            taken = await box.snapshot("holes")
+            assert taken.bytes > SMALL.limits.disk_bytes
+            again = await backend.create(SMALL, snapshot=taken)
+            look = ["sh", "-c", "head -c 2 a b; stat -c %s a b; head -c 1000000 /dev/zero > more && echo room"]
+            assert (await again.exec(look)).stdout == (await box.exec(look)).stdout
+            assert (await again.exec(["cat", "more"])).stdout.strip(b"\0") == b""
+
+    run(main)
+
+
+@pytest.mark.parametrize("call", ["snapshot", "pause"])
+def test_one_whose_snapshot_or_pause_is_cancelled_goes_on(backend, call: str):
+    async def main():
+        async with opened(backend) as box:
+            await box.exec(["sh", "-c", "head -c 20000000 /dev/urandom > f"])
+            for turn in range(8):
+                asked = asyncio.create_task(box.snapshot("cut-off") if call == "snapshot" else box.pause())
+                await asyncio.sleep(0.004 * turn)
+                asked.cancel()
+                await asyncio.gather(asked, return_exceptions=True)
+                if asked.cancelled():
+                    assert (await box.exec(["echo", "on"])).stdout == b"on\n"
+                elif call == "pause":
+                    await box.resume()
 
     run(main)
 
@@ -292,5 +350,68 @@ def test_preflight_passes_here_and_names_what_is_wrong(backend, tmp_path: Path):
             bad = msgspec.structs.replace(SMALL, root=str(tmp_path / "missing"))
             assert any("missing" in line for line in await backend.preflight([bad]))
             assert await backend.list() == []
+
+    run(main)
+
+
+def zygote_that_first_runs(code: str, folder: Path) -> str:
+    """A program to give as the zygote's Python."""
+    program = folder / "python"
+    program.write_text(f"""#!{sys.executable}
+import os, sys
+os.execv(sys.executable, [sys.executable, *sys.argv[1:-1], {code!r} + sys.argv[-1]])
+""")
+    program.chmod(0o755)
+    return str(program)
+
+
+@pytest.mark.parametrize("walls", ["", shutil.which("bwrap")])
+def test_commands_of_a_run_that_is_nice_run_and_are_nicer_still(tmp_path: Path, walls: str | None):
+    if walls is None:
+        pytest.skip("bubblewrap isn't installed: apt-get install bubblewrap")
+    python = zygote_that_first_runs("import os; os.nice(12 - os.nice(0)); ", tmp_path)
+    settings = LocalSettings(spares=1, python=python, bubblewrap=walls)
+
+    async def main():
+        async with opened(LocalBackend(tmp_path / "state", settings=settings)) as box:
+            assert (await box.exec(["nice"])).stdout == b"17\n"
+
+    run(main)
+
+
+def test_a_command_that_cant_be_made_ready_has_no_result(tmp_path: Path):
+    """It never ran: its exit code would be held against whoever wrote it."""
+    broken = """import os
+def refuse(*_): raise OSError(24, "too many open files")
+os.nice = os.setpriority = refuse
+"""
+    settings = LocalSettings(spares=1, python=zygote_that_first_runs(broken, tmp_path))
+
+    async def main():
+        async with opened(LocalBackend(tmp_path / "state", settings=settings)) as box:
+            with pytest.raises(SandboxError) as raised:
+                await box.exec(["true"])
+            assert raised.value.failure.cause == "infrastructure"
+            assert raised.value.failure.evidence == {"errno": "EMFILE"}
+
+    run(main)
+
+
+def test_a_path_that_is_too_long_is_refused_and_harms_no_other_sandbox(tmp_path: Path):
+    """What a sandbox is made of goes to the zygote as one packet: the rest of it would be cut off."""
+    longest = "/" + "\1" * 4094  # which JSON takes six bytes each for
+
+    async def main():
+        async with LocalBackend(tmp_path / "state", settings=LocalSettings(spares=1)) as backend:
+            box = await backend.create(SMALL)
+            for changed in ({"workdir": "/" + "a/" * 40_000}, {"root": "/" + "\u00fc" * 2048}):
+                with pytest.raises(ConfigurationError, match="less than 4096 bytes"):
+                    await backend.create(msgspec.structs.replace(SMALL, **changed))
+            with pytest.raises(SandboxError, match="name too long"):
+                await backend.create(msgspec.structs.replace(SMALL, workdir=longest, root=longest))
+            assert backend._zygote is not None
+            with pytest.raises(ConfigurationError, match="65536"):
+                backend._zygote.request({"do": "terminate", "id": "x" * 65536})
+            assert (await box.exec(["echo", "alive"])).stdout == b"alive\n"
 
     run(main)

@@ -276,6 +276,7 @@ def test_snapshots_and_pauses_are_the_providers(backend: Hosted):
                     await again.pause()
                 return
             await again.pause()
+            assert (await again.snapshot("two")).path.endswith("snapshot-1")
             with pytest.raises(SandboxError, match="paused"):
                 await again.exec(["true"])
             await again.resume()

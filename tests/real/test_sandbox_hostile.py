@@ -482,24 +482,3 @@ def test_burning_all_cores_leaves_the_first_process_answering(backend):
 def test_pipes_sockets_and_files_by_the_thousand(backend):
     script = "import os, socket\nkept = []\nwhile True: kept += [os.pipe(), socket.socketpair()]"
     assert b"Too many open files" in run(lambda: attempt(backend, script)).stderr
-
-
-def test_shared_memory_and_queues_of_the_old_kind_end_with_the_sandbox(backend):
-    before = Path("/proc/sysvipc/shm").read_text()
-    script = """
-import ctypes
-libc = ctypes.CDLL(None)
-print(libc.shmget(4242, 1 << 20, 0o1666) >= 0, libc.msgget(4242, 0o1666) >= 0)
-"""
-    assert run(lambda: attempt(backend, script)).stdout == b"True True\n"
-    assert Path("/proc/sysvipc/shm").read_text() == before
-
-
-def test_terminal_input_cant_be_planted(backend):
-    script = """
-import fcntl, pty
-_, terminal = pty.openpty()
-try: fcntl.ioctl(terminal, 0x5412, b'x'); print('planted')
-except OSError: print('refused')
-"""
-    assert run(lambda: attempt(backend, script)).stdout == b"refused\n"

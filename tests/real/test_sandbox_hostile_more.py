@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from pathlib import Path
 
 import pytest
 from sandbox_backends import SMALL, run
@@ -14,7 +15,7 @@ from headway.records.sandbox import SandboxError
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
 
-def test_a_reward_planted_and_tests_edited_before_they_run_are_the_owners_again(backend):  # noqa: F811
+def test_a_reward_planted_and_tests_edited_before_they_run_are_the_owners_again(backend):
     """What the owner writes last is what a command alone sees, whoever watches the place."""
     script = """
 import os, time
@@ -38,7 +39,7 @@ if os.fork() == 0:
     run(main)
 
 
-def test_all_places_filled_at_once_end_as_no_space_or_no_memory(backend):  # noqa: F811
+def test_all_places_filled_at_once_end_as_no_space_or_no_memory(backend):
     script = """
 files = [open(f'{place}/full', 'wb') for place in ('/work', '/tmp', '/var/tmp', '/home/user', '/dev/shm')]
 for file in files:
@@ -60,7 +61,7 @@ for file in files:
     run(main)
 
 
-def test_what_the_first_process_runs_on_cant_be_changed_or_reached(backend):  # noqa: F811
+def test_what_the_first_process_runs_on_cant_be_changed_or_reached(backend):
     script = """
 import glob, os
 for path in (*glob.glob('/.headway'), *glob.glob('/.headway/**', recursive=True), *glob.glob('/sys/fs/cgroup/*')):
@@ -78,7 +79,7 @@ for number in range(3, 1024):
     assert run(lambda: attempt(backend, script)).stdout == b""
 
 
-def test_signals_from_real_time_to_stop_dont_reach_the_first_process(backend):  # noqa: F811
+def test_signals_from_real_time_to_stop_dont_reach_the_first_process(backend):
     script = """
 import ctypes, os, signal
 libc = ctypes.CDLL(None, use_errno=True)
@@ -91,14 +92,14 @@ print('sent')
     assert run(lambda: attempt(backend, script)).stdout == b"sent\n"
 
 
-def test_output_of_both_kinds_without_end_from_many_processes(backend):  # noqa: F811
+def test_output_of_both_kinds_without_end_from_many_processes(backend):
     script = "for i in $(seq 20); do (yes out & yes err >&2 &) ; done; sleep 1"
     result = run(lambda: attempt(backend, script, program="sh", timeout_s=5.0))
     assert result.truncated
     assert (len(result.stdout), len(result.stderr)) == (1 << 20, 1 << 20)
 
 
-def test_a_sandbox_cant_find_its_neighbours(backend):  # noqa: F811
+def test_a_sandbox_cant_find_its_neighbours(backend):
     script = "import os; print([p for p in os.listdir('/proc') if p.isdigit()], open('/proc/self/cgroup').read())"
 
     async def main():
@@ -112,5 +113,85 @@ def test_a_sandbox_cant_find_its_neighbours(backend):  # noqa: F811
             await box.exec(["sh", "-c", "kill -9 -1"])
             hiding.cancel()
             assert (await neighbour.exec(["cat", "/tmp/kept"])).stdout == b"secret\n"
+
+    run(main)
+
+
+def test_shared_memory_and_queues_of_the_old_kind_end_with_the_sandbox(backend):
+    before = Path("/proc/sysvipc/shm").read_text()
+    script = """
+import ctypes
+libc = ctypes.CDLL(None)
+print(libc.shmget(4242, 1 << 20, 0o1666) >= 0, libc.msgget(4242, 0o1666) >= 0)
+"""
+    assert run(lambda: attempt(backend, script)).stdout == b"True True\n"
+    assert Path("/proc/sysvipc/shm").read_text() == before
+
+
+def test_terminal_input_cant_be_planted(backend):
+    script = """
+import fcntl, pty
+_, terminal = pty.openpty()
+try: fcntl.ioctl(terminal, 0x5412, b'x'); print('planted')
+except OSError: print('refused')
+"""
+    assert run(lambda: attempt(backend, script)).stdout == b"refused\n"
+
+
+STARVED = """
+import ctypes, os, resource, struct
+libc = ctypes.CDLL(None, use_errno=True)
+number = {name: at[os.uname().machine != 'x86_64'] for name, at in
+    dict(affinity=(203, 122), setattr=(314, 274), param=(142, 118), ioprio=(251, 30), priority=(141, 140)).items()}
+def tried(name, call):
+    try: call()
+    except OSError as error: print(name, error) if error.errno != 1 else None
+    else: print('done', name)
+def raw(name, *arguments):
+    if libc.syscall(number[name], *arguments) < 0: raise OSError(ctypes.get_errno(), name)
+ones = (1, 1 | 1 << 32)  # the kernel looks at 32 bits of a process's number
+for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS, resource.RLIMIT_CPU):
+    tried('limit', lambda: resource.prlimit(1, limit, (0, 0)))
+for one in ones:
+    tried('scheduler', lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)))
+    tried('affinity', lambda: raw('affinity', ctypes.c_long(one), 8, struct.pack('=Q', 1)))
+    tried('parameter', lambda: raw('param', ctypes.c_long(one), bytes(4)))
+    tried('attribute', lambda: raw('setattr', ctypes.c_long(one), struct.pack('=IIQiIQQQ', 48, 5, 0, 0, 0, 0, 0, 0), 0))
+    for which in (0, 1): tried('priority', lambda: raw('priority', which, ctypes.c_long(one), 19))
+    for which in (1, 2): tried('disk', lambda: raw('ioprio', which, ctypes.c_long(one), 0x6000))
+for user in (0, os.getuid()):
+    tried('priority of the user', lambda: raw('priority', 2, user, 19))
+    tried('disk of the user', lambda: raw('ioprio', 3, user, 0x6000))
+for _ in range(40):
+    if os.fork() == 0:
+        os.setsid()
+        while True: pass
+print('spinning')
+"""
+
+
+def test_the_first_process_cant_be_starved_or_limited(backend):
+    """It is of the same user as the commands, who could change its limits and turns but for the filter."""
+    assert run(lambda: attempt(backend, STARVED)).stdout == b"spinning\n"
+
+
+def test_what_is_left_running_cant_keep_the_next_command_from_starting(backend):
+    """Limits of a process that is still being made ready, before it is a command, are nobody else's to change."""
+    script = """
+import os, resource, time
+if os.fork() == 0:
+    os.setsid(); os.closerange(0, 3)
+    while True:
+        for pid in range(2, 60):
+            try: resource.prlimit(os.getpid() + pid, resource.RLIMIT_NOFILE, (0, 0))
+            except OSError: pass
+"""
+
+    async def main():
+        async with backend:
+            box = await backend.create(SMALL)
+            assert (await box.exec(["python3", "-c", script])).ok
+            for _ in range(20):
+                assert (await box.exec(["echo", "here"])).stdout == b"here\n"
 
     run(main)

@@ -384,3 +384,23 @@ def test_a_number_used_again_is_not_taken_for_the_owner(tmp_path: Path):
     mine.mkdir()
     assert len(leftovers.reap(state)) == 1
     assert list(state.iterdir()) == [mine]
+
+
+def test_the_reaper_of_another_process_namespace_leaves_a_live_owner_alone(tmp_path: Path):
+    reaper = """
+import sys; from pathlib import Path; from headway.sandbox import leftovers
+print(leftovers.reap(Path(sys.argv[1])))
+"""
+    rights = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    apart = ["unshare", *rights, "--mount", "--pid", "--fork", "--mount-proc"]
+    apart += [sys.executable, "-c", reaper, str(tmp_path / "state")]
+
+    async def main():
+        async with BACKENDS["local"](tmp_path) as backend:
+            box = await backend.create(SMALL)
+            looking = await asyncio.create_subprocess_exec(*apart, stdout=subprocess.PIPE)
+            assert (await looking.communicate())[0] == b"[]\n"
+            assert (await box.exec(["echo", "alive"])).stdout == b"alive\n"
+            assert (await (await backend.create(SMALL)).exec(["true"])).ok
+
+    run(main)

@@ -30,6 +30,7 @@ from headway.runtime.devices import ALLOCATOR_ENVIRONMENT, THREAD_VARIABLES
 
 KEY = "a key for tests"
 START_S = 180.0
+LONGEST_TOKENS = 320  # of a request; most tests ask for less
 # Ends the server's whole process group when its standard input closes: a killed test closes it as well.
 _GUARD = """
 import os, signal, subprocess, sys
@@ -74,7 +75,7 @@ def served(folder: Path, log: Path, *, port: int = 0, options: tuple[str, ...] =
     command += ["--port", str(port), "--api-key", KEY, "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     command += ["--scheduling-policy", "priority", "--no-enable-chunked-prefill", "--skip-tokenizer-init"]
     command += ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-num-seqs", str(SLOTS + 1)]
-    command += ["--max-model-len", str(CONTEXT_TOKENS), "--max-num-batched-tokens", "8192"]
+    command += ["--max-model-len", str(LONGEST_TOKENS), "--max-num-batched-tokens", "8192"]
     command += ["--kv-cache-memory-bytes", str(1 << 24), *options]
     with log.open("ab") as file:
         guard = subprocess.Popen(

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from headway.records.errors import ConfigurationError
 
 Reading = Literal["whole", "last_line", "tag", "tool"]  # an answer's action: all of it, its last line, <action>, a call
@@ -81,6 +83,21 @@ class Named(Actions):
         return number
 
 
+class Texts(Actions):
+    """The texts of a space."""
+
+    def __init__(self, space: Any) -> None:
+        self._space = space
+
+    def told(self, reading: Reading) -> str:
+        return f"{_WHERE[reading]}, one of {self._space}."
+
+    def read(self, written: str) -> Any:
+        if not self._space.contains(written):
+            raise ValueError("that is no action")
+        return written
+
+
 class Arrays(Actions):
     """Numbers in the shape of a space, as JSON."""
 
@@ -92,9 +109,13 @@ class Arrays(Actions):
         return f"{_WHERE[reading]}, as JSON, one of {self._space}."
 
     def read(self, written: str) -> Any:
+        import numpy
+
         try:
             value = json.loads(written)
-            self.given(value)
+            if not numpy.isfinite(self.given(value)).all():  # null is no number either
+                raise ValueError("not finite")
+            msgspec.msgpack.encode(value)  # as it is kept: no integers beyond 64 bits
         except (ValueError, TypeError, OverflowError, RecursionError):
             raise ValueError("that is no action") from None
         return value
@@ -118,8 +139,10 @@ def actions_of(space: Any, names: Sequence[str]) -> Actions:
         raise ConfigurationError(f"environment.parameters.actions has {len(names)} names, and the game has {has}")
     if count is not None:
         return Named(list(names), int(space.start), int(count))
-    if space is None or kind == "Text":
+    if space is None:
         return Actions()
+    if kind == "Text":
+        return Texts(space)
     if kind in ("Box", "MultiDiscrete", "MultiBinary"):
         return Arrays(space)
     raise ConfigurationError(f"environment.parameters.env: actions of the space {space} can't be written in an answer")

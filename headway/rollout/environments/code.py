@@ -12,10 +12,12 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from headway.records.errors import ConfigurationError
-from headway.records.sandbox import ExecResult, SandboxError, environment_failure
+from headway.records.sandbox import ExecResult, SandboxError
 from headway.rollout.code_tests import CodeTest, CodeTests, code_tests
 from headway.rollout.comparison import Compare, same_text, same_value
 from headway.rollout.environment import Answer, Environment, Episode
+from headway.rollout.environments.commands import AnswerTime, Interpreter
+from headway.rollout.tools import ToolError
 
 Outcome = Literal["passed", "wrong", "error", "timeout", "out of memory", "truncated output", "not run"]
 Reward = Literal["all", "share"]
@@ -95,7 +97,7 @@ class Code(Environment):
         """``system``: what every conversation begins with. ``reward``: 1 for a program that passes all tests, the rest
         of which aren't run once one has failed; or the share that passes. ``feedback_turns``: how often the policy is
         told which public tests fail, and may try again. ``submit``: it may also call a tool. ``timeout_s``: of a test;
-        ``total_s``: of all tests together, those left then count as "timeout": less than environment.timeout_s.
+        ``total_s``: of all tests of an answer, those left then count as "timeout": less than environment.timeout_s.
         ``compare``: "tokens" or "lines". ``tolerance``: of numbers with a decimal point. ``output_bytes``: of a test,
         more is a failure. ``interpreter``: in the sandbox. ``preamble``: what functions find imported."""
         if reward not in get_args(Reward):
@@ -107,13 +109,13 @@ class Code(Environment):
         self._feedback_turns = feedback_turns
         self._submit = submit
         self._timeout_s = timeout_s
-        self._total_s = total_s
+        self._time = AnswerTime(total_s)
+        self.longest_s = {"total_s": total_s}
         self._compare: Compare = compare
         self._tolerance = tolerance
         self._output_bytes = output_bytes
-        self._interpreter = list(interpreter)
+        self._interpreter = Interpreter(interpreter)
         self._preamble = preamble
-        self._interpreter_works = False
 
     def tools(self) -> Sequence[Callable[..., Any]]:
         return (self.submit,) if self._submit else ()
@@ -130,6 +132,7 @@ class Code(Environment):
         await super().begin(episode)
 
     async def reply(self, episode: Episode, answer: Answer) -> None:
+        self._time.begin(episode)
         if await self.call_tools(episode, answer):
             if episode.state.get("final"):
                 episode.end()
@@ -145,6 +148,7 @@ class Code(Environment):
         tests = code_tests(episode.task.metadata)
         if code is None:
             return {"reward": 0.0, "solved": False, "tests": len(tests.tests), "outcomes": {}, "code": "none"}
+        self._time.begin(episode)
         ran = await self._run(episode, code, tests, tests.tests, until_failure=self._reward == "all")
         counts = Counter(one.outcome for one in ran)
         share = counts["passed"] / len(ran)
@@ -166,6 +170,7 @@ class Code(Environment):
         if code is None:
             state["feedback"] = state.get("feedback", 0) + 1
             return "There is no program in this answer. Write it between ```python and ```."
+        self._time.left(episode)  # of several programs in one answer
         tests = code_tests(episode.task.metadata)
         public = [test for test in tests.tests if test.public]
         ran = await self._run(episode, code, tests, public, until_failure=False)
@@ -193,45 +198,42 @@ class Code(Environment):
         self, episode: Episode, code: str, tests: CodeTests, chosen: Sequence[CodeTest], *, until_failure: bool
     ) -> list[Ran]:
         """One test after the other. Raises SandboxError where that says nothing about the program."""
-        await self._need_interpreter(episode)
+        await self._interpreter.need(episode)
         ran: list[Ran] = []
-        left_s = self._total_s
         for test in chosen:
             if until_failure and ran and ran[-1].outcome != "passed":
                 ran.append(Ran(outcome="not run"))
-            elif left_s <= 0:
-                ran.append(Ran(outcome="timeout"))
             else:
-                one, took_s = await self._test(episode, code, tests, test, left_s)
-                ran.append(one)
-                left_s -= took_s
+                ran.append(await self._test(episode, code, tests, test))
         return ran
 
-    async def _test(
-        self, episode: Episode, code: str, tests: CodeTests, test: CodeTest, left_s: float
-    ) -> tuple[Ran, float]:
+    async def _test(self, episode: Episode, code: str, tests: CodeTests, test: CodeTest) -> Ran:
         place = f"/work/{secrets.token_hex(8)}"
         program, stdin = [PROGRAM], test.stdin
         if tests.function:
             asked = {"preamble": self._preamble, "function": tests.function, "arguments": test.arguments}
             program, stdin = ["-c", _CALL], json.dumps(asked)
         try:
+            self._time.left(episode)
             await episode.sandbox.write(f"{place}/{PROGRAM}", code.encode(errors="replace"))
-            result = await episode.sandbox.exec(
-                [*self._interpreter, *program],
+            result, _ = await self._time.exec(
+                episode,
+                [*self._interpreter.argv, *program],
                 workdir=place,
                 stdin=stdin.encode(errors="replace"),
-                timeout_s=min(left_s, tests.timeout_s or self._timeout_s),
+                timeout_s=tests.timeout_s or self._timeout_s,
                 max_output_bytes=self._output_bytes,
                 alone=True,
             )
+        except ToolError:  # no time is left
+            return Ran(outcome="timeout")
         except SandboxError as error:
             if not error.failure.reward_valid:
                 raise
             # it filled the disk, or all memory so that the sandbox is gone: its own doing
             memory = "out of memory" in error.failure.what
-            return Ran(outcome="out of memory" if memory else "error", errors=error.failure.what), 0.0
-        return self._judged(result, tests, test), result.duration_s
+            return Ran(outcome="out of memory" if memory else "error", errors=error.failure.what)
+        return self._judged(result, tests, test)
 
     def _judged(self, result: ExecResult, tests: CodeTests, test: CodeTest) -> Ran:
         got, errors = result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace")
@@ -257,16 +259,6 @@ class Code(Environment):
         except (ValueError, RecursionError):  # nothing, or what no driver has written
             return False
         return any(same_value(value, one, tolerance) for one in test.returns)
-
-    async def _need_interpreter(self, episode: Episode) -> None:
-        """Without one all programs would fail: nobody's answer is wrong then."""
-        if self._interpreter_works:
-            return
-        result = await episode.sandbox.exec([*self._interpreter, "-c", "print(6 * 7)"])
-        if result.stdout.split() != [b"42"]:
-            how = result.stderr.decode(errors="replace").strip()[-200:] or f"exit code {result.exit_code}"
-            raise SandboxError(environment_failure(f"{' '.join(self._interpreter)} doesn't run in the sandbox: {how}"))
-        self._interpreter_works = True
 
 
 _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})[ \t]*([\w+.-]*)[^`\n]*$")

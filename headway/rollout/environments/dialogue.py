@@ -23,7 +23,7 @@ class Dialogue(Environment):
     """The policy answers a user that is a fixed model, or the policy itself in a role that isn't learned.
 
     A task's prompt is the user's first message; what the user wants stands in the task's field ``goal``, which the
-    policy never sees. The conversation ends when the user says one of ``ends``.
+    policy never sees. The conversation ends when the user says one of ``ends``, and nothing else on that last line.
     """
 
     def __init__(
@@ -75,8 +75,9 @@ class Dialogue(Environment):
 
     def _heard(self, episode: Episode, said: str) -> None:
         """The user's words: the policy is told them, or the conversation is over."""
+        last = said.strip().rpartition("\n")[2].strip()
         for end in self._ends:
-            if end in said:
+            if end.strip() in (said.strip(), last):  # alone: who speaks of it hasn't ended
                 if self._rewards is not None:
                     episode.reward(self._rewards[end])
                 episode.end(end)

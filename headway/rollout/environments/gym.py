@@ -13,7 +13,7 @@ from headway.records.errors import ConfigurationError
 from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.environments.actions import Reading, actions_of, find_action
 from headway.rollout.environments.lane import Lane
-from headway.rollout.tools import Tool
+from headway.rollout.tools import Tool, ToolError, read_object
 from headway.runtime.imports import import_extra, import_function
 
 KEY = "environment.parameters.env"
@@ -154,8 +154,8 @@ class Gym(Environment):
         if episode.over:
             return "the game is over"
         try:
-            action = json.loads(written)["action"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            action = read_object(written)["action"]
+        except (ToolError, KeyError):
             return self._refused(episode, 'the arguments must be {"action": ...}')
         return await self._stepped(episode, action if isinstance(action, str) else json.dumps(action))
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.records.sandbox import SandboxError
-from headway.rollout.environment import Environment, Episode
+from headway.records.sandbox import ExecResult, SandboxError
+from headway.rollout.environment import Answer, Environment, Episode
+from headway.rollout.environments.commands import AnswerTime, fills
 from headway.rollout.environments.harbor_tasks import COLUMN, HarborTask, read_task, reward_of
 from headway.rollout.environments.python_tool import shown
 
@@ -25,13 +26,18 @@ class Harbor(Environment):
 
     uses_sandbox = True
 
-    def __init__(self, system: str = SYSTEM, timeout_s: float = 60.0, solved_at: float = 1.0) -> None:
-        """``system``: what every conversation begins with. ``timeout_s``: of a command. ``solved_at``: reward from
-        which a task counts as solved."""
+    def __init__(
+        self, system: str = SYSTEM, timeout_s: float = 60.0, turn_s: float = 120.0, solved_at: float = 1.0
+    ) -> None:
+        """``system``: what every conversation begins with. ``timeout_s``: of a command; ``turn_s``: of all commands of
+        one answer, less than environment.timeout_s. ``solved_at``: reward from which a task counts as solved."""
         self.system = system
+        self.longest_s = {"turn_s": turn_s}
         self._timeout_s = timeout_s
+        self._time = AnswerTime(turn_s)
         self._solved_at = solved_at
         self._tasks: dict[str, HarborTask] = {}
+        self._judged: set[str] = set()  # folders whose tests have written a reward
 
     def tools(self) -> Sequence[Callable[..., Any]]:
         return (self.bash,)
@@ -41,11 +47,16 @@ class Harbor(Environment):
         if task.verifier_s >= self.reply_timeout_s:
             limit = f"environment.timeout_s = {self.reply_timeout_s:g} s"
             raise ValueError(f"the tests of {task.name} may take {task.verifier_s:g} s: more is needed than {limit}")
-        await _put(episode, task.files)
-        made = await episode.sandbox.exec(["mkdir", "-p", task.workdir, "/logs/agent", _LOGS], workdir="/")
+        with fills(f"what {task.name} begins with"):
+            await _put(episode, task.files)
+            made = await episode.sandbox.exec(["mkdir", "-p", task.workdir, "/logs/agent", _LOGS], workdir="/")
         if not made.ok:
             raise RuntimeError(f"{task.workdir} and /logs can't be made: {made.stderr.decode(errors='replace')[:200]}")
         await super().begin(episode)
+
+    async def reply(self, episode: Episode, answer: Answer) -> None:
+        self._time.begin(episode)
+        await super().reply(episode, answer)
 
     async def bash(self, command: str, episode: Episode) -> str:
         """Run a command in a shell, and see what it prints.
@@ -53,14 +64,15 @@ class Harbor(Environment):
         command: the command
         """
         task = await self._task(episode)
-        result = await episode.sandbox.exec(
+        result, limit_s = await self._time.exec(
+            episode,
             ["bash", "-c", command],
             environment=dict(task.environment),
             workdir=task.workdir,
             timeout_s=self._timeout_s,
             max_output_bytes=_SHOWN_BYTES,
         )
-        return shown(result, self._timeout_s)
+        return shown(result, limit_s)
 
     async def score(self, episode: Episode) -> Any:
         try:
@@ -86,21 +98,41 @@ class Harbor(Environment):
             max_output_bytes=_SHOWN_BYTES,
             alone=True,
         )
+        # They run what the agent wrote: that may end them before they write a reward, or leave something that writes.
+        if how := _cut_off(result, task.verifier_s):
+            return {"reward": 0.0, "tests": how}
+        await episode.sandbox.exec(["true"], workdir="/", alone=True)
         files = [await _read(episode, f"{_LOGS}/reward.{kind}") for kind in ("json", "txt")]
-        if files == [None, None] and (result.timed_out or result.oom):
-            return {"reward": 0.0, "tests": f"stopped after {task.verifier_s:g} s" if result.timed_out else "no memory"}
-        found = reward_of(*files)
+        try:
+            found = reward_of(*files)
+        except ValueError as error:
+            if _folder(episode) not in self._judged or (result.ok and not result.oom):
+                raise  # tests that have never said anything are broken themselves, as far as is known
+            return {"reward": 0.0, "tests": f"exit code {result.exit_code}: {error}"}
+        self._judged.add(_folder(episode))
         return {**found, "solved": found["reward"] >= self._solved_at, "exit_code": result.exit_code}
 
     async def _task(self, episode: Episode) -> HarborTask:
-        folder = (episode.task.metadata.get(COLUMN) or {}).get("folder")
-        if folder is None:
-            raise ValueError(
-                f"task {episode.task.task_id} has no folder: headway.rollout.environments.harbor_tasks:tasks"
-            )
+        folder = _folder(episode)
         if folder not in self._tasks:
             self._tasks[folder] = await asyncio.to_thread(read_task, Path(folder))
         return self._tasks[folder]
+
+
+def _folder(episode: Episode) -> str:
+    folder: str | None = (episode.task.metadata.get(COLUMN) or {}).get("folder")
+    if folder is None:
+        raise ValueError(f"task {episode.task.task_id} has no folder: headway.rollout.environments.harbor_tasks:tasks")
+    return folder
+
+
+def _cut_off(result: ExecResult, limit_s: float) -> str:
+    """How tests ended that didn't come to their end; "": they did."""
+    if result.timed_out:
+        return f"stopped after {limit_s:g} s"
+    if result.exit_code is None:
+        return "no memory" if result.oom else f"ended by signal {result.signal}"
+    return ""
 
 
 async def _put(episode: Episode, files: Iterable[tuple[Path, str]]) -> None:

@@ -78,22 +78,44 @@ def read_task(folder: Path) -> HarborTask:
 
 
 def reward_of(json_file: bytes | None, text_file: bytes | None) -> dict[str, Any]:
-    """What a verifier may return, out of the reward files: reward.json counts before reward.txt. Of several numbers
-    without one called "reward" it is their mean. Raises ValueError."""
-    if json_file is not None:
-        found: Any = json.loads(json_file)
-        numbers = dict(found) if isinstance(found, dict) else {"reward": found}
-    elif text_file is not None:
-        numbers = {"reward": float(text_file.decode())}
-    else:
-        raise ValueError("the tests wrote neither /logs/verifier/reward.json nor reward.txt")
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"the reward {name!r} is {str(value)[:80]}, not a finite number")
+    """What a verifier may return, out of the reward files. Where both have a reward it is the lower one: code that the
+    tests run may write there too. Raises ValueError where none has."""
+    found: list[dict[str, Any]] = []
+    wrong: list[Exception] = []
+    for read, content in ((_json_reward, json_file), (_text_reward, text_file)):
+        if content is None:
+            continue
+        try:
+            found.append(read(content))
+        except (ValueError, OverflowError, RecursionError) as error:
+            wrong.append(error)
+    if found:
+        return min(found, key=lambda one: one["reward"])
+    raise ValueError(wrong[0] if wrong else "the tests wrote neither /logs/verifier/reward.json nor reward.txt")
+
+
+def _json_reward(content: bytes) -> dict[str, Any]:
+    """Of several numbers without one called "reward" it is their mean."""
+    given: Any = json.loads(content)
+    numbers = {
+        name: _finite(name, value) for name, value in (given if isinstance(given, dict) else {"reward": given}).items()
+    }
     if not numbers:
         raise ValueError("reward.json is empty")
     reward = numbers.pop("reward", None)
-    return {"reward": sum(numbers.values()) / len(numbers) if reward is None else reward, "rewards": numbers}
+    mean = sum(value / len(numbers) for value in numbers.values())
+    return {"reward": mean if reward is None else reward, "rewards": numbers}
+
+
+def _text_reward(content: bytes) -> dict[str, Any]:
+    return {"reward": _finite("reward", float(content.decode())), "rewards": {}}
+
+
+def _finite(name: str, value: Any) -> float:
+    name.encode()  # or the verdict couldn't be stored
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"the reward {name!r} is {str(value)[:80]}, not a finite number")
+    return float(value)
 
 
 def _require_plain(

@@ -93,7 +93,7 @@ class OpenEnv(Environment):
 
     async def begin(self, episode: Episode) -> None:
         episode.hold("its session with an OpenEnv server")
-        episode.state.update(rewards=[], rewarded=False)
+        episode.state.update(rewards=[], rewarded=False, stepped=False)
         own = episode.task.metadata.get(COLUMN) or {}
         self._sessions[episode.name] = await self._connected()
         data = await self._asked(episode, "reset", {"seed": seed_of(episode.task), **self._reset, **own})
@@ -118,6 +118,8 @@ class OpenEnv(Environment):
             episode.say(told)
 
     async def score(self, episode: Episode) -> Any:
+        if not episode.state["stepped"]:
+            return {"reward": 0.0, "solved": False, "actions": "none"}
         if not episode.state["rewarded"]:
             return None
         state = await self._asked(episode, "state")
@@ -142,6 +144,7 @@ class OpenEnv(Environment):
 
     async def _stepped(self, episode: Episode, action: Mapping[str, Any]) -> str:
         data = await self._asked(episode, "step", {**action, **self._fixed})
+        episode.state["stepped"] = True
         reward = data.get("reward")
         if reward is not None:
             episode.reward(float(reward))

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headway.records.sandbox import ExecResult
-from headway.rollout.environment import Environment, Episode
+from headway.rollout.environment import Answer, Environment, Episode
+from headway.rollout.environments.commands import AnswerTime, Interpreter
 
 _SHOWN_BYTES = 16_000  # of each of a program's outputs; the environment's own limit cuts them further
 
@@ -17,25 +18,34 @@ class PythonTool(Environment):
 
     uses_sandbox = True
 
-    def __init__(self, system: str = "", timeout_s: float = 5.0, interpreter: Sequence[str] = ("python3",)) -> None:
-        """``system``: what every conversation begins with. ``timeout_s``: of a program. ``interpreter``: in the
-        sandbox."""
+    def __init__(
+        self, system: str = "", timeout_s: float = 5.0, turn_s: float = 60.0, interpreter: Sequence[str] = ("python3",)
+    ) -> None:
+        """``system``: what every conversation begins with. ``timeout_s``: of a program; ``turn_s``: of all programs of
+        one answer, less than environment.timeout_s. ``interpreter``: in the sandbox."""
         self.system = system
+        self.longest_s = {"turn_s": turn_s}
         self._timeout_s = timeout_s
-        self._interpreter = list(interpreter)
+        self._time = AnswerTime(turn_s)
+        self._interpreter = Interpreter(interpreter)
 
     def tools(self) -> Sequence[Callable[..., Any]]:
         return (self.python,)
+
+    async def reply(self, episode: Episode, answer: Answer) -> None:
+        self._time.begin(episode)
+        await super().reply(episode, answer)
 
     async def python(self, code: str, episode: Episode) -> str:
         """Run a Python program, and see what it prints.
 
         code: the program
         """
-        result = await episode.sandbox.exec(
-            [*self._interpreter, "-c", code], timeout_s=self._timeout_s, max_output_bytes=_SHOWN_BYTES
+        await self._interpreter.need(episode)
+        result, limit_s = await self._time.exec(
+            episode, [*self._interpreter.argv, "-c", code], timeout_s=self._timeout_s, max_output_bytes=_SHOWN_BYTES
         )
-        return shown(result, self._timeout_s)
+        return shown(result, limit_s)
 
 
 def shown(result: ExecResult, timeout_s: float) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
 from headway.records.errors import ConfigurationError
-from headway.records.sandbox import ExecResult, SandboxError, environment_failure
+from headway.records.sandbox import ExecResult, SandboxError
 from headway.rollout.environment import Answer, Environment, Episode
+from headway.rollout.environments.commands import AnswerTime, Interpreter, fills
 from headway.rollout.environments.python_tool import shown
 from headway.rollout.hidden_tests import DRIVER, Judged, Questions, asked, judged, questions_of
 from headway.rollout.repositories import files_of
@@ -67,13 +69,13 @@ class Repair(Environment):
         self._reward = reward
         self._tools = [known[name] for name in tools]
         self._timeout_s = timeout_s
-        self._turn_s = turn_s
+        self._time = AnswerTime(turn_s)
+        self.longest_s = {"turn_s": turn_s, "hidden_timeout_s": hidden_timeout_s}
         self._hidden_timeout_s = hidden_timeout_s
         self._tolerance = tolerance
         self._numbered = numbered
-        self._interpreter = list(interpreter)
+        self._interpreter = Interpreter([*interpreter, "-I"])
         self._test_command = test_command
-        self._interpreter_works = False
 
     def _all_tools(self) -> Sequence[Callable[..., Any]]:
         return (self.list_files, self.read_file, self.write_file, self.edit_file, self.run, self.run_tests)
@@ -82,12 +84,12 @@ class Repair(Environment):
         return self._tools
 
     async def begin(self, episode: Episode) -> None:
-        _hidden(episode)  # or it fails before anything is sampled
+        self._hidden(episode)  # or it fails before anything is sampled
         files_of(episode.task.metadata)
         await super().begin(episode)
 
     async def reply(self, episode: Episode, answer: Answer) -> None:
-        episode.state["turn_s"] = self._turn_s
+        self._time.begin(episode)
         await super().reply(episode, answer)
 
     # --- tools --------------------------------------------------------------------------------------------------
@@ -100,15 +102,28 @@ class Repair(Environment):
         await self._repository(episode)
         found: list[str] = []
         folders = [_place(path)]
-        while folders and len(found) < LISTED:
-            folder = folders.pop(0)
-            for entry in await _told(episode.sandbox.list(folder, max_entries=LISTED)):
+        unlisted: list[str] = []
+        looked = 0
+        while folders and len(found) <= LISTED and looked < LISTED:
+            folder, looked = folders.pop(0), looked + 1
+            try:
+                entries = await _told(episode.sandbox.list(folder))
+            except ToolError as error:
+                if folder == _place(path):
+                    raise
+                unlisted.append(f"[{error}]")  # it alone: too many entries, no right to read it
+                continue
+            for entry in entries:
                 inside = posixpath.join(folder, entry.name)
                 if entry.kind == "directory" and entry.name not in SKIPPED:
                     folders.append(inside)
                 elif entry.kind != "directory":
                     found.append(posixpath.relpath(inside, REPOSITORY))
-        return "\n".join(sorted(found)[:LISTED]) or "[no files]"
+        if folders and looked == LISTED:
+            unlisted.append(f"[more directories: these are of {LISTED}]")
+        if len(found) > LISTED:
+            unlisted.append(f"[more files: these are {LISTED}]")
+        return "\n".join([*sorted(found[:LISTED]), *unlisted]) or "[no files]"
 
     async def read_file(
         self,
@@ -138,7 +153,7 @@ class Repair(Environment):
         content: all of it
         """
         await self._repository(episode)
-        await _told(episode.sandbox.write(_place(path), content))
+        await self._write(path, content, episode)
         return f"wrote {path}"
 
     async def edit_file(self, path: str, old: str, new: str, episode: Episode) -> str:
@@ -153,7 +168,7 @@ class Repair(Environment):
         if count != 1:
             how = f"{count} times; give more of what is around it" if count else "nowhere"
             raise ToolError(f"the old text is in {path} {how}" if old else "the old text is empty")
-        await _told(episode.sandbox.write(_place(path), content.replace(old, new)))
+        await self._write(path, content.replace(old, new), episode)
         return f"edited {path}"
 
     async def run(self, command: str, episode: Episode) -> str:
@@ -169,16 +184,8 @@ class Repair(Environment):
 
     async def _command(self, command: str, episode: Episode) -> str:
         await self._repository(episode)
-        left_s: float = episode.state.get("turn_s", self._turn_s)
-        if left_s <= 0:
-            raise ToolError(f"the commands of one answer have {self._turn_s:g} s together, and these are over")
-        limit_s = min(self._timeout_s, left_s)
-        result = await _told(
-            episode.sandbox.exec(
-                ["sh", "-c", command], workdir=REPOSITORY, timeout_s=limit_s, max_output_bytes=SHOWN_BYTES
-            )
-        )
-        episode.state["turn_s"] = left_s - result.duration_s
+        argv, limits = ["sh", "-c", command], {"timeout_s": self._timeout_s, "max_output_bytes": SHOWN_BYTES}
+        result, limit_s = await _told(self._time.exec(episode, argv, workdir=REPOSITORY, **limits))
         return _as_told(result, limit_s)
 
     async def _read(self, path: str, episode: Episode) -> str:
@@ -189,28 +196,28 @@ class Repair(Environment):
         except UnicodeDecodeError:
             raise ToolError(f"{path} is no text") from None
 
+    async def _write(self, path: str, content: str, episode: Episode) -> None:
+        """A file that is there keeps its mode: one that could be run still can."""
+        place = _place(path)
+        found = await _told(episode.sandbox.exec(["stat", "-L", "-c", "%a", "--", place]))
+        said = found.stdout.strip() if found.ok else b""
+        mode = int(said, 8) & 0o777 if re.fullmatch(rb"[0-7]+", said) else 0o644
+        await _told(episode.sandbox.write(place, content, mode=mode))
+
     async def _repository(self, episode: Episode) -> None:
         """It is there from the first call on."""
         if episode.state.get("there"):
             return
-        if not self._interpreter_works:
-            await self._need_interpreter(episode)
-        for path, (content, mode) in files_of(episode.task.metadata).items():
-            await episode.sandbox.write(posixpath.join(REPOSITORY, path), content, mode=mode)
+        await self._interpreter.need(episode)
+        with fills("the repository"):
+            for path, (content, mode) in files_of(episode.task.metadata).items():
+                await episode.sandbox.write(posixpath.join(REPOSITORY, path), content, mode=mode)
         episode.state["there"] = True
-
-    async def _need_interpreter(self, episode: Episode) -> None:
-        """Without one all hidden tests would fail: nobody's repair is wrong then."""
-        result = await episode.sandbox.exec([*self._interpreter, "-I", "-c", "print(6 * 7)"])
-        if result.stdout.split() != [b"42"]:
-            how = result.stderr.decode(errors="replace").strip()[-200:] or f"exit code {result.exit_code}"
-            raise SandboxError(environment_failure(f"{' '.join(self._interpreter)} doesn't run in the sandbox: {how}"))
-        self._interpreter_works = True
 
     # --- what it is worth ---------------------------------------------------------------------------------------
 
     async def score(self, episode: Episode) -> dict[str, Any]:
-        hidden = _hidden(episode)
+        hidden = self._hidden(episode)
         count = sum(len(questions.tests) for questions in hidden.values())
         if not episode.state.get("there"):
             return {"reward": 0.0, "solved": False, "tests": count, "passed": 0, "repository": "untouched"}
@@ -238,6 +245,12 @@ class Repair(Environment):
         reward = detail["passed"] / count if self._reward == "share" else float(solved)
         return {"reward": reward, "solved": solved, **{key: value for key, value in detail.items() if value != []}}
 
+    def _hidden(self, episode: Episode) -> dict[str, Questions]:
+        given = episode.task.metadata.get("hidden_tests")
+        if not isinstance(given, dict) or not given:
+            raise ValueError("the task has no hidden_tests: valid: the source of each, by name")
+        return {name: questions_of(source, name, self._tolerance) for name, source in given.items()}
+
     async def _hide(self, episode: Episode) -> None:
         """End whatever still runs, and only then put the hidden files in."""
         await episode.sandbox.exec(["true"], alone=True)
@@ -249,19 +262,12 @@ class Repair(Environment):
         """-I: no variables, no modules of a user's own, no current directory; what is tested is found by its paths."""
         paths = [posixpath.join(REPOSITORY, path) for path in episode.task.metadata.get("import_paths") or ["."]]
         return await episode.sandbox.exec(
-            [*self._interpreter, "-I", "-B", "-c", DRIVER],
+            [*self._interpreter.argv, "-B", "-c", DRIVER],
             workdir=REPOSITORY,
             stdin=asked(questions, [posixpath.normpath(path) for path in paths]),
             timeout_s=timeout_s,
             alone=True,
         )
-
-
-def _hidden(episode: Episode) -> dict[str, Questions]:
-    given = episode.task.metadata.get("hidden_tests")
-    if not isinstance(given, dict) or not given:
-        raise ValueError("the task has no hidden_tests: valid: the source of each, by name")
-    return {name: questions_of(source, name) for name, source in given.items()}
 
 
 def _place(path: str) -> str:
