@@ -23,7 +23,7 @@ from tests.conformance.reference import forced_logprobs, replayed_logprobs
 pytestmark = needs_vllm
 REQUESTS = 36
 NATS = 1e-3
-LONG = 300  # tokens: the server samples on while the test doesn't look, on a busy machine for some tenths of a second
+LONG = 300  # tokens: 3 s, in which a busy machine looks again
 
 
 @pytest.fixture(scope="module")
@@ -235,8 +235,8 @@ def test_raw_logprobs_untied_heads_and_a_server_that_dies(tmp_path: Path, monkey
             make()
         monkeypatch.setattr(PublishedServerEngine, "_probe_temperature", lambda *arguments: None)
         many_in_flight(make, "keep")  # at T = 1, where it makes no difference
-        engine = make()
-        engine.submit([conformance.request("open", max_tokens=90)])
+        engine = make(max_context_tokens=LONGEST_TOKENS)
+        engine.submit([conformance.request("open", max_tokens=LONG)])
         engine.step()
         untied.kill()
         with pytest.raises(OSError, match=r"closed a stream|refused|reset"):

@@ -76,7 +76,7 @@ def served(folder: Path, log: Path, *, port: int = 0, options: tuple[str, ...] =
     command += ["--scheduling-policy", "priority", "--no-enable-chunked-prefill", "--skip-tokenizer-init"]
     command += ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-num-seqs", str(SLOTS + 1)]
     command += ["--max-model-len", str(LONGEST_TOKENS), "--max-num-batched-tokens", "8192"]
-    command += ["--kv-cache-memory-bytes", str(1 << 24), *options]
+    command += ["--kv-cache-memory-bytes", str(1 << 24), "--logits-processors", "slow_sampling:SlowSampling", *options]
     with log.open("ab") as file:
         guard = subprocess.Popen(
             [sys.executable, "-c", _GUARD, *command],
@@ -103,6 +103,7 @@ def _environment(scratch: Path) -> dict[str, str]:
         "TORCH_COMPILE_DISABLE": "1",  # else the first request compiles for 16 s, eager or not
     }
     environment = os.environ | ALLOCATOR_ENVIRONMENT | dict.fromkeys(THREAD_VARIABLES, "1") | own
+    paths = [str(Path(__file__).parent), environment.get("PYTHONPATH", "")]
     try:
         importlib.metadata.version("vllm")
     except (
@@ -111,9 +112,8 @@ def _environment(scratch: Path) -> dict[str, str]:
         metadata = scratch / "metadata" / "vllm-0.32.0+cpu.dist-info" / "METADATA"
         metadata.parent.mkdir(parents=True, exist_ok=True)
         metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
-        paths = [str(metadata.parents[1]), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    return environment
+        paths.insert(0, str(metadata.parents[1]))
+    return environment | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def _wait(found: Served, log: Path) -> None:
