@@ -42,6 +42,7 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A sandbox's identity: written before it is made, removed when nothing of it is left."""
 
     id: str
+    backend: str = "local"
     run: str
     labels: dict[str, str] = {}  # the rollout's among them
     owner_pid: int
