@@ -28,7 +28,7 @@ from headway.sandbox import leftovers
 from headway.sandbox.inside import PLACES
 
 T = TypeVar("T")
-OWNER, MACHINE, RUN, ENDS = "headway.owner", "headway.machine", "headway.run", "headway.ends_s"
+OWNER, RUN, ENDS = "headway.owner", "headway.run", "headway.ends_s"
 LABEL = "headway.label."  # before the caller's own
 CARRIED = "/.headway"  # where the first process's Python is mounted, read-only
 BROKEN = (aiodocker.DockerError, aiohttp.ClientError, OSError)
@@ -51,7 +51,7 @@ class Daemon:
         self._python = python
         self._tell_ended = ended
         self.owner = leftovers.owner_name(os.getpid(), self._count)
-        self.labels = {OWNER: self.owner, MACHINE: leftovers.machine(), RUN: run}
+        self.labels = {OWNER: self.owner, RUN: run}
         self.information: dict[str, Any] = {}
         self.alive = False
         self._containers: dict[str, tuple[int | None, int]] = {}  # by name: exit code so far, kills
@@ -256,10 +256,8 @@ async def remove_labelled(client: aiodocker.Docker, label: str, dead: bool = Fal
 
 
 def _ownerless(labels: dict[str, str]) -> bool:
-    if labels.get(MACHINE) != leftovers.machine():  # another's numbers say nothing here
-        return float(labels.get(ENDS, "inf")) + AFTER_S < time.time()
-    match = leftovers.OWNER.fullmatch(labels[OWNER])
-    return match is not None and leftovers.started(int(match[1])) != int(match[2])
+    dead = leftovers.is_dead(labels[OWNER])
+    return float(labels.get(ENDS, "inf")) + AFTER_S < time.time() if dead is None else dead
 
 
 async def reap(client: aiodocker.Docker) -> list[Reaped]:

@@ -123,7 +123,7 @@ class Listed:
 
 
 def container(name: str, owner: str, ends_s: float, **labels: str) -> dict[str, Any]:
-    marks = {"headway.owner": owner, "headway.machine": leftovers.machine(), "headway.run": "runs/one"}
+    marks = {"headway.owner": owner, "headway.run": "runs/one"}
     marks |= {"headway.ends_s": str(ends_s)} | {f"headway.label.{key}": value for key, value in labels.items()}
     return {"Id": f"id-{name}", "Names": [f"/{name}"], "Created": int(time.time()) - 100, "Labels": marks}
 
