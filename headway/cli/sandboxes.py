@@ -16,6 +16,7 @@ from headway.records.errors import ConfigurationError
 if TYPE_CHECKING:
     from headway.records.sandbox_statistics import Reaped
     from headway.sandbox.image_store import Store
+    from headway.sandbox.leftovers import SandboxRecord
 
 STORE = typer.Option(None, "--store", help="Folder of unpacked images, sandbox.store [default: this user's].")
 STATE = typer.Option(None, "--state", help="Folder of the owners' records [default: this user's].")
@@ -34,16 +35,17 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def list_(state: Path | None = STATE) -> None:
-    """One line for each that is recorded: id, owner, run, age, time to live, labels."""
-    from headway.sandbox import leftovers
-
-    found = list(leftovers.records(state or leftovers.default_state()))
+    """One line for each that this machine has, containers where a Docker daemon answers among them: id, backend, owner,
+    run, age, time to live, labels."""
+    found = _recorded(state)
     for record, alive in found:
         owner = f"{record.owner_pid} ({'lives' if alive else 'dead'})"
         labels = " ".join(f"{key}={value}" for key, value in sorted(record.labels.items()))
-        age_s = time.time() - record.created_s
-        typer.echo(f"{record.id}  owner {owner}  run {record.run or '-'}  {age_s:.0f} of {record.ttl_s:g} s  {labels}")
-    typer.echo(f"{len(found)} sandboxes, {sum(not alive for _, alive in found)} of dead owners")
+        age = f"{time.time() - record.created_s:.0f} of {record.ttl_s:.0f} s"
+        typer.echo(f"{record.id}  {record.backend}  owner {owner}  run {record.run or '-'}  {age}  {labels}")
+    dead = sum(not alive for _, alive in found)
+    remedy = ": `headway sandboxes reap` removes those" if dead else ""
+    typer.echo(f"{len(found)} sandboxes, {dead} of dead owners{remedy}")
 
 
 def reap(state: Path | None = STATE, backend: str = BACKEND) -> None:
@@ -53,14 +55,27 @@ def reap(state: Path | None = STATE, backend: str = BACKEND) -> None:
 
     reaped = leftovers.reap(state or leftovers.default_state())
     with contextlib.suppress(ImportError):  # without its library nothing of ours is in Docker
-        from headway.sandbox.docker_daemon import reap_reachable
+        from headway.sandbox import docker_daemon
 
-        reaped += reap_reachable()
+        reaped += docker_daemon.where_reachable(docker_daemon.reap)
     if backend:
         reaped += asyncio.run(_reap_hosted(backend))
     for owner in reaped:
         typer.echo(str(owner))
-    typer.echo(f"{len(reaped)} dead owners cleaned up after")
+    living = sum(alive for _, alive in _recorded(state))
+    typer.echo(f"{len(reaped)} dead owners cleaned up after; {living} sandboxes of living owners left alone")
+
+
+def _recorded(state: Path | None) -> list[tuple[SandboxRecord, bool]]:
+    """Every sandbox of this machine, and whether its owner lives."""
+    from headway.sandbox import leftovers
+
+    found = list(leftovers.records(state or leftovers.default_state()))
+    with contextlib.suppress(ImportError):
+        from headway.sandbox import docker_daemon
+
+        found += docker_daemon.where_reachable(docker_daemon.records)
+    return found
 
 
 async def _reap_hosted(name: str) -> list[Reaped]:

@@ -31,10 +31,10 @@ class Sandbox(Section):
     network: tuple[str, ...] = ()  # hosts that sandboxes may reach: NAME, *.NAME or NAME:PORT; (): none
     variables: dict[str, str] = {}  # environment variables of every command; nothing of the host's is there
     limits: SandboxLimits = SandboxLimits()  # of one sandbox
-    ttl_s: Seconds = 3600.0  # from readiness until one ends by itself; every command starts it again
+    ttl_s: Seconds = 3600.0  # from readiness until one ends by itself; it starts again while it is in use
     exec_timeout_s: Seconds = 60.0  # of a command, where its environment doesn't say
-    live: Positive = 64  # at once, those being made among them
-    starts: Positive = 8  # being made at once
+    live: Positive = 64  # at once, those being made among them; environment.workers or more
+    starts: Positive = 8  # being made at once; one for each worker at least
     retries: NonNegative = 2  # of a start, after a failure of the infrastructure that may pass
     start_timeout_s: Seconds | None = None  # of one; then it is tried again; unset: 30, of a daemon or provider 300
     hedge_share: Annotated[float, Field(ge=0, le=1)] = 0.05  # of starts may be made twice where one takes far longer

@@ -27,10 +27,28 @@ def sandbox_findings(experiment: Experiment) -> list[Finding]:
         Finding(level="error" if finding.fatal else "warning", key=KEY, message=str(finding))
         for finding in asyncio.run(_look(experiment))
     ]
+    if too_few := _too_few(experiment):
+        found.append(Finding(level="error", key="sandbox.live", message=too_few))
     if needed > settings.live:
         message = f"{needed} rollouts may run at once, and {settings.live} sandboxes: the others wait for one"
         found.append(Finding(level="warning", key="sandbox.live", message=message))
     return found
+
+
+def require_shares(experiment: Experiment) -> None:
+    """Raises ConfigurationError where its workers would have more sandboxes together than there may be."""
+    if (too_few := _too_few(experiment)) and uses_sandboxes(experiment):
+        raise ConfigurationError(too_few)
+
+
+def _too_few(experiment: Experiment) -> str:
+    live, workers = experiment.sandbox.live, experiment.environment.workers
+    if live >= workers:
+        return ""
+    return (
+        f"sandbox.live = {live} with environment.workers = {workers}: each worker needs a sandbox of its own; valid: "
+        f"sandbox.live of {workers} or more, or environment.workers of {live} or fewer"
+    )
 
 
 def uses_sandboxes(experiment: Experiment) -> bool:

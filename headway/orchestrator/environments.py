@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from headway.config.schema import Experiment
 from headway.generator.sessions import Sessions
 from headway.orchestrator.agents import agents_of
+from headway.orchestrator.check_sandboxes import require_shares
 from headway.rollout.environment_client import EnvironmentPool
 from headway.rollout.episodes import Environments
 from headway.rollout.makers import Players
@@ -35,6 +36,7 @@ async def players_of(
         async with agents_of(experiment, on_event, None if logs is None else logs / "agents") as agents:
             yield agents
         return
+    require_shares(experiment)
     # an answer may take as long as its rollout
     endpoint = experiment.endpoint.model_copy(update={"call_timeout_s": experiment.rollout.timeout_s})
     chat = Chat(Tokenizer.load(experiment.model.path), endpoint.tools)

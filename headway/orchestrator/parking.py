@@ -11,7 +11,7 @@ from headway.control.staleness import resumption
 from headway.orchestrator.state import RunState
 from headway.records.environment import Parked
 from headway.rollout.single_turn import Resumption, SingleTurn
-from headway.sandbox.snapshot_folder import remove_others
+from headway.sandbox.snapshot_folder import drop, remove_others
 
 
 class Parking:
@@ -28,7 +28,7 @@ class Parking:
         self._buffer = buffer
         self._queue = queue
         self._sandboxes = sandboxes
-        self._snapshots: dict[int, dict[int, str]] = {}  # of members, by group: files that the buffer names
+        self._snapshots: dict[int, dict[int, str]] = {}  # of members, by group: that the buffer names
 
     async def wait(self, parked: Parked) -> Resumption:
         """Until the member may go on; returns how (DESIGN rule 2, environment-state staleness)."""
@@ -56,7 +56,7 @@ class Parking:
         """What a former process left parked. Other snapshots belong to nothing any more, and are removed."""
         for one in parked:
             self._name_snapshot(one)
-        named = {Path(name).stem for members in self._snapshots.values() for name in members.values()}
+        named = {name for members in self._snapshots.values() for name in members.values()}
         if self._sandboxes is not None:
             remove_others(self._sandboxes, named)
 
@@ -76,7 +76,7 @@ class Parking:
 
     def _remove(self, name: str) -> None:
         if self._sandboxes is not None:
-            (self._sandboxes / name).unlink(missing_ok=True)
+            drop(self._sandboxes, name)
 
     @property
     def engine_is_kept_empty(self) -> bool:

@@ -82,6 +82,7 @@ class Parked(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def snapshot(self) -> str:
-        """Name of the file with what its sandbox held, in the run's folder of sandboxes; "": none."""
+        """What its sandbox held: a file's name, in the run's folder of sandboxes, or what its provider calls it, as
+        PROVIDER:ID; "": none."""
         kept = None if self.episode is None else self.episode.environment.snapshot
         return "" if kept is None else kept.path

@@ -36,8 +36,9 @@ class EnvironmentDied(HeadwayError):
 class _Seat:
     """One worker: its requests, and what became of them."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, sandbox: Sandbox) -> None:
         self.name = name
+        self.sandbox = sandbox  # its share of them
         self.worker: Worker | None = None
         self.episodes = 0
         self.restarts = -1
@@ -188,12 +189,6 @@ class EnvironmentPool:
         ones."""
         self._launcher = launcher
         self._environment = environment
-        self._share = sandbox.model_copy(
-            update={
-                "live": max(1, sandbox.live // environment.workers),
-                "starts": max(1, sandbox.starts // environment.workers),
-            }
-        )
         self._clock = clock
         self._sandboxes = sandboxes
         self._run = run
@@ -201,7 +196,8 @@ class EnvironmentPool:
         self._snapshots = snapshots
         self._device = device
         self._log_folder = log_folder
-        self._seats = [_Seat(f"environment-{index}") for index in range(environment.workers)]
+        shares = enumerate(_shares(sandbox, environment.workers))
+        self._seats = [_Seat(f"environment-{index}", share) for index, share in shares]
         self._places = asyncio.Semaphore(environment.concurrency) if environment.concurrency else None
         self._next_start_s = 0.0
         self._stopped = False
@@ -284,7 +280,7 @@ class EnvironmentPool:
                 factory=_FACTORY,
                 arguments={
                     "environment": self._environment.model_dump(),
-                    "sandbox": self._share.model_dump(),
+                    "sandbox": seat.sandbox.model_dump(),
                     "sandboxes": self._sandboxes,
                     "run": self._run,
                     "snapshots": str(self._snapshots) if self._snapshots else "",
@@ -302,6 +298,19 @@ class EnvironmentPool:
                 raise EnvironmentDied(f"{seat.name} could not be started again: {error}") from error
             seat.take(worker)
             return worker
+
+
+def _shares(sandbox: Sandbox, workers: int) -> list[Sandbox]:
+    """Each worker's: together as many as ``sandbox`` says, or one each where that is less (which runs with sandboxes
+    refuse for ``live``)."""
+
+    def share(of: int, worker: int) -> int:
+        return max(1, of // workers + (worker < of % workers))
+
+    return [
+        sandbox.model_copy(update={"live": share(sandbox.live, worker), "starts": share(sandbox.starts, worker)})
+        for worker in range(workers)
+    ]
 
 
 async def _ended(seated: Seated) -> None:

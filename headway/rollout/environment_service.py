@@ -33,6 +33,7 @@ from headway.runtime.clock import Clock, RealClock
 from headway.runtime.imports import import_class, import_function
 from headway.sandbox.backends import spec_of
 from headway.sandbox.pool import SandboxPool
+from headway.sandbox.snapshot_folder import is_hosted
 
 KEY = "environment.name"
 _LONGEST_DETAIL = 4000  # characters of a traceback that are kept
@@ -212,7 +213,7 @@ class Episodes:
             cause = f"{held} is gone with the process that it was in"
             return Failure(boundary="environment", cause=cause, infrastructure=True)
         snapshot = saved.snapshot
-        if snapshot is not None and ":" not in snapshot.path:  # else it is a provider's, by its own name
+        if snapshot is not None and not is_hosted(snapshot.path):
             path = str(self._snapshots / snapshot.path)
             saved = msgspec.structs.replace(saved, snapshot=msgspec.structs.replace(snapshot, path=path))
         episode = self._episode(name, task, 0, saved)
@@ -262,7 +263,7 @@ class Episodes:
             failure, state = await self._guarded(work, name)
         finally:
             if state is None:  # nobody will ever ask for it
-                episode.sandbox.forget_snapshot(before)
+                episode.sandbox.forget_snapshot(self._snapshots, before)
             else:
                 self._before_park[name] = before
         return failure or cast("EnvironmentState", state)
@@ -284,7 +285,7 @@ class Episodes:
         finally:
             await episode.sandbox.close()
             if unheard and parked:
-                episode.sandbox.forget_snapshot(before)
+                episode.sandbox.forget_snapshot(self._snapshots, before)
 
     async def _cancelled(self, name: str) -> None:
         """End what is still done for a rollout that nobody waits for any more: it would use what `close` has closed."""

@@ -21,6 +21,7 @@ from headway.records.sandbox import (
 from headway.runtime.supervision import to_its_end
 from headway.sandbox.pool import SandboxPool
 from headway.sandbox.protocol import FILE_BYTES, OUTPUT_BYTES, Sandbox
+from headway.sandbox.snapshot_folder import drop
 
 T = TypeVar("T")
 
@@ -70,11 +71,11 @@ class EpisodeSandbox:
         """The last one; None: it never was parked."""
         return self._snapshot
 
-    def forget_snapshot(self, before: Snapshot | None) -> None:
-        """The last one is of no use, for it will never be named; that ``before`` it may be."""
+    def forget_snapshot(self, folder: Path, before: Snapshot | None) -> None:
+        """The last one, in ``folder``, is of no use, for it will never be named; that ``before`` it may be."""
         if self._snapshot is not None and (before is None or self._snapshot.path != before.path):
             with contextlib.suppress(OSError):
-                Path(self._snapshot.path).unlink(missing_ok=True)
+                drop(folder, self._snapshot.path)
             self._snapshot = before
 
     async def exec(

@@ -74,7 +74,7 @@ def backend_of(settings: Sandbox, *, run: str = "", snapshots: Path | None = Non
         return LocalBackend(run=run, snapshots=snapshots, snapshot_bytes=settings.snapshot_bytes, settings=made)
     if settings.backend == "docker":
         return _docker(settings, run, snapshots)
-    return HostedBackend(_provider_of(settings), run=run)
+    return HostedBackend(_provider_of(settings), run=run, snapshots=snapshots)
 
 
 def _provider_of(settings: Sandbox) -> Provider:

@@ -37,7 +37,7 @@ from headway.records.sandbox_statistics import Reaped
 from headway.runtime.supervision import to_its_end
 from headway.sandbox import carried, leftovers, snapshot_folder, wire
 from headway.sandbox.cgroups import KEPT_PROCESSES
-from headway.sandbox.docker_daemon import BROKEN, CARRIED, ENDS, Daemon
+from headway.sandbox.docker_daemon import BROKEN, CARRIED, ENDS, LABEL, Daemon
 from headway.sandbox.inside import PLACES
 from headway.sandbox.local import LocalBackend
 from headway.sandbox.local_sandbox import LocalSandbox
@@ -126,6 +126,7 @@ class DockerBackend(LocalBackend):
         now_s = time.time()
         record = leftovers.SandboxRecord(
             id=f"sb-{secrets.token_hex(6)}",
+            backend="docker",
             run=self._run,
             labels=labels,
             owner_pid=os.getpid(),
@@ -134,7 +135,7 @@ class DockerBackend(LocalBackend):
             created_s=now_s,
         )
         config = self._config(daemon, spec, image, volume)
-        own = {f"headway.label.{key}": value for key, value in labels.items()}
+        own = {f"{LABEL}{key}": value for key, value in labels.items()}
         config["Labels"] = {**daemon.labels, **own, ENDS: str(now_s + ttl_s)}
         container = _Container(daemon, record.id)
         told = msgspec.structs.replace(spec, environment={**variables, **spec.environment})

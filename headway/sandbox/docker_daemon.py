@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import math
 import os
 import tarfile
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiodocker
 import aiohttp
@@ -26,9 +27,12 @@ from headway.records.sandbox_statistics import Reaped
 from headway.sandbox import leftovers
 from headway.sandbox.inside import PLACES
 
-OWNER, MACHINE, ENDS = "headway.owner", "headway.machine", "headway.ends_s"
+T = TypeVar("T")
+OWNER, RUN, ENDS = "headway.owner", "headway.run", "headway.ends_s"
+LABEL = "headway.label."  # before the caller's own
 CARRIED = "/.headway"  # where the first process's Python is mounted, read-only
 BROKEN = (aiodocker.DockerError, aiohttp.ClientError, OSError)
+REACH_S = 5.0  # that a daemon has to answer somebody who only looks
 AFTER_S = 3600.0  # beyond its time to live, until what another machine's owner left counts as forgotten
 PACKER = "import sys; sys.path.insert(0, sys.argv[1]); from headway.sandbox.carried import main; main()"
 NOT_ROOTS = {"oci-layout", "index.json", "manifest.json"}  # of archives that hold layers
@@ -47,7 +51,7 @@ class Daemon:
         self._python = python
         self._tell_ended = ended
         self.owner = leftovers.owner_name(os.getpid(), self._count)
-        self.labels = {OWNER: self.owner, MACHINE: leftovers.machine(), "headway.run": run}
+        self.labels = {OWNER: self.owner, RUN: run}
         self.information: dict[str, Any] = {}
         self.alive = False
         self._containers: dict[str, tuple[int | None, int]] = {}  # by name: exit code so far, kills
@@ -252,10 +256,8 @@ async def remove_labelled(client: aiodocker.Docker, label: str, dead: bool = Fal
 
 
 def _ownerless(labels: dict[str, str]) -> bool:
-    if labels.get(MACHINE) != leftovers.machine():  # another's numbers say nothing here
-        return float(labels.get(ENDS, "inf")) + AFTER_S < time.time()
-    match = leftovers.OWNER.fullmatch(labels[OWNER])
-    return match is not None and leftovers.started(int(match[1])) != int(match[2])
+    dead = leftovers.is_dead(labels[OWNER])
+    return float(labels.get(ENDS, "inf")) + AFTER_S < time.time() if dead is None else dead
 
 
 async def reap(client: aiodocker.Docker) -> list[Reaped]:
@@ -267,14 +269,40 @@ async def reap(client: aiodocker.Docker) -> list[Reaped]:
     ]
 
 
-def reap_reachable(url: str = "") -> list[Reaped]:
-    """The same, where a daemon answers; nothing where none does."""
+async def records(client: aiodocker.Docker) -> list[tuple[leftovers.SandboxRecord, bool]]:
+    """Every owner's containers, and whether that owner lives, or may."""
+    wanted = json.dumps({"label": [OWNER]})
+    found: list[tuple[leftovers.SandboxRecord, bool]] = []
+    for one in await client._query_json("containers/json", params={"all": "1", "filters": wanted}):
+        labels: dict[str, str] = one["Labels"]
+        owner = leftovers.OWNER.fullmatch(labels[OWNER])
+        ttl_s = float(labels[ENDS]) - one["Created"]
+        if owner is not None and math.isfinite(ttl_s):  # else it only fills the volume
+            own = {key.removeprefix(LABEL): value for key, value in labels.items() if key.startswith(LABEL)}
+            record = leftovers.SandboxRecord(
+                id=one["Names"][0].removeprefix("/"),
+                backend="docker",
+                run=labels[RUN],
+                labels=own,
+                owner_pid=int(owner[1]),
+                owner_started=int(owner[2]),
+                ttl_s=ttl_s,
+                created_s=one["Created"],
+            )
+            found.append((record, not _ownerless(labels)))
+    return found
 
-    async def look() -> list[Reaped]:
+
+def where_reachable(look: Callable[[aiodocker.Docker], Awaitable[list[T]]]) -> list[T]:
+    """What is seen at the daemon that this user would have; nothing where none answers."""
+
+    async def looked() -> list[T]:
         try:
-            async with open_client(url) as client:
-                return await reap(client)
+            async with open_client("") as client:
+                async with asyncio.timeout(REACH_S):
+                    await client.version()
+                return await look(client)
         except (SandboxError, *BROKEN):
             return []
 
-    return asyncio.run(look())
+    return asyncio.run(looked())

@@ -144,6 +144,9 @@ class E2BProvider:
             (await self._sdk.AsyncSandbox.create_snapshot(sandbox, mode="filesystem", **self._options)).snapshot_id
         )
 
+    async def delete_snapshot(self, snapshot: str) -> None:
+        await self._sdk.AsyncSandbox.delete_snapshot(snapshot, **self._options)
+
     def failure_of(self, error: Exception, what: str) -> SandboxFailure:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         what = f"{what}: {str(error)[:300]}"

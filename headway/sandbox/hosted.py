@@ -39,7 +39,7 @@ from headway.records.sandbox import (
 from headway.records.sandbox_statistics import Reaped
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.supervision import to_its_end
-from headway.sandbox import leftovers
+from headway.sandbox import leftovers, snapshot_folder
 from headway.sandbox.hosted_sandbox import HostedSandbox
 from headway.sandbox.pace import SharedPace
 from headway.sandbox.provider import OWNER, RUN, Provider, asked, is_dead, plain_labels, this_owner
@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 END_TRIES = 3  # of one that nobody else knows; later ones come with `reap` and `close`
 ENDING_S = 60.0  # that whoever gave a start up, or closes, waits until nothing of it is left
+DELETING_S = 5.0  # that dropped snapshots hold up its closing; the rest stays noted, for the next look
 UNTESTED = "untested against the live service: docs/sandboxes.md says what it was tried on"
 
 
@@ -55,9 +56,18 @@ class HostedBackend:
     """See :class:`Backend`. Started by its first call that needs it, or by `start`."""
 
     def __init__(
-        self, provider: Provider, *, run: str = "", state: str | Path | None = None, clock: Clock | None = None
+        self,
+        provider: Provider,
+        *,
+        run: str = "",
+        state: str | Path | None = None,
+        snapshots: Path | None = None,
+        clock: Clock | None = None,
     ) -> None:
+        """``snapshots``: the folder where it is noted what the provider keeps, to be deleted there when it is dropped
+        (`snapshot_folder.py`); None: what is taken stays."""
         self._provider = provider
+        self._snapshots = snapshots
         self._run = run
         self._clock = clock or RealClock()
         state = Path(state) if state is not None else leftovers.default_state()
@@ -85,7 +95,7 @@ class HostedBackend:
 
     async def reap(self) -> list[Reaped]:
         """End sandboxes whose owners were processes of this machine, and are dead, and own ones that nobody else knows.
-        One line for each."""
+        One line for each. Snapshots that were dropped are deleted."""
         reaped: list[Reaped] = []
         for box in list(self._orphans.values()):
             await self._end_once(box)
@@ -96,7 +106,23 @@ class HostedBackend:
                 await self._asked(f"end {info.id}", self._provider.terminate(info.id))
                 whose = f"{self._provider.name} {info.id} of run {info.labels.get(RUN) or '-'}"
                 reaped.append(Reaped(owner=whose, sandboxes=1))
+        await self._delete_dropped()
         return reaped
+
+    async def _delete_dropped(self) -> None:
+        """Snapshots that nobody goes on from. What the provider doesn't delete yet is tried again at the next look."""
+        for name, mark in [] if self._snapshots is None else snapshot_folder.dropped(self._snapshots):
+            maker, _, kept = name.partition(":")
+            if maker != self._provider.name:
+                continue
+            try:
+                await self._asked(f"delete snapshot {kept}", self._provider.delete_snapshot(kept))
+            except SandboxError as error:
+                log.info("%s", error)
+                if "hold_s" in error.failure.evidence:
+                    return
+            else:
+                mark.unlink(missing_ok=True)
 
     async def create(
         self,
@@ -154,7 +180,8 @@ class HostedBackend:
 
     def _known(self, name: str, spec: SandboxSpec, labels: dict[str, str], ttl_s: float) -> HostedSandbox:
         info = SandboxInfo(id=name, labels=labels, state="running", owner_pid=os.getpid(), created_s=time.time())
-        sandbox = self._sandboxes[name] = HostedSandbox(info, spec, ttl_s, self._provider, self._gone)
+        sandbox = HostedSandbox(info, spec, ttl_s, self._provider, self._gone, self._snapshots)
+        self._sandboxes[name] = sandbox
         return sandbox
 
     def _source(self, snapshot: Snapshot) -> str:
@@ -258,6 +285,9 @@ class HostedBackend:
         if self._endings:
             await asyncio.wait(self._endings, timeout=ENDING_S)
         await asyncio.gather(*(box.terminate() for box in list(self._sandboxes.values())), return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DELETING_S):
+                await self._delete_dropped()
         await self._provider.close()
 
     async def __aenter__(self) -> HostedBackend:

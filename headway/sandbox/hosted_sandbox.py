@@ -33,6 +33,7 @@ from headway.sandbox.hosted_runner import MARK
 from headway.sandbox.local_failures import file_failure
 from headway.sandbox.protocol import FILE_BYTES, OUTPUT_BYTES
 from headway.sandbox.provider import Provider, Ran, asked
+from headway.sandbox.snapshot_folder import note_hosted
 
 T = TypeVar("T")
 FOLDER = "/tmp/.headway"  # in a sandbox
@@ -46,13 +47,21 @@ class HostedSandbox:
     """See :class:`Sandbox`."""
 
     def __init__(
-        self, info: SandboxInfo, spec: SandboxSpec, ttl_s: float, provider: Provider, gone: Callable[[str], None]
+        self,
+        info: SandboxInfo,
+        spec: SandboxSpec,
+        ttl_s: float,
+        provider: Provider,
+        gone: Callable[[str], None],
+        snapshots: Path | None = None,
     ) -> None:
+        """``snapshots``: the folder where it is noted what the provider keeps."""
         self._info = info
         self._spec = spec
         self._ttl_s = ttl_s
         self._provider = provider
         self._tell_gone = gone
+        self._snapshots = snapshots
         self._processes: list[Any] = []  # the provider's own, there before any command
         self._count = 0
         self._paused = False
@@ -140,15 +149,19 @@ class HostedSandbox:
     # Its life.
 
     async def snapshot(self, name: str) -> Snapshot:
-        """At the provider, by its id: nothing comes here."""
+        """At the provider, by its id: nothing but a note of it comes here."""
         self._need(self._provider.can().snapshot, "snapshots")
         paused = self._paused
         if paused:  # E2B takes none of what is
             await self.resume()
         kept = await self._asked("take a snapshot", self._provider.snapshot(self.id, name))
+        path = f"{self._provider.name}:{kept}"
+        if self._snapshots is not None:
+            with contextlib.suppress(OSError):  # the disk is full: it is never deleted there
+                note_hosted(self._snapshots, path)
         if paused:
             await self.pause()
-        return Snapshot(path=f"{self._provider.name}:{kept}", bytes=0, sha256="")
+        return Snapshot(path=path, bytes=0, sha256="")
 
     async def pause(self) -> None:
         self._need(self._provider.can().pause, "pauses")

@@ -32,8 +32,9 @@ class CommandCounts:
 
 
 class LeasedSandbox(SandboxWrapper):
-    """See :class:`Sandbox`. Its time to live counts from readiness, and no command runs into its end: before one that
-    might, it starts again. So whoever still scores never finds it gone for its age."""
+    """See :class:`Sandbox`. Its time to live counts from readiness, and no use of it runs into its end: before a
+    command that might, and once half of it is over before any use, it starts again. So whoever still edits or scores
+    never finds it gone for its age."""
 
     def __init__(self, box: Sandbox, ttl_s: float, counts: CommandCounts, clock: Clock) -> None:
         super().__init__(box)
@@ -73,11 +74,11 @@ class LeasedSandbox(SandboxWrapper):
         self._counts.add(self._clock.now() - since_s, result)
         return result
 
-    async def before_exec(self, timeout_s: float) -> None:
-        """Live on, where that is needed: at a provider it costs a call."""
-        needed_s = timeout_s + SPARE_TTL_S
-        if self._ends_s - self._clock.now() < max(self._ttl_s / 2, needed_s):
-            with contextlib.suppress(SandboxError):  # the command says what is wrong
+    async def before_use(self, longest_s: float = 0.0) -> None:
+        """Live on, where that is needed: at a provider it costs a call, which E2B refuses for one that is paused."""
+        needed_s = longest_s + SPARE_TTL_S
+        if not self.paused and self._ends_s - self._clock.now() < max(self._ttl_s / 2, needed_s):
+            with contextlib.suppress(SandboxError):  # what is asked for says what is wrong
                 await self.renew(max(self._ttl_s, needed_s))
 
     async def pause(self) -> None:
@@ -87,6 +88,7 @@ class LeasedSandbox(SandboxWrapper):
     async def resume(self) -> None:
         await super().resume()
         self.paused = False
+        await self.before_use()
 
     async def renew(self, ttl_s: float) -> None:
         began_s = self._clock.now()  # it counts from when it is heard, which is later

@@ -2,7 +2,8 @@
 
 `STATE/owner-PID-START-N-MACHINE/` belongs to the process PID that was started at START (in the kernel's ticks since
 boot, so that a number used again isn't taken for it), where MACHINE says in which boot and which namespace of processes
-these numbers mean something: of owners elsewhere nothing is known, and they are left alone. In it: `owner.json`,
+these numbers mean something, and of which machine where that can be told. Owners of an earlier boot of this one are
+dead; of others elsewhere nothing is known, and they are left alone. In it: `owner.json`,
 `records/ID.json` for each sandbox, and the layers sandboxes are made of. Its control groups are named like it. All of
 it is gone when the owner's zygote has cleaned up; what is left after the zygote was killed too, `reap` removes: every
 backend calls it at its start and, while a run goes on, from time to time (`reaper.py`).
@@ -11,6 +12,7 @@ backend calls it at its start and, while a run goes on, from time to time (`reap
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
@@ -24,7 +26,7 @@ import msgspec
 from headway.records.sandbox_statistics import Reaped
 from headway.sandbox import cgroups
 
-OWNER = re.compile(r"owner-(\d+)-(\d+)(?:-\d+)?(?:-([0-9a-f-]{36}-\d+))?")
+OWNER = re.compile(r"owner-(\d+)-(\d+)(?:-\d+)?(?:-([0-9a-f-]{36})-(\d+)(?:-([0-9a-f]{16}))?)?")
 
 
 class OwnerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +44,7 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A sandbox's identity: written before it is made, removed when nothing of it is left."""
 
     id: str
+    backend: str = "local"
     run: str
     labels: dict[str, str] = {}  # the rollout's among them
     owner_pid: int
@@ -70,14 +73,40 @@ def started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+def boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def machine() -> str:
     """Where a process's number means something: this boot of this machine, and its namespace of processes."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{boot()}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def installation() -> str:
+    """This machine, whatever its boot; "": it can't be told from others. Machines that are copies of one image may have
+    the same number, so the name counts as well."""
+    try:
+        number = Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        return ""
+    if not re.fullmatch(r"[0-9a-f]{32}", number):
+        return ""  # not set yet
+    return hashlib.sha256(f"{number} {os.uname().nodename}".encode()).hexdigest()[:16]
 
 
 def owner_name(pid: int, count: int) -> str:
-    return f"owner-{pid}-{started(pid)}-{count}-{machine()}"
+    return "-".join(filter(None, (f"owner-{pid}-{started(pid)}-{count}-{machine()}", installation())))
+
+
+def is_dead(name: str) -> bool | None:
+    """Whether an owner of that name is; None: it isn't one's name, or nothing is known of where it is."""
+    match = OWNER.fullmatch(name)
+    if match is None:
+        return None
+    pid, start, its_boot, namespace, its_installation = match.groups()
+    if its_boot is None or f"{its_boot}-{namespace}" == machine():
+        return started(int(pid)) != int(start)
+    return True if its_boot != boot() and its_installation and its_installation == installation() else None
 
 
 def write(folder: Path, name: str, record: msgspec.Struct) -> None:
@@ -95,11 +124,10 @@ def write(folder: Path, name: str, record: msgspec.Struct) -> None:
 
 def owners(state: Path) -> Iterator[tuple[Path, bool]]:
     """Every owner's directory, and whether that process lives, or may: only of this machine's is it known."""
-    here = machine()
     with contextlib.suppress(FileNotFoundError):
         for folder in sorted(state.iterdir()):
-            if match := OWNER.fullmatch(folder.name):
-                yield folder, match[3] not in (None, here) or started(int(match[1])) == int(match[2])
+            if OWNER.fullmatch(folder.name):
+                yield folder, not is_dead(folder.name)
 
 
 def records(state: Path) -> Iterator[tuple[SandboxRecord, bool]]:
@@ -123,7 +151,9 @@ def clear(folder: Path) -> Reaped:
     places = {place / cgroups.SHARED / folder.name for place in cgroups.mounted().values()}  # it may not say yet
     with contextlib.suppress(OSError, msgspec.DecodeError):
         record = msgspec.json.decode((folder / "owner.json").read_bytes(), type=OwnerRecord)
-        if record.zygote_pid and started(record.zygote_pid) == record.zygote_started:
+        owner = OWNER.fullmatch(folder.name)
+        here = owner is not None and owner[3] in (None, boot())  # another boot's numbers are other processes' now
+        if here and record.zygote_pid and started(record.zygote_pid) == record.zygote_started:
             with contextlib.suppress(OSError):
                 os.kill(record.zygote_pid, signal.SIGKILL)  # with it, by the kernel, its sandboxes
         places |= {Path(place) for place in record.cgroups.values()}

@@ -63,6 +63,7 @@ class LocalBackend:
         self._run = run
         self._snapshots = SnapshotFolder(Path(snapshots), snapshot_bytes) if snapshots is not None else None
         self._settings = settings or LocalSettings()
+        self._name = "bubblewrap" if self._settings.bubblewrap else "local"
         self._resolve = resolve  # names of hosts that sandboxes may reach
         self._zygote: ZygoteProcess | None = None
         self._starting = asyncio.Lock()
@@ -122,6 +123,7 @@ class LocalBackend:
         name = f"sb-{secrets.token_hex(6)}"
         record = leftovers.SandboxRecord(
             id=name,
+            backend=self._name,
             run=self._run,
             labels=labels,
             owner_pid=os.getpid(),
@@ -193,7 +195,7 @@ class LocalBackend:
         parents = self._zygote.record.cgroups
         has = parents.keys() if cgroups.V2 not in parents else set(cgroups.CONTROLLERS)
         return Capabilities(
-            backend="bubblewrap" if self._settings.bubblewrap else "local",
+            backend=self._name,
             memory_limit="memory" in has,
             process_limit=True,  # without the controller by RLIMIT_NPROC, within the user namespace
             cpu_limit="cpu" in has,

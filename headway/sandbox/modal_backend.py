@@ -167,6 +167,10 @@ class ModalProvider:
     async def snapshot(self, sandbox: str, name: str) -> str:
         return str((await self._boxes[sandbox].snapshot_filesystem.aio()).object_id)
 
+    async def delete_snapshot(self, snapshot: str) -> None:
+        """Modal keeps them for 30 days. Its call that deletes an image is experimental, and what becomes of images and
+        sandboxes that were made from it isn't said."""
+
     def failure_of(self, error: Exception, what: str) -> SandboxFailure:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         what = f"{what}: {str(error)[:300]}"

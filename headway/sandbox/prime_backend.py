@@ -14,7 +14,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from headway.records.errors import ConfigurationError
@@ -130,11 +130,8 @@ class PrimeProvider:
         return int((await self._client.list(page=1, per_page=1, exclude_terminated=True)).total)
 
     async def terminate(self, sandbox: str) -> None:
-        try:
+        with self._unless_unknown():
             await self._client.delete(sandbox)
-        except self._sdk.APIError as error:
-            if _status(error) != 404:
-                raise
 
     async def run(self, sandbox: str, line: str, timeout_s: float) -> Ran:
         said = await self._client.execute_command(sandbox, line, timeout=math.ceil(timeout_s))
@@ -164,6 +161,19 @@ class PrimeProvider:
         taken = await self._client.checkpoint(sandbox)
         await self._client.wait_for_checkpoint(taken.id)
         return str(taken.id)
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        """Its data stays there for as long as later ones need it."""
+        with self._unless_unknown():
+            await self._client.delete_checkpoint(snapshot)
+
+    @contextlib.contextmanager
+    def _unless_unknown(self) -> Iterator[None]:
+        try:
+            yield
+        except self._sdk.APIError as error:
+            if _status(error) != 404:
+                raise
 
     def failure_of(self, error: Exception, what: str) -> SandboxFailure:
         kinds = {kind.__name__ for kind in type(error).__mro__}

@@ -2,6 +2,9 @@
 
 Several processes of a run may write into the folder: each counts the others' as they are when one of its own begins,
 and again, one process at a time, before it is kept. The disk is waited for in threads.
+
+What a provider keeps is there as an empty file, by its quoted name: whoever drops it need not be able to reach the
+provider, and who is, by and by deletes it there, also after a kill in between.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, TypeVar
+from urllib.parse import quote, unquote
 
 from headway.records.errors import ConfigurationError
 from headway.records.sandbox import (
@@ -31,6 +35,7 @@ from headway.runtime.supervision import to_its_end
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 SUFFIX, INCOMING, LOCK = ".tar", ".incoming", ".lock"
+HOSTED, DROPPED = ".hosted", ".dropped"  # that a provider keeps; that it shall delete
 _threads = ThreadPoolExecutor(8, thread_name_prefix="snapshots")
 
 
@@ -251,15 +256,51 @@ def _disk_failure(error: OSError) -> SandboxFailure:
     return infrastructure_failure(what, evidence={"errno": errno.errorcode.get(error.errno or 0, "?")})
 
 
+def is_hosted(name: str) -> bool:
+    """Whether it is what a provider keeps, PROVIDER:ID; else a file's name or path."""
+    return ":" in name and not name.startswith("/")
+
+
+def note_hosted(folder: Path, name: str) -> None:
+    """A provider keeps this one. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _mark(folder, name, HOSTED).touch()
+
+
+def drop(folder: Path, name: str) -> None:
+    """Nobody goes on from it: a file goes, what a provider keeps is `dropped`. Nothing to do where there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        if is_hosted(name):
+            _mark(folder, name, HOSTED).rename(_mark(folder, name, DROPPED))
+        else:
+            (folder / name).unlink()
+
+
+def dropped(folder: Path) -> list[tuple[str, Path]]:
+    """What is to be deleted at a provider, the latest first: earlier ones may be what those are made of. With each the
+    file to remove when that is done."""
+    marks: dict[Path, float] = {}
+    for mark in folder.glob(f"*{DROPPED}"):
+        with contextlib.suppress(FileNotFoundError):  # another worker has just done it
+            marks[mark] = mark.stat().st_mtime
+    return [(unquote(mark.stem), mark) for mark in sorted(marks, key=lambda mark: marks[mark], reverse=True)]
+
+
+def _mark(folder: Path, name: str, suffix: str) -> Path:
+    return folder / f"{quote(name, safe='')}{suffix}"
+
+
 def remove_others(folder: Path, keep: Collection[str]) -> list[str]:
-    """Remove the snapshots whose names aren't in ``keep``, and what kills left of others; the names of the first. For a
+    """Drop the snapshots whose names aren't in ``keep``, and what kills left of others; the names of the first. For a
     run that starts again, before it makes any: what nothing names is never asked for."""
     removed: list[str] = []
     with contextlib.suppress(FileNotFoundError):
         for path in sorted(folder.iterdir()):
             if path.name.endswith(INCOMING):
                 path.unlink()
-            elif path.suffix == SUFFIX and path.stem not in keep and path.is_file():
-                path.unlink()
-                removed.append(path.stem)
+                continue
+            name = unquote(path.stem) if path.suffix == HOSTED else path.name
+            if path.suffix in (SUFFIX, HOSTED) and name not in keep and path.is_file():
+                drop(folder, name)
+                removed.append(name)
     return removed

@@ -50,17 +50,25 @@ class SandboxWrapper:
 
     async def before_exec(self, timeout_s: float) -> None:
         """A command is asked for that may run so long."""
+        await self.before_use(timeout_s)
+
+    async def before_use(self, longest_s: float = 0.0) -> None:
+        """Its commands or files are asked for: somebody works with it."""
 
     async def read(self, path: str, *, max_bytes: int = FILE_BYTES) -> bytes:
+        await self.before_use()
         return await self.inner().read(path, max_bytes=max_bytes)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        await self.before_use()
         await self.inner().write(path, data, mode=mode)
 
     async def list(self, path: str, *, max_entries: int = 10_000) -> list[FileInfo]:
+        await self.before_use()
         return await self.inner().list(path, max_entries=max_entries)
 
     async def snapshot(self, name: str) -> Snapshot:
+        await self.before_use()
         return await self.inner().snapshot(name)
 
     async def pause(self) -> None:

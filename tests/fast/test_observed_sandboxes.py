@@ -106,8 +106,10 @@ class ScriptedWorker:
 class ScriptedLauncher:
     def __init__(self) -> None:
         self.workers: list[ScriptedWorker] = []
+        self.specs: list[WorkerSpec] = []
 
     async def start(self, spec: WorkerSpec) -> Any:
+        self.specs.append(spec)
         self.workers.append(ScriptedWorker(spec.name))
         return self.workers[-1]
 
@@ -146,6 +148,23 @@ def test_a_worker_that_dies_takes_its_sandboxes_along_and_no_count():
         assert all(count >= 0 for count in again.since(found).pool.exec.counts)
 
     pooled(main)
+
+
+@pytest.mark.parametrize(("live", "starts", "workers"), [(64, 8, 1), (64, 8, 3), (7, 4, 4), (4, 2, 4)])
+def test_workers_share_as_many_sandboxes_as_there_may_be(live: int, starts: int, workers: int):
+    async def whole(clock: Clock) -> list[dict[str, Any]]:
+        launcher = ScriptedLauncher()
+        settings = EnvironmentSettings(name="python_tool", workers=workers)
+        pool = EnvironmentPool(launcher, settings, Sandbox(live=live, starts=starts), clock, sandboxes="")
+        await pool.start()
+        await pool.stop()
+        return [spec.arguments["sandbox"] for spec in launcher.specs]
+
+    shares = run_virtual(whole)
+    assert sum(share["live"] for share in shares) == live
+    assert max(share["live"] for share in shares) - min(share["live"] for share in shares) <= 1
+    assert sum(share["starts"] for share in shares) == max(starts, workers)
+    assert all(share["live"] >= share["starts"] >= 1 for share in shares)
 
 
 def test_a_worker_that_is_busy_is_taken_to_be_as_it_was():

@@ -34,6 +34,7 @@ from headway.sandbox.hosted_runner import main as run_request
 from headway.sandbox.pace import Pace, SharedPace
 from headway.sandbox.pool import PoolSettings, SandboxPool
 from headway.sandbox.provider import HostedSettings, Ran, failure_of_status, plain_labels
+from headway.sandbox.snapshot_folder import drop, dropped, note_hosted, remove_others
 
 
 class Scripted:
@@ -51,6 +52,8 @@ class Scripted:
         self.errors: list[Exception] = []
         self.end_errors: list[Exception] = []
         self.put_errors: list[Exception] = []
+        self.delete_errors: list[Exception] = []
+        self.deleted: list[str] = []
         self.says = Ran(exit_code=0, stdout=f'\n{MARK}{{"processes": []}}')
 
     def can(self) -> Capabilities:
@@ -96,7 +99,12 @@ class Scripted:
     async def resume(self, sandbox: str, ttl_s: float) -> None: ...
 
     async def snapshot(self, sandbox: str, name: str) -> str:
-        return ""
+        return name
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        if self.delete_errors:
+            raise self.delete_errors.pop(0)
+        self.deleted.append(snapshot)
 
     def failure_of(self, error: Exception, what: str) -> SandboxFailure:
         if str(error) == "too many":
@@ -176,6 +184,41 @@ def test_one_that_nobody_waits_for_any_more_is_ended(tmp_path: Path):
         with pytest.raises(asyncio.CancelledError):
             await asking
         assert provider.ended == [name for name, _ in provider.made] == ["box-0"]
+
+    run_virtual(main())
+
+
+def test_dropped_snapshots_are_deleted_at_the_next_look_or_a_later_one(tmp_path: Path):
+    class Keeping(Scripted):
+        def can(self) -> Capabilities:
+            return Capabilities(backend=self.name, snapshot=True)
+
+    async def main():
+        folder = tmp_path / "sandboxes"
+        provider = Keeping()
+        one = HostedBackend(provider, state=tmp_path, snapshots=folder, clock=VirtualClock())
+        box = await one.create(SandboxSpec())
+        taken = [(await box.snapshot(name)).path for name in ("a", "b", "team/c:1.5", "d")]
+        await one.reap()
+        assert provider.deleted == [], "all of them may be gone on from"
+        note_hosted(folder, "another:e")
+        for name in (*taken[:3], "another:e", "scripted:unknown"):
+            drop(folder, name)
+        provider.delete_errors = [OSError("too many")]
+        await one.reap()
+        assert provider.deleted == [], "nothing more is asked for"
+        provider.delete_errors = [OSError("it is still needed")]
+        await one.reap()
+        assert len(provider.deleted) == 2
+        await one.close()
+        assert sorted(provider.deleted) == ["a", "b", "team/c:1.5"]
+        assert [name for name, _ in dropped(folder)] == ["another:e"]
+        again = Keeping()
+        resumed = HostedBackend(again, state=tmp_path, snapshots=folder, clock=VirtualClock())
+        assert remove_others(folder, set()) == ["scripted:d"], "the process before was killed"
+        await resumed.start()
+        assert again.deleted == ["d"]
+        await resumed.close()
 
     run_virtual(main())
 

@@ -202,9 +202,50 @@ def test_owners_are_told_by_process_and_start(tmp_path: Path):
     assert sorted(tmp_path.iterdir()) == sorted([mine, tmp_path / "unrelated"])
 
 
+def test_owners_of_an_earlier_boot_of_this_machine_are_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as before:
+        before.setattr(leftovers, "boot", lambda: "0" * 8 + 3 * "-0000" + "-" + "0" * 12)
+        before.setattr(leftovers, "installation", lambda: "a" * 16)
+        ours = tmp_path / leftovers.owner_name(os.getpid(), 1)
+        before.setattr(leftovers, "installation", lambda: "b" * 16)
+        anothers = tmp_path / leftovers.owner_name(os.getpid(), 2)
+        before.setattr(leftovers, "installation", lambda: "")
+        unknown = tmp_path / leftovers.owner_name(os.getpid(), 3)
+    for folder in (ours, anothers, unknown):
+        (folder / "records").mkdir(parents=True)
+    with subprocess.Popen(["sleep", "600"]) as other:  # it happens to have the numbers that the zygote had
+        started = leftovers.started(other.pid) or 0
+        record = leftovers.OwnerRecord(pid=1, started=1, zygote_pid=other.pid, zygote_started=started)
+        leftovers.write(ours, "owner.json", record)
+        try:
+            monkeypatch.setattr(leftovers, "installation", lambda: "")
+            assert leftovers.reap(tmp_path) == [], "nothing is known of any"
+            monkeypatch.setattr(leftovers, "installation", lambda: "a" * 16)
+            (reaped,) = leftovers.reap(tmp_path)
+            assert leftovers.started(other.pid) == started, "it isn't the zygote"
+        finally:
+            other.kill()
+    assert (reaped.owner, reaped.stuck) == (ours.name, False)
+    assert sorted(tmp_path.iterdir()) == sorted([anothers, unknown])
+
+
+def test_a_machine_is_told_by_its_number_and_its_name(monkeypatch: pytest.MonkeyPatch):
+    def told(number: str, name: str) -> str:
+        monkeypatch.setattr(Path, "read_text", lambda path: number)
+        monkeypatch.setattr(leftovers.os, "uname", lambda: os.uname_result(("Linux", name, "6", "", "")))
+        return leftovers.installation()
+
+    assert leftovers.is_dead(leftovers.owner_name(os.getpid(), 1)) is False, "names of owners are read as they are made"
+    number = "0123456789abcdef" * 2
+    assert len({told(number, "one"), told(number, "two"), told(number[::-1], "one")}) == 3
+    assert told(number, "one") == told(f"{number}\n", "one")
+    for unset in ("", "uninitialized\n"):
+        assert told(unset, "one") == ""
+
+
 def test_owners_in_another_namespace_of_processes_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Their numbers stand for other processes here, or for none."""
-    monkeypatch.setattr(leftovers, "machine", lambda: f"{'0' * 8}-0000-0000-0000-{'0' * 12}-4026531836")
+    monkeypatch.setattr(leftovers, "machine", lambda: f"{leftovers.boot()}-1")
     (tmp_path / leftovers.owner_name(os.getpid(), 1)).mkdir()
     theirs = tmp_path / f"{leftovers.owner_name(os.getpid(), 2)}".replace(f"-{leftovers.started(os.getpid())}-", "-1-")
     theirs.mkdir()

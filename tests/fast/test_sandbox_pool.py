@@ -19,6 +19,7 @@ from headway.records.sandbox import (
     model_failure,
 )
 from headway.runtime.clock import VirtualClock, run_virtual
+from headway.sandbox.leased import LeasedSandbox
 from headway.sandbox.pool import PoolSettings, SandboxPool
 from headway.sandbox.protocol import Backend
 
@@ -386,5 +387,47 @@ def test_the_time_to_live_starts_again_before_a_command_that_might_run_into_its_
             assert backend.renewals == [400.0]
             await box.exec(["score"], timeout_s=1000.0)
             assert backend.renewals == [400.0, 1060.0]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("use", ["read", "write", "list", "snapshot", "resume"])
+def test_whoever_works_with_files_alone_keeps_its_sandbox_alive(use: str):
+    async def main():
+        backend = FakeBackend(VirtualClock())
+        pool = pool_of(backend)
+
+        async def used(box: LeasedSandbox) -> None:
+            if use == "resume":
+                await box.pause()
+            await {
+                "read": lambda: box.read("f"),
+                "write": lambda: box.write("f", b""),
+                "list": lambda: box.list("."),
+                "snapshot": lambda: box.snapshot("s"),
+                "resume": box.resume,
+            }[use]()
+
+        async with pool.lease(SPEC, ttl_s=400.0) as box:
+            backend.sandboxes[box.id].files["f"] = b""
+            await used(box)
+            assert backend.renewals == [], "nearly all of it is left"
+            for passed in (1, 2, 3):
+                await backend.clock.sleep(201.0)
+                await used(box)
+                assert backend.renewals == [400.0] * passed
+
+    run_virtual(main())
+
+
+def test_a_paused_sandbox_isnt_asked_to_live_on():
+    async def main():
+        backend = FakeBackend(VirtualClock())
+        pool = pool_of(backend)
+        async with pool.lease(SPEC, ttl_s=400.0) as box:
+            await box.pause()
+            await backend.clock.sleep(300.0)
+            await box.snapshot("parked")
+            assert backend.renewals == []
 
     run_virtual(main())

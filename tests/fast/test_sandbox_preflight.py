@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 from fake_sandboxes import FakeBackend, FakeSandbox
@@ -10,6 +12,8 @@ from fake_sandboxes import FakeBackend, FakeSandbox
 from headway.config.sandbox import Sandbox
 from headway.config.schema import Experiment
 from headway.orchestrator import check_sandboxes
+from headway.orchestrator.environments import players_of
+from headway.records.errors import ConfigurationError
 from headway.records.sandbox import (
     MIB,
     Capabilities,
@@ -208,3 +212,36 @@ def test_check_asks_where_an_experiment_uses_sandboxes(monkeypatch: pytest.Monke
     assert (error.level, error.key, warning.level, warning.key) == ("error", "sandbox", "warning", "sandbox.live")
     assert "may have 3 sandboxes, 4 are needed" in error.message
     assert "wait for one" in warning.message
+
+
+def test_fewer_sandboxes_than_workers_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    monkeypatch.setattr(check_sandboxes, "backend_of", lambda settings, **_: Provider())
+    monkeypatch.setattr(check_sandboxes.asyncio, "run", run_virtual)
+
+    def experiment(name: str) -> Experiment:
+        return Experiment.model_validate(
+            {
+                "run": {"directory": str(tmp_path / "run")},
+                "model": {"path": "m"},
+                "tasks": {"train": {"path": "t.jsonl"}},
+                "queue": {"max_concurrent_rollouts": 8},
+                "environment": {"name": name, "workers": 4},
+                "sandbox": {"backend": "modal", "live": 3},
+            }
+        )
+
+    unused = experiment("dialogue")
+    used = experiment("python_tool")
+    check_sandboxes.require_shares(unused)
+    assert check_sandboxes.sandbox_findings(unused) == []
+    (error,) = [one for one in check_sandboxes.sandbox_findings(used) if one.level == "error"]
+    for key in ("sandbox.live = 3", "environment.workers = 4", "sandbox.live of 4 or more", "workers of 3 or fewer"):
+        assert key in error.message
+    assert error.key == "sandbox.live"
+
+    async def starting() -> None:
+        async with players_of(used, cast(Any, None), VirtualClock(), lambda name, detail: None):
+            raise AssertionError("it began")
+
+    with pytest.raises(ConfigurationError, match=r"sandbox\.live = 3 with environment\.workers = 4"):
+        asyncio.run(starting())

@@ -10,13 +10,25 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from headway.orchestrator.parking import Parking
+from headway.records.environment import Asked, EnvironmentState, Parked, SavedEpisode
 from headway.records.errors import ConfigurationError
+from headway.records.generation import PartialResponse
 from headway.records.sandbox import SandboxError, Snapshot
-from headway.sandbox.snapshot_folder import LOCK, IncomingSnapshot, SnapshotFolder, opened, remove_others
+from headway.sandbox.snapshot_folder import (
+    LOCK,
+    IncomingSnapshot,
+    SnapshotFolder,
+    drop,
+    dropped,
+    note_hosted,
+    opened,
+    remove_others,
+)
 
 
 def put(folder: SnapshotFolder, name: str, size: int) -> Snapshot:
@@ -107,9 +119,43 @@ def test_what_nothing_names_any_more_is_removed(tmp_path: Path):
         put(folder, name, 100)
     (tmp_path / ".d.sb-9.incoming").write_bytes(b"cut off")
     (tmp_path / "notes.txt").write_bytes(b"somebody's")
-    assert remove_others(tmp_path, {"b.1", "gone"}) == ["a", "c"]
+    assert remove_others(tmp_path, {"b.1.tar", "gone.tar"}) == ["a.tar", "c.tar"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.1.tar", "notes.txt"]
     assert remove_others(tmp_path / "none", set()) == []
+
+
+def parked(member: int, path: str) -> Parked:
+    state = EnvironmentState(snapshot=Snapshot(path=path, bytes=0, sha256=""))
+    saved = SavedEpisode(exchanges=(), asked=Asked(said=()), environment=state)
+    return Parked(group=1, member=member, response=PartialResponse(), resumes=0, episode=saved)
+
+
+def test_what_parked_rollouts_dont_go_on_from_is_dropped_wherever_it_is_kept(tmp_path: Path):
+    folder = SnapshotFolder(tmp_path)
+    for name in ("a", "b", "c"):
+        put(folder, name, 100)
+    for name in ("e2b:team/a:1.5", "e2b:b", "e2b:c.1"):
+        note_hosted(tmp_path, name)
+    parking = Parking(cast(Any, None), cast(Any, None), cast(Any, None), tmp_path)
+    parking.reopen([parked(0, "a.tar"), parked(1, "e2b:team/a:1.5"), parked(2, "b.tar"), parked(3, "e2b:b")])
+    assert [name for name in names(tmp_path) if name.endswith(".tar")] == ["a.tar", "b.tar"]
+    assert [name for name, _ in dropped(tmp_path)] == ["e2b:c.1"]
+    parking._name_snapshot(parked(3, "e2b:d"))
+    assert {name for name, _ in dropped(tmp_path)} == {"e2b:c.1", "e2b:b"}
+    parking.forget(1)
+    assert list(tmp_path.glob("*.tar")) == []
+    assert {name for name, _ in dropped(tmp_path)} == {"e2b:c.1", "e2b:b", "e2b:team/a:1.5"}
+    for _, mark in dropped(tmp_path):
+        mark.unlink()
+    assert names(tmp_path) == []
+
+
+def test_a_file_is_dropped_by_its_path_too(tmp_path: Path):
+    folder = tmp_path / "run:1"
+    kept = put(SnapshotFolder(folder), "a", 100)
+    drop(folder, kept.path)
+    drop(folder, kept.path)
+    assert names(folder) == []
 
 
 def test_the_snapshots_of_other_workers_count(tmp_path: Path):

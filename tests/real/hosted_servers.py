@@ -137,6 +137,8 @@ class E2B(Cloud):
             return await (self._create(json.loads(body), head) if method == "POST" else self._list(query))
         if parts[0] == "v2":
             parts = parts[1:]
+        if method == "DELETE" and parts[0] == "templates":  # as the SDK deletes snapshots
+            return (404 if self.snapshots.pop(parts[1], None) is None else 204), b""
         box = self.live(parts[1])
         if box is None:
             return 404, b'{"code": 404, "message": "sandbox not found"}'
@@ -242,6 +244,9 @@ class Prime(Cloud):
             return await (self._create(json.loads(body)) if method == "POST" else self._list(query))
         if parts[0] != "sandbox" or len(parts) < 2:
             return 404, b'{"detail": "no such page"}'
+        if parts[1] == "checkpoints" and len(parts) == 3 and method == "DELETE":
+            known = self.snapshots.pop(parts[2], None) is not None
+            return (200, b"{}") if known else (404, b'{"detail": "Checkpoint not found"}')
         if parts[1] == "checkpoints" and len(parts) == 3:
             return 200, json.dumps(self._checkpoint(parts[2], "")).encode()
         box = self.boxes.get(parts[1])

@@ -31,9 +31,10 @@ from test_sandbox_conformance import (  # noqa: F401  run here with the fixture 
 )
 
 from headway.records.errors import ConfigurationError
-from headway.records.sandbox import SandboxError
+from headway.records.sandbox import SandboxError, Snapshot
 from headway.sandbox.hosted import HostedBackend
 from headway.sandbox.provider import OWNER, this_owner
+from headway.sandbox.snapshot_folder import drop, dropped, note_hosted, remove_others
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 CLOUDS = {"e2b": (E2B, "e2b"), "prime": (Prime, "prime_sandboxes"), "modal": (Modal, "sys")}  # and what they need
@@ -61,6 +62,7 @@ class Hosted:
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
         self._folder = folder
+        self.snapshots = folder / "noted"  # what the provider keeps
         self._opened = contextlib.AsyncExitStack()
         self.cloud: Cloud = None  # pyright: ignore[reportAttributeAccessIssue]
         self._backend: HostedBackend = None  # pyright: ignore[reportAttributeAccessIssue]
@@ -71,7 +73,8 @@ class Hosted:
         return await self._opened.enter_async_context(self._backend)
 
     def another(self, **settings: Any) -> HostedBackend:
-        return HostedBackend(provider_of(self.name, self.cloud, **settings), run="one", state=self._folder / "hosted")
+        provider = provider_of(self.name, self.cloud, **settings)
+        return HostedBackend(provider, run="one", state=self._folder / "hosted", snapshots=self.snapshots)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -281,6 +284,28 @@ def test_snapshots_and_pauses_are_the_providers(backend: Hosted):
                 await again.exec(["true"])
             await again.resume()
             assert (await again.exec(["echo", "on"])).stdout == b"on\n"
+
+    run(main)
+
+
+def test_snapshots_that_are_dropped_are_deleted_there_where_there_is_a_call_for_it(backend: Hosted):
+    async def main():
+        async with backend:
+            box = await backend.create(SMALL)
+            taken = [(await box.snapshot(name)).path for name in ("one", "two", "three")]
+            await box.terminate()
+            assert len(backend.cloud.snapshots) == 3
+            drop(backend.snapshots, taken[0])
+            assert remove_others(backend.snapshots, {taken[1]}) == [taken[2]]
+            await backend.reap()
+            kept = 3 if backend.name == "modal" else 1
+            assert len(backend.cloud.snapshots) == kept
+            assert dropped(backend.snapshots) == []
+            note_hosted(backend.snapshots, gone := f"{backend.name}:no-such")
+            drop(backend.snapshots, gone)
+            await backend.reap()
+            assert dropped(backend.snapshots) == []
+            assert not (await backend.create(SMALL, snapshot=Snapshot(path=taken[1], bytes=0, sha256=""))).ended
 
     run(main)
 

@@ -222,7 +222,7 @@ def test_snapshots_of_a_run_have_a_limit_and_the_sandbox_goes_on(tmp_path: Path)
             assert (raised.value.failure.cause, raised.value.failure.retry) == ("infrastructure", False)
             assert (await box.exec(["sh", "-c", "rm file; echo alive"])).stdout == b"alive\n"
             await box.snapshot("second")
-            assert remove_others(folder, {"first"}) == ["second"]
+            assert remove_others(folder, {"first.tar"}) == ["second.tar"]
             again = await backend.create(SMALL, snapshot=first)
             assert len(await again.read("file")) == 3_000_000
 

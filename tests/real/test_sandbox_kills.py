@@ -263,6 +263,31 @@ def test_a_living_owner_is_not_reaped(tmp_path: Path):
     assert not any(leftovers_of(tmp_path / "state", os.getpid()).values())
 
 
+@pytest.mark.parametrize("name", ["local", "bubblewrap", "docker"])
+def test_a_living_owners_sandboxes_are_listed_whatever_made_them(tmp_path: Path, name: str):
+    command = [sys.executable, "-m", "headway.cli.main", "sandboxes"]
+
+    def said(what: str) -> str:
+        asked = [*command, what, "--state", str(tmp_path / "state")]
+        done = subprocess.run(asked, capture_output=True, text=True, env=sandbox_docker.environment())
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    async def main():
+        async with BACKENDS[name](tmp_path) as backend:
+            box = await backend.create(SMALL, labels={"rollout": "7"})
+            listed = [line for line in (await asyncio.to_thread(said, "list")).splitlines() if line.startswith(box.id)]
+            assert len(listed) == 1
+            assert listed[0].startswith(f"{box.id}  {name}  owner {os.getpid()} (lives)")
+            assert listed[0].endswith("rollout=7")
+            await asyncio.to_thread(said, "reap")
+            assert (await box.exec(["true"])).ok
+            await box.terminate()
+            assert box.id not in await asyncio.to_thread(said, "list")
+
+    run(main)
+
+
 def test_a_long_run_cleans_up_after_owners_that_die_meanwhile(tmp_path: Path):
     async def main():
         async with opened(local(tmp_path)) as box:
