@@ -12,9 +12,9 @@ from typing import Any
 
 from headway.config.endpoint import Environment
 from headway.config.sandbox import Sandbox
-from headway.records.environment import Asked, EnvironmentState, Reply
+from headway.records.environment import Asked, EnvironmentState, Reply, Scored
 from headway.records.errors import ConfigurationError, HeadwayError, RemoteError, WorkerDied
-from headway.records.rollout import Failure, Verdict
+from headway.records.rollout import Failure
 from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
 from headway.records.trace import WorkerState
@@ -132,7 +132,7 @@ class Seated:
     async def reply(self, message: Mapping[str, Any], speaker: str, cut: bool) -> Reply:
         return await self._ask("reply", dict(message), speaker, cut)
 
-    async def score(self) -> Verdict | None:
+    async def score(self) -> Scored:
         return await self._ask("score")
 
     async def park(self) -> EnvironmentState | Failure:

@@ -159,10 +159,14 @@ class EnvironmentAttempt(RecordedAttempt):
             assert self._last is not None
             self._exchanges.append(Exchange(asked=asked, result=self._last, reward=reply.reward))
             asked = self._next(reply)
-        verdict = await seated.score()
-        if verdict is not None and verdict.failure is not None:
-            raise RolloutFailed(verdict.failure)
-        self._verdict = verdict
+        scored = await seated.score()
+        if scored.verdict is not None and scored.verdict.failure is not None:
+            raise RolloutFailed(scored.verdict.failure)
+        self._verdict = scored.verdict
+        if scored.reward is not None:  # then there was a turn
+            last = self._exchanges[-1]
+            reward = (last.reward or 0.0) + scored.reward
+            self._exchanges[-1] = msgspec.structs.replace(last, reward=reward)
 
     async def _first(self, seated: Seated) -> Asked | None:
         """The turn it begins with, or goes on with."""
