@@ -11,6 +11,7 @@ import msgspec
 
 from headway.records.conversations import Conversations, OpenConversation, RequestRefused, Said, Told, Wanted
 from headway.records.environment import Asked, Exchange, Parked, Reply, SavedEpisode
+from headway.records.errors import WorkerDied
 from headway.records.generation import GenerationResult, PartialResponse
 from headway.records.rollout import Failure, Group, Rollout, Verdict
 from headway.rollout.environment_client import EnvironmentDied, EnvironmentPool, Seated
@@ -60,6 +61,11 @@ class EnvironmentRollouts(RecordedRollouts):
 
     def begin(self, group: Group, member: int) -> EnvironmentAttempt:
         return EnvironmentAttempt(self, group, member, self._resumed.pop((group.index, member), None))
+
+    def failure_of(self, error: Exception) -> Failure | None:
+        if isinstance(error, WorkerDied):  # the last worker: nothing more can be played
+            raise error
+        return super().failure_of(error)
 
     @property
     def evaluates(self) -> bool:
