@@ -31,7 +31,7 @@ class Environments:
 
 
 class Resumed(NamedTuple):
-    """A rollout that was parked when the process before this one ended."""
+    """A rollout that was parked when its worker died, or the orchestrator before this one."""
 
     saved: SavedEpisode
     response: PartialResponse  # of the turn it was parked in
@@ -56,8 +56,15 @@ class EnvironmentRollouts(RecordedRollouts):
         saved: SavedEpisode | None = None,
     ) -> Rollout:
         if saved is not None:
-            self._resumed[group.index, member] = Resumed(saved, partial, resumes)
-        return await super().generate_member(group, member)
+            self.go_on(group, member, Resumed(saved, partial, resumes))
+        try:
+            return await super().generate_member(group, member)
+        finally:
+            self._resumed.pop((group.index, member), None)
+
+    def go_on(self, group: Group, member: int, resumed: Resumed) -> None:
+        """The next attempt at it begins there."""
+        self._resumed[group.index, member] = resumed
 
     def begin(self, group: Group, member: int) -> EnvironmentAttempt:
         return EnvironmentAttempt(self, group, member, self._resumed.pop((group.index, member), None))
@@ -278,7 +285,13 @@ class EnvironmentAttempt(RecordedAttempt):
                 environment_s=self._environment_s,
             )
             resumption = await super()._park(msgspec.structs.replace(parked, episode=saved))
-            failure = await seated.unpark()
+            try:
+                failure = await seated.unpark()
+            except EnvironmentDied:
+                if resumption == "continue" and not kept.state["held"]:
+                    resumed = Resumed(saved, parked.response, parked.resumes + 1)
+                    self._rollouts.go_on(self.group, self.member, resumed)
+                raise
             return resumption if failure is None else await self._given_up(failure)
         except EnvironmentDied as error:
             cause = str(error)[:300]
