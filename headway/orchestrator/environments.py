@@ -51,6 +51,7 @@ async def players_of(
         seed=experiment.run.seed,
         snapshots=None if directory is None else directory.sandboxes,
         log_folder=logs,
+        on_event=on_event,
     )
     try:
         await pool.start()

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from headway.records.generation import GenerationResult, PartialResponse
-from headway.records.rollout import Failure
+from headway.records.rollout import Failure, Verdict
 from headway.records.sandbox import Snapshot
 
 
@@ -30,6 +30,13 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     over: str = ""  # why there is none
     failure: Failure | None = None  # why the rollout has failed
     reward: float | None = None  # of the turn that was answered
+
+
+class Scored(msgspec.Struct, frozen=True, kw_only=True):
+    """What an environment says of a rollout that is over."""
+
+    verdict: Verdict | None = None  # None: its turns' rewards say what it is worth, or else ``[verifier]``
+    reward: float | None = None  # of its last turn, besides what the reply to that one said
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):

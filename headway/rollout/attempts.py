@@ -53,7 +53,8 @@ class Attempts(SingleTurn, ABC):
 
     @abstractmethod
     def failure_of(self, error: Exception) -> Failure | None:
-        """What it means that an attempt raised this; None: it ends as it stands."""
+        """What it means that an attempt raised this; None: it ends as it stands. Raises it where no other attempt could
+        do better: that ends the run."""
 
     def prefixed(self, request_prefix: str) -> SingleTurn:
         twin = super().prefixed(request_prefix)

@@ -114,7 +114,8 @@ class Episode:
         return await self._models.ask(name, messages, **body)
 
     def reward(self, value: float) -> None:
-        """Reward the turn that was just answered; several add up."""
+        """Reward the turn that was just answered; several add up. Before the first answer: the first turn. Once the
+        rollout was scored (`Environment.close`) nobody asks any more."""
         if finite_number(value) is None:
             raise ValueError(f"reward({value!r}): a finite number is needed")
         self._reward = (self._reward or 0.0) + float(value)
@@ -156,6 +157,9 @@ class Episode:
         )
 
     def take_reward(self) -> float | None:
+        """Of the turn that was answered last; what comes before the first waits for it."""
+        if not self.turns:
+            return None
         reward, self._reward = self._reward, None
         return reward
 
@@ -168,12 +172,14 @@ class Episode:
             "turns_left": self.turns_left,
             "random": self.random.getstate(),
             "held": self.held,
+            "reward": self._reward,
         }
 
     def restore(self, kept: Mapping[str, Any], asked: Asked, messages: Mapping[str, Sequence[dict[str, Any]]]) -> None:
         """``asked``: what it was parked in, already among ``messages``."""
         self.state = dict(kept["own"])
         self.turns, self.turns_left = kept["turns"], kept["turns_left"]
+        self._reward = kept["reward"]
         version, numbers, spare = kept["random"]
         self.random.setstate((version, tuple(numbers), spare))
         self.messages = {speaker: list(said) for speaker, said in messages.items()}

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from headway.config.endpoint import Environment
 from headway.config.sandbox import Sandbox
-from headway.records.environment import Asked, EnvironmentState, Reply
-from headway.records.errors import ConfigurationError, HeadwayError, RemoteError, WorkerDied
-from headway.records.rollout import Failure, Verdict
+from headway.records.environment import Asked, EnvironmentState, Reply, Scored
+from headway.records.errors import ConfigurationError, HeadwayError, WorkerDied
+from headway.records.rollout import Failure
 from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
 from headway.records.trace import WorkerState
@@ -26,6 +26,8 @@ from headway.runtime.workers import Launcher, Worker, WorkerSpec
 _FACTORY = "headway.rollout.environment_service:EnvironmentService"
 _STOP_GRACE_S = 25.0  # sandboxes end in that time
 _STUCK_S = 300.0  # that a worker which should have answered long since has to show that its loop turns
+_STARTS = 5  # in a row without a sign of life; when no seat has had fewer, and none lives, the run is over
+_BACKOFF_S = 0.5  # before a start that follows one which came to nothing; doubled up to 64 times as long
 _LOOK_S = 2.0  # for a look at a worker's sandboxes; one that is busy is taken to be as it was
 
 
@@ -42,14 +44,36 @@ class _Seat:
         self.worker: Worker | None = None
         self.episodes = 0
         self.restarts = -1
-        self.starting = asyncio.Lock()
+        self.starts = 0  # since a worker of it answered
+        self.starting: asyncio.Task[None] | None = None  # again; it may be over
+        self._fault: Exception | None = None  # of the last start
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._reader: asyncio.Task[None] | None = None
         self._seen = SandboxStatistics()  # of the worker, at the last look
         self._gone = SandboxStatistics()  # counted by those that died
 
+    @property
+    def live(self) -> Worker | None:
+        """Its worker, unless that is dead."""
+        return self.worker if self.worker is not None and self.worker.alive else None
+
+    @property
+    def starting_s(self) -> float:
+        """How long the next start waits."""
+        return _BACKOFF_S * 2 ** min(self.starts - 1, 6) if self.starts else 0.0
+
+    @property
+    def fault(self) -> Exception | None:
+        """Why it has no worker."""
+        return self._fault or (self.worker.died.result() if self.worker is not None else None)
+
+    def fail(self, fault: Exception) -> None:
+        """A start came to nothing."""
+        self.starts, self._fault = self.starts + 1, fault
+
     def take(self, worker: Worker) -> None:
+        self.starts, self._fault = self.starts + 1, None
         self._gone = SandboxStatistics.total([self._gone, self._seen.counted()])
         self._seen = SandboxStatistics()  # the new one counts from zero
         self.worker = worker
@@ -70,16 +94,14 @@ class _Seat:
 
     async def sandboxes(self) -> SandboxStatistics:
         """Of its worker, and of those before it."""
-        worker = self.worker
-        alive = worker is not None and worker.alive
-        if worker is not None and alive:
+        worker = self.live
+        if worker is not None:
             with contextlib.suppress(EnvironmentDied, TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     seen = await self._submit(worker, "submit_sandboxes")
                 if worker is self.worker:
                     self._seen = seen
-            alive = self.worker is not None and self.worker.alive
-        return SandboxStatistics.total([self._gone, self._seen if alive else self._seen.counted()])
+        return SandboxStatistics.total([self._gone, self._seen if self.live else self._seen.counted()])
 
     async def _submit(self, worker: Worker, method: str, *arguments: Any) -> Any:
         number = next(self._numbers)
@@ -98,6 +120,7 @@ class _Seat:
         try:
             while True:
                 number, well, value = await worker.events.get()
+                self.starts = 0
                 answer = self._waiting.get(number)
                 if answer is None or answer.done():
                     continue  # nobody waits for it any more
@@ -133,7 +156,7 @@ class Seated:
     async def reply(self, message: Mapping[str, Any], speaker: str, cut: bool) -> Reply:
         return await self._ask("reply", dict(message), speaker, cut)
 
-    async def score(self) -> Verdict | None:
+    async def score(self) -> Scored:
         return await self._ask("score")
 
     async def park(self) -> EnvironmentState | Failure:
@@ -168,7 +191,8 @@ class EnvironmentPool:
     """``environment.workers`` processes, each with its share of the sandboxes.
 
     A rollout is played in one of them, the one with the fewest. A worker that dies takes its rollouts along: each of
-    their calls raises EnvironmentDied, and the next rollout starts another worker.
+    their calls raises EnvironmentDied, and the next rollout starts another worker. While that can't be started,
+    rollouts go to the others, and it is tried again, ever more rarely. When none is left, ``seated`` raises WorkerDied.
     """
 
     def __init__(
@@ -184,9 +208,10 @@ class EnvironmentPool:
         seed: int = 0,
         device: str | None = None,
         log_folder: Path | None = None,
+        on_event: Callable[[str, str], object] = lambda name, detail: None,
     ) -> None:
         """``sandboxes``: what makes a worker's pool of them, ``module:function``; ``snapshots``: the folder of parked
-        ones."""
+        ones. ``on_event(name, detail)`` is told of workers that can't be started again."""
         self._launcher = launcher
         self._environment = environment
         self._clock = clock
@@ -196,6 +221,7 @@ class EnvironmentPool:
         self._snapshots = snapshots
         self._device = device
         self._log_folder = log_folder
+        self._on_event = on_event
         shares = enumerate(_shares(sandbox, environment.workers))
         self._seats = [_Seat(f"environment-{index}", share) for index, share in shares]
         self._places = asyncio.Semaphore(environment.concurrency) if environment.concurrency else None
@@ -204,7 +230,7 @@ class EnvironmentPool:
 
     async def start(self) -> None:
         """Start all workers. Raises ConfigurationError for an environment that can't be had."""
-        starts = (self._ready(seat) for seat in self._seats)
+        starts = (self._start(seat) for seat in self._seats)
         for error in await asyncio.gather(*starts, return_exceptions=True):
             if isinstance(error, BaseException):
                 await self.stop()
@@ -213,23 +239,18 @@ class EnvironmentPool:
     @asynccontextmanager
     async def seated(self, name: str) -> AsyncIterator[Seated]:
         """A place for the rollout of this name, once there is one and it may begin; it ends with the block. Raises
-        EnvironmentDied."""
+        EnvironmentDied; WorkerDied when no worker can be started any more."""
         if self._places is not None:
             await self._places.acquire()
         try:
             await self._start_time()
-            seat = min(self._seats, key=lambda one: one.episodes)
-            seat.episodes += 1
-            try:
-                worker = await self._ready(seat)
+            async with self._chosen() as (seat, worker):
                 seated = Seated(seat, worker, name, self._environment.timeout_s)
                 try:
                     yield seated
                 finally:
                     if worker.alive:
                         await asyncio.shield(asyncio.ensure_future(_ended(seated)))
-            finally:
-                seat.episodes -= 1
         finally:
             if self._places is not None:
                 self._places.release()
@@ -237,6 +258,10 @@ class EnvironmentPool:
     async def stop(self) -> None:
         """End all workers, the rollouts in them and their sandboxes."""
         self._stopped = True
+        if starting := [seat.starting for seat in self._seats if seat.starting is not None]:
+            for start in starting:
+                start.cancel()
+            await asyncio.wait(starting)
         workers = [seat.worker for seat in self._seats if seat.worker is not None]
         await asyncio.gather(*(worker.stop(_STOP_GRACE_S) for worker in workers))
 
@@ -251,7 +276,7 @@ class EnvironmentPool:
         return [
             WorkerState(
                 name=seat.name,
-                up=seat.worker is not None and seat.worker.alive,
+                up=seat.live is not None,
                 restarts=max(0, seat.restarts),
             )
             for seat in self._seats
@@ -268,36 +293,61 @@ class EnvironmentPool:
         if at > now:
             await self._clock.sleep(at - now)
 
-    async def _ready(self, seat: _Seat) -> Worker:
-        """The seat's live worker, started anew when it is dead. Raises EnvironmentDied."""
-        async with seat.starting:
-            if seat.worker is not None and seat.worker.alive:
-                return seat.worker
-            if self._stopped:
-                raise EnvironmentDied(f"{seat.name} is stopped")
-            spec = WorkerSpec(
-                name=seat.name,
-                factory=_FACTORY,
-                arguments={
-                    "environment": self._environment.model_dump(),
-                    "sandbox": seat.sandbox.model_dump(),
-                    "sandboxes": self._sandboxes,
-                    "run": self._run,
-                    "snapshots": str(self._snapshots) if self._snapshots else "",
-                    "seed": self._seed,
-                },
-                device=self._device or every_core(),
-                log_path=str(self._log_folder / f"{seat.name}.log") if self._log_folder else None,
-            )
-            first = seat.worker is None
+    @asynccontextmanager
+    async def _chosen(self) -> AsyncIterator[tuple[_Seat, Worker]]:
+        """The seat with the fewest rollouts, counted there inside the block, and its live worker."""
+        while True:
+            seat = self._best()
+            seat.episodes += 1
             try:
-                worker = await self._launcher.start(spec)
-            except (WorkerDied, RemoteError, TimeoutError) as error:
-                if first:
-                    raise
-                raise EnvironmentDied(f"{seat.name} could not be started again: {error}") from error
-            seat.take(worker)
-            return worker
+                if seat.starting is not None:
+                    await asyncio.wait((seat.starting,))
+                if (worker := seat.live) is not None:
+                    yield seat, worker
+                    return
+            finally:
+                seat.episodes -= 1
+
+    def _best(self) -> _Seat:
+        """The one with the fewest rollouts: of those that live, or have served and are back soon; of all where there is
+        none. Those that are dead are started beside. Raises WorkerDied where none lives that could be."""
+        if self._stopped:
+            raise EnvironmentDied("the workers of environments are stopped")
+        if not any(seat.live for seat in self._seats):
+            seat = min(self._seats, key=lambda one: one.starts)
+            if seat.starts >= _STARTS:
+                raise WorkerDied(seat.name, f"gave up after {seat.starts} starts; last: {seat.fault}") from seat.fault
+        for seat in self._seats:
+            if seat.live is None and (seat.starting is None or seat.starting.done()):
+                seat.starting = asyncio.create_task(self._start_again(seat), name=f"{seat.name}-start")
+        sound = [seat for seat in self._seats if seat.live is not None or not seat.starts]
+        return min(sound or self._seats, key=lambda one: one.episodes)
+
+    async def _start_again(self, seat: _Seat) -> None:
+        await self._clock.sleep(seat.starting_s)
+        try:
+            await self._start(seat)
+        except Exception as error:  # whoever waits for it finds no worker, and goes elsewhere
+            seat.fail(error)
+            self._on_event("environment_restart_failed", f"{seat.name}: {error}")
+
+    async def _start(self, seat: _Seat) -> None:
+        """Raises what the launcher does."""
+        spec = WorkerSpec(
+            name=seat.name,
+            factory=_FACTORY,
+            arguments={
+                "environment": self._environment.model_dump(),
+                "sandbox": seat.sandbox.model_dump(),
+                "sandboxes": self._sandboxes,
+                "run": self._run,
+                "snapshots": str(self._snapshots) if self._snapshots else "",
+                "seed": self._seed,
+            },
+            device=self._device or every_core(),
+            log_path=str(self._log_folder / f"{seat.name}.log") if self._log_folder else None,
+        )
+        seat.take(await self._launcher.start(spec))
 
 
 def _shares(sandbox: Sandbox, workers: int) -> list[Sandbox]:

@@ -17,7 +17,7 @@ import msgspec
 from headway.config.endpoint import ENVIRONMENTS
 from headway.config.endpoint import Environment as EnvironmentSettings
 from headway.config.sandbox import Sandbox as SandboxSettings
-from headway.records.environment import Asked, EnvironmentState, Reply
+from headway.records.environment import Asked, EnvironmentState, Reply, Scored
 from headway.records.errors import ConfigurationError
 from headway.records.rollout import Failure, Verdict
 from headway.records.sandbox import SandboxError, SandboxSpec, Snapshot
@@ -234,16 +234,17 @@ class Episodes:
 
         return await self._replied(episode, work)
 
-    async def score(self, name: str) -> Verdict | None:
-        """What the environment says the rollout is worth; None: it doesn't."""
+    async def score(self, name: str) -> Scored:
+        """What the environment says the rollout is worth."""
         episode = self._open[name]
         started = self._clock.now()
         failure, result = await self._judged(episode, lambda: self._environment.score(episode))
         if failure is not None:
-            return Verdict(reward=0.0, solved=False, failure=failure)
-        if result is None:
-            return None
-        return msgspec.structs.replace(to_verdict(result), verify_s=self._clock.now() - started)
+            return Scored(verdict=Verdict(reward=0.0, solved=False, failure=failure))
+        verdict = None
+        if result is not None:
+            verdict = msgspec.structs.replace(to_verdict(result), verify_s=self._clock.now() - started)
+        return Scored(verdict=verdict, reward=episode.take_reward())
 
     async def park(self, name: str) -> EnvironmentState | Failure:
         """Keep it, so that it goes on here after `unpark`, or in another process by `restore`."""

@@ -11,6 +11,7 @@ import msgspec
 
 from headway.records.conversations import Conversations, OpenConversation, RequestRefused, Said, Told, Wanted
 from headway.records.environment import Asked, Exchange, Parked, Reply, SavedEpisode
+from headway.records.errors import WorkerDied
 from headway.records.generation import GenerationResult, PartialResponse
 from headway.records.rollout import Failure, Group, Rollout, Verdict
 from headway.rollout.environment_client import EnvironmentDied, EnvironmentPool, Seated
@@ -30,7 +31,7 @@ class Environments:
 
 
 class Resumed(NamedTuple):
-    """A rollout that was parked when the process before this one ended."""
+    """A rollout that was parked when its worker died, or the orchestrator before this one."""
 
     saved: SavedEpisode
     response: PartialResponse  # of the turn it was parked in
@@ -55,11 +56,23 @@ class EnvironmentRollouts(RecordedRollouts):
         saved: SavedEpisode | None = None,
     ) -> Rollout:
         if saved is not None:
-            self._resumed[group.index, member] = Resumed(saved, partial, resumes)
-        return await super().generate_member(group, member)
+            self.go_on(group, member, Resumed(saved, partial, resumes))
+        try:
+            return await super().generate_member(group, member)
+        finally:
+            self._resumed.pop((group.index, member), None)
+
+    def go_on(self, group: Group, member: int, resumed: Resumed) -> None:
+        """The next attempt at it begins there."""
+        self._resumed[group.index, member] = resumed
 
     def begin(self, group: Group, member: int) -> EnvironmentAttempt:
         return EnvironmentAttempt(self, group, member, self._resumed.pop((group.index, member), None))
+
+    def failure_of(self, error: Exception) -> Failure | None:
+        if isinstance(error, WorkerDied):  # the last worker: nothing more can be played
+            raise error
+        return super().failure_of(error)
 
     @property
     def evaluates(self) -> bool:
@@ -159,10 +172,14 @@ class EnvironmentAttempt(RecordedAttempt):
             assert self._last is not None
             self._exchanges.append(Exchange(asked=asked, result=self._last, reward=reply.reward))
             asked = self._next(reply)
-        verdict = await seated.score()
-        if verdict is not None and verdict.failure is not None:
-            raise RolloutFailed(verdict.failure)
-        self._verdict = verdict
+        scored = await seated.score()
+        if scored.verdict is not None and scored.verdict.failure is not None:
+            raise RolloutFailed(scored.verdict.failure)
+        self._verdict = scored.verdict
+        if scored.reward is not None:  # then there was a turn
+            last = self._exchanges[-1]
+            reward = (last.reward or 0.0) + scored.reward
+            self._exchanges[-1] = msgspec.structs.replace(last, reward=reward)
 
     async def _first(self, seated: Seated) -> Asked | None:
         """The turn it begins with, or goes on with."""
@@ -268,7 +285,13 @@ class EnvironmentAttempt(RecordedAttempt):
                 environment_s=self._environment_s,
             )
             resumption = await super()._park(msgspec.structs.replace(parked, episode=saved))
-            failure = await seated.unpark()
+            try:
+                failure = await seated.unpark()
+            except EnvironmentDied:
+                if resumption == "continue" and not kept.state["held"]:
+                    resumed = Resumed(saved, parked.response, parked.resumes + 1)
+                    self._rollouts.go_on(self.group, self.member, resumed)
+                raise
             return resumption if failure is None else await self._given_up(failure)
         except EnvironmentDied as error:
             cause = str(error)[:300]

@@ -7,6 +7,7 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -140,12 +141,20 @@ Says = Callable[[str], str]  # the prompt's text -> an answer
 
 
 @asynccontextmanager
-async def workers(sandbox: Mapping[str, Any] = {}, **settings: Any) -> AsyncIterator[EnvironmentPool]:
+async def workers(
+    sandbox: Mapping[str, Any] = {}, snapshots: Path | None = None, **settings: Any
+) -> AsyncIterator[EnvironmentPool]:
     """Real ones."""
     clock = RealClock()
     section = Environment.model_validate(settings)
     pool = EnvironmentPool(
-        LocalLauncher(clock), section, Sandbox.model_validate(sandbox), clock, sandboxes=SANDBOXES, device="cpu:0-1"
+        LocalLauncher(clock),
+        section,
+        Sandbox.model_validate(sandbox),
+        clock,
+        sandboxes=SANDBOXES,
+        snapshots=snapshots,
+        device="cpu:0-1",
     )
     try:
         await pool.start()

@@ -142,6 +142,7 @@ def play(
     failures: Sequence[Any] = (),
     answer: Any = None,
     dies_at: int | None = None,
+    pool_of: Callable[[Episodes, int | None], InProcess] = InProcess,
     max_turns: int = 16,
     context_tokens: int = CONTEXT_TOKENS,
     live: int = 4,
@@ -160,7 +161,7 @@ def play(
         environment.offered = tools_by_name(environment.tools())
         played = EnvironmentSettings(name="mine:Mine", max_turns=max_turns)
         episodes = Episodes(environment, played, boxes, Sandbox(), Sandbox().spec, clock)
-        pool = InProcess(episodes, dies_at)
+        pool = pool_of(episodes, dies_at)
         sessions = Sessions(chat(), Endpoint(call_timeout_s=1000), context_tokens)
         environments = Environments(conversations=sessions, pool=cast("EnvironmentPool", pool))
         rollouts = EnvironmentRollouts(

@@ -67,3 +67,38 @@ def test_a_role_that_is_not_learned_has_random_numbers_of_its_own() -> None:
     one, other = played.policy.requests
     assert one.prompt_ids == other.prompt_ids
     assert one.sampling.seed != other.sampling.seed
+
+
+def test_parked_it_goes_on_in_another_worker_when_its_own_dies() -> None:
+    undisturbed = play(Counting(), SAID, gate=waiting([], version=4)).rollout
+    environment = Counting()
+    played = play(environment, SAID, gate=waiting([], version=4), dies_at=4)
+    assert played.pool.calls == ["begin", "reply", "park", "unpark", "restore", "reply", "reply", "score"]
+    rollout = played.rollout
+    assert environment.resumed == ["7-1"]
+    assert (rollout.failure, rollout.attempts, rollout.verdict) == (None, 2, undisturbed.verdict)
+    assert (rollout.response_ids, rollout.response_logprobs) == (
+        undisturbed.response_ids,
+        undisturbed.response_logprobs,
+    )
+    assert (rollout.versions, rollout.resumes) == (undisturbed.versions, undisturbed.resumes)
+    assert rollout.environment_version == undisturbed.environment_version == 0
+    assert len(played.policy.requests) == 4, "nothing is sampled again"
+
+
+def test_parked_with_what_no_other_worker_has_it_begins_anew() -> None:
+    class Held(Counting):
+        async def begin(self, episode: Episode) -> None:
+            episode.hold("a connection")
+            await super().begin(episode)
+
+    answers = iter([*SAID[:2], "x", "y", "z"])
+    played = play(Held(), lambda prompt, number: next(answers), gate=waiting([]), dies_at=4, retries=1)
+    assert played.rollout.failure is None, "at once: no attempt is lost in trying to go on"
+    assert played.rollout.verdict["heard"] == ["x", "y", "z"]
+
+
+def test_its_worker_dies_while_it_is_parked_for_too_long() -> None:
+    answers = iter([*SAID[:2], "x", "y", "z"])
+    played = play(Counting(), lambda prompt, number: next(answers), gate=waiting([], how="restart"), dies_at=4)
+    assert (played.rollout.failure, played.rollout.verdict["heard"]) == (None, ["x", "y", "z"])

@@ -146,7 +146,7 @@ def test_an_environment_that_cancels_or_exits_fails_its_rollout_alone(error: Bas
         if where != "begin":
             seen.append(await episodes.reply("7-1", MESSAGE, "", False))
         if where == "score":
-            seen.append(await episodes.score("7-1"))
+            seen.append((await episodes.score("7-1")).verdict)
         failure = seen[-1].failure
         assert failure is not None
         assert (failure.boundary, failure.infrastructure) == ("environment", False)
@@ -262,7 +262,9 @@ def test_a_providers_snapshot_keeps_its_name(monkeypatch: pytest.MonkeyPatch) ->
         assert await other.restore("7-1", TASK, state, reply.asked, {}) is None
         reply = await other.reply("7-1", MESSAGE, "", False)
         assert reply.failure is None
-        assert (await other.score("7-1")).detail["file"] == "aa"
+        verdict = (await other.score("7-1")).verdict
+        assert verdict is not None
+        assert verdict.detail["file"] == "aa"
         await other.end("7-1")
 
     run_virtual(main())

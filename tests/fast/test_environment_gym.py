@@ -222,7 +222,7 @@ def test_actions_as_calls_of_a_tool() -> None:
         both = call("act", '{"action": 1}')
         both["tool_calls"] += call("act", '{"action": 2}', "2")["tool_calls"]
         await player.answer(both)
-        verdict = await player.episodes.score(player.name)
+        verdict = (await player.episodes.score(player.name)).verdict
         assert verdict is not None
         assert verdict.solved
         return player

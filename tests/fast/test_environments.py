@@ -11,7 +11,7 @@ from endpoint_server import chat
 from played import GROUP, Parts, Played, Policy, play
 
 from headway.records.environment import Parked
-from headway.records.rollout import Failure, Verdict
+from headway.records.rollout import Failure
 from headway.records.sandbox import ExecResult, SandboxError, infrastructure_failure, model_failure
 from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.environments.python_tool import PythonTool
@@ -124,47 +124,6 @@ def test_an_environments_score_is_the_reward_and_its_time_is_measured() -> None:
     assert (rollout.reward, rollout.solved, rollout.verdict["ended"]) == (1.0, True, "enough")
     assert rollout.finished_s == played.duration_s
     assert 0 < rollout.environment_s < 1, "two turns of a second each were the engine's"
-
-
-# --- rewards -----------------------------------------------------------------------------------------------------
-
-
-class Paying(Environment):
-    def __init__(self, scores: Any = None, learned: bool = True) -> None:
-        self.scores, self.learned = scores, learned
-
-    async def reply(self, episode: Episode, answer: Answer) -> None:
-        episode.reward(float(answer.text))
-        episode.reward(0.5)
-        if episode.turns == 2:
-            episode.end()
-        else:
-            episode.say("more")
-
-    async def score(self, episode: Episode) -> Any:
-        return self.scores
-
-
-def test_rewards_of_turns_are_kept_by_turn() -> None:
-    rollout = play(Paying(), ["1", "2"]).rollout
-    assert (rollout.reward, rollout.turn_rewards) == (4.0, (1.5, 2.5))
-    rollout = play(Paying(scores=10.0), ["1", "2"]).rollout
-    assert (rollout.reward, rollout.turn_rewards) == (10.0, (1.5, 12.5)), "the outcome comes on top of the last"
-    rollout = play(Paying(scores=Verdict(reward=3.0, solved=True, turn_rewards=(1.0, 2.0))), ["1", "2"]).rollout
-    assert (rollout.reward, rollout.turn_rewards) == (3.0, (1.0, 2.0)), "what it says by turn is what counts"
-
-
-def test_a_reward_that_is_no_number_fails_the_rollout() -> None:
-    failure = play(Paying(), ["nan"]).rollout.failure
-    assert failure is not None
-    assert (failure.boundary, failure.infrastructure) == ("environment", False)
-    assert "finite" in failure.cause
-
-
-def test_a_score_that_can_not_be_used_fails_the_rollout() -> None:
-    failure = play(Paying(scores="good"), ["1", "2"]).rollout.failure
-    assert failure is not None
-    assert (failure.boundary, failure.infrastructure) == ("reward", False)
 
 
 # --- several speakers --------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def play(
                 if before_score is not None:
                     assert isinstance(playing._backend, LocalBackend)
                     await before_score(playing._backend)
-                played.verdict = await playing.score("one")
+                played.verdict = (await playing.score("one")).verdict
             return played
         finally:
             await playing.end("one")

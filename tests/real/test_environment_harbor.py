@@ -75,7 +75,7 @@ def run(folder: Path, *commands: str) -> tuple[Player, Any]:
             for command in commands:
                 await player.answer(call("bash", json.dumps({"command": command})))
             await player.answer("Done.")
-            return player, await episodes.score(player.name)
+            return player, (await episodes.score(player.name)).verdict
         finally:
             await episodes.end(player.name)
             await episodes.shut_down()

@@ -59,7 +59,7 @@ def test_what_is_told(server: LocalServer) -> None:
         assert (await player.answer("[1]")).startswith("error: ")
         assert await player.answer("9") == "Lower."
         await player.answer("7")
-        verdict = await player.episodes.score(player.name)
+        verdict = (await player.episodes.score(player.name)).verdict
         assert verdict is not None
         assert verdict.solved
         await player.episodes.end(player.name)
@@ -73,9 +73,9 @@ def test_no_action_at_all_is_worth_nothing(server: LocalServer) -> None:
     async def main() -> Any:
         player = Player(guess(server), TASK)
         await player.play(["", "many"])
-        nothing = await player.episodes.score(player.name)
+        nothing = (await player.episodes.score(player.name)).verdict
         await player.answer("[7]")
-        return nothing, await player.episodes.score(player.name)
+        return nothing, (await player.episodes.score(player.name)).verdict
 
     for verdict in played(main):
         assert (verdict.reward, verdict.solved, verdict.failure) == (0.0, False, None)

@@ -379,7 +379,7 @@ def test_a_rollout_that_is_parked_in_the_middle_of_a_repair_goes_on_elsewhere(tm
         assert reply.asked is not None, reply.failure
         told = "".join(said["content"] for said in reply.asked.said)
         await after.reply("one", message("done"), "", False)
-        verdict = await after.score("one")
+        verdict = (await after.score("one")).verdict
         await after.shut_down()
         return told, verdict.reward
 
