@@ -17,7 +17,7 @@ from headway.records.rollout import Failure, Group, Rollout, Verdict
 from headway.rollout.environment_client import EnvironmentDied, EnvironmentPool, Seated
 from headway.rollout.recorded import RecordedAttempt, RecordedRollouts, RolloutFailed
 from headway.rollout.seeds import rollout_seed
-from headway.rollout.single_turn import Resumption, apply_verdict
+from headway.rollout.single_turn import Resumption, SingleTurn, apply_verdict
 
 _NO_ROOM = ("context_length_exceeded", "rollout_limit_exceeded")
 
@@ -73,6 +73,12 @@ class EnvironmentRollouts(RecordedRollouts):
         if isinstance(error, WorkerDied):  # the last worker: nothing more can be played
             raise error
         return super().failure_of(error)
+
+    def prefixed(self, request_prefix: str) -> SingleTurn:
+        twin = super().prefixed(request_prefix)
+        assert isinstance(twin, EnvironmentRollouts)
+        twin._resumed = {}  # an evaluation's groups have numbers that training's have too
+        return twin
 
     @property
     def evaluates(self) -> bool:

@@ -11,7 +11,7 @@ from test_environments import SAID, Counting, waiting
 
 from headway.config.sandbox import Sandbox
 from headway.records.environment import Parked
-from headway.records.rollout import Failure
+from headway.records.rollout import Failure, Rollout
 from headway.records.sandbox import SandboxError, Snapshot, model_failure
 from headway.rollout.environment import Answer, Environment, Episode
 
@@ -84,6 +84,20 @@ def test_parked_it_goes_on_in_another_worker_when_its_own_dies() -> None:
     assert (rollout.versions, rollout.resumes) == (undisturbed.versions, undisturbed.resumes)
     assert rollout.environment_version == undisturbed.environment_version == 0
     assert len(played.policy.requests) == 4, "nothing is sampled again"
+
+
+def test_an_evaluation_meanwhile_has_nothing_of_a_rollout_that_goes_on() -> None:
+    evaluated: list[Rollout] = []
+
+    async def meanwhile(rollouts: Any, boxes: Any, clock: Any) -> None:
+        while not rollouts._resumed:  # until its worker has died
+            await clock.sleep(0.05)
+        evaluated.append(await rollouts.prefixed("evaluation-validation-").generate_member(GROUP, 1))
+
+    answers = iter([*SAID[:2], "x", "x", "x", "x"])
+    played = play(Counting(), lambda prompt, number: next(answers), gate=waiting([]), dies_at=4, meanwhile=meanwhile)
+    assert [one.verdict["heard"] for one in evaluated] == [["x", "x", "x"]]
+    assert played.rollout.verdict["heard"] == ["a", "b1b2", "x"]
 
 
 def test_parked_with_what_no_other_worker_has_it_begins_anew() -> None:
