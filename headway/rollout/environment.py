@@ -179,7 +179,7 @@ class Episode:
         """``asked``: what it was parked in, already among ``messages``."""
         self.state = dict(kept["own"])
         self.turns, self.turns_left = kept["turns"], kept["turns_left"]
-        self._reward = kept["reward"]
+        self._reward = kept.get("reward")  # what was parked before there was one goes on too
         version, numbers, spare = kept["random"]
         self.random.setstate((version, tuple(numbers), spare))
         self.messages = {speaker: list(said) for speaker, said in messages.items()}

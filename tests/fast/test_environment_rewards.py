@@ -75,6 +75,15 @@ def test_a_reward_in_advance_is_kept_while_its_rollout_is_parked() -> None:
     assert (first.turn_rewards, second.turn_rewards) == ((1.0, 4.0), (1.0, 4.0))
 
 
+def test_what_an_earlier_headway_parked_without_a_reward_in_advance_goes_on() -> None:
+    parked: list[Parked] = []
+    play(Paying(), [Parts("1", "2"), "3"], gate=waiting(parked))
+    assert parked[0].episode is not None
+    del parked[0].episode.environment.state["reward"]
+    rollout = play(Paying(), ["2", "3"], parked=parked[0]).rollout
+    assert (rollout.failure, rollout.attempts, rollout.turn_rewards) == (None, 1, (12.5, 3.5))
+
+
 def test_a_reward_that_is_no_number_fails_the_rollout() -> None:
     failure = play(Paying(), ["nan"]).rollout.failure
     assert failure is not None
