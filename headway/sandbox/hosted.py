@@ -89,13 +89,18 @@ class HostedBackend:
                 raise SandboxError(infrastructure_failure("the backend is closed", retry=False))
             if not self._started:
                 log.warning("sandboxes by %s: %s", self._provider.name, UNTESTED)
-                for line in await self.reap():
+                for line in await self._end_left():
                     log.info("%s", line)
                 self._started = True
 
     async def reap(self) -> list[Reaped]:
         """End sandboxes whose owners were processes of this machine, and are dead, and own ones that nobody else knows.
         One line for each. Snapshots that were dropped are deleted."""
+        reaped = await self._end_left()
+        await self._delete_dropped()  # here alone: a start that waited for thousands of them would fail
+        return reaped
+
+    async def _end_left(self) -> list[Reaped]:
         reaped: list[Reaped] = []
         for box in list(self._orphans.values()):
             await self._end_once(box)
@@ -106,7 +111,6 @@ class HostedBackend:
                 await self._asked(f"end {info.id}", self._provider.terminate(info.id))
                 whose = f"{self._provider.name} {info.id} of run {info.labels.get(RUN) or '-'}"
                 reaped.append(Reaped(owner=whose, sandboxes=1))
-        await self._delete_dropped()
         return reaped
 
     async def _delete_dropped(self) -> None:

@@ -217,6 +217,8 @@ def test_dropped_snapshots_are_deleted_at_the_next_look_or_a_later_one(tmp_path:
         resumed = HostedBackend(again, state=tmp_path, snapshots=folder, clock=VirtualClock())
         assert remove_others(folder, set()) == ["scripted:d"], "the process before was killed"
         await resumed.start()
+        assert again.deleted == [], "nobody's sandbox waits for that"
+        await resumed.reap()
         assert again.deleted == ["d"]
         await resumed.close()
 
