@@ -26,7 +26,7 @@ from headway.runtime.workers import Launcher, Worker, WorkerSpec
 _FACTORY = "headway.rollout.environment_service:EnvironmentService"
 _STOP_GRACE_S = 25.0  # sandboxes end in that time
 _STUCK_S = 300.0  # that a worker which should have answered long since has to show that its loop turns
-_STARTS = 5  # in a row without a sign of life; when no seat has had fewer, and none lives, the run is over
+_STARTS = 5  # in a row that came to nothing; when no seat has had fewer, and none lives, the run is over
 _BACKOFF_S = 0.5  # before a start that follows one which came to nothing; doubled up to 64 times as long
 _LOOK_S = 2.0  # for a look at a worker's sandboxes; one that is busy is taken to be as it was
 
@@ -44,7 +44,7 @@ class _Seat:
         self.worker: Worker | None = None
         self.episodes = 0
         self.restarts = -1
-        self.starts = 0  # since a worker of it answered
+        self.starts = 0  # since a worker of it had something to do
         self.starting: asyncio.Task[None] | None = None  # again; it may be over
         self._fault: Exception | None = None  # of the last start
         self._numbers = itertools.count()
@@ -82,6 +82,7 @@ class _Seat:
 
     async def ask(self, worker: Worker, method: str, *arguments: Any) -> Any:
         """Raises EnvironmentDied; RuntimeError with the worker's traceback for a fault of ours."""
+        self.starts = 0  # it came up: should it die of this, it is the rollout's, which isn't tried for ever
         return await self._submit(worker, "submit", method, arguments)
 
     async def answers(self, worker: Worker) -> bool:
@@ -120,7 +121,6 @@ class _Seat:
         try:
             while True:
                 number, well, value = await worker.events.get()
-                self.starts = 0
                 answer = self._waiting.get(number)
                 if answer is None or answer.done():
                     continue  # nobody waits for it any more

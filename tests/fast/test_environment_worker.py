@@ -179,6 +179,34 @@ def test_a_worker_that_dies_before_it_has_done_anything_is_not_started_for_ever(
     run_virtual(main())
 
 
+def test_rollouts_that_each_kill_their_worker_at_once_end_no_run() -> None:
+    class Poisoned(Answering):
+        async def call(self, method: str, number: int, *arguments: Any) -> None:
+            if arguments and "bad" in arguments[1][0]:
+                self.kill("SIGSEGV")
+                raise WorkerDied("environment-0", "SIGSEGV")
+            await super().call(method, number, *arguments)
+
+    class Launcher(Refusing):
+        async def start(self, spec: Any) -> Any:
+            await super().start(spec)
+            self.workers[spec.name] = Poisoned()
+            return self.workers[spec.name]
+
+    async def main() -> None:
+        clock, launcher = VirtualClock(), Launcher()
+        settings = EnvironmentSettings(name="mine:Mine", concurrency=1)
+        pool = EnvironmentPool(cast("Any", launcher), settings, Sandbox(), clock, sandboxes="none:none")
+        await pool.start()
+        for _ in range(10):
+            with pytest.raises(EnvironmentDied, match="SIGSEGV"):
+                await played(pool, "bad")
+        assert await played(pool, "good") == "environment-0"
+        await pool.stop()
+
+    run_virtual(main())
+
+
 def test_a_pool_that_stops_waits_for_no_start() -> None:
     async def main(pool: EnvironmentPool, launcher: Refusing, clock: VirtualClock) -> None:
         launcher.workers["environment-0"].kill("gone")
