@@ -28,6 +28,7 @@ _STOP_GRACE_S = 25.0  # sandboxes end in that time
 _STUCK_S = 300.0  # that a worker which should have answered long since has to show that its loop turns
 _STARTS = 5  # in a row that came to nothing; when no seat has had fewer, and none lives, the run is over
 _BACKOFF_S = 0.5  # before a start that follows one which came to nothing; doubled up to 64 times as long
+_SOON_S = 30.0  # that a rollout waits for one worker's start, until it goes where another lives
 _LOOK_S = 2.0  # for a look at a worker's sandboxes; one that is busy is taken to be as it was
 
 
@@ -46,6 +47,7 @@ class _Seat:
         self.restarts = -1
         self.starts = 0  # since a worker of it had something to do
         self.starting: asyncio.Task[None] | None = None  # again; it may be over
+        self.late = False  # that takes long
         self._fault: Exception | None = None  # of the last start
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -300,8 +302,9 @@ class EnvironmentPool:
             seat = self._best()
             seat.episodes += 1
             try:
-                if seat.starting is not None:
-                    await asyncio.wait((seat.starting,))
+                if (starting := seat.starting) is not None:
+                    await asyncio.wait((starting,), timeout=_SOON_S)
+                    seat.late = not starting.done()
                 if (worker := seat.live) is not None:
                     yield seat, worker
                     return
@@ -320,7 +323,7 @@ class EnvironmentPool:
         for seat in self._seats:
             if seat.live is None and (seat.starting is None or seat.starting.done()):
                 seat.starting = asyncio.create_task(self._start_again(seat), name=f"{seat.name}-start")
-        sound = [seat for seat in self._seats if seat.live is not None or not seat.starts]
+        sound = [seat for seat in self._seats if seat.live is not None or not (seat.starts or seat.late)]
         return min(sound or self._seats, key=lambda one: one.episodes)
 
     async def _start_again(self, seat: _Seat) -> None:

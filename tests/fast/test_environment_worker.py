@@ -85,13 +85,14 @@ class Refusing:
     """Starts workers, but none of those in ``refused``."""
 
     def __init__(self) -> None:
+        self.starts_s = 3.0
         self.refused: set[str] = set()
         self.workers: dict[str, Answering] = {}
         self.tries: list[str] = []
 
     async def start(self, spec: Any) -> Any:
         self.tries.append(spec.name)
-        await asyncio.sleep(3)
+        await asyncio.sleep(self.starts_s)
         if spec.name in self.refused:
             raise WorkerDied(spec.name, "no memory")
         self.workers[spec.name] = Answering()
@@ -142,6 +143,21 @@ def test_a_worker_that_died_in_service_is_waited_for() -> None:
     async def main(pool: EnvironmentPool, launcher: Refusing, clock: VirtualClock) -> None:
         launcher.workers["environment-0"].kill("gone")
         began = await asyncio.gather(*(played(pool, f"7-{number}") for number in range(4)))
+        assert sorted(began) == ["environment-0"] * 2 + ["environment-1"] * 2
+
+    pooled(main, workers=2)
+
+
+def test_a_start_that_hangs_holds_nobody_up_for_long_where_another_worker_lives() -> None:
+    async def main(pool: EnvironmentPool, launcher: Refusing, clock: VirtualClock) -> None:
+        launcher.starts_s = 600.0
+        launcher.workers["environment-0"].kill("gone")
+        for limit_s in (45, 15):
+            async with asyncio.timeout(limit_s):
+                began = await asyncio.gather(*(played(pool, f"7-{number}") for number in range(6)))
+            assert set(began) == {"environment-1"}
+        await clock.sleep(600)
+        began = await asyncio.gather(*(played(pool, f"8-{number}") for number in range(4)))
         assert sorted(began) == ["environment-0"] * 2 + ["environment-1"] * 2
 
     pooled(main, workers=2)
