@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headway.records.clients import Watch
-from headway.records.counted import CountedTokens, Repeated, token_at
+from headway.records.counted import CountedTokens, Repeated, tokens_from
 from headway.records.generation import FinishReason, GenerationRequest, PartialResponse, UpdateMode, VersionSpan
 
 LOGPROB = -0.5  # of every token
@@ -441,13 +441,11 @@ class FakeReplica:
         versions = tuple(VersionSpan(version=version, tokens=tokens) for version, tokens in self._spans(entry))
         if not produced:
             return PartialResponse(ids=before.ids, logprobs=before.logprobs, versions=versions), 0
-        new, logprobs = CountedTokens.of(produced, how.seed, last=last), Repeated.of(LOGPROB, produced)
-        if not self.costs.counted:
-            tokens = made_up_tokens(how.seed, entry.resumed_tokens, produced)
+        new: tuple[int, ...]
+        logprobs: tuple[float, ...]
+        if self.costs.counted:
+            new, logprobs = CountedTokens.of(produced, how.seed, last=last), Repeated.of(LOGPROB, produced)
+        else:
+            tokens = tokens_from(how.seed, entry.resumed_tokens, produced)
             new, logprobs = (*tokens[:-1], last if last >= 0 else tokens[-1]), (LOGPROB,) * produced
         return PartialResponse(ids=before.ids + new, logprobs=before.logprobs + logprobs, versions=versions), produced
-
-
-def made_up_tokens(seed: int, first: int, count: int) -> tuple[int, ...]:
-    """Token ids from position ``first`` on: a function of seed and position alone."""
-    return tuple(token_at(seed, first + index) for index in range(count))

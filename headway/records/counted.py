@@ -14,11 +14,18 @@ from typing import Any, SupportsIndex, overload
 
 _PERIOD = 991  # the tokens of a response repeat after this many; prime, so that seeds differ
 _FIRST_ID = 8
+_ALL_IDS = tuple(range(_FIRST_ID, _FIRST_ID + _PERIOD))
 
 
 def token_at(seed: int, position: int) -> int:
     """Id of a made-up token: a function of seed and position alone, in 8 .. 998."""
     return _FIRST_ID + (seed % _PERIOD + position) % _PERIOD
+
+
+def tokens_from(seed: int, first: int, count: int) -> tuple[int, ...]:
+    """Ids at so many positions from ``first`` on."""
+    begin = (seed % _PERIOD + first) % _PERIOD
+    return (_ALL_IDS * (1 + (begin + count) // _PERIOD))[begin : begin + count]
 
 
 _stored: Callable[[Any, int], Any] = vars(tuple)["__getitem__"]  # past the subclass's own

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headway.records.counted import (
     CountedTokens,
@@ -13,8 +15,14 @@ from headway.records.counted import (
     sampled_mask,
     sampled_tokens,
     token_at,
+    tokens_from,
 )
 from headway.records.rollout import Rollout
+
+
+@given(seed=st.integers(-(2**63), 2**63), first=st.integers(0, 5000), count=st.integers(0, 3000))
+def test_a_run_of_tokens_is_each_token(seed: int, first: int, count: int) -> None:
+    assert tokens_from(seed, first, count) == tuple(token_at(seed, first + index) for index in range(count))
 
 
 def test_they_behave_like_the_tuples_they_stand_for():

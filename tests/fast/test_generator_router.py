@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_setting import Setting, playing, published, request, requests
 
-from headway.generator.fake_replica import made_up_tokens
+from headway.records.counted import tokens_from
 from headway.records.errors import ConfigurationError, HeadwayError, Overloaded, WeightsCorrupt, WorkerDied
 from headway.records.generation import SamplingParameters
 from headway.runtime.clock import Clock
@@ -491,7 +491,7 @@ def test_every_request_ends_once_with_its_own_tokens(trouble, length):
             whole = result.finish_reason == "stop"
             assert whole or result.finish_reason == "error" or result.request_id in cancelled
             assert not whole or len(result.response.ids) == length
-            assert result.response.ids == made_up_tokens(length, 0, len(result.response.ids))
+            assert result.response.ids == tokens_from(length, 0, len(result.response.ids))
             spans = [span.version for span in result.response.versions]
             assert spans == sorted(spans)
             assert set(spans) <= set(versions)

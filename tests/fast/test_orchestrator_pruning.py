@@ -249,7 +249,7 @@ def test_who_cannot_end_before_the_group_is_due_is_stopped() -> None:
 
 def circles(monkeypatch: pytest.MonkeyPatch, members: tuple[int, ...], period: int) -> None:
     """Responses go round in circles from token 30 on where the seed says so."""
-    tokens = fake.made_up_tokens
+    tokens = fake.tokens_from
 
     def looping(seed: int, first: int, count: int) -> tuple[int, ...]:
         plain = tokens(seed, first, count)
@@ -257,7 +257,7 @@ def circles(monkeypatch: pytest.MonkeyPatch, members: tuple[int, ...], period: i
             return plain
         return tuple(900 + at % period if at >= 30 else plain[at - first] for at in range(first, first + count))
 
-    monkeypatch.setattr(fake, "made_up_tokens", looping)
+    monkeypatch.setattr(fake, "tokens_from", looping)
 
 
 def test_a_loop_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
