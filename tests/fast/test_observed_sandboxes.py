@@ -136,6 +136,8 @@ def test_a_worker_that_dies_takes_its_sandboxes_along_and_no_count():
         first.says, second.says = seen(5, live=2), seen(7, live=3)
         found = await pool.sandboxes()
         assert (found.pool.execs, found.pool.live, found.pool.capacity) == (12, 5, 8)
+        async with pool.seated("one that has served is replaced at once"):
+            pass
         first.die()
         dead = await pool.sandboxes()
         assert (dead.pool.execs, dead.pool.live, dead.pool.capacity) == (12, 3, 4)
