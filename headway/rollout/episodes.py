@@ -192,7 +192,7 @@ class EnvironmentAttempt(RecordedAttempt):
         if self._resumed is None:
             return self._next(await seated.begin(self.group.task, self._rollouts.seed(self.group, self.member)))
         saved = self._resumed.saved
-        self._replay(saved)
+        await self._replay(saved)
         messages = {speaker: [*talk.messages] for speaker, talk in self._talks.items()}
         messages.setdefault(saved.asked.speaker, []).extend(saved.asked.said)
         failure = await seated.restore(self.group.task, saved.environment, saved.asked, messages)
@@ -202,9 +202,11 @@ class EnvironmentAttempt(RecordedAttempt):
         self._held_version = self.oldest_version
         return saved.asked
 
-    def _replay(self, saved: SavedEpisode) -> None:
-        """Record its turns again, as they were sampled."""
+    async def _replay(self, saved: SavedEpisode) -> None:
+        """Record its turns again, as they were sampled. Each is a whole prompt to render and to compare: others go on
+        in between, or hundreds of resumed rollouts would hold the run up for minutes."""
         for exchange in saved.exchanges:
+            await asyncio.sleep(0)
             talk = self._talk(exchange.asked)
             talk.messages.extend(exchange.asked.said)
             asked = exchange.asked

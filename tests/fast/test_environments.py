@@ -10,6 +10,7 @@ import pytest
 from endpoint_server import chat
 from played import GROUP, Parts, Played, Policy, play
 
+from headway.generator.sessions import Session
 from headway.records.environment import Parked
 from headway.records.rollout import Failure
 from headway.records.sandbox import ExecResult, SandboxError, infrastructure_failure, model_failure
@@ -242,6 +243,27 @@ def test_it_goes_on_in_another_process() -> None:
     assert [request.sampling.seed for request in second.policy.requests] == [
         request.sampling.seed for request in first.policy.requests[2:]
     ], "the random numbers of a turn are its own"
+
+
+def test_others_go_on_between_the_turns_that_are_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    parked: list[Parked] = []
+    first = play(Counting(turns=6), ["a", "b", "c", "d", Parts("e", "f"), "g"], gate=waiting(parked))
+    passes, recorded_in = 0, []
+    replay = Session.replay
+
+    def noted(*args: Any, **named: Any) -> Any:
+        recorded_in.append(passes)
+        return replay(*args, **named)
+
+    async def meanwhile(*_: Any) -> None:
+        nonlocal passes
+        while passes < 100:
+            passes += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(Session, "replay", noted)
+    play(Counting(turns=6), ["f", "g"], parked=parked[0], snapshots=first.backend.snapshots, meanwhile=meanwhile)
+    assert len(set(recorded_in)) == len(recorded_in) == 4
 
 
 def test_several_speakers_go_on_in_another_process() -> None:
