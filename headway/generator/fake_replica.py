@@ -377,7 +377,7 @@ class FakeReplica:
     def interrupt(self, entry: FakeRequest) -> None:
         """Take it off with the tokens it has; whoever it enters next prefills them."""
         produced, begun = self.produced(entry), entry.begun
-        entry.spans = self._spans(entry)
+        entry.spans = self.spans(entry)
         self.leave(entry)
         self.generated += produced
         entry.done += produced
@@ -415,7 +415,7 @@ class FakeReplica:
 
     # --- results --------------------------------------------------------------------------------------------
 
-    def _spans(self, entry: FakeRequest) -> list[list[int]]:
+    def spans(self, entry: FakeRequest) -> list[list[int]]:
         """Its spans with the tokens of the present stretch."""
         produced, spans, counted = self.produced(entry), [[*span] for span in entry.spans], 0
         if not produced:
@@ -435,17 +435,32 @@ class FakeReplica:
 
     def response(self, entry: FakeRequest, ended: FinishReason | None = None) -> tuple[PartialResponse, int]:
         """Its tokens so far, and how many of them are new; ``ended``: how, when it is over."""
-        produced = entry.done + self.produced(entry)
-        before, how = entry.request.partial, entry.request.sampling
-        last = how.stop_token_ids[0] if ended == "stop" and how.stop_token_ids else -1
-        versions = tuple(VersionSpan(version=version, tokens=tokens) for version, tokens in self._spans(entry))
+        produced, before = entry.done + self.produced(entry), entry.request.partial
+        versions = tuple(VersionSpan(version=version, tokens=tokens) for version, tokens in self.spans(entry))
         if not produced:
             return PartialResponse(ids=before.ids, logprobs=before.logprobs, versions=versions), 0
         new: tuple[int, ...]
         logprobs: tuple[float, ...]
         if self.costs.counted:
-            new, logprobs = CountedTokens.of(produced, how.seed, last=last), Repeated.of(LOGPROB, produced)
+            last = _last_id(entry, ended)
+            new, logprobs = (
+                CountedTokens.of(produced, entry.request.sampling.seed, last=last),
+                Repeated.of(LOGPROB, produced),
+            )
         else:
-            tokens = tokens_from(how.seed, entry.resumed_tokens, produced)
-            new, logprobs = (*tokens[:-1], last if last >= 0 else tokens[-1]), (LOGPROB,) * produced
+            new, logprobs = made_up(entry, entry.resumed_tokens, entry.resumed_tokens + produced, ended)
         return PartialResponse(ids=before.ids + new, logprobs=before.logprobs + logprobs, versions=versions), produced
+
+
+def made_up(
+    entry: FakeRequest, first: int, end: int, ended: FinishReason | None = None
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Its response tokens ``first`` to ``end`` and their log-probabilities. ``ended``: how it did, with these."""
+    ids, last = tokens_from(entry.request.sampling.seed, first, end - first), _last_id(entry, ended)
+    return ids if last < 0 else (*ids[:-1], last), (LOGPROB,) * (end - first)
+
+
+def _last_id(entry: FakeRequest, ended: FinishReason | None) -> int:
+    """Of its last token; -1: as any other."""
+    stops = entry.request.sampling.stop_token_ids
+    return stops[0] if ended == "stop" and stops else -1

@@ -12,14 +12,13 @@ import msgspec
 
 from headway.generator.activity import ActivitySpan
 from headway.generator.fake import DrivenReplica, replica_statistics
-from headway.generator.fake_replica import FakeReplica, FakeRequest, ReplicaCosts
+from headway.generator.fake_replica import FakeReplica, FakeRequest, ReplicaCosts, made_up
 from headway.records.errors import RemoteError, WeightsCorrupt, WorkerDied
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
     FinishReason,
     GenerationRequest,
-    PartialResponse,
     PublishedWeights,
     TokenDelta,
     UpdateMode,
@@ -261,14 +260,13 @@ class FakeWorker:
 
     def _end(self, entry: FakeRequest, reason: FinishReason) -> None:
         streamed, core = self._open.pop(entry.request.request_id), self.engine.core
-        response, _ = core.response(entry, reason)
+        deltas = streamed.take(core, reason)
         core.generated += core.produced(entry)
         context = entry.context_tokens + core.produced(entry)
         core.withdraw(entry)
         if entry.session and reason != "error":
             core.keep_session(entry.session, context)
         core.finished += 1
-        deltas = streamed.take(response, core)
         last = deltas.pop() if deltas else TokenDelta(request_id=entry.request.request_id)
         error = self.fail if reason == "error" else ""
         self._say(*deltas, msgspec.structs.replace(last, finish_reason=reason, error=error))
@@ -285,7 +283,7 @@ class FakeWorker:
         self.engine.advance()
         for streamed in self._open.values():
             if core.produced(streamed.entry) or streamed.entry.done:
-                self._ready += streamed.take(core.response(streamed.entry)[0], core)
+                self._ready += streamed.take(core)
         self._emit()
         if self._open:
             self._streaming = asyncio.get_running_loop().call_later(STREAM_INTERVAL_S, self._stream)
@@ -309,23 +307,23 @@ class _Streamed:
         self.sent = entry.resumed_tokens
         self.reprefills = -1 if entry.resumed_tokens else 0  # a resumed one is prefilled with its tokens
 
-    def take(self, response: PartialResponse, core: FakeReplica) -> list[TokenDelta]:
-        """What is new, a delta for each version."""
+    def take(self, core: FakeReplica, ended: FinishReason | None = None) -> list[TokenDelta]:
+        """What is new, a delta for each version. ``ended``: how, when it is over."""
         found: list[TokenDelta] = []
-        begin = 0
-        for span in response.versions:
-            first, end = max(begin, self.sent), begin + span.tokens
-            begin = end
+        entry, spans, end = self.entry, core.spans(self.entry), 0
+        for number, (version, tokens) in enumerate(spans, 1):
+            first, end = max(end, self.sent), end + tokens
             if end > first:
+                ids, logprobs = made_up(entry, first, end, ended if number == len(spans) else None)
                 found.append(
                     TokenDelta(
-                        request_id=self.entry.request.request_id,
-                        ids=response.ids[first:end],
-                        logprobs=response.logprobs[first:end],
-                        version=span.version,
-                        reprefilled=self.entry.reprefills > self.reprefills,
+                        request_id=entry.request.request_id,
+                        ids=ids,
+                        logprobs=logprobs,
+                        version=version,
+                        reprefilled=entry.reprefills > self.reprefills,
                     )
                 )
-                self.reprefills = self.entry.reprefills
-        self.sent = max(self.sent, begin)
+                self.reprefills = entry.reprefills
+        self.sent = max(self.sent, end)
         return found
