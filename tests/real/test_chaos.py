@@ -77,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_orchestrator_killed_at_every_point(folder: Path) -> None:
     config = tiny_run.write_experiment(
-        folder, run={"directory": str(folder / "run"), "steps": STEPS}, verifier={"name": "tiny_run:parity"}
+        folder, run={"directory": str(folder / "run"), "steps": STEPS}, verifier={"name": "tiny_verifiers:parity"}
     )
     run, resume = folder / "run", []
     for fault in ORCHESTRATOR_KILLS:

@@ -29,7 +29,7 @@ def test_metrics_and_trace_of_a_run(tmp_path: Path) -> None:
     gate.touch()  # no group is verified while it stands
     config = write_experiment(
         tmp_path,
-        verifier={"name": "tiny_run:gated", "timeout_s": 100},
+        verifier={"name": "tiny_verifiers:gated", "timeout_s": 100},
         **{"verifier.parameters": {"gate": str(gate)}},
         ledger={"trackers": ["tensorboard"], "prometheus": "127.0.0.1:0"},
     )

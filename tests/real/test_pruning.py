@@ -35,7 +35,7 @@ def test_loops_are_stopped_and_trained_and_a_judge_of_ones_own_drops(inputs: Pat
         pruning={"every_tokens": 8, "audit_share": 0.2},
         **{
             "pruning.repetition": {"loop_tokens": 200, "longest_period": 24, "repeated_share": 1.0},
-            "pruning.verifier": {"name": "tiny_run:odd_is_wrong", "every_tokens": 8},
+            "pruning.verifier": {"name": "tiny_verifiers:odd_is_wrong", "every_tokens": 8},
         },
     )
     ended = train(config)

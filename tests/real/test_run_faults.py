@@ -159,7 +159,7 @@ def test_both_sides_on_the_same_cores(inputs: Any, tmp_path: Path, budget: int) 
 def test_interrupts(inputs: Any, tmp_path: Path, number: signal.Signals) -> None:
     """Once: drained, checkpointed. Twice: at once. While workers start: at once. Resumable each time."""
     gate = tmp_path / "gate"
-    verifier = {"name": "tiny_run:gated", "parameters.gate": str(gate), "timeout_s": 600.0}
+    verifier = {"name": "tiny_verifiers:gated", "parameters.gate": str(gate), "timeout_s": 600.0}
     config = tiny_run.write_experiment(tmp_path, run={"steps": ENDLESS}, verifier=verifier, **inputs)
     run = tmp_path / "run"
 
@@ -248,7 +248,7 @@ def test_a_corrupt_checkpoint_is_replaced_by_an_older_one_and_the_log(inputs: An
 
 
 def test_a_verifier_that_raises_hangs_and_returns_nan(inputs: Any, tmp_path: Path) -> None:
-    verifier = {"name": "tiny_run:troubled", "parameters.folder": str(tmp_path), "timeout_s": 1.0}
+    verifier = {"name": "tiny_verifiers:troubled", "parameters.folder": str(tmp_path), "timeout_s": 1.0}
     config = tiny_run.write_experiment(tmp_path, run={"steps": 5}, verifier=verifier, **inputs)
     run = tmp_path / "run"
     command = tiny_run.train(config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import subprocess
@@ -22,48 +21,12 @@ from headway.config.schema import Experiment
 from headway.models.initialise import initialise_model
 from headway.orchestrator.train import run_identity
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
-from headway.records.task import Task
 from headway.runtime.ledger import read_ledger
 
 HERE = Path(__file__).resolve().parent
 FAULTY = HERE / "faulty_headway.py"
 LIMIT_S = 90.0  # for whatever a test waits for; pytest's own limit comes later
 POLL_S = 0.02
-
-# --- verifiers -------------------------------------------------------------------------------------------
-
-
-def parity(task: Task, response: str) -> float:
-    """1 for a response of an even number of characters: random responses differ, so groups teach something."""
-    return float(len(response) % 2 == 0)
-
-
-def odd_is_wrong(task: Task, response: str) -> float:
-    """Of half a response: whether the task's first number is even."""
-    return float(int(task.prompt[:2]) % 2 == 0)
-
-
-def troubled(task: Task, response: str, folder: str) -> float:
-    """Parity; but every 7th call raises, every 11th gives no number, and the 5th hangs, then and when asked again."""
-    calls, hanging = Path(folder) / "calls", Path(folder) / "hanging"
-    with calls.open("a") as file:
-        file.write(".")
-    number, asked = calls.stat().st_size, f"{task.prompt} {response}"
-    if number == 5:
-        hanging.write_text(asked)
-    if hanging.exists() and hanging.read_text() == asked:
-        time.sleep(1000)
-    if number % 7 == 0:
-        raise RuntimeError("the checker broke")
-    return math.nan if number % 11 == 0 else parity(task, response)
-
-
-def gated(task: Task, response: str, gate: str) -> float:
-    """Parity, but no answer while the file ``gate`` exists."""
-    while Path(gate).exists():
-        time.sleep(0.05)
-    return parity(task, response)
-
 
 # --- inputs ----------------------------------------------------------------------------------------------
 
@@ -79,13 +42,13 @@ def write_inputs(folder: Path) -> None:
 
 
 def write_experiment(folder: Path, **sections: dict[str, Any]) -> Path:
-    """``folder/experiment.toml``: small, on cores 0 and 1, verified by `parity`; ``sections`` are merged in, where None
-    takes a key out."""
+    """``folder/experiment.toml``: small, on cores 0 and 1, verified by `tiny_verifiers.parity`. ``sections`` are merged
+    in, where None takes a key out."""
     raw: dict[str, dict[str, Any]] = {
         "run": {"directory": str(folder / "run"), "steps": 6, "seed": 7},
         "model": {"path": str(folder / "model")},
         "tasks.train": {"path": str(folder / "tasks.jsonl")},
-        "verifier": {"name": "tiny_run:parity"},
+        "verifier": {"name": "tiny_verifiers:parity"},
         "rollout": {"group_size": 4, "max_prompt_tokens": 16, "max_response_tokens": 12},
         "generator": {"slots": 16},
         "trainer": {"learning_rate": 2e-3},
