@@ -36,6 +36,7 @@ class Resumed(NamedTuple):
     saved: SavedEpisode
     response: PartialResponse  # of the turn it was parked in
     resumes: int
+    again: bool = False  # the worker that was to go on with it died before it had; a second one is not to
 
 
 class EnvironmentRollouts(RecordedRollouts):
@@ -165,6 +166,8 @@ class EnvironmentAttempt(RecordedAttempt):
                 finally:
                     self._seated = None
         except EnvironmentDied as error:
+            if self._resumed is not None and not self._resumed.again:  # nothing has changed since it was saved
+                self._rollouts.go_on(self.group, self.member, self._resumed._replace(again=True))
             cause = str(error)[:300]
             raise RolloutFailed(Failure(boundary="environment", cause=cause, infrastructure=True)) from None
 

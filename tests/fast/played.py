@@ -92,9 +92,9 @@ class Policy:
 
 
 class InProcess:
-    """Seats of an environment pool, without its processes. ``dies_at``: the so-many-th call finds it dead."""
+    """Seats of an environment pool, without its processes. ``dies_at``: the so-many-th calls find it dead."""
 
-    def __init__(self, episodes: Episodes, dies_at: int | None = None) -> None:
+    def __init__(self, episodes: Episodes, dies_at: Sequence[int] = ()) -> None:
         self.episodes = episodes
         self.calls: list[str] = []
         self._dies_at = dies_at
@@ -109,7 +109,7 @@ class InProcess:
 
     async def call(self, method: str, name: str, *arguments: Any) -> Any:
         self.calls.append(method)
-        if len(self.calls) == self._dies_at:
+        if len(self.calls) in self._dies_at:
             raise EnvironmentDied("environment-0 died: killed by signal 9")
         return await getattr(self.episodes, method)(name, *arguments)
 
@@ -141,8 +141,8 @@ def play(
     snapshots: Mapping[str, dict[str, bytes]] = {},
     failures: Sequence[Any] = (),
     answer: Any = None,
-    dies_at: int | None = None,
-    pool_of: Callable[[Episodes, int | None], InProcess] = InProcess,
+    dies_at: Sequence[int] = (),
+    pool_of: Callable[[Episodes, Sequence[int]], InProcess] = InProcess,
     max_turns: int = 16,
     context_tokens: int = CONTEXT_TOKENS,
     live: int = 4,

@@ -72,7 +72,7 @@ def test_a_role_that_is_not_learned_has_random_numbers_of_its_own() -> None:
 def test_parked_it_goes_on_in_another_worker_when_its_own_dies() -> None:
     undisturbed = play(Counting(), SAID, gate=waiting([], version=4)).rollout
     environment = Counting()
-    played = play(environment, SAID, gate=waiting([], version=4), dies_at=4)
+    played = play(environment, SAID, gate=waiting([], version=4), dies_at=[4])
     assert played.pool.calls == ["begin", "reply", "park", "unpark", "restore", "reply", "reply", "score"]
     rollout = played.rollout
     assert environment.resumed == ["7-1"]
@@ -86,6 +86,18 @@ def test_parked_it_goes_on_in_another_worker_when_its_own_dies() -> None:
     assert len(played.policy.requests) == 4, "nothing is sampled again"
 
 
+def test_it_goes_on_in_a_third_worker_when_the_second_dies_too_and_anew_after_that() -> None:
+    played = play(Counting(), SAID, gate=waiting([]), dies_at=[4, 5])
+    assert played.pool.calls == ["begin", "reply", "park", "unpark", "restore", "restore", "reply", "reply", "score"]
+    assert (played.rollout.attempts, len(played.policy.requests)) == (3, 4)
+    assert played.rollout.verdict["heard"] == ["a", "b1b2", "c"]
+    answers = iter([*SAID[:2], "x", "y", "z"])
+    played = play(
+        Counting(), lambda prompt, number: next(answers), gate=waiting([]), dies_at=[4, 5, 6], retries=3
+    )  # what kills whoever restores it is not tried for ever
+    assert (played.rollout.attempts, played.rollout.verdict["heard"]) == (4, ["x", "y", "z"])
+
+
 def test_an_evaluation_meanwhile_has_nothing_of_a_rollout_that_goes_on() -> None:
     evaluated: list[Rollout] = []
 
@@ -95,7 +107,7 @@ def test_an_evaluation_meanwhile_has_nothing_of_a_rollout_that_goes_on() -> None
         evaluated.append(await rollouts.prefixed("evaluation-validation-").generate_member(GROUP, 1))
 
     answers = iter([*SAID[:2], "x", "x", "x", "x"])
-    played = play(Counting(), lambda prompt, number: next(answers), gate=waiting([]), dies_at=4, meanwhile=meanwhile)
+    played = play(Counting(), lambda prompt, number: next(answers), gate=waiting([]), dies_at=[4], meanwhile=meanwhile)
     assert [one.verdict["heard"] for one in evaluated] == [["x", "x", "x"]]
     assert played.rollout.verdict["heard"] == ["a", "b1b2", "x"]
 
@@ -107,12 +119,12 @@ def test_parked_with_what_no_other_worker_has_it_begins_anew() -> None:
             await super().begin(episode)
 
     answers = iter([*SAID[:2], "x", "y", "z"])
-    played = play(Held(), lambda prompt, number: next(answers), gate=waiting([]), dies_at=4, retries=1)
+    played = play(Held(), lambda prompt, number: next(answers), gate=waiting([]), dies_at=[4], retries=1)
     assert played.rollout.failure is None, "at once: no attempt is lost in trying to go on"
     assert played.rollout.verdict["heard"] == ["x", "y", "z"]
 
 
 def test_its_worker_dies_while_it_is_parked_for_too_long() -> None:
     answers = iter([*SAID[:2], "x", "y", "z"])
-    played = play(Counting(), lambda prompt, number: next(answers), gate=waiting([], how="restart"), dies_at=4)
+    played = play(Counting(), lambda prompt, number: next(answers), gate=waiting([], how="restart"), dies_at=[4])
     assert (played.rollout.failure, played.rollout.verdict["heard"]) == (None, ["x", "y", "z"])

@@ -401,7 +401,7 @@ def test_no_more_calls_in_an_answer_than_allowed() -> None:
 
 
 def test_a_worker_that_dies_takes_the_attempt_along_and_no_more() -> None:
-    played = play(Counting(turns=2), ["a", "b", "c", "d"], dies_at=2)
+    played = play(Counting(turns=2), ["a", "b", "c", "d"], dies_at=[2])
     assert played.rollout.failure is None
     assert played.rollout.verdict["heard"] == ["b", "c"]
 
