@@ -442,11 +442,8 @@ class FakeReplica:
         new: tuple[int, ...]
         logprobs: tuple[float, ...]
         if self.costs.counted:
-            last = _last_id(entry, ended)
-            new, logprobs = (
-                CountedTokens.of(produced, entry.request.sampling.seed, last=last),
-                Repeated.of(LOGPROB, produced),
-            )
+            new = CountedTokens.of(produced, entry.request.sampling.seed, last=_last_id(entry, ended))
+            logprobs = Repeated.of(LOGPROB, produced)
         else:
             new, logprobs = made_up(entry, entry.resumed_tokens, entry.resumed_tokens + produced, ended)
         return PartialResponse(ids=before.ids + new, logprobs=before.logprobs + logprobs, versions=versions), produced

@@ -36,7 +36,7 @@ class Resumed(NamedTuple):
     saved: SavedEpisode
     response: PartialResponse  # of the turn it was parked in
     resumes: int
-    again: bool = False  # the worker that was to go on with it died before it had; a second one is not to
+    again: bool = False  # the second time: a worker died before it went on. One more is tried, then it begins anew
 
 
 class EnvironmentRollouts(RecordedRollouts):
@@ -257,7 +257,7 @@ class EnvironmentAttempt(RecordedAttempt):
             cause = f"its messages can't be rendered: {refused}"[:300]
             failure = Failure(boundary="environment", cause=cause, infrastructure=False)
             raise RolloutFailed(self._engine or failure) from None
-        except Exception as error:  # no answer came: whose fault it was is known where it was sampled
+        except Exception as error:  # whatever its call failed with, no answer came; where it was sampled knows why
             cause = f"{type(error).__name__}: {error}"[:300]
             failure = self._engine or Failure(boundary="engine", cause=cause, infrastructure=True)
             raise RolloutFailed(failure) from None

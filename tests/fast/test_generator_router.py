@@ -85,7 +85,7 @@ def test_a_newcomer_that_cant_start_leaves_nothing_behind():
             worker.corrupt = True
             return worker
 
-        one.launcher.start = corrupt  # type: ignore[method-assign]
+        one.launcher.start = corrupt
         with pytest.raises(WeightsCorrupt):
             await one.pool.join("cpu:2")
         assert [worker.alive for worker in one.workers] == [True, False]
@@ -94,7 +94,7 @@ def test_a_newcomer_that_cant_start_leaves_nothing_behind():
         async def refuse(spec: Any) -> Any:
             raise ConfigurationError("no such device")
 
-        one.launcher.start = refuse  # type: ignore[method-assign]
+        one.launcher.start = refuse
         with pytest.raises(ConfigurationError):
             await one.pool.join("cuda:7")
         one.ask(request("a", 5))
@@ -181,7 +181,7 @@ def test_when_the_last_one_leaves_after_the_others_were_lost_what_waits_fails():
         async def refuse(spec: Any) -> Any:
             raise HeadwayError("no memory")
 
-        one.launcher.start = refuse  # type: ignore[method-assign]
+        one.launcher.start = refuse
         one.workers[1].kill()
         await clock.sleep(30.0)
         assert one.events[-1].startswith("generator_lost")

@@ -28,7 +28,7 @@ def troubled(task: Task, response: str, folder: str) -> float:
     if number == 5:
         hanging.write_text(asked)
     if hanging.exists() and hanging.read_text() == asked:
-        time.sleep(1000)
+        time.sleep(1000)  # it hangs: the pool kills it at verifier.timeout_s
     if number % 7 == 0:
         raise RuntimeError("the checker broke")
     return math.nan if number % 11 == 0 else parity(task, response)
@@ -37,5 +37,5 @@ def troubled(task: Task, response: str, folder: str) -> float:
 def gated(task: Task, response: str, gate: str) -> float:
     """Parity, but no answer while the file ``gate`` exists."""
     while Path(gate).exists():
-        time.sleep(0.05)
+        time.sleep(0.05)  # a test in another process opens it
     return parity(task, response)
