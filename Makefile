@@ -62,23 +62,23 @@ lint: install
 	$(BIN)/lint-imports
 
 test-fast: install
-	$(BIN)/python -m pytest tests/fast tests/golden --numprocesses auto --maxprocesses 8 --dist loadfile
+	$(BIN)/python -m pytest tests/unit tests/golden --numprocesses auto --maxprocesses 8 --dist loadfile
 
 # Two at a time: a run trains on one core and generates on the other, and half of the time one of them waits.
 test-real: install
-	$(BIN)/python -m pytest tests/real --ignore-glob '*test_sandbox_*' --ignore-glob '*test_environment_*' --numprocesses 2 --dist loadfile --timeout 600 --durations 10
+	$(BIN)/python -m pytest tests/e2e --ignore-glob '*test_sandbox_*' --ignore-glob '*test_environment_*' --numprocesses 2 --dist loadfile --timeout 600 --durations 10
 
 test-sandboxes: install
-	$(BIN)/python -m pytest tests/real/test_sandbox_*.py tests/real/test_environment_*.py --numprocesses 3 --timeout 600 --durations 8
+	$(BIN)/python -m pytest tests/e2e/test_sandbox_*.py tests/e2e/test_environment_*.py --numprocesses 3 --timeout 600 --durations 8
 
 test-hostile: install
-	HEADWAY_ALL_BACKENDS=1 $(BIN)/python -m pytest tests/real/test_sandbox_hostile*.py --numprocesses 3 --timeout 600
+	HEADWAY_ALL_BACKENDS=1 $(BIN)/python -m pytest tests/e2e/test_sandbox_hostile*.py --numprocesses 3 --timeout 600
 
 test-agents: install install-agents
-	HEADWAY_MINI=$(abspath $(AGENTS_BIN)/mini) $(BIN)/python -m pytest tests/real/test_mini_swe_agent.py --timeout 600 --durations 10
+	HEADWAY_MINI=$(abspath $(AGENTS_BIN)/mini) $(BIN)/python -m pytest tests/e2e/test_mini_swe_agent.py --timeout 600 --durations 10
 
 test-vllm: install-vllm
-	$(VLLM_BIN)/python -m pytest tests/real/test_vllm_*.py --timeout 600 --durations 10
+	$(VLLM_BIN)/python -m pytest tests/e2e/test_vllm_*.py --timeout 600 --durations 10
 
 test: lint test-fast test-real test-sandboxes
 

@@ -32,7 +32,7 @@ from headway.generator.fake_replica import ReplicaCosts
 from headway.generator.fake_worker import FakeLauncher
 from headway.records.generation import GenerationRequest
 from headway.runtime.clock import RealClock
-from headway.runtime.collector import short_collections
+from headway.runtime.garbage_collection import short_collections
 from headway.services.serve import served_pool
 from headway.tokens.tokenizer import Tokenizer
 from headway.tokens.training import BYTES, train_byte_fallback_tokenizer

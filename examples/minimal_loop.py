@@ -11,18 +11,18 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from headway.algorithms.groups.batches import build_batch
+from headway.algorithms.groups.outcome import group_outcome
 from headway.config.load import load_experiment
 from headway.config.schema import Experiment
 from headway.control.admission import may_open
-from headway.control.learning_signal import group_outcome
 from headway.control.staleness import OpenGroup, select_batch
 from headway.generator.client import GeneratorPool
-from headway.orchestrator.batches import build_batch
 from headway.records.rollout import FinishedGroup, Group
 from headway.records.training import StepReport
 from headway.rollout.single_turn import SingleTurn, apply_verdict
-from headway.rollout.verdicts import to_verdict
-from headway.rollout.verifiers import resolve_verifier
+from headway.rollout.verification.verdicts import to_verdict
+from headway.rollout.verification.verifiers import resolve_verifier
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 from headway.tasks.cursor import TaskCursor

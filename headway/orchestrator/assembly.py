@@ -11,14 +11,14 @@ from pathlib import Path
 from headway.algorithms.advantages import resolve as resolve_advantage
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
-from headway.control.knob_search import first_knobs
+from headway.control.tuning.knob_search import first_knobs
 from headway.orchestrator.context import Decide, RunContext, no_sandboxes
-from headway.orchestrator.drawing import drawing_of
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
-from headway.orchestrator.pruning import Pruning
+from headway.orchestrator.pruning import Pruner
 from headway.orchestrator.run import Run
 from headway.orchestrator.state import RunState
+from headway.orchestrator.task_selection import drawing_of
 from headway.orchestrator.task_sets import training_weights
 from headway.records.clients import Generator, PromptCodec, Trainer, Verifier
 from headway.records.ledger import LedgerLine
@@ -109,6 +109,6 @@ def assemble(
         sandboxes=actors.players.pool.sandboxes if isinstance(actors.players, Environments) else no_sandboxes,
     )
     if experiment.pruning.on:
-        context.pruning = Pruning(context)
+        context.pruning = Pruner(context)
         context.rollouts = rollouts(watch_of=context.pruning.watch_of)
     return Run(context, rollouts(experiment.evaluation.temperature))

@@ -8,7 +8,7 @@ from headway.control.admission import credit
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.group_timeout import generate_in_time
 from headway.orchestrator.state import RunningGroup
-from headway.records.environment import Parked, SavedEpisode
+from headway.records.environment import PartialRollout, SavedEpisode
 from headway.records.generation import PartialResponse
 from headway.records.rollout import Failure, Group, Rollout
 from headway.rollout.single_turn import TOO_STALE
@@ -146,7 +146,7 @@ class Dispatch:
         await self._generated.put((entry.group, rollouts))
 
 
-def _resumed(parked: Parked | None) -> tuple[PartialResponse, int, SavedEpisode | None]:
+def _resumed(parked: PartialRollout | None) -> tuple[PartialResponse, int, SavedEpisode | None]:
     """What a member goes on from."""
     return (parked.response, parked.resumes + 1, parked.episode) if parked else (PartialResponse(), 0, None)
 

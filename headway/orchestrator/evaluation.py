@@ -19,7 +19,7 @@ from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
 from headway.rollout.single_turn import SingleTurn
 from headway.runtime.clock import Clock
-from headway.runtime.ledger import EVENT_BEST
+from headway.telemetry.ledger import EVENT_BEST
 from headway.tokens.tokenizer import Template
 from headway.trainer.checkpoints import CANDIDATE
 

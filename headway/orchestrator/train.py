@@ -15,25 +15,25 @@ from typing import Any
 
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
+from headway.orchestrator.actors.controller_process import ControllerProcess
+from headway.orchestrator.actors.environments import players_of
 from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
-from headway.orchestrator.environments import players_of
-from headway.orchestrator.looking import Looking
 from headway.orchestrator.pulse import pulsing
 from headway.orchestrator.run import Run
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
 from headway.records.errors import Interrupted
 from headway.records.ledger import LedgerLine, RunSummary
 from headway.records.trace import Pulse, TraceLine, WorkerState
-from headway.rollout.client import VerifierPool
 from headway.rollout.episodes import Environments
+from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
-from headway.runtime.exporters import start_exports
-from headway.runtime.ledger import Ledger, read_ledger
 from headway.runtime.line_file import LineFile
 from headway.runtime.run_directory import RunDirectory
-from headway.runtime.summary import last_step, recorded_steps, summarise
-from headway.runtime.trace_file import TraceFile
 from headway.runtime.workers import LocalLauncher
+from headway.telemetry.exporters.exporters import start_exports
+from headway.telemetry.ledger import Ledger, read_ledger
+from headway.telemetry.summary import last_step, recorded_steps, summarise
+from headway.telemetry.trace_file import TraceFile
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.checkpoints import remove_leftovers
 from headway.trainer.client import TrainerClient
@@ -204,7 +204,7 @@ async def wire(
         retries=retries,
         observe=observe,
     )
-    looking = Looking(launcher, directory.logs)
+    looking = ControllerProcess(launcher, directory.logs)
     actors = Actors(
         generator=generator,
         trainer=trainer,

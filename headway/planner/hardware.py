@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True):
+class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
     """Public figures of one accelerator."""
 
     name: str
@@ -28,19 +28,19 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: float  # bfloat16
 
 
-H200 = Device(name="H200", flops_per_s=989e12, bytes_per_s=4.8e12, memory_bytes=141e9)
-GB300 = Device(name="GB300", flops_per_s=2500e12, bytes_per_s=8.0e12, memory_bytes=288e9)
+H200 = Accelerator(name="H200", flops_per_s=989e12, bytes_per_s=4.8e12, memory_bytes=141e9)
+GB300 = Accelerator(name="GB300", flops_per_s=2500e12, bytes_per_s=8.0e12, memory_bytes=288e9)
 # 94 layers, 4 KV heads of 128: 2 x 94 x 4 x 128 values of 2 bytes
 QWEN3_235B = ModelShape(
     name="Qwen3-235B-A22B", parameters=235e9, active_parameters=22e9, kv_bytes_per_token=2.0 * 94 * 4 * 128 * 2
 )
 
 
-class Replica(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaHardware(msgspec.Struct, frozen=True, kw_only=True):
     """One replica of a generator: a model on so many devices by tensor parallelism."""
 
     model: ModelShape
-    device: Device
+    device: Accelerator
     devices: int
     weight_bytes_per_parameter: float  # 1: FP8, 2: bfloat16
     kv_copies: int = 1  # devices that hold the same KV head, when there are more devices than heads
@@ -72,7 +72,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-def trainer_overrides(model: ModelShape, device: Device, devices: int, fraction: float) -> list[str]:
+def trainer_overrides(model: ModelShape, device: Accelerator, devices: int, fraction: float) -> list[str]:
     """Keys of a scenario: a trainer that achieves ``fraction`` of its FLOP/s while it computes."""
     flops, peak = 6.0 * model.active_parameters, devices * device.flops_per_s
     return [

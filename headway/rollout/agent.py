@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from headway.config.endpoint import Endpoint, Environment
+from headway.config.endpoint import EndpointConfig, EnvironmentConfig
 from headway.records.conversations import Conversations
 from headway.records.rollout import Failure, Group
 from headway.records.task import Task
-from headway.rollout.agent_process import Exit
+from headway.rollout.hosting.agents.processes import Exit
 from headway.rollout.recorded import RecordedAttempt, RecordedRollouts, RolloutFailed
 from headway.rollout.verifiers_environment import COLUMN
 
@@ -23,7 +23,7 @@ _TEMPORARY = 75  # exit code that says: try anew (sysexits.h, EX_TEMPFAIL)
 
 
 class Processes(Protocol):
-    """What starts agents: rollout/agent_process.py."""
+    """What starts agents: rollout/hosting/agents/processes.py."""
 
     def scratch(self, name: str) -> Path: ...
 
@@ -42,8 +42,8 @@ class Processes(Protocol):
 class Agents:
     """What agents need of the orchestrator: where they call the model, and who starts them."""
 
-    environment: Environment
-    endpoint: Endpoint
+    environment: EnvironmentConfig
+    endpoint: EndpointConfig
     conversations: Conversations
     processes: Processes
 

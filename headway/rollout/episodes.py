@@ -9,12 +9,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headway.records.conversations import Conversations, OpenConversation, RequestRefused, Said, Told, Wanted
-from headway.records.environment import Asked, Exchange, Parked, Reply, SavedEpisode
+from headway.records.conversations import (
+    ChatAnswer,
+    Conversations,
+    OnTokens,
+    OpenConversation,
+    RequestRefused,
+    TurnRequest,
+)
+from headway.records.environment import NextTurn, PartialRollout, Reply, SavedEpisode, TurnRecord
 from headway.records.errors import WorkerDied
 from headway.records.generation import GenerationResult, PartialResponse
 from headway.records.rollout import Failure, Group, Rollout, Verdict
-from headway.rollout.environment_client import EnvironmentDied, EnvironmentPool, Seated
+from headway.rollout.hosting.client import EnvironmentDied, EnvironmentPool, Seated
 from headway.rollout.recorded import RecordedAttempt, RecordedRollouts, RolloutFailed
 from headway.rollout.seeds import rollout_seed
 from headway.rollout.single_turn import Resumption, SingleTurn, apply_verdict
@@ -106,8 +113,8 @@ class EnvironmentAttempt(RecordedAttempt):
         super().__init__(rollouts, group, member)
         self._rollouts = rollouts
         self._resumed = resumed
-        self._exchanges: list[Exchange] = []
-        self._asked = Asked(said=())  # what is being answered
+        self._exchanges: list[TurnRecord] = []
+        self._asked = NextTurn(said=())  # what is being answered
         self._last: GenerationResult | None = None
         self._verdict: Verdict | None = None
         self._over = ""
@@ -179,7 +186,7 @@ class EnvironmentAttempt(RecordedAttempt):
                 break
             reply = await seated.reply(answer.message, asked.speaker, answer.cut)
             assert self._last is not None
-            self._exchanges.append(Exchange(asked=asked, result=self._last, reward=reply.reward))
+            self._exchanges.append(TurnRecord(asked=asked, result=self._last, reward=reply.reward))
             asked = self._next(reply)
         scored = await seated.score()
         if scored.verdict is not None and scored.verdict.failure is not None:
@@ -190,7 +197,7 @@ class EnvironmentAttempt(RecordedAttempt):
             reward = (last.reward or 0.0) + scored.reward
             self._exchanges[-1] = msgspec.structs.replace(last, reward=reward)
 
-    async def _first(self, seated: Seated) -> Asked | None:
+    async def _first(self, seated: Seated) -> NextTurn | None:
         """The turn it begins with, or goes on with."""
         if self._resumed is None:
             return self._next(await seated.begin(self.group.task, self._rollouts.seed(self.group, self.member)))
@@ -222,13 +229,13 @@ class EnvironmentAttempt(RecordedAttempt):
             self._exchanges.append(exchange)
             self.parkings += exchange.result.resumes
 
-    def _next(self, reply: Reply) -> Asked | None:
+    def _next(self, reply: Reply) -> NextTurn | None:
         if reply.failure is not None:
             raise RolloutFailed(reply.failure)
         self._over = reply.over
         return reply.asked
 
-    def _talk(self, asked: Asked) -> _Talk:
+    def _talk(self, asked: NextTurn) -> _Talk:
         talk = self._talks.get(asked.speaker)
         if talk is None:
             conversation = self._learned
@@ -243,7 +250,7 @@ class EnvironmentAttempt(RecordedAttempt):
             talk = self._talks[asked.speaker] = _Talk(conversation=conversation)
         return talk
 
-    async def _answer(self, asked: Asked) -> Said | None:
+    async def _answer(self, asked: NextTurn) -> ChatAnswer | None:
         """None: there is no room for one, and the rollout ends as it stands."""
         self._asked = asked
         talk = self._talk(asked)
@@ -264,11 +271,11 @@ class EnvironmentAttempt(RecordedAttempt):
         talk.messages.append(said.message)
         return said
 
-    async def sampled(self, wanted: Wanted, told: Told, /) -> GenerationResult:
+    async def sampled(self, wanted: TurnRequest, told: OnTokens, /) -> GenerationResult:
         self._last = await super().sampled(wanted, told)
         return self._last
 
-    async def _sampled_unlearned(self, wanted: Wanted, told: Told, /) -> GenerationResult:
+    async def _sampled_unlearned(self, wanted: TurnRequest, told: OnTokens, /) -> GenerationResult:
         """Asked just what a learned role was, it has random numbers of its own."""
         return await self.sampled(msgspec.structs.replace(wanted, purpose=f"unlearned-{wanted.purpose}"), told)
 
@@ -279,7 +286,7 @@ class EnvironmentAttempt(RecordedAttempt):
         self.parkings = resumed.resumes
         return resumed.response
 
-    async def _park(self, parked: Parked) -> Resumption:
+    async def _park(self, parked: PartialRollout) -> Resumption:
         seated = self._seated
         if seated is None or self._rollouts.evaluates:  # which nobody goes on with in another process
             return await super()._park(parked)
@@ -315,7 +322,7 @@ class EnvironmentAttempt(RecordedAttempt):
         raise AssertionError("unreachable")
 
 
-def _by_learned_turn(exchanges: Sequence[Exchange]) -> list[float]:
+def _by_learned_turn(exchanges: Sequence[TurnRecord]) -> list[float]:
     """Rewards of the turns that are learned; that of any other counts in the learned one before it."""
     turns: list[float] = []
     before = 0.0  # any was learned

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from headway.records.environment import Parked, SavedEpisode
+from headway.records.environment import PartialRollout, SavedEpisode
 from headway.records.errors import HeadwayError
 from headway.records.generation import PartialResponse
 from headway.records.rollout import Group, Rollout, Verdict
 from headway.records.task import Task
 from headway.rollout.seeds import rollout_seed
 from headway.rollout.single_turn import ResumeGate, Resumption, SingleTurn
-from headway.rollout.verdicts import to_verdict
+from headway.rollout.verification.verdicts import to_verdict
 from headway.runtime.clock import Clock
 
 
@@ -98,7 +98,7 @@ class FakeRollout(SingleTurn):
     """The life of a simulated rollout: a failure of its sandbox is the sandbox's, and its turns are counted."""
 
     def __init__(self, *args: Any, environment: FakeEnvironment, resume_gate: ResumeGate | None, **named: Any) -> None:
-        async def gate(parked: Parked) -> Resumption:
+        async def gate(parked: PartialRollout) -> Resumption:
             assert resume_gate is not None
             seed = rollout_seed(self._run_seed, parked.group, parked.member, self._prefix)
             version = environment.state_version(seed)

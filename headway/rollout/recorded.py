@@ -8,8 +8,8 @@ import copy
 import msgspec
 
 from headway.records.clients import Watch
-from headway.records.conversations import RecordedConversation, Told, Wanted, rollout_of
-from headway.records.environment import Parked
+from headway.records.conversations import OnTokens, RecordedConversation, TurnRequest, rollout_of
+from headway.records.environment import PartialRollout
 from headway.records.generation import GenerationResult, PartialResponse
 from headway.records.rollout import Failure, Group, Pruned, Rollout
 from headway.rollout.attempts import Attempts
@@ -43,11 +43,11 @@ class RecordedRollouts(Attempts):
     def name(self, group: Group, member: int) -> str:
         return f"{self._prefix}{group.index}-{member}"
 
-    async def gate(self, parked: Parked) -> Resumption:
+    async def gate(self, parked: PartialRollout) -> Resumption:
         """The orchestrator's."""
         return "continue" if self._resume_gate is None else await self._resume_gate(parked)
 
-    async def sample(self, attempt: RecordedAttempt, wanted: Wanted, told: Told) -> Rollout:
+    async def sample(self, attempt: RecordedAttempt, wanted: TurnRequest, told: OnTokens) -> Rollout:
         """One answer, through parkings and engine errors. The run's own parameters hold, not the client's."""
         twin = copy.copy(self)  # shares who is open, so that `stop` and `reached` find it
         twin._environment_version = attempt.oldest_version
@@ -92,7 +92,7 @@ class RecordedAttempt:
             rollout, environment_s=self._environment_s, environment_version=self._held_version
         )
 
-    async def gate(self, parked: Parked) -> Resumption:
+    async def gate(self, parked: PartialRollout) -> Resumption:
         """For all its calls that are parked at once: a member is parked once."""
         if self._gate is None or self._gate.done():
             self._gate, self.parkings = asyncio.ensure_future(self._park(parked)), self.parkings + 1
@@ -109,7 +109,7 @@ class RecordedAttempt:
             self._held_version = min(versions)
         return resumption
 
-    async def _park(self, parked: Parked) -> Resumption:
+    async def _park(self, parked: PartialRollout) -> Resumption:
         """Wait where parked members wait."""
         return await self._made_by.gate(parked)
 
@@ -118,7 +118,7 @@ class RecordedAttempt:
         if not self._doomed.done():
             self._doomed.set_result(failure)
 
-    async def sampled(self, wanted: Wanted, told: Told, /) -> GenerationResult:
+    async def sampled(self, wanted: TurnRequest, told: OnTokens, /) -> GenerationResult:
         """An answer (records.conversations.Sample)."""
         self.note(1)
         told(PartialResponse())

@@ -13,7 +13,7 @@ import msgspec
 from headway.config import schema
 from headway.records.clients import TextCodec, Watch
 from headway.records.counted import all_finite, sampled_mask
-from headway.records.environment import Parked, SavedEpisode
+from headway.records.environment import PartialRollout, SavedEpisode
 from headway.records.generation import (
     FinishReason,
     GenerationRequest,
@@ -26,7 +26,7 @@ from headway.rollout.seeds import rollout_seed
 from headway.runtime.clock import Clock
 
 Resumption = Literal["continue", "restart", "fail"]
-ResumeGate = Callable[[Parked], Awaitable[Resumption]]  # returns when a parked member may go on, and how
+ResumeGate = Callable[[PartialRollout], Awaitable[Resumption]]  # returns when a parked member may go on, and how
 BeginGate = Callable[[int], Awaitable[None] | None]  # what a request of this group must wait for; None: nothing
 WatchOf = Callable[[Group, int], Watch | None]  # who is told of a member's tokens while they come
 Stop = Pruned | Failure | Literal["park"]
@@ -68,7 +68,7 @@ class SingleTurn:
         self,
         generate: Generate,
         tokenizer: TextCodec,
-        settings: schema.Rollout,
+        settings: schema.RolloutConfig,
         clock: Clock,
         *,
         run_seed: int,
@@ -251,7 +251,7 @@ class SingleTurn:
             life.stopped = None
             life.stopping.clear()
         if self._resume_gate is not None:
-            parked = Parked(
+            parked = PartialRollout(
                 group=group.index,
                 member=member,
                 response=life.response,

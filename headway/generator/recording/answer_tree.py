@@ -1,0 +1,133 @@
+"""The answers of a rollout: a tree, and as sequences for training a trunk and a branch for every other end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headway.records.generation import VersionSpan
+from headway.records.rollout import Branch
+from headway.tokens.continuing import SampledAnswer
+from headway.tokens.messages import Message
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Turn:
+    """An answer that was sampled and handed out."""
+
+    number: int  # in the order of answers
+    call: int
+    choice: int
+    parent: Turn | None  # the answer its prompt goes on from
+    text: str  # its prompt's text behind the parent's prompt, the parent's answer as the template has it included
+    context_ids: tuple[int, ...]  # its prompt's tokens behind the parent's answer
+    answer: SampledAnswer
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    finish_reason: Literal["stop", "length"]
+    own_limit: bool = False  # it was its client that cut it, not the context or a limit of the rollout's
+    messages: int  # of the request, and the answer: where it stands in a conversation that goes on
+    children: list[Turn] = field(default_factory=list["Turn"])
+
+    @property
+    def message(self) -> Message:
+        return self.answer.message
+
+    @property
+    def path(self) -> list[Turn]:
+        """From the first answer to this one."""
+        found: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            found.append(turn)
+            turn = turn.parent
+        return found[::-1]
+
+    @property
+    def start(self) -> int:
+        """Where the text of its own prompt begins behind those of the answers before it."""
+        return sum(len(earlier.text) for earlier in self.path[:-1])
+
+    def read_as_fed(self, text: str) -> int | None:
+        """Where it stands in a prompt's ``text``; None when that doesn't begin with its own prompt."""
+        at = 0
+        for step in self.path:
+            if not text.startswith(step.text, at):
+                return None
+            at += len(step.text)
+        return at
+
+
+def ids_to(turn: Turn | None) -> list[int]:
+    """The tokens up to the end of this answer."""
+    ids: list[int] = []
+    for step in turn.path if turn is not None else ():
+        ids += step.context_ids
+        ids += step.answer.ids
+    return ids
+
+
+def branches_of(turns: Sequence[Turn]) -> tuple[Branch, ...]:
+    """One sequence for every answer that nothing goes on from: that of the latest call, then in the order of calls.
+
+    Each answer is learned in the first of them that holds it; it has the same tokens before it in all of them.
+    """
+    ends = [turn for turn in turns if not turn.children]
+    if not ends:
+        return ()
+    trunk = max(ends, key=lambda turn: (turn.call, -turn.choice))
+    ends.remove(trunk)
+    ends.sort(key=lambda turn: (turn.call, turn.choice))  # not the order they came back in
+    learned: set[int] = set()
+    branches: list[Branch] = []
+    for end in (trunk, *ends):
+        path = end.path
+        own = [turn for turn in path if turn.number not in learned]  # its answers from some point on
+        learned |= {turn.number for turn in own}
+        before = path[: len(path) - len(own)]
+        branches.append(_branch(before, own))
+    return tuple(branches)
+
+
+def _branch(before: Sequence[Turn], own: Sequence[Turn]) -> Branch:
+    prompt = [i for turn in before for i in (*turn.context_ids, *turn.answer.ids)]
+    ids: list[int] = []
+    logprobs: list[float] = []
+    mask: list[bool] = []
+    versions: list[VersionSpan] = []
+    ends: list[int] = []
+    for number, turn in enumerate(own):
+        context, sampled = turn.context_ids, turn.answer.ids
+        if number == 0:
+            prompt += context
+        else:
+            ids += context
+            logprobs += [0.0] * len(context)
+            mask += [False] * len(context)
+            _extend(versions, versions[-1].version, len(context))
+            ends.append(len(ids))
+        ids += sampled
+        logprobs += turn.logprobs
+        mask += [True] * len(sampled)
+        for span in turn.versions:
+            _extend(versions, span.version, span.tokens)
+    ends.append(len(ids))
+    return Branch(
+        prompt_ids=tuple(prompt),
+        response_ids=tuple(ids),
+        response_logprobs=tuple(logprobs),
+        response_mask=tuple(mask),
+        versions=tuple(versions),
+        turn_ends=tuple(ends),
+        finish_reason="stop" if own[-1].own_limit else own[-1].finish_reason,
+    )
+
+
+def _extend(versions: list[VersionSpan], version: int, tokens: int) -> None:
+    """Append a span, joined to the last where that has the same version."""
+    if not tokens:
+        return
+    if versions and versions[-1].version == version:
+        tokens += versions.pop().tokens
+    versions.append(VersionSpan(version=version, tokens=tokens))
