@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from headway.cli.main import main
 from headway.runtime.workers import LocalLauncher
@@ -36,6 +36,16 @@ POINTS: dict[str, tuple[str, str, str, str]] = {
 TRAINER_POINTS = ("checkpoint-files", "checkpoint-rename", "checkpoint-pruning", "training", "publishing")
 
 
+# ... where the trainer is a fake: the same passages of trainer/checkpoints.py
+THIN_POINTS = {
+    "published": ("headway.generator.fake", "FakeGenerator", "update_weights", "before"),
+    "applied": ("headway.generator.fake", "FakeGenerator", "update_weights", "after"),
+    "checkpoint-files": ("headway.trainer", "checkpoints", "_checksum", "before"),
+    "checkpoint-rename": ("pathlib", "Path", "rename", "before"),
+    "checkpoint-pruning": ("headway.trainer", "checkpoints", "_remove", "before"),
+}
+
+
 def strike(journal: str, fault: str) -> None:
     """Say so, then die."""
     with open(journal, "a") as file:
@@ -45,7 +55,12 @@ def strike(journal: str, fault: str) -> None:
 
 def install(journal: str, fault: str) -> None:
     name, _, count = fault.partition(":")
-    if name in POINTS:
+    if name.startswith("thin-"):
+        use_fakes()
+        point = name.removeprefix("thin-")
+        if point != "none":
+            _wrap(journal, fault, *(POINTS | THIN_POINTS)[point], int(count or 1))
+    elif name in POINTS:
         _wrap(journal, fault, *POINTS[name], int(count or 1))
     elif name.removeprefix("all-") in TRAINER_POINTS:
         import headway.trainer.client as client
@@ -58,6 +73,22 @@ def install(journal: str, fault: str) -> None:
         replica._FACTORY = "faulty_vllm:StaleHead"
     elif name != "none":
         raise SystemExit(f"no such fault: {fault}")
+
+
+def use_fakes() -> None:
+    """Put fakes in the place of the processes that `headway train` starts."""
+    from headway.generator.fake import FakeGenerator
+    from headway.orchestrator import train
+    from headway.rollout.fake import FakeVerifier
+    from headway.runtime.clock import RealClock
+    from headway.trainer.fake import FakeTrainer
+
+    clock, wired = RealClock(), cast("Any", train)
+    wired.TrainerClient = lambda launcher, experiment, identity, **_: FakeTrainer(clock, 0.001)
+    wired.GeneratorPool = lambda launcher, experiment, clock, **_: FakeGenerator(
+        clock, slots=experiment.generator.slots, token_s=0.001
+    )
+    wired.VerifierPool = lambda launcher, settings, clock, **_: FakeVerifier(lambda task, text: len(text) % 2, clock)
 
 
 def _wrap(journal: str, fault: str, module: str, owner: str, method: str, when: str, count: int) -> None:

@@ -216,6 +216,24 @@ def audited(run: Path) -> AuditReport:
     return report
 
 
+def require_whole(run: Path, steps: int, *, drained: bool = True) -> None:
+    """The run is complete: books, log, checkpoints and ledger tell the same history of ``steps`` steps.
+
+    ``drained``: no step more would have been possible, so no finished group is left.
+    """
+    report = audited(run)
+    assert report.completed_steps == steps
+    assert report.pending_step is None
+    assert report.max_staleness <= 2
+    assert report.checkpoints[-1] == steps
+    assert set(report.groups) <= {"trained", "failed"} | (set() if drained else {"buffered", "open"})
+    (books,) = events_of(run, "books")[-1:]
+    assert books.data["balanced"] == 1, books.detail
+    recorded = steps_of(run)
+    assert [step.step for step in recorded] == list(range(steps))  # a kill before a step's line costs its times alone
+    assert sum(step.samples for step in recorded) == report.rollouts["trained"]
+
+
 def exit_of(process_id: int) -> bool:
     """Whether a process is gone (a zombie counts as gone: its parent is about to reap it)."""
     try:

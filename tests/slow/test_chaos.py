@@ -50,24 +50,6 @@ def completed_steps(run: Path) -> int:
             return 0
 
 
-def require_whole(run: Path, steps: int, *, drained: bool = True) -> None:
-    """The run is complete: books, log, checkpoints and ledger tell the same history of ``steps`` steps.
-
-    ``drained``: no step more would have been possible, so no finished group is left.
-    """
-    report = tiny_run.audited(run)
-    assert report.completed_steps == steps
-    assert report.pending_step is None
-    assert report.max_staleness <= 2
-    assert report.checkpoints[-1] == steps
-    assert set(report.groups) <= {"trained", "failed"} | (set() if drained else {"buffered", "open"})
-    (books,) = tiny_run.events_of(run, "books")[-1:]
-    assert books.data["balanced"] == 1, books.detail
-    recorded = tiny_run.steps_of(run)
-    assert [step.step for step in recorded] == list(range(steps))  # a kill before a step's line costs its times alone
-    assert sum(step.samples for step in recorded) == report.rollouts["trained"]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("chaos")
@@ -89,7 +71,7 @@ def test_orchestrator_killed_at_every_point(folder: Path) -> None:
         resume = ["--resume"]
     command = tiny_run.train(config, *resume)
     assert command.process.returncode == 0, command.output
-    require_whole(run, STEPS)
+    tiny_run.require_whole(run, STEPS)
     assert tiny_run.events_of(run, "records_restored")  # step-completed:2
     tiny_run.require_nothing_left(command)
     assert len(find_checkpoints(run)) == 2
@@ -100,7 +82,7 @@ def test_trainer_killed_alone(folder: Path, tmp_path: Path) -> None:
     command = tiny_run.train(config, fault=",".join(TRAINER_KILLS))
     assert command.process.returncode == 0, command.output
     assert command.journal.read_text().count("fault ") == len(TRAINER_KILLS)
-    require_whole(tmp_path / "run", 14)
+    tiny_run.require_whole(tmp_path / "run", 14)
     assert len(tiny_run.events_of(tmp_path / "run", "worker_died")) == len(TRAINER_KILLS)
     assert [name for name, _ in command.workers()].count("trainer-0") == 1 + len(TRAINER_KILLS)
     tiny_run.require_nothing_left(command)
@@ -138,7 +120,7 @@ def test_random_kills_of_every_process(folder: Path, tmp_path: Path) -> None:
     steps = completed_steps(run) + 1  # so few publishes that what killed trainers left is not overwritten
     command = tiny_run.train(config, "--resume", f"--run.steps={steps}")
     assert command.process.returncode == 0, command.output
-    require_whole(run, steps, drained=False)
+    tiny_run.require_whole(run, steps, drained=False)
     tiny_run.require_nothing_left(command)
 
 
