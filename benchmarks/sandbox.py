@@ -198,7 +198,7 @@ def _ms(times: list[float], share: float) -> float:
 def made(name: str, folder: str) -> LocalBackend | None:
     """A backend, or None: there is none here."""
     if name == "docker":
-        sys.path.append(str(Path(__file__).parents[1] / "tests" / "real"))
+        sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
         from sandbox_docker import IMAGE, reached
 
         url, why = reached()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from benchmarks.case_studies.hardware import H200, QWEN3_235B, ReplicaHardware, trainer_overrides
 from benchmarks.case_studies.published import (
     A_BATCH,
     A_COSTS,
@@ -16,7 +17,6 @@ from benchmarks.case_studies.published import (
     TINKER_DOLLARS_PER_MTOK,
 )
 from benchmarks.case_studies.runs import CaseRun, Figure, Policy, figures_table, policies_table, run_case
-from headway.planner.hardware import H200, QWEN3_235B, ReplicaHardware, trainer_overrides
 
 REPLICA = ReplicaHardware(model=QWEN3_235B, device=H200, devices=8, weight_bytes_per_parameter=1.0, kv_copies=2)
 MFU = 0.105  # reported; the fitted fraction of the trainer

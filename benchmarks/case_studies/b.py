@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from benchmarks.case_studies.hardware import H200, ModelShape, ReplicaHardware, trainer_overrides
 from benchmarks.case_studies.runs import CaseRun, Figure, Policy, figures_table, policies_table, run_case
-from headway.planner.hardware import H200, ModelShape, ReplicaHardware, trainer_overrides
 
 WAIT, CONSUMED_TO_DELIVERED = 0.74, 5.0  # reported
 TRAINER = 0.105  # achieved fraction: run A's, as none is reported

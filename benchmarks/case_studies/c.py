@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from benchmarks.case_studies.hardware import GB300, QWEN3_235B, ReplicaHardware, trainer_overrides
 from benchmarks.case_studies.runs import CaseRun, Figure, Policy, policies_table, run_case
-from headway.planner.hardware import GB300, QWEN3_235B, ReplicaHardware, trainer_overrides
 
 IDLE = (0.30, 0.60)  # reported range
 STRAGGLER_S = 7500.0  # reported: one step

@@ -6,6 +6,7 @@ import math
 import statistics
 
 from benchmarks.case_studies.a import REPLICA
+from benchmarks.case_studies.hardware import H200, QWEN3_235B, trainer_overrides
 from benchmarks.case_studies.published import (
     D_BATCH,
     D_DOLLARS_PER_HOUR,
@@ -16,7 +17,6 @@ from benchmarks.case_studies.published import (
     TINKER_DOLLARS_PER_MTOK,
 )
 from benchmarks.case_studies.runs import CaseRun, Figure, Policy, figures_table, policies_table, run_case
-from headway.planner.hardware import H200, QWEN3_235B, trainer_overrides
 
 WAIT = 0.60  # reported share of the time that the trainer waits
 SEEDS = (0, 1, 2)

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from fake_worker import FakeLauncher
+
 from headway.config.load import validate_experiment
 from headway.generator.client import GeneratorPool
 from headway.generator.fake_replica import ReplicaCosts
-from headway.generator.fake_worker import FakeLauncher
 from headway.records.generation import GenerationRequest, GenerationResult, PublishedWeights, SamplingParameters
 from headway.runtime.clock import Clock, run_virtual
 

@@ -12,8 +12,8 @@ from benchmarks.case_studies import a as case_a
 from benchmarks.case_studies import b as case_b
 from benchmarks.case_studies import c as case_c
 from benchmarks.case_studies import d as case_d
+from benchmarks.case_studies.hardware import GB300, H200, QWEN3_235B, ReplicaHardware, trainer_overrides
 from benchmarks.case_studies.runs import SCENARIOS, Figure, figures_table
-from headway.planner.hardware import GB300, H200, QWEN3_235B, ReplicaHardware, trainer_overrides
 from headway.planner.reference import PAGE as SIMULATION
 from headway.planner.reference import with_tables
 

@@ -12,12 +12,12 @@ from typing import Any
 import openai
 import pytest
 from endpoint_server import chat, request, until
+from fake_worker import FakeLauncher, FakeWorker
 from openai import AsyncOpenAI
 
 from headway.config.load import validate_experiment
 from headway.generator.client import GeneratorPool
 from headway.generator.fake_replica import ReplicaCosts
-from headway.generator.fake_worker import FakeLauncher, FakeWorker
 from headway.generator.recording.recorder import Request
 from headway.generator.recording.sessions import Session
 from headway.records.errors import Overloaded

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_worker import FakeLauncher
 from simulated_run import PlainTokenizer, experiment_of, long_tailed
 
 from headway.generator.client import GeneratorPool
 from headway.generator.fake_replica import ReplicaCosts
-from headway.generator.fake_worker import FakeLauncher
 from headway.orchestrator.assembly import Actors, assemble
 from headway.orchestrator.run import Run
 from headway.records.errors import RemoteError, WeightsMismatch
