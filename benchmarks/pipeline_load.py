@@ -26,8 +26,8 @@ from headway.records.clients import Watch
 from headway.records.generation import GenerationRequest, GenerationResult
 from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.records.training import TrainBatch
+from headway.rollout.makers.single_turn import Generate, SingleTurn
 from headway.rollout.seeds import rollout_seed
-from headway.rollout.single_turn import Generate, SingleTurn
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 from headway.tasks.cursor import TaskCursor

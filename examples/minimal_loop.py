@@ -20,7 +20,7 @@ from headway.generator.client import GeneratorPool
 from headway.orchestrator.batches import build_batch
 from headway.records.rollout import FinishedGroup, Group
 from headway.records.training import StepReport
-from headway.rollout.single_turn import SingleTurn, apply_verdict
+from headway.rollout.makers.single_turn import SingleTurn, apply_verdict
 from headway.rollout.verdicts import to_verdict
 from headway.rollout.verifiers import resolve_verifier
 from headway.runtime.clock import RealClock

@@ -24,9 +24,9 @@ from headway.records.clients import Generator, PromptCodec, Trainer, Verifier
 from headway.records.ledger import LedgerLine
 from headway.records.task import Task
 from headway.records.trace import TraceLine
-from headway.rollout.episodes import Environments
-from headway.rollout.makers import Players, rollout_maker
-from headway.rollout.single_turn import Generate, SingleTurn, WatchOf
+from headway.rollout.makers.environment import Environments
+from headway.rollout.makers.select import Players, rollout_maker
+from headway.rollout.makers.single_turn import Generate, SingleTurn, WatchOf
 from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
 

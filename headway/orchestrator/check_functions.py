@@ -16,7 +16,7 @@ from headway.records.task import Task
 from headway.rollout.agent_host import KEY as AGENT
 from headway.rollout.environment_service import KEY as ENVIRONMENT
 from headway.rollout.environment_service import load_environment
-from headway.rollout.own import load_own
+from headway.rollout.makers.custom import load_own
 from headway.rollout.tool_servers import require_tools
 from headway.rollout.verifiers_environment import KEY as VERIFIERS
 from headway.rollout.verifiers_environment import load as load_verifiers

@@ -18,7 +18,7 @@ from headway.records.clients import Generator, PromptCodec, Trainer, Verifier
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
-from headway.rollout.single_turn import SingleTurn
+from headway.rollout.makers.single_turn import SingleTurn
 from headway.runtime.clock import Clock
 
 if TYPE_CHECKING:  # it works with the context

@@ -10,8 +10,8 @@ from headway.generator.sessions import Sessions
 from headway.orchestrator.agents import agents_of
 from headway.orchestrator.check_sandboxes import require_shares
 from headway.rollout.environment_client import EnvironmentPool
-from headway.rollout.episodes import Environments
-from headway.rollout.makers import Players
+from headway.rollout.makers.environment import Environments
+from headway.rollout.makers.select import Players
 from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.workers import Launcher

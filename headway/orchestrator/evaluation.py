@@ -17,7 +17,7 @@ from headway.records.generation import PublishedWeights
 from headway.records.ledger import EvaluationRecord
 from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
-from headway.rollout.single_turn import SingleTurn
+from headway.rollout.makers.single_turn import SingleTurn
 from headway.runtime.clock import Clock
 from headway.runtime.ledger import EVENT_BEST
 from headway.tokens.tokenizer import Template

@@ -15,8 +15,8 @@ from headway.records.environment import Parked
 from headway.records.generation import GenerationRequest, GenerationResult
 from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.records.task import Task
-from headway.rollout.makers import make_rollouts
-from headway.rollout.single_turn import Resumption
+from headway.rollout.makers.select import make_rollouts
+from headway.rollout.makers.single_turn import Resumption
 from headway.runtime.clock import Clock
 from headway.tasks.cursor import TaskCursor
 from headway.tokens.tokenizer import Tokenizer

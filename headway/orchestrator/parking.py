@@ -10,7 +10,7 @@ from headway.config.schema import Queue
 from headway.control.staleness import resumption
 from headway.orchestrator.state import RunState
 from headway.records.environment import Parked
-from headway.rollout.single_turn import Resumption, SingleTurn
+from headway.rollout.makers.single_turn import Resumption, SingleTurn
 from headway.sandbox.snapshot_folder import drop, remove_others
 
 

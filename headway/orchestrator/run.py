@@ -12,7 +12,7 @@ from headway.orchestrator.train_loop import Train
 from headway.records.errors import BooksUnbalanced, WorkerDied
 from headway.records.ledger import StepRecord
 from headway.records.rollout import ENDINGS
-from headway.rollout.single_turn import SingleTurn
+from headway.rollout.makers.single_turn import SingleTurn
 from headway.runtime.channel import Channel
 from headway.runtime.ledger import EVENT_BOOKS, EVENT_END, EVENT_RESUME, EVENT_START
 from headway.runtime.supervision import supervise

@@ -13,8 +13,8 @@ from headway.orchestrator.task_sets import load_task_sets, named_verifiers
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EvaluationRecord
 from headway.rollout.client import VerifierPool
-from headway.rollout.makers import make_rollouts
-from headway.rollout.single_turn import SingleTurn
+from headway.rollout.makers.select import make_rollouts
+from headway.rollout.makers.single_turn import SingleTurn
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 from headway.tokens.tokenizer import Tokenizer

@@ -25,7 +25,7 @@ from headway.records.errors import Interrupted
 from headway.records.ledger import LedgerLine, RunSummary
 from headway.records.trace import Pulse, TraceLine, WorkerState
 from headway.rollout.client import VerifierPool
-from headway.rollout.episodes import Environments
+from headway.rollout.makers.environment import Environments
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.exporters import start_exports
 from headway.runtime.ledger import Ledger, read_ledger

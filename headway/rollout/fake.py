@@ -13,8 +13,8 @@ from headway.records.errors import HeadwayError
 from headway.records.generation import PartialResponse
 from headway.records.rollout import Group, Rollout, Verdict
 from headway.records.task import Task
+from headway.rollout.makers.single_turn import ResumeGate, Resumption, SingleTurn
 from headway.rollout.seeds import rollout_seed
-from headway.rollout.single_turn import ResumeGate, Resumption, SingleTurn
 from headway.rollout.verdicts import to_verdict
 from headway.runtime.clock import Clock
 

@@ -24,7 +24,7 @@ from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
 from headway.rollout.environment_client import EnvironmentPool
 from headway.rollout.environment_service import Episodes, load_environment
-from headway.rollout.episodes import EnvironmentRollouts, Environments
+from headway.rollout.makers.environment import EnvironmentRollouts, Environments
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 from headway.sandbox.backends import backend_of

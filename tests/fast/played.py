@@ -25,7 +25,7 @@ from headway.records.task import Task
 from headway.rollout.environment import Environment
 from headway.rollout.environment_client import EnvironmentDied, EnvironmentPool
 from headway.rollout.environment_service import Episodes
-from headway.rollout.episodes import EnvironmentRollouts, Environments
+from headway.rollout.makers.environment import EnvironmentRollouts, Environments
 from headway.rollout.tools import tools_by_name
 from headway.runtime.clock import Clock, run_virtual
 from headway.sandbox.pool import PoolSettings, SandboxPool

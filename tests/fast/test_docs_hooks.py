@@ -18,7 +18,7 @@ from headway.config.hooks import HOOKS, Hooks
 from headway.config.load import validate_experiment
 from headway.config.sources import VerifierSettings
 from headway.orchestrator.check_functions import function_problems
-from headway.rollout.own import load_own
+from headway.rollout.makers.custom import load_own
 from headway.rollout.verifiers import resolve_verifier
 from headway.runtime.own_logging import load_own_logging
 from headway.tasks.sources import load_tasks

@@ -20,7 +20,7 @@ from headway.records.rollout import Rollout, Sample
 from headway.records.task import Task
 from headway.records.training import TrainBatch
 from headway.rollout.environment import Answer, Environment, Episode
-from headway.rollout.episodes import _by_learned_turn
+from headway.rollout.makers.environment import _by_learned_turn
 
 TASK = Task(task_id="t", prompt="I need a ticket.", metadata={"goal": "to Rome, on Monday"})
 ENDS = {"[DONE]": 1.0, "[GIVE UP]": -1.0}

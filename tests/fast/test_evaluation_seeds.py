@@ -12,7 +12,7 @@ from headway.records.clients import Watch
 from headway.records.generation import GenerationRequest, GenerationResult
 from headway.records.task import Task
 from headway.rollout.fake import FakeVerifier
-from headway.rollout.single_turn import SingleTurn
+from headway.rollout.makers.single_turn import SingleTurn
 from headway.runtime.clock import Clock, run_virtual
 from tests.fast.simulated_run import PlainTokenizer, experiment_of
 

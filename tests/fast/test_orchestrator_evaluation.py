@@ -17,7 +17,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.report.live import evaluation_line
 from headway.rollout.fake import FakeVerifier
-from headway.rollout.single_turn import SingleTurn
+from headway.rollout.makers.single_turn import SingleTurn
 from headway.runtime.clock import Clock, run_virtual
 from tests.fast.simulated_run import PlainTokenizer, experiment_of
 

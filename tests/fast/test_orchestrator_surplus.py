@@ -18,7 +18,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.generation import GenerationRequest
 from headway.records.ledger import StepRecord
 from headway.records.training import StepReport, TrainBatch
-from headway.rollout.own import Attempt
+from headway.rollout.makers.custom import Attempt
 from tests.fast.simulated_run import Outcome, experiment_of, simulate
 
 

@@ -22,9 +22,9 @@ from headway.records.environment import Parked
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse
 from headway.records.rollout import Failure, Group, Rollout, Verdict
 from headway.records.task import Task
-from headway.rollout.agent import AgentRollouts, Agents, filled, shown_task, variables
 from headway.rollout.agent_process import Exit
-from headway.rollout.single_turn import BeginGate, apply_verdict
+from headway.rollout.makers.agent import AgentRollouts, Agents, filled, shown_task, variables
+from headway.rollout.makers.single_turn import BeginGate, apply_verdict
 from headway.runtime.clock import Clock, run_virtual
 from headway.tokens.messages import normal_messages
 

@@ -17,9 +17,9 @@ from headway.generator.fake import FakeGenerator
 from headway.records.errors import ConfigurationError, WorkerDied
 from headway.records.generation import GenerationRequest, VersionSpan
 from headway.records.rollout import Failure, Pruned, Rollout
-from headway.rollout.makers import make_rollouts
-from headway.rollout.own import KEY, Attempt, OwnRollouts, RolloutOver, load_own
-from headway.rollout.single_turn import SingleTurn
+from headway.rollout.makers.custom import KEY, Attempt, OwnRollouts, RolloutOver, load_own
+from headway.rollout.makers.select import make_rollouts
+from headway.rollout.makers.single_turn import SingleTurn
 from headway.runtime.clock import Clock, RealClock, run_virtual
 from headway.runtime.hooks import Hook
 from tests.fast.simulated_run import experiment_of, simulate

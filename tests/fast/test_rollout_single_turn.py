@@ -19,8 +19,8 @@ from headway.records.errors import WorkerDied
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
 from headway.records.rollout import Failure, Group, Pruned, Rollout, Verdict
 from headway.records.task import Task
+from headway.rollout.makers.single_turn import SingleTurn, apply_verdict
 from headway.rollout.seeds import rollout_seed
-from headway.rollout.single_turn import SingleTurn, apply_verdict
 from headway.runtime.clock import Clock, run_virtual
 
 EOS, END_OF_TURN = 2, 3

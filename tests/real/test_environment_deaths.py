@@ -19,8 +19,8 @@ from headway.records.environment import Parked
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
 from headway.records.rollout import Group, Rollout
 from headway.rollout.environment_client import EnvironmentPool
-from headway.rollout.episodes import EnvironmentRollouts, Environments
-from headway.rollout.single_turn import Resumption
+from headway.rollout.makers.environment import EnvironmentRollouts, Environments
+from headway.rollout.makers.single_turn import Resumption
 from headway.runtime.clock import RealClock
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]

@@ -25,7 +25,7 @@ from headway.models.loading import load_model
 from headway.orchestrator.agents import agents_of
 from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
-from headway.rollout.makers import make_rollouts
+from headway.rollout.makers.select import make_rollouts
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 from headway.tokens.tokenizer import Tokenizer

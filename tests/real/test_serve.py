@@ -30,7 +30,7 @@ from headway.records.conversations import RecordedConversation
 from headway.records.ledger import StepRecord
 from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
-from headway.rollout.makers import make_rollouts
+from headway.rollout.makers.select import make_rollouts
 from headway.runtime.clock import RealClock
 from headway.runtime.ledger import read_ledger
 from headway.runtime.workers import LocalLauncher

@@ -23,7 +23,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
 from headway.rollout.agent_process import AgentProcesses
-from headway.rollout.makers import make_rollouts
+from headway.rollout.makers.select import make_rollouts
 from headway.rollout.verifiers_environment import PLAYER, load, tasks
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher

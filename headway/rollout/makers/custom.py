@@ -15,8 +15,8 @@ from headway.records.errors import ConfigurationError, HookFailed
 from headway.records.generation import FinishReason, PartialResponse, VersionSpan
 from headway.records.rollout import Failure, Group, Pruned, Rollout
 from headway.records.task import Task
-from headway.rollout.attempts import Attempts
-from headway.rollout.single_turn import SingleTurn, Stop
+from headway.rollout.makers.attempts import Attempts
+from headway.rollout.makers.single_turn import SingleTurn, Stop
 from headway.runtime.hooks import Hook, finite_number, load_hook, shown
 
 KEY = "hooks.rollout"

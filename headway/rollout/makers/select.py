@@ -8,10 +8,10 @@ from typing import Any
 
 from headway.config.schema import Experiment
 from headway.records.clients import TextCodec
-from headway.rollout.agent import AgentRollouts, Agents
-from headway.rollout.episodes import EnvironmentRollouts, Environments
-from headway.rollout.own import OwnRollouts, load_own
-from headway.rollout.single_turn import Generate, SingleTurn
+from headway.rollout.makers.agent import AgentRollouts, Agents
+from headway.rollout.makers.custom import OwnRollouts, load_own
+from headway.rollout.makers.environment import EnvironmentRollouts, Environments
+from headway.rollout.makers.single_turn import Generate, SingleTurn
 from headway.runtime.clock import Clock
 
 Players = Agents | Environments | None  # who talks to the policy, where more than one response is asked of it

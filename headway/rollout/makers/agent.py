@@ -16,7 +16,7 @@ from headway.records.conversations import Conversations
 from headway.records.rollout import Failure, Group
 from headway.records.task import Task
 from headway.rollout.agent_process import Exit
-from headway.rollout.recorded import RecordedAttempt, RecordedRollouts, RolloutFailed
+from headway.rollout.makers.conversation import RecordedAttempt, RecordedRollouts, RolloutFailed
 from headway.rollout.verifiers_environment import COLUMN
 
 _TEMPORARY = 75  # exit code that says: try anew (sysexits.h, EX_TEMPFAIL)

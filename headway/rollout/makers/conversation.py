@@ -12,8 +12,8 @@ from headway.records.conversations import RecordedConversation, Told, Wanted, ro
 from headway.records.environment import Parked
 from headway.records.generation import GenerationResult, PartialResponse
 from headway.records.rollout import Failure, Group, Pruned, Rollout
-from headway.rollout.attempts import Attempts
-from headway.rollout.single_turn import Resumption, SingleTurn, Stop
+from headway.rollout.makers.attempts import Attempts
+from headway.rollout.makers.single_turn import Resumption, SingleTurn, Stop
 
 
 class RolloutFailed(Exception):

@@ -12,7 +12,7 @@ import msgspec
 from headway.records.environment import SavedEpisode
 from headway.records.generation import PartialResponse
 from headway.records.rollout import Failure, Group, Pruned, Rollout
-from headway.rollout.single_turn import SingleTurn
+from headway.rollout.makers.single_turn import SingleTurn
 
 _RETRY_S = 0.25  # before an environment that failed as infrastructure is tried anew; doubled each time
 _SURROUNDINGS = ("environment", "sandbox")

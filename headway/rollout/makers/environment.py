@@ -15,9 +15,9 @@ from headway.records.errors import WorkerDied
 from headway.records.generation import GenerationResult, PartialResponse
 from headway.records.rollout import Failure, Group, Rollout, Verdict
 from headway.rollout.environment_client import EnvironmentDied, EnvironmentPool, Seated
-from headway.rollout.recorded import RecordedAttempt, RecordedRollouts, RolloutFailed
+from headway.rollout.makers.conversation import RecordedAttempt, RecordedRollouts, RolloutFailed
+from headway.rollout.makers.single_turn import Resumption, SingleTurn, apply_verdict
 from headway.rollout.seeds import rollout_seed
-from headway.rollout.single_turn import Resumption, SingleTurn, apply_verdict
 
 _NO_ROOM = ("context_length_exceeded", "rollout_limit_exceeded")
 
