@@ -20,8 +20,9 @@ from headway.generator.client import GeneratorPool
 from headway.orchestrator.batches import build_batch
 from headway.records.rollout import FinishedGroup, Group
 from headway.records.training import StepReport
-from headway.rollout.makers.single_turn import SingleTurn, apply_verdict
-from headway.rollout.verdicts import to_verdict
+from headway.rollout.makers.single_turn import SingleTurn
+from headway.rollout.makers.turn_sampler import TurnSampler
+from headway.rollout.verdicts import apply_verdict, to_verdict
 from headway.rollout.verifiers import resolve_verifier
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
@@ -42,7 +43,8 @@ async def minimal_loop(experiment: Experiment) -> list[StepReport]:
     tokenizer = Tokenizer.load(experiment.model.path)
     tasks = TaskCursor(load_tasks(experiment.tasks.train, experiment.run.seed), experiment.run.seed)
     verify = resolve_verifier(experiment.verifier)
-    rollouts = SingleTurn(generator.generate, tokenizer, experiment.rollout, clock, run_seed=experiment.run.seed)
+    seed = experiment.run.seed
+    rollouts = SingleTurn(TurnSampler(generator.generate, tokenizer, experiment.rollout, clock, run_seed=seed))
     queue, size = experiment.queue, experiment.rollout.group_size
 
     running: dict[int, Group] = {}

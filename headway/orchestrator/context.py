@@ -14,11 +14,10 @@ from headway.orchestrator.drawing import Drawing
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.state import RunState
-from headway.records.clients import Generator, PromptCodec, Trainer, Verifier
+from headway.records.clients import Generator, PromptCodec, RolloutMaker, Trainer, Verifier
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
-from headway.rollout.makers.single_turn import SingleTurn
 from headway.runtime.clock import Clock
 
 if TYPE_CHECKING:  # it works with the context
@@ -47,7 +46,7 @@ class RunContext:
     buffer: GroupBuffer
     drawing: Drawing
     tokenizer: PromptCodec
-    rollouts: SingleTurn
+    rollouts: RolloutMaker
     parking: Parking
     meter: Meter
     record: Callable[[LedgerLine], None]

@@ -11,7 +11,7 @@ from headway.orchestrator.state import RunningGroup
 from headway.records.environment import Parked, SavedEpisode
 from headway.records.generation import PartialResponse
 from headway.records.rollout import Failure, Group, Rollout
-from headway.rollout.makers.single_turn import TOO_STALE
+from headway.rollout.makers.turn_sampler import TOO_STALE
 from headway.runtime.channel import Channel
 
 Generated = tuple[Group, tuple[Rollout, ...]]

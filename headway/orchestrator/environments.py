@@ -1,4 +1,4 @@
-"""What rollouts of several turns need: agents that call the model, or environments that reply to it."""
+"""Hosts of rollouts of several turns: agents that call the model, or environments that reply to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headway.orchestrator.agents import agents_of
 from headway.orchestrator.check_sandboxes import require_shares
 from headway.rollout.environment_client import EnvironmentPool
 from headway.rollout.makers.environment import Environments
-from headway.rollout.makers.select import Players
+from headway.rollout.makers.select import MultiTurnHost
 from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.workers import Launcher
@@ -22,15 +22,16 @@ SANDBOXES = "headway.orchestrator.sandboxes:sandboxes_of"  # by its name: worker
 
 
 @asynccontextmanager
-async def players_of(
+async def open_multi_turn_host(
     experiment: Experiment,
     launcher: Launcher,
     clock: Clock,
     on_event: Callable[[str, str], object],
     directory: RunDirectory | None = None,
-) -> AsyncIterator[Players]:
-    """Up inside the block; None where ``environment.name`` asks for single turns. ``directory``: the run's, for what
-    agents print and for sandboxes that are parked. Raises ConfigurationError."""
+) -> AsyncIterator[MultiTurnHost | None]:
+    """The host of the experiment's agents or environments, running inside the block; None where ``environment.name``
+    asks for single turns. ``directory``: the run's, for what agents print and for sandboxes that are parked. Raises
+    ConfigurationError."""
     logs = None if directory is None else directory.logs
     if not experiment.environment.replies:
         async with agents_of(experiment, on_event, None if logs is None else logs / "agents") as agents:

@@ -29,7 +29,7 @@ from headway.records.clients import Watch
 from headway.records.conversations import Sample, Told, Wanted
 from headway.records.errors import ConfigurationError, Overloaded
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, SamplingParameters
-from headway.rollout.makers.single_turn import Generate
+from headway.rollout.makers.turn_sampler import Generate
 from headway.rollout.seeds import rollout_seed
 from headway.runtime.addresses import is_loopback
 from headway.runtime.clock import Clock, RealClock

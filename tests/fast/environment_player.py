@@ -25,6 +25,7 @@ from headway.records.task import Task
 from headway.rollout.environment_client import EnvironmentPool
 from headway.rollout.environment_service import Episodes, load_environment
 from headway.rollout.makers.environment import EnvironmentRollouts, Environments
+from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 from headway.sandbox.backends import backend_of
@@ -193,7 +194,8 @@ async def rollout(
     )
     conversations = Sessions(chat(), Endpoint(), 6000)
     environments = Environments(conversations=conversations, pool=pool)
-    maker = EnvironmentRollouts(environments, generate, chat().tokenizer, section, RealClock(), run_seed=3)
+    sampler = TurnSampler(generate, chat().tokenizer, section, RealClock(), run_seed=3)
+    maker = EnvironmentRollouts(environments, sampler)
     group = Group(index=7, task=task, prompt_ids=(5,), size=1, admitted_version=0, admitted_s=0.0)
     made = await maker.generate_member(group, 0)
     assert len(conversations) == 0

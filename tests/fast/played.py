@@ -26,6 +26,7 @@ from headway.rollout.environment import Environment
 from headway.rollout.environment_client import EnvironmentDied, EnvironmentPool
 from headway.rollout.environment_service import Episodes
 from headway.rollout.makers.environment import EnvironmentRollouts, Environments
+from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.rollout.tools import tools_by_name
 from headway.runtime.clock import Clock, run_virtual
 from headway.sandbox.pool import PoolSettings, SandboxPool
@@ -164,8 +165,7 @@ def play(
         pool = pool_of(episodes, dies_at)
         sessions = Sessions(chat(), Endpoint(call_timeout_s=1000), context_tokens)
         environments = Environments(conversations=sessions, pool=cast("EnvironmentPool", pool))
-        rollouts = EnvironmentRollouts(
-            environments,
+        sampler = TurnSampler(
             policy,
             chat().tokenizer,
             SETTINGS.model_copy(update=settings),
@@ -173,6 +173,7 @@ def play(
             run_seed=3,
             resume_gate=None if gate is None else gate(policy),
         )
+        rollouts = EnvironmentRollouts(environments, sampler)
         going_on = () if parked is None else (parked.response, parked.resumes + 1, parked.episode)
         making = rollouts.generate_member(group, 1, *going_on)
         if meanwhile is not None:

@@ -17,9 +17,10 @@ from headway.generator.fake import FakeGenerator
 from headway.records.errors import ConfigurationError, WorkerDied
 from headway.records.generation import GenerationRequest, VersionSpan
 from headway.records.rollout import Failure, Pruned, Rollout
-from headway.rollout.makers.custom import KEY, Attempt, OwnRollouts, RolloutOver, load_own
+from headway.rollout.makers.custom import KEY, Attempt, CustomRollouts, RolloutOver, load_rollout_function
 from headway.rollout.makers.select import make_rollouts
 from headway.rollout.makers.single_turn import SingleTurn
+from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.runtime.clock import Clock, RealClock, run_virtual
 from headway.runtime.hooks import Hook
 from tests.fast.simulated_run import experiment_of, simulate
@@ -35,10 +36,10 @@ Function = Callable[[Attempt], Any]
 SETTINGS = schema.Rollout(max_prompt_tokens=4, max_response_tokens=12)
 
 
-def own(function: Function, clock: Clock, generate: Any, requests: Any = None, **settings: Any) -> OwnRollouts:
+def own(function: Function, clock: Clock, generate: Any, requests: Any = None, **settings: Any) -> CustomRollouts:
     hook = Hook(key=KEY, name="mine:rollout", function=function)
     limits = SETTINGS.model_copy(update=settings)
-    return OwnRollouts(hook, generate, Codec(), limits, clock, run_seed=3, requests=requests)
+    return CustomRollouts(hook, TurnSampler(generate, Codec(), limits, clock, run_seed=3, requests=requests))
 
 
 def play(function: Function, *replies: Reply, **settings: Any) -> tuple[Rollout, Engine]:
@@ -88,7 +89,8 @@ def test_a_single_turn_is_the_one_that_single_turn_makes() -> None:
     async def main(clock: Clock) -> tuple[GenerationRequest, GenerationRequest, Rollout, Rollout]:
         engine = Engine(clock, says("7"), says("7"))
         mine = await own(once, clock, engine.generate).generate_member(group(), 1)
-        plain = await SingleTurn(engine.generate, Codec(), SETTINGS, clock, run_seed=3).generate_member(group(), 1)
+        sampler = TurnSampler(engine.generate, Codec(), SETTINGS, clock, run_seed=3)
+        plain = await SingleTurn(sampler).generate_member(group(), 1)
         return *engine.requests, mine, plain
 
     first, second, mine, plain = run_virtual(main)
@@ -309,9 +311,9 @@ def test_a_run_of_them_learns_from_rewards_by_turn(module: Any, options: dict[st
 
 def test_what_the_key_takes(module: Any) -> None:
     with pytest.raises(ConfigurationError, match="must be an async function: it waits for what is sampled"):
-        load_own("own_rollouts:plain")
+        load_rollout_function("own_rollouts:plain")
     with pytest.raises(ConfigurationError, match="own_rollouts has no 'two_turn'; did you mean 'two_turns'"):
-        load_own("own_rollouts:two_turn")
+        load_rollout_function("own_rollouts:two_turn")
     clock = RealClock()
-    plain = make_rollouts(experiment_of(Path("unused")), FakeGenerator(clock).generate, Codec(), clock)
-    assert type(plain) is SingleTurn
+    sampler = TurnSampler(FakeGenerator(clock).generate, Codec(), SETTINGS, clock, run_seed=3)
+    assert type(make_rollouts(experiment_of(Path("unused")), sampler)) is SingleTurn

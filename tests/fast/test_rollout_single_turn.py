@@ -19,8 +19,10 @@ from headway.records.errors import WorkerDied
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
 from headway.records.rollout import Failure, Group, Pruned, Rollout, Verdict
 from headway.records.task import Task
-from headway.rollout.makers.single_turn import SingleTurn, apply_verdict
+from headway.rollout.makers.single_turn import SingleTurn
+from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.rollout.seeds import rollout_seed
+from headway.rollout.verdicts import apply_verdict
 from headway.runtime.clock import Clock, run_virtual
 
 EOS, END_OF_TURN = 2, 3
@@ -90,7 +92,7 @@ def play(*replies: Reply, member: int = 1, a_group: Group | None = None, **optio
 
     async def main(clock: Clock) -> tuple[Rollout, Engine]:
         engine = Engine(clock, *replies)
-        single = SingleTurn(engine.generate, Letters(), rollout_settings, clock, run_seed=11, **options)
+        single = SingleTurn(TurnSampler(engine.generate, Letters(), rollout_settings, clock, run_seed=11, **options))
         return await single.generate_member(a_group or group(), member, **run_options), engine
 
     return run_virtual(main, limit_s=10_000)
@@ -290,7 +292,7 @@ def test_a_timeout_inside_the_generator_is_an_engine_error_not_ours():
 def test_cancellation_passes_through():
     async def main(clock: Clock) -> None:
         engine = Engine(clock, finish(response("x")))
-        single = SingleTurn(engine.generate, Letters(), schema.Rollout(), clock, run_seed=0)
+        single = SingleTurn(TurnSampler(engine.generate, Letters(), schema.Rollout(), clock, run_seed=0))
         member = asyncio.create_task(single.generate_member(group(), 0))
         await clock.sleep(0.5)
         member.cancel()
@@ -308,7 +310,7 @@ def test_siblings_do_not_share_a_fate():
                 raise RuntimeError("only this one")
             return answer(request, "stop", response("ok"))
 
-        single = SingleTurn(generate, Letters(), schema.Rollout(), clock, run_seed=0)
+        single = SingleTurn(TurnSampler(generate, Letters(), schema.Rollout(), clock, run_seed=0))
         members: list[Awaitable[Rollout]] = [single.generate_member(group(), m) for m in range(4)]
         return list(await asyncio.gather(*members))
 
@@ -318,7 +320,7 @@ def test_siblings_do_not_share_a_fate():
 def test_text_leaves_special_tokens_out():
     async def main(clock: Clock) -> str:
         engine = Engine(clock, finish(response("hi", eos=True)))
-        single = SingleTurn(engine.generate, Letters(), schema.Rollout(), clock, run_seed=0)
+        single = SingleTurn(TurnSampler(engine.generate, Letters(), schema.Rollout(), clock, run_seed=0))
         return single.text(await single.generate_member(group(), 0))
 
     assert run_virtual(main) == "hi"
@@ -386,7 +388,7 @@ def stopped(
             await opened.wait()
             return how
 
-        single = SingleTurn(
+        sampler = TurnSampler(
             generator.generate,
             Letters(),
             schema.Rollout(),
@@ -395,6 +397,7 @@ def stopped(
             requests=generator,
             **{"resume_gate": gate, **options},
         )
+        single = SingleTurn(sampler)
         job = asyncio.create_task(single.generate_member(group(), 0))
         for at_s, why in sorted([*stops, (opens_s, None)], key=lambda one: one[0]):
             await clock.sleep(at_s - clock.now())

@@ -15,9 +15,8 @@ from headway.records.errors import ConfigurationError
 from headway.records.rollout import Failure, Rollout, Verdict
 from headway.records.task import Task
 from headway.rollout.judge import Judge
-from headway.rollout.makers.single_turn import apply_verdict
 from headway.rollout.service import VerifierService
-from headway.rollout.verdicts import to_verdict
+from headway.rollout.verdicts import apply_verdict, to_verdict
 from headway.rollout.verifiers import resolve_verifier
 
 TASK = Task(task_id="0", prompt="Name a prime.", answer="7")

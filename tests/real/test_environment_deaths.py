@@ -20,7 +20,7 @@ from headway.records.generation import GenerationRequest, GenerationResult, Part
 from headway.records.rollout import Group, Rollout
 from headway.rollout.environment_client import EnvironmentPool
 from headway.rollout.makers.environment import EnvironmentRollouts, Environments
-from headway.rollout.makers.single_turn import Resumption
+from headway.rollout.makers.turn_sampler import Resumption, TurnSampler
 from headway.runtime.clock import RealClock
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -54,10 +54,8 @@ async def played(pool: EnvironmentPool, killed: list[str]) -> Rollout:
 
     section = schema.Rollout(max_prompt_tokens=2000, max_response_tokens=4000)
     environments = Environments(conversations=Sessions(chat(), Endpoint(), 6000), pool=pool)
-    rollouts = EnvironmentRollouts(
-        environments, generate, chat().tokenizer, section, RealClock(), run_seed=3, resume_gate=gate
-    )
-    return await rollouts.generate_member(GROUP, 0)
+    sampler = TurnSampler(generate, chat().tokenizer, section, RealClock(), run_seed=3, resume_gate=gate)
+    return await EnvironmentRollouts(environments, sampler).generate_member(GROUP, 0)
 
 
 @pytest.mark.parametrize("count", [1, 2])

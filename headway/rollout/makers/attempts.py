@@ -1,88 +1,73 @@
-"""Rollouts of several turns that something else makes: begun, stopped, timed out, made anew."""
+"""Attempts at rollouts of several turns: run, timed out, stopped, and retried where their surroundings failed."""
 
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 import msgspec
 
-from headway.records.environment import SavedEpisode
-from headway.records.generation import PartialResponse
+from headway.config import schema
 from headway.records.rollout import Failure, Group, Pruned, Rollout
-from headway.rollout.makers.single_turn import SingleTurn
+from headway.rollout.makers.turn_sampler import timed_out
+from headway.runtime.clock import Clock
 
-_RETRY_S = 0.25  # before an environment that failed as infrastructure is tried anew; doubled each time
+_RETRY_S = 0.25  # before the first retry of an environment that failed as infrastructure; doubled for each further one
 _SURROUNDINGS = ("environment", "sandbox")
 _END_S = 30.0  # that cancelled work may take to end
 
 
-class Making(Protocol):
-    """One rollout in the making."""
+class RolloutAttempt(Protocol):
+    """One attempt at a rollout."""
 
     group: Group
     member: int
     stopped: Failure | Pruned | None  # for good, from outside
 
     async def run(self) -> None:
-        """Make it. Being cancelled ends it as it stands."""
+        """Make the rollout. Cancellation ends the attempt as it stands."""
         ...
 
     def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
-        """What it came to."""
+        """The rollout as far as it was made, ended at ``now`` (clock seconds); ``failure``: why it failed."""
         ...
 
 
-class Attempts(SingleTurn, ABC):
-    """Rollouts made by `begin`'s attempts, whose turns are requests like any other: retried, parked and resumed.
+class RetryingRollouts:
+    """Makes rollouts by attempts; the turns inside them are sampled, parked and retried by a `TurnSampler`.
 
-    What an attempt raises fails its rollout as `failure_of` says, and no other. Infrastructure at the boundaries
-    "environment" and "sandbox" is tried anew, ``rollout.retries`` times. So is what was parked when the orchestrator
-    died, unless it can be kept.
+    Whatever an attempt raises fails its own rollout alone. Infrastructure failures at the boundaries "environment" and
+    "sandbox" are retried with a new attempt, ``rollout.retries`` times.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._attempts: dict[tuple[int, int], tuple[Making, asyncio.Task[None]]] = {}
+    def __init__(
+        self,
+        settings: schema.Rollout,
+        clock: Clock,
+        begin: Callable[[Group, int], RolloutAttempt],
+        failure_of: Callable[[Exception], Failure | None],
+    ) -> None:
+        """``begin`` makes a new attempt. ``failure_of``: the failure that an attempt's exception stands for; None: the
+        rollout ends as it stands. It raises an exception that no other attempt could avoid, which ends the run."""
+        self._settings = settings
+        self._clock = clock
+        self._begin = begin
+        self._failure_of = failure_of
+        self._running: dict[tuple[int, int], tuple[RolloutAttempt, asyncio.Task[None]]] = {}
 
-    @abstractmethod
-    def begin(self, group: Group, member: int) -> Making:
-        """A new attempt."""
-
-    @abstractmethod
-    def failure_of(self, error: Exception) -> Failure | None:
-        """What it means that an attempt raised this; None: it ends as it stands. Raises it where no other attempt could
-        do better: that ends the run."""
-
-    def prefixed(self, request_prefix: str) -> SingleTurn:
-        twin = super().prefixed(request_prefix)
-        assert isinstance(twin, Attempts)
-        twin._attempts = {}
-        return twin
-
-    def cancel(self, group: int, member: int, why: Failure | Pruned) -> None:
-        """Stop an attempt for good; it is not begun anew. No-op where there is none."""
-        if (group, member) in self._attempts:
-            attempt, task = self._attempts[group, member]
+    def stop(self, group: int, member: int, why: Failure | Pruned) -> None:
+        """Stop a member's attempt for good: it isn't retried. No-op where there is none."""
+        if (group, member) in self._running:
+            attempt, task = self._running[group, member]
             attempt.stopped = attempt.stopped or why
             task.cancel()
 
-    def now(self) -> float:
-        return self._clock.now()
-
-    async def generate_member(
-        self,
-        group: Group,
-        member: int,
-        partial: PartialResponse = PartialResponse(),
-        resumes: int = 0,
-        saved: SavedEpisode | None = None,
-    ) -> Rollout:
+    async def generate_member(self, group: Group, member: int) -> Rollout:
+        """The rollout of the last attempt (`RolloutMaker.generate_member`)."""
         attempts = 0
         while True:
-            attempt = self.begin(group, member)
+            attempt = self._begin(group, member)
             rollout = await self._attempt(attempt)
             failure = rollout.failure
             again = failure is not None and failure.boundary in _SURROUNDINGS and failure.infrastructure
@@ -95,25 +80,22 @@ class Attempts(SingleTurn, ABC):
                 return attempt.rollout(self._clock.now(), stopped)
             attempts += 1
 
-    async def _attempt(self, attempt: Making) -> Rollout:
+    async def _attempt(self, attempt: RolloutAttempt) -> Rollout:
         failure = None
         limit = asyncio.timeout(self._settings.timeout_s)
         try:
             async with limit:
                 await self._stoppable(attempt, attempt.run())
         except Exception as error:  # the boundary to what isn't ours
-            if isinstance(error, TimeoutError) and limit.expired():
-                cause = f"not finished after rollout.timeout_s = {self._settings.timeout_s:g} s"
-                failure = Failure(boundary="engine", cause=cause, infrastructure=True)
-            else:
-                failure = self.failure_of(error)
+            own = isinstance(error, TimeoutError) and limit.expired()
+            failure = timed_out(self._settings) if own else self._failure_of(error)
         return attempt.rollout(self._clock.now(), failure)
 
-    async def _stoppable(self, attempt: Making, work: Coroutine[Any, Any, None]) -> None:
-        """``work`` until it ends or `cancel` cancels it; it has had time to clean up when this returns."""
+    async def _stoppable(self, attempt: RolloutAttempt, work: Coroutine[Any, Any, None]) -> None:
+        """Await ``work`` until it ends or `stop` cancels it; it has had time to clean up when this returns."""
         key = attempt.group.index, attempt.member
         task = asyncio.create_task(work, name=f"attempt-{key[0]}-{key[1]}")
-        self._attempts[key] = attempt, task
+        self._running[key] = attempt, task
         try:
             await task
         except asyncio.CancelledError:
@@ -121,5 +103,5 @@ class Attempts(SingleTurn, ABC):
                 raise
         finally:
             task.cancel()
-            del self._attempts[key]
+            del self._running[key]
             await asyncio.wait((task,), timeout=_END_S)

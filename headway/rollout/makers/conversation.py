@@ -1,90 +1,102 @@
-"""Rollouts that are recorded conversations: each answer a request like any other, parked, resumed and retried."""
+"""Rollouts that are recorded conversations: each answer a model call, parked, resumed and retried like any other."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
+from abc import ABC, abstractmethod
 
 import msgspec
 
-from headway.records.clients import Watch
+from headway.records.clients import Stop, Watch
 from headway.records.conversations import RecordedConversation, Told, Wanted, rollout_of
-from headway.records.environment import Parked
+from headway.records.environment import Parked, SavedEpisode
 from headway.records.generation import GenerationResult, PartialResponse
 from headway.records.rollout import Failure, Group, Pruned, Rollout
-from headway.rollout.makers.attempts import Attempts
-from headway.rollout.makers.single_turn import Resumption, SingleTurn, Stop
+from headway.rollout.makers.attempts import RetryingRollouts
+from headway.rollout.makers.turn_sampler import ModelCall, Resumption, TurnSampler
 
 
 class RolloutFailed(Exception):
-    """An attempt came to nothing."""
+    """Raised by an attempt at a rollout that failed."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.cause)
         self.failure = failure
 
 
-class RecordedRollouts(Attempts):
-    """Rollouts whose attempts have their answers sampled one by one, or side by side, and recorded."""
+class ConversationRollouts(ABC):
+    """Makes rollouts by attempts whose answers are sampled one by one, or side by side, and recorded (`RolloutMaker`).
 
-    def stop(self, group: int, member: int, why: Stop) -> None:
-        """`SingleTurn.stop`: parked with all the calls it has open; for good, its attempt ends."""
-        if why == "park":
-            super().stop(group, member, why)
-        else:
-            self.cancel(group, member, why)
+    An attempt that was parked when the orchestrator died is made anew, unless a subclass can continue it.
+    """
+
+    def __init__(self, sampler: TurnSampler) -> None:
+        self.sampler = sampler
+        self._retrying = RetryingRollouts(sampler.settings, sampler.clock, self.begin, self.failure_of)
+
+    @abstractmethod
+    def begin(self, group: Group, member: int) -> ConversationAttempt:
+        """A new attempt at a member's rollout."""
+
+    @abstractmethod
+    def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> ConversationRollouts:
+        """A maker of the same rollouts for an evaluation (`RolloutMaker.for_evaluation`)."""
 
     def failure_of(self, error: Exception) -> Failure | None:
+        """The failure that an attempt's exception stands for."""
         if isinstance(error, RolloutFailed):
             return error.failure
         cause = f"{type(error).__name__}: {error}"  # a host of agents or environments died, or can't be started
         return Failure(boundary="environment", cause=cause[:300], infrastructure=True)
 
-    def name(self, group: Group, member: int) -> str:
-        return f"{self._prefix}{group.index}-{member}"
+    def stop(self, group: int, member: int, why: Stop) -> None:
+        """Park all the calls that a member has open, or stop its attempt for good (`RolloutMaker.stop`)."""
+        if why == "park":
+            self.sampler.stop(group, member, why)
+        else:
+            self._retrying.stop(group, member, why)
 
-    async def gate(self, parked: Parked) -> Resumption:
-        """The orchestrator's."""
-        return "continue" if self._resume_gate is None else await self._resume_gate(parked)
+    def reached(self, group: int, member: int) -> int:
+        return self.sampler.reached(group, member)
 
-    async def sample(self, attempt: RecordedAttempt, wanted: Wanted, told: Told) -> Rollout:
-        """One answer, through parkings and engine errors. The run's own parameters hold, not the client's."""
-        twin = copy.copy(self)  # shares who is open, so that `stop` and `reached` find it
-        twin._environment_version = attempt.oldest_version
-        twin._session = self.name(attempt.group, attempt.member)
-        twin._prefix = f"{self._prefix}{wanted.purpose}-"
-        twin._sampling = msgspec.structs.replace(self._sampling, max_tokens=wanted.max_tokens, stop=wanted.stop)
-        twin._settings = self._settings.model_copy(update={"max_prompt_tokens": len(wanted.prompt_ids)})
-        twin._resume_gate = attempt.gate
-        twin._watch_of = lambda group, member: Watch(1, told)
-        asked = msgspec.structs.replace(attempt.group, prompt_ids=wanted.prompt_ids)
-        before = attempt.parkings  # ``max_resumes`` is a rollout's, whatever calls it was in
-        begun = attempt.take_begun()
-        turn = await SingleTurn.generate_member(twin, asked, attempt.member, begun, attempt.parkings)
-        return msgspec.structs.replace(turn, resumes=turn.resumes - before)
+    async def generate_member(
+        self,
+        group: Group,
+        member: int,
+        partial: PartialResponse = PartialResponse(),
+        resumes: int = 0,
+        saved: SavedEpisode | None = None,
+    ) -> Rollout:
+        return await self._retrying.generate_member(group, member)
 
 
-class RecordedAttempt:
-    """One conversation in the making: *running* -> *over*, its conversation sealed."""
+class ConversationAttempt(ABC):
+    """An attempt at a rollout that is a conversation with the policy: *running* -> *over*, the conversation sealed."""
 
-    def __init__(self, rollouts: RecordedRollouts, group: Group, member: int) -> None:
+    def __init__(self, sampler: TurnSampler, group: Group, member: int) -> None:
         self.group = group
         self.member = member
+        self.name = sampler.name(group, member)
         self.stopped: Failure | Pruned | None = None
-        self.oldest_version = -1  # of its answers
         self.parkings = 0  # of all its open calls at once
-        self._made_by = rollouts
+        self._sampler = sampler
         self._recorded = RecordedConversation()
+        self._oldest_version = -1  # of its answers
         self._gate: asyncio.Future[Resumption] | None = None
         self._waiting = 0  # calls that are parked
         self._held_version = -1  # of the oldest answer whose effect its environment held when it was resumed
-        self._engine: Failure | None = None  # the last call's, that got no answer for it
-        self._doomed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()  # what ends it all
+        self._engine: Failure | None = None  # of the last call, where that got no answer
+        self._failed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()  # ends the attempt
         self._sampling = 0  # calls that are sampled now
-        self._idle_since_s: float | None = None  # no call is; None: one is, or none was yet
+        self._idle_since_s: float | None = None  # no call is sampled; None: one is, or none was yet
         self._environment_s = 0.0
 
+    @abstractmethod
+    async def run(self) -> None:
+        """Hold the conversation and seal it. Raises RolloutFailed."""
+
     def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
+        """The rollout that was recorded, ended at ``now`` (clock seconds); ``failure``: why it failed."""
         if failure is None and isinstance(self.stopped, Failure):
             failure = self.stopped
         rollout = rollout_of(self._recorded, self.group, self.member, now, failure)
@@ -93,7 +105,7 @@ class RecordedAttempt:
         )
 
     async def gate(self, parked: Parked) -> Resumption:
-        """For all its calls that are parked at once: a member is parked once."""
+        """The resume gate of the attempt's calls: those that are parked at once count as one parking of the member."""
         if self._gate is None or self._gate.done():
             self._gate, self.parkings = asyncio.ensure_future(self._park(parked)), self.parkings + 1
         gate, self._waiting = self._gate, self._waiting + 1
@@ -110,27 +122,43 @@ class RecordedAttempt:
         return resumption
 
     async def _park(self, parked: Parked) -> Resumption:
-        """Wait where parked members wait."""
-        return await self._made_by.gate(parked)
+        """Wait at the orchestrator's gate."""
+        gate = self._sampler.resume_gate
+        return "continue" if gate is None else await gate(parked)
 
-    def doom(self, failure: Failure) -> None:
-        """End the attempt; `run` says how."""
-        if not self._doomed.done():
-            self._doomed.set_result(failure)
+    def fail(self, failure: Failure) -> None:
+        """End the attempt: `run` raises ``failure``, or the first that was reported."""
+        if not self._failed.done():
+            self._failed.set_result(failure)
 
     async def sampled(self, wanted: Wanted, told: Told, /) -> GenerationResult:
-        """An answer (records.conversations.Sample)."""
+        """Sample an answer (`records.conversations.Sample`), with the run's own parameters, not the client's."""
         self.note(1)
         told(PartialResponse())
+        before, partial = self.parkings, self.take_begun()  # which sets parkings
+        call = ModelCall(
+            group=self.group,
+            member=self.member,
+            prompt_ids=wanted.prompt_ids,
+            partial=partial,
+            resumes=self.parkings,  # max_resumes limits a rollout's parkings, in whichever calls
+            purpose=f"{wanted.purpose}-",
+            session=self.name,
+            max_tokens=wanted.max_tokens,
+            stop=wanted.stop,
+            environment_version=self._oldest_version,
+            resume_gate=self.gate,
+            watch=Watch(1, told),
+        )
         try:
-            turn = await self._made_by.sample(self, wanted, told)
+            turn = await self._sampler.sample(call)
         finally:
             self.note(-1)
         refused = turn.failure is not None and turn.failure.boundary == "engine" and not turn.failure.infrastructure
         self._engine = None if refused else turn.failure
         if turn.failure is not None and turn.failure.boundary == "environment":
-            self.doom(turn.failure)  # it was parked for too long: it begins anew, or fails
-        self.hold(turn.first_version)
+            self.fail(turn.failure)  # it was parked for too long: it begins anew, or fails
+        self.keep_version(turn.first_version)
         return GenerationResult(
             request_id=wanted.purpose,
             response=PartialResponse(ids=turn.response_ids, logprobs=turn.response_logprobs, versions=turn.versions),
@@ -138,22 +166,22 @@ class RecordedAttempt:
             error="" if turn.failure is None else turn.failure.cause,
             refused=refused,
             reprefills=turn.reprefills,
-            resumes=turn.resumes,
+            resumes=turn.resumes - before,
             first_token_s=turn.first_token_s,
         )
 
     def take_begun(self) -> PartialResponse:
-        """What was sampled of the next answer before a former process ended."""
+        """The tokens of the next answer that were sampled before a former process ended."""
         return PartialResponse()
 
-    def hold(self, version: int) -> None:
-        """An answer of this version has its effect from now on; -1: none."""
-        versions = [one for one in (self.oldest_version, version) if one >= 0]
-        self.oldest_version = min(versions, default=-1)
+    def keep_version(self, version: int) -> None:
+        """Note that the conversation holds an answer whose first token is of ``version``; -1: it has no token."""
+        versions = [one for one in (self._oldest_version, version) if one >= 0]
+        self._oldest_version = min(versions, default=-1)
 
     def note(self, change: int) -> None:
-        """A call begins, ends, or (0) none will come: what passes between is the environment's time."""
-        now = self._made_by.now()
+        """Count a call that begins (1) or ends (-1), or the end of all (0). Time without any is the environment's."""
+        now = self._sampler.clock.now()
         if self._sampling == 0 and self._idle_since_s is not None:
             self._environment_s += now - self._idle_since_s
         self._sampling += change

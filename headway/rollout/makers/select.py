@@ -1,42 +1,25 @@
-"""Who makes the rollouts of an experiment."""
+"""Selects the maker of an experiment's rollouts."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 from headway.config.schema import Experiment
-from headway.records.clients import TextCodec
+from headway.records.clients import RolloutMaker
 from headway.rollout.makers.agent import AgentRollouts, Agents
-from headway.rollout.makers.custom import OwnRollouts, load_own
+from headway.rollout.makers.custom import CustomRollouts, load_rollout_function
 from headway.rollout.makers.environment import EnvironmentRollouts, Environments
-from headway.rollout.makers.single_turn import Generate, SingleTurn
-from headway.runtime.clock import Clock
+from headway.rollout.makers.single_turn import SingleTurn
+from headway.rollout.makers.turn_sampler import TurnSampler
 
-Players = Agents | Environments | None  # who talks to the policy, where more than one response is asked of it
+MultiTurnHost = Agents | Environments  # runs the other side of conversations with the policy
 
 
-def rollout_maker(experiment: Experiment, players: Players = None) -> Callable[..., SingleTurn]:
-    """What makes the rollouts of ``experiment``, with the arguments of `SingleTurn`: ``environment.name`` says, or the
-    function that ``hooks.rollout`` names. ``players``: what they need, where there are any. Raises ConfigurationError
-    for a function that can't be imported, or isn't async."""
-    if isinstance(players, Environments):
-        return functools.partial(EnvironmentRollouts, players)
-    if players is not None:
-        return functools.partial(AgentRollouts, players)
+def make_rollouts(experiment: Experiment, sampler: TurnSampler, host: MultiTurnHost | None = None) -> RolloutMaker:
+    """The maker of the rollouts of ``experiment``, whose responses ``sampler`` samples: ``environment.name`` selects
+    it, or the function that ``hooks.rollout`` names. ``host``: of agents or environments, where there are any. Raises
+    ConfigurationError for a function that can't be imported, or isn't async."""
+    if isinstance(host, Environments):
+        return EnvironmentRollouts(host, sampler)
+    if host is not None:
+        return AgentRollouts(host, sampler)
     name = experiment.hooks.rollout
-    return SingleTurn if name == "single_turn" else functools.partial(OwnRollouts, load_own(name))
-
-
-def make_rollouts(
-    experiment: Experiment,
-    generate: Generate,
-    tokenizer: TextCodec,
-    clock: Clock,
-    players: Players = None,
-    **options: Any,
-) -> SingleTurn:
-    """The rollouts of ``experiment``; ``options``: of `SingleTurn`. Raises ConfigurationError as `rollout_maker`."""
-    make = rollout_maker(experiment, players)
-    return make(generate, tokenizer, experiment.rollout, clock, run_seed=experiment.run.seed, **options)
+    return SingleTurn(sampler) if name == "single_turn" else CustomRollouts(load_rollout_function(name), sampler)
