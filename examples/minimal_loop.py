@@ -44,7 +44,8 @@ async def minimal_loop(experiment: Experiment) -> list[StepReport]:
     tasks = TaskCursor(load_tasks(experiment.tasks.train, experiment.run.seed), experiment.run.seed)
     verify = resolve_verifier(experiment.verifier)
     seed = experiment.run.seed
-    rollouts = SingleTurn(TurnSampler(generator.generate, tokenizer, experiment.rollout, clock, run_seed=seed))
+    sampler = TurnSampler(generator.generate, tokenizer, experiment.rollout, clock, run_seed=seed)
+    rollouts = SingleTurn(sampler)
     queue, size = experiment.queue, experiment.rollout.group_size
 
     running: dict[int, Group] = {}
@@ -57,7 +58,7 @@ async def minimal_loop(experiment: Experiment) -> list[StepReport]:
     async def attempt(group: Group) -> None:
         """All members of one group, from prompt to reward."""
         members = await asyncio.gather(*(rollouts.generate_member(group, member) for member in range(size)))
-        verdicts = [to_verdict(verify(group.task, rollouts.text(r))) for r in members]
+        verdicts = [to_verdict(verify(group.task, sampler.text(r))) for r in members]
         judged = [apply_verdict(r, verdict, clock.now()) for r, verdict in zip(members, verdicts, strict=True)]
         outcome = group_outcome(judged, size=size, limits=queue)
         del running[group.index]

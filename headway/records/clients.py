@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from headway.records.environment import SavedEpisode
+from headway.records.environment import Parked
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
@@ -137,18 +137,9 @@ class Verifier(Protocol):
 class RolloutMaker(Protocol):
     """Makes rollouts, one member of a group at a time; any number may be in the making."""
 
-    async def generate_member(
-        self,
-        group: Group,
-        member: int,
-        partial: PartialResponse = PartialResponse(),
-        resumes: int = 0,
-        saved: SavedEpisode | None = None,
-    ) -> Rollout:
+    async def generate_member(self, group: Group, member: int, parked: Parked | None = None) -> Rollout:
         """Member ``member`` of ``group``, finished or failed but not verified; raises nothing but cancellation.
-
-        ``partial``, ``resumes`` and ``saved`` continue a member that a former process had begun.
-        """
+        ``parked``: where a former process parked the member, which resumes there."""
         ...
 
     def stop(self, group: int, member: int, why: Stop) -> None:

@@ -8,9 +8,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from headway.records.environment import Parked, SavedEpisode
+from headway.records.environment import Parked
 from headway.records.errors import HeadwayError
-from headway.records.generation import PartialResponse
 from headway.records.rollout import Group, Rollout, Verdict
 from headway.records.task import Task
 from headway.rollout.makers.single_turn import SingleTurn
@@ -106,32 +105,17 @@ class FakeRollout(SingleTurn):
         sampler = self._sampler.for_evaluation(request_prefix, temperature)
         return FakeRollout(sampler, environment=self._environment)
 
-    async def generate_member(
-        self,
-        group: Group,
-        member: int,
-        partial: PartialResponse = PartialResponse(),
-        resumes: int = 0,
-        saved: SavedEpisode | None = None,
-    ) -> Rollout:
+    async def generate_member(self, group: Group, member: int, parked: Parked | None = None) -> Rollout:
         sampler, environment = self._sampler, self._environment
         seed = rollout_seed(sampler.run_seed, group.index, member, sampler.request_prefix)
 
-        async def gate(parked: Parked) -> Resumption:
-            version = environment.state_version(seed)
-            parked = msgspec.structs.replace(parked, environment_version=version)
-            how = "continue" if sampler.resume_gate is None else await sampler.resume_gate(parked)
+        async def gate(now: Parked) -> Resumption:
+            now = msgspec.structs.replace(now, environment_version=environment.state_version(seed))
+            how = "continue" if sampler.resume_gate is None else await sampler.resume_gate(now)
             environment.resume(seed, anew=how == "restart")
             return how
 
-        call = ModelCall(
-            group=group,
-            member=member,
-            prompt_ids=group.prompt_ids,
-            partial=partial,
-            resumes=resumes,
-            resume_gate=gate,
-        )
+        call = msgspec.structs.replace(ModelCall.first(group, member, parked), resume_gate=gate)
         lived = Lived()
         try:
             rollout = sampler.refused(call) or await sampler.sample(call)

@@ -174,8 +174,7 @@ def play(
             resume_gate=None if gate is None else gate(policy),
         )
         rollouts = EnvironmentRollouts(environments, sampler)
-        going_on = () if parked is None else (parked.response, parked.resumes + 1, parked.episode)
-        making = rollouts.generate_member(group, 1, *going_on)
+        making = rollouts.generate_member(group, 1, parked)
         if meanwhile is not None:
             task = asyncio.ensure_future(making)
             await meanwhile(rollouts, boxes, clock)

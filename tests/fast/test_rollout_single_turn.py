@@ -83,9 +83,10 @@ class Engine:
         return reply(request)
 
 
-def play(*replies: Reply, member: int = 1, a_group: Group | None = None, **options: Any) -> tuple[Rollout, Engine]:
+def play(
+    *replies: Reply, member: int = 1, a_group: Group | None = None, parked: Parked | None = None, **options: Any
+) -> tuple[Rollout, Engine]:
     """One member against an engine that answers with ``replies``."""
-    run_options = {key: options.pop(key) for key in ("partial", "resumes") if key in options}
     rollout_settings = schema.Rollout(
         max_prompt_tokens=4, max_response_tokens=6, temperature=0.7, stop=("#",), **options.pop("settings", {})
     )
@@ -93,7 +94,7 @@ def play(*replies: Reply, member: int = 1, a_group: Group | None = None, **optio
     async def main(clock: Clock) -> tuple[Rollout, Engine]:
         engine = Engine(clock, *replies)
         single = SingleTurn(TurnSampler(engine.generate, Letters(), rollout_settings, clock, run_seed=11, **options))
-        return await single.generate_member(a_group or group(), member, **run_options), engine
+        return await single.generate_member(a_group or group(), member, parked), engine
 
     return run_virtual(main, limit_s=10_000)
 
@@ -179,7 +180,8 @@ def test_a_member_parked_before_its_first_token_begins_again():
 
 def test_a_member_begun_before_a_restart_goes_on():
     begun = response("ab", (3, 2))
-    rollout, engine = play(finish(response("abc", (3, 2), (7, 1))), partial=begun, resumes=1)
+    parked = Parked(group=5, member=1, response=begun, resumes=0)
+    rollout, engine = play(finish(response("abc", (3, 2), (7, 1))), parked=parked)
     assert engine.requests[0].partial == begun
     assert rollout.resumes == 1
     assert rollout.first_version == 3
@@ -187,7 +189,7 @@ def test_a_member_begun_before_a_restart_goes_on():
 
 @pytest.mark.parametrize(("begun", "reason"), [(response("ab", eos=True), "stop"), (response("abcdef"), "length")])
 def test_a_response_that_is_already_complete_needs_no_engine(begun: PartialResponse, reason: str):
-    rollout, engine = play(partial=begun)
+    rollout, engine = play(parked=Parked(group=5, member=1, response=begun, resumes=0))
     assert engine.requests == []
     assert (rollout.finish_reason, rollout.response_ids, rollout.failure) == (reason, begun.ids, None)
 
@@ -320,8 +322,8 @@ def test_siblings_do_not_share_a_fate():
 def test_text_leaves_special_tokens_out():
     async def main(clock: Clock) -> str:
         engine = Engine(clock, finish(response("hi", eos=True)))
-        single = SingleTurn(TurnSampler(engine.generate, Letters(), schema.Rollout(), clock, run_seed=0))
-        return single.text(await single.generate_member(group(), 0))
+        sampler = TurnSampler(engine.generate, Letters(), schema.Rollout(), clock, run_seed=0)
+        return sampler.text(await SingleTurn(sampler).generate_member(group(), 0))
 
     assert run_virtual(main) == "hi"
 

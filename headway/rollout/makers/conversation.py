@@ -9,7 +9,7 @@ import msgspec
 
 from headway.records.clients import Stop, Watch
 from headway.records.conversations import RecordedConversation, Told, Wanted, rollout_of
-from headway.records.environment import Parked, SavedEpisode
+from headway.records.environment import Parked
 from headway.records.generation import GenerationResult, PartialResponse
 from headway.records.rollout import Failure, Group, Pruned, Rollout
 from headway.rollout.makers.attempts import RetryingRollouts
@@ -38,10 +38,6 @@ class ConversationRollouts(ABC):
     def begin(self, group: Group, member: int) -> ConversationAttempt:
         """A new attempt at a member's rollout."""
 
-    @abstractmethod
-    def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> ConversationRollouts:
-        """A maker of the same rollouts for an evaluation (`RolloutMaker.for_evaluation`)."""
-
     def failure_of(self, error: Exception) -> Failure | None:
         """The failure that an attempt's exception stands for."""
         if isinstance(error, RolloutFailed):
@@ -59,14 +55,7 @@ class ConversationRollouts(ABC):
     def reached(self, group: int, member: int) -> int:
         return self.sampler.reached(group, member)
 
-    async def generate_member(
-        self,
-        group: Group,
-        member: int,
-        partial: PartialResponse = PartialResponse(),
-        resumes: int = 0,
-        saved: SavedEpisode | None = None,
-    ) -> Rollout:
+    async def generate_member(self, group: Group, member: int, parked: Parked | None = None) -> Rollout:
         return await self._retrying.generate_member(group, member)
 
 

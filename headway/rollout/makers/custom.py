@@ -9,9 +9,9 @@ from typing import Protocol, cast
 import msgspec
 
 from headway.records.clients import Stop, TextCodec
-from headway.records.environment import SavedEpisode
+from headway.records.environment import Parked
 from headway.records.errors import ConfigurationError, HookFailed
-from headway.records.generation import FinishReason, PartialResponse, VersionSpan
+from headway.records.generation import FinishReason, VersionSpan
 from headway.records.rollout import Failure, Group, Pruned, Rollout
 from headway.records.task import Task
 from headway.rollout.makers.attempts import RetryingRollouts
@@ -219,15 +219,8 @@ class CustomRollouts:
     def reached(self, group: int, member: int) -> int:
         return self._sampler.reached(group, member)
 
-    async def generate_member(
-        self,
-        group: Group,
-        member: int,
-        partial: PartialResponse = PartialResponse(),
-        resumes: int = 0,
-        saved: SavedEpisode | None = None,
-    ) -> Rollout:
-        refused = self._sampler.refused(ModelCall(group=group, member=member, prompt_ids=group.prompt_ids))
+    async def generate_member(self, group: Group, member: int, parked: Parked | None = None) -> Rollout:
+        refused = self._sampler.refused(ModelCall.first(group, member))
         return refused or await self._retrying.generate_member(group, member)
 
     def _begin(self, group: Group, member: int) -> Attempt:

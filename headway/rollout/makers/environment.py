@@ -55,16 +55,9 @@ class EnvironmentRollouts(ConversationRollouts):
         sampler = self.sampler.for_evaluation(request_prefix, temperature)
         return EnvironmentRollouts(self.environments, sampler, evaluates=True)
 
-    async def generate_member(
-        self,
-        group: Group,
-        member: int,
-        partial: PartialResponse = PartialResponse(),
-        resumes: int = 0,
-        saved: SavedEpisode | None = None,
-    ) -> Rollout:
-        if saved is not None:
-            self.resume_at(group, member, Resumed(saved, partial, resumes))
+    async def generate_member(self, group: Group, member: int, parked: Parked | None = None) -> Rollout:
+        if parked is not None and parked.episode is not None:
+            self.resume_at(group, member, Resumed(parked.episode, parked.response, parked.resumes + 1))
         try:
             return await super().generate_member(group, member)
         finally:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from headway.records.clients import Stop
-from headway.records.environment import SavedEpisode
-from headway.records.generation import PartialResponse
+from headway.records.environment import Parked
 from headway.records.rollout import Group, Rollout
 from headway.rollout.makers.turn_sampler import ModelCall, TurnSampler
 
@@ -13,7 +12,7 @@ class SingleTurn:
     """Makes rollouts whose response is a single model call (`RolloutMaker`).
 
     Example: ``rollout = await single_turn.generate_member(group, 0)``, then
-    ``[verdict] = await verifier.verify(group.task, [single_turn.text(rollout)])`` unless ``rollout.failure`` is set,
+    ``[verdict] = await verifier.verify(group.task, [sampler.text(rollout)])`` unless ``rollout.failure`` is set,
     then ``apply_verdict(rollout, verdict, clock.now())``.
     """
 
@@ -23,23 +22,12 @@ class SingleTurn:
     def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> SingleTurn:
         return SingleTurn(self._sampler.for_evaluation(request_prefix, temperature))
 
-    def text(self, rollout: Rollout) -> str:
-        """The response as a verifier sees it: decoded, without special tokens."""
-        return self._sampler.text(rollout)
-
     def stop(self, group: int, member: int, why: Stop) -> None:
         self._sampler.stop(group, member, why)
 
     def reached(self, group: int, member: int) -> int:
         return self._sampler.reached(group, member)
 
-    async def generate_member(
-        self,
-        group: Group,
-        member: int,
-        partial: PartialResponse = PartialResponse(),
-        resumes: int = 0,
-        saved: SavedEpisode | None = None,
-    ) -> Rollout:
-        call = ModelCall(group=group, member=member, prompt_ids=group.prompt_ids, partial=partial, resumes=resumes)
+    async def generate_member(self, group: Group, member: int, parked: Parked | None = None) -> Rollout:
+        call = ModelCall.first(group, member, parked)
         return self._sampler.refused(call) or await self._sampler.sample(call)

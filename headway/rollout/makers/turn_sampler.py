@@ -67,6 +67,12 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     resume_gate: ResumeGate | None = None  # None: the sampler's
     watch: Watch | None = None  # None: as the sampler's watch_of says
 
+    @classmethod
+    def first(cls, group: Group, member: int, parked: Parked | None = None) -> ModelCall:
+        """The call for a response to the group's own prompt, continued where it was ``parked``."""
+        partial, resumes = (PartialResponse(), 0) if parked is None else (parked.response, parked.resumes + 1)
+        return cls(group=group, member=member, prompt_ids=group.prompt_ids, partial=partial, resumes=resumes)
+
 
 @dataclass(eq=False)
 class TurnSampler:
