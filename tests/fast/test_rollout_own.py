@@ -264,6 +264,37 @@ def test_it_is_stopped_before_it_is_tried_anew(why: Failure | Pruned) -> None:
         assert "refused" in rollout.failure.cause  # what it has can't be scored
 
 
+@pytest.mark.parametrize("custom", [False, True])
+def test_evaluation_beside_training_has_its_own_requests_temperature_and_stops(custom: bool) -> None:
+    async def once(attempt: Attempt) -> None:
+        await attempt.generate()
+
+    async def main(clock: Clock) -> tuple[list[GenerationRequest], list[Rollout]]:
+        generator = FakeGenerator(clock, slots=2, token_s=0.1, length_of=lambda request: 10)
+        requests: list[GenerationRequest] = []
+
+        def generate(request: GenerationRequest, watch: Any = None, /) -> Any:
+            requests.append(request)
+            return generator.generate(request, watch)
+
+        sampler = TurnSampler(generate, Codec(), SETTINGS, clock, run_seed=3, requests=generator)
+        hook = Hook(key=KEY, name="mine:rollout", function=once)
+        training = CustomRollouts(hook, sampler) if custom else SingleTurn(sampler)
+        evaluation = training.for_evaluation("evaluation-test-", 0.25)
+        both = [asyncio.create_task(maker.generate_member(group(), 1)) for maker in (training, evaluation)]
+        await clock.sleep(0.55)
+        assert (training.reached(5, 1), evaluation.reached(5, 1)) == (5, 5)
+        training.stop(5, 1, WHY)
+        return requests, await asyncio.gather(*both)
+
+    requests, (trained, evaluated) = run_virtual(main)
+    assert (trained.failure, len(trained.response_ids)) == (WHY, 5)
+    assert (evaluated.failure, len(evaluated.response_ids)) == (None, 10)
+    assert [request.request_id for request in requests] == ["5-1.0.0", "evaluation-test-5-1.0.0"]
+    assert [request.sampling.temperature for request in requests] == [SETTINGS.temperature, 0.25]
+    assert requests[0].sampling.seed != requests[1].sampling.seed
+
+
 @pytest.fixture
 def module() -> Any:
     own_module = ModuleType("own_rollouts")
