@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -15,7 +16,7 @@ from headway.records.generation import FinishReason, VersionSpan
 from headway.records.rollout import Failure, Group, Pruned, Rollout
 from headway.records.task import Task
 from headway.rollout.makers.attempts import RetryingRollouts
-from headway.rollout.makers.turn_sampler import ModelCall, TurnSampler
+from headway.rollout.makers.turn_sampler import MemberProgress, ModelCall, TurnSampler
 from headway.runtime.hooks import Hook, finite_number, load_hook, shown
 
 KEY = "hooks.rollout"
@@ -147,7 +148,8 @@ class Attempt:
         if not self._turns:
             cause = f"{KEY} = {self._hook.name!r} sampled nothing"
             failure = failure or Failure(boundary="environment", cause=cause, infrastructure=False)
-            return _empty(self.group, self.member, now, failure)
+            empty = MemberProgress(ModelCall.first(self.group, self.member)).rollout(now, failure)
+            return msgspec.structs.replace(empty, turns=0)
         last, ids = self._turns[-1], self.response_ids
         logprobs: list[float] = []
         mask: list[bool] = []
@@ -203,7 +205,8 @@ class CustomRollouts:
     def __init__(self, hook: Hook, sampler: TurnSampler) -> None:
         self._hook = hook
         self._sampler = sampler
-        self._retrying = RetryingRollouts(sampler.settings, sampler.clock, self._begin, self._failure_of)
+        begin = functools.partial(Attempt, hook, sampler)
+        self._retrying = RetryingRollouts(sampler.settings, sampler.clock, begin, self._failure_of)
 
     def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> CustomRollouts:
         return CustomRollouts(self._hook, self._sampler.for_evaluation(request_prefix, temperature))
@@ -223,9 +226,6 @@ class CustomRollouts:
         refused = self._sampler.refused(ModelCall.first(group, member))
         return refused or await self._retrying.generate_member(group, member)
 
-    def _begin(self, group: Group, member: int) -> Attempt:
-        return Attempt(self._hook, self._sampler, group, member)
-
     def _failure_of(self, error: Exception) -> Failure | None:
         if isinstance(error, RolloutOver):
             return None
@@ -244,20 +244,6 @@ def load_rollout_function(name: str) -> Hook:
 
 def _raised(error: HookFailed, infrastructure: bool) -> Failure:
     return Failure(boundary="environment", cause=str(error)[:300], infrastructure=infrastructure)
-
-
-def _empty(group: Group, member: int, now: float, failure: Failure) -> Rollout:
-    return Rollout(
-        group=group.index,
-        member=member,
-        prompt_ids=group.prompt_ids,
-        finish_reason="error",
-        failure=failure,
-        opened_s=group.admitted_s,
-        generated_s=now,
-        finished_s=now,
-        turns=0,
-    )
 
 
 def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
