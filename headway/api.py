@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headway.rollout.environment import Call as Call
     from headway.rollout.environment import Environment as Environment
     from headway.rollout.environment import Episode as Episode
-    from headway.rollout.own import RolloutOver as RolloutOver
+    from headway.rollout.makers.custom import RolloutOver as RolloutOver
     from headway.rollout.tools import ToolError as ToolError
     from headway.services.serve import Serving as Serving
     from headway.services.serve import serve as serve
@@ -48,7 +48,7 @@ _HOMES = {
     "headway.records.rollout": ("Group", "Rollout", "Verdict"),
     "headway.records.task": ("Task",),
     "headway.rollout.environment": ("Answer", "Call", "Environment", "Episode"),
-    "headway.rollout.own": ("RolloutOver",),
+    "headway.rollout.makers.custom": ("RolloutOver",),
     "headway.rollout.tools": ("ToolError",),
     "headway.services.serve": ("Serving", "serve"),
     "headway.telemetry.ledger": ("read_ledger",),

@@ -25,8 +25,9 @@ from headway.records.clients import Watch
 from headway.records.generation import GenerationRequest, GenerationResult
 from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.records.training import TrainBatch
+from headway.rollout.makers.single_turn import SingleTurn
+from headway.rollout.makers.turn_sampler import Generate, TurnSampler
 from headway.rollout.seeds import rollout_seed
-from headway.rollout.single_turn import Generate, SingleTurn
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 from headway.tasks.cursor import TaskCursor
@@ -176,9 +177,9 @@ class Production:
         self._tokenizer = Tokenizer.load(settings.model.path)
         self._tasks = TaskCursor(load_tasks(settings.tasks.train, settings.run.seed), settings.run.seed)
         self._settings = settings
-        self._rollouts = SingleTurn(
-            shape.force(self.pool.generate), self._tokenizer, settings.rollout, self._clock, run_seed=settings.run.seed
-        )
+        generate, seed = shape.force(self.pool.generate), settings.run.seed
+        sampler = TurnSampler(generate, self._tokenizer, settings.rollout, self._clock, run_seed=seed)
+        self._rollouts = SingleTurn(sampler)
         self._groups: list[Group] = []
         self._next = 0
         self.finished: dict[int, list[Rollout]] = {}

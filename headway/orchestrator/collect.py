@@ -15,7 +15,7 @@ from headway.records.curriculum import TaskEvidence
 from headway.records.errors import HookFailed, NoProgress
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
 from headway.records.task import Task
-from headway.rollout.single_turn import apply_verdict
+from headway.rollout.verification.verdicts import apply_verdict
 from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock
 

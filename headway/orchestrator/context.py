@@ -14,12 +14,11 @@ from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.state import RunState
 from headway.orchestrator.task_selection import TaskSelector
-from headway.records.clients import Generator, PromptCodec, Trainer, Verifier, Watch
+from headway.records.clients import Generator, PromptCodec, RolloutMaker, Trainer, Verifier, Watch
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.records.rollout import Group, Rollout
 from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
-from headway.rollout.single_turn import SingleTurn
 from headway.runtime.clock import Clock
 
 Decide = Callable[
@@ -55,7 +54,7 @@ class RunContext:
     buffer: GroupBuffer
     drawing: TaskSelector
     tokenizer: PromptCodec
-    rollouts: SingleTurn
+    rollouts: RolloutMaker
     parking: Parking
     meter: Meter
     record: Callable[[LedgerLine], None]

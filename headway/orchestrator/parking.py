@@ -9,8 +9,9 @@ from headway.buffer.store import GroupBuffer
 from headway.config.schema import QueueConfig
 from headway.control.staleness import resumption
 from headway.orchestrator.state import RunState
+from headway.records.clients import RolloutMaker
 from headway.records.environment import PartialRollout
-from headway.rollout.single_turn import Resumption, SingleTurn
+from headway.rollout.makers.turn_sampler import Resumption
 from headway.sandbox.snapshot_store import drop, remove_others
 
 
@@ -98,7 +99,7 @@ class Parking:
         if not self._state.applying and not self.engine_is_kept_empty:
             self._state.resume_gate.set()
 
-    def park_all(self, rollouts: SingleTurn) -> None:
+    def park_all(self, rollouts: RolloutMaker) -> None:
         """Close the gate and park every member that is generating, but for those that were parked often enough."""
         self._state.resume_gate.clear()
         for index, entry in self._state.running.items():

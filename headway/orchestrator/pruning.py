@@ -27,7 +27,7 @@ from headway.records.clients import Watch
 from headway.records.errors import HeadwayError
 from headway.records.generation import PartialResponse
 from headway.records.rollout import Group, Pruned, Rollout, Verdict
-from headway.rollout.single_turn import apply_verdict
+from headway.rollout.verification.verdicts import apply_verdict
 from headway.rollout.verification.verifiers import PRUNER_KEY
 
 _LENGTHS = 2048  # newest lengths that estimates are made of

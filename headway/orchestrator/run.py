@@ -12,7 +12,6 @@ from headway.orchestrator.train_loop import TrainLoop
 from headway.records.errors import BooksUnbalanced, WorkerDied
 from headway.records.ledger import StepRecord
 from headway.records.rollout import ENDINGS
-from headway.rollout.single_turn import SingleTurn
 from headway.runtime.channel import Channel
 from headway.runtime.supervision import supervise
 from headway.telemetry.ledger import EVENT_BOOKS, EVENT_END, EVENT_RESUME, EVENT_START
@@ -29,11 +28,11 @@ class Run:
     virtual clock.
     """
 
-    def __init__(self, context: RunContext, evaluation_rollouts: SingleTurn) -> None:
+    def __init__(self, context: RunContext) -> None:
         self.context = context
         self._generated: Channel[Generated] = Channel(capacity=1024, name="generated", clock=context.clock)
         self._completed: Channel[StepRecord] = Channel(capacity=64, name="completed", clock=context.clock)
-        self._evaluations = Evaluations(context, evaluation_rollouts)
+        self._evaluations = Evaluations(context)
         self._dispatch = Dispatch(context, self._generated)
         self._collect = Collect(context, self._generated)
         self._train = TrainLoop(context, self._completed, self._evaluations)

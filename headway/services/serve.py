@@ -29,8 +29,8 @@ from headway.records.clients import Watch
 from headway.records.conversations import OnTokens, SampleTurn, TurnRequest
 from headway.records.errors import ConfigurationError, Overloaded
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, SamplingParameters
+from headway.rollout.makers.turn_sampler import Generate
 from headway.rollout.seeds import rollout_seed
-from headway.rollout.single_turn import Generate
 from headway.runtime.addresses import is_loopback
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.garbage_collection import short_collections

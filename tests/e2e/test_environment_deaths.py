@@ -18,9 +18,9 @@ from headway.generator.recording.sessions import Sessions
 from headway.records.environment import PartialRollout
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
 from headway.records.rollout import Group, Rollout
-from headway.rollout.episodes import EnvironmentRollouts, Environments
 from headway.rollout.hosting.client import EnvironmentPool
-from headway.rollout.single_turn import Resumption
+from headway.rollout.makers.environment import EnvironmentRollouts, Environments
+from headway.rollout.makers.turn_sampler import Resumption, TurnSampler
 from headway.runtime.clock import RealClock
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -54,10 +54,8 @@ async def played(pool: EnvironmentPool, killed: list[str]) -> Rollout:
 
     section = schema.RolloutConfig(max_prompt_tokens=2000, max_response_tokens=4000)
     environments = Environments(conversations=Sessions(chat(), EndpointConfig(), 6000), pool=pool)
-    rollouts = EnvironmentRollouts(
-        environments, generate, chat().tokenizer, section, RealClock(), run_seed=3, resume_gate=gate
-    )
-    return await rollouts.generate_member(GROUP, 0)
+    sampler = TurnSampler(generate, chat().tokenizer, section, RealClock(), run_seed=3, resume_gate=gate)
+    return await EnvironmentRollouts(environments, sampler).generate_member(GROUP, 0)
 
 
 @pytest.mark.parametrize("count", [1, 2])

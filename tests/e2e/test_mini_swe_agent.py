@@ -25,7 +25,8 @@ from headway.models.loading import load_model
 from headway.orchestrator.actors.agents import agents_of
 from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
-from headway.rollout.makers import make_rollouts
+from headway.rollout.makers.select import make_rollouts
+from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 from headway.tokens.tokenizer import Tokenizer
@@ -142,7 +143,9 @@ def rollouts_of(folder: Path, scratch: Path, prompt: str, members: int, **model:
         await pool.start()
         try:
             async with agents_of(experiment, lambda name, detail: None, scratch / "logs") as agents:
-                rollouts = make_rollouts(experiment, pool.generate, tokenizer, clock, agents, requests=pool)
+                seed = experiment.run.seed
+                sampler = TurnSampler(pool.generate, tokenizer, experiment.rollout, clock, run_seed=seed, requests=pool)
+                rollouts = make_rollouts(experiment, sampler, agents)
                 return list(await asyncio.gather(*(rollouts.generate_member(group, m) for m in range(members))))
         finally:
             await pool.stop()

@@ -23,7 +23,7 @@ from headway.orchestrator.train import run_identity, wire
 from headway.records.clients import Watch
 from headway.records.generation import ROUTER_COUNTERS, EngineStatistics, GenerationRequest, GenerationResult
 from headway.records.ledger import StepRecord
-from headway.rollout.single_turn import Generate
+from headway.rollout.makers.turn_sampler import Generate
 from headway.runtime.clock import RealClock
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.ledger import Ledger

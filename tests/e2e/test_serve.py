@@ -30,7 +30,8 @@ from headway.records.conversations import RecordedConversation
 from headway.records.ledger import StepRecord
 from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
-from headway.rollout.makers import make_rollouts
+from headway.rollout.makers.select import make_rollouts
+from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 from headway.telemetry.ledger import read_ledger
@@ -206,7 +207,9 @@ def test_an_agents_rollouts_are_those_of_the_model(inputs: Path, agent: str, tmp
         await pool.start()
         try:
             async with agents_of(experiment, lambda name, detail: None, tmp_path) as agents:
-                rollouts = make_rollouts(experiment, pool.generate, tokenizer, clock, agents, requests=pool)
+                seed = experiment.run.seed
+                sampler = TurnSampler(pool.generate, tokenizer, experiment.rollout, clock, run_seed=seed, requests=pool)
+                rollouts = make_rollouts(experiment, sampler, agents)
                 return list(await asyncio.gather(*(rollouts.generate_member(group, m) for m in range(2))))
         finally:
             await pool.stop()

@@ -23,7 +23,8 @@ from headway.records.errors import ConfigurationError
 from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
 from headway.rollout.hosting.agents.processes import AgentProcesses
-from headway.rollout.makers import make_rollouts
+from headway.rollout.makers.select import make_rollouts
+from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.rollout.verifiers_environment import PLAYER, load, tasks
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
@@ -71,7 +72,9 @@ def played(inputs: Path, made: list[Task], scratch: Path) -> list[Rollout]:
         await pool.start()
         try:
             async with agents_of(experiment, lambda name, detail: None, scratch / "logs") as agents:
-                rollouts = make_rollouts(experiment, pool.generate, tokenizer, clock, agents, requests=pool)
+                seed = experiment.run.seed
+                sampler = TurnSampler(pool.generate, tokenizer, experiment.rollout, clock, run_seed=seed, requests=pool)
+                rollouts = make_rollouts(experiment, sampler, agents)
                 groups = [
                     Group(index=i, task=task, prompt_ids=(5,), size=1, admitted_version=0, admitted_s=0.0)
                     for i, task in enumerate(made)

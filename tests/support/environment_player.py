@@ -22,9 +22,10 @@ from headway.records.environment import EnvironmentState, NextTurn, Reply
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
 from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
-from headway.rollout.episodes import EnvironmentRollouts, Environments
 from headway.rollout.hosting.client import EnvironmentPool
 from headway.rollout.hosting.service import Episodes, load_environment
+from headway.rollout.makers.environment import EnvironmentRollouts, Environments
+from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 from headway.sandbox.backends import backend_of
@@ -193,7 +194,8 @@ async def rollout(
     )
     conversations = Sessions(chat(), EndpointConfig(), 6000)
     environments = Environments(conversations=conversations, pool=pool)
-    maker = EnvironmentRollouts(environments, generate, chat().tokenizer, section, RealClock(), run_seed=3)
+    sampler = TurnSampler(generate, chat().tokenizer, section, RealClock(), run_seed=3)
+    maker = EnvironmentRollouts(environments, sampler)
     group = Group(index=7, task=task, prompt_ids=(5,), size=1, admitted_version=0, admitted_s=0.0)
     made = await maker.generate_member(group, 0)
     assert len(conversations) == 0

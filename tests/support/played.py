@@ -22,9 +22,10 @@ from headway.records.generation import GenerationRequest, GenerationResult, Part
 from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
 from headway.rollout.environment import Environment
-from headway.rollout.episodes import EnvironmentRollouts, Environments
 from headway.rollout.hosting.client import EnvironmentDied, EnvironmentPool
 from headway.rollout.hosting.service import Episodes
+from headway.rollout.makers.environment import EnvironmentRollouts, Environments
+from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.rollout.tools import tools_by_name
 from headway.runtime.clock import Clock, run_virtual
 from headway.sandbox.pool import PoolSettings, SandboxPool
@@ -163,8 +164,7 @@ def play(
         pool = pool_of(episodes, dies_at)
         sessions = Sessions(chat(), EndpointConfig(call_timeout_s=1000), context_tokens)
         environments = Environments(conversations=sessions, pool=cast("EnvironmentPool", pool))
-        rollouts = EnvironmentRollouts(
-            environments,
+        sampler = TurnSampler(
             policy,
             chat().tokenizer,
             SETTINGS.model_copy(update=settings),
@@ -172,8 +172,8 @@ def play(
             run_seed=3,
             resume_gate=None if gate is None else gate(policy),
         )
-        going_on = () if parked is None else (parked.response, parked.resumes + 1, parked.episode)
-        making = rollouts.generate_member(group, 1, *going_on)
+        rollouts = EnvironmentRollouts(environments, sampler)
+        making = rollouts.generate_member(group, 1, parked)
         if meanwhile is not None:
             task = asyncio.ensure_future(making)
             await meanwhile(rollouts, boxes, clock)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from headway.config.schema import Experiment
 from headway.generator.recording.sessions import Sessions
-from headway.rollout.agent import Agents
 from headway.rollout.hosting.agents.processes import AgentProcesses
+from headway.rollout.makers.agent import Agents
 from headway.rollout.verifiers_environment import PLAYER
 from headway.tokens.continuing import Chat
 from headway.tokens.tokenizer import Tokenizer

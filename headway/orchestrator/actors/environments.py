@@ -1,4 +1,4 @@
-"""What rollouts of several turns need: agents that call the model, or environments that reply to it."""
+"""Hosts of rollouts of several turns: agents that call the model, or environments that reply to it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from headway.config.schema import Experiment
 from headway.generator.recording.sessions import Sessions
 from headway.orchestrator.actors.agents import agents_of
 from headway.orchestrator.preflight.sandboxes import require_shares
-from headway.rollout.episodes import Environments
 from headway.rollout.hosting.client import EnvironmentPool
-from headway.rollout.makers import Players
+from headway.rollout.makers.environment import Environments
+from headway.rollout.makers.select import MultiTurnHost
 from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.workers import Launcher
@@ -22,15 +22,16 @@ SANDBOXES = "headway.orchestrator.actors.sandboxes:sandboxes_of"  # by its name:
 
 
 @asynccontextmanager
-async def players_of(
+async def open_multi_turn_host(
     experiment: Experiment,
     launcher: Launcher,
     clock: Clock,
     on_event: Callable[[str, str], object],
     directory: RunDirectory | None = None,
-) -> AsyncIterator[Players]:
-    """Up inside the block; None where ``environment.name`` asks for single turns. ``directory``: the run's, for what
-    agents print and for sandboxes that are parked. Raises ConfigurationError."""
+) -> AsyncIterator[MultiTurnHost | None]:
+    """The host of the experiment's agents or environments, running inside the block; None where ``environment.name``
+    asks for single turns. ``directory``: the run's, for what agents print and for sandboxes that are parked. Raises
+    ConfigurationError."""
     logs = None if directory is None else directory.logs
     if not experiment.environment.replies:
         async with agents_of(experiment, on_event, None if logs is None else logs / "agents") as agents:

@@ -7,13 +7,14 @@ from contextlib import AsyncExitStack
 
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
-from headway.orchestrator.actors.environments import players_of
+from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.evaluation import attempt_tasks, evaluation_prefix, evaluation_record
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
+from headway.records.clients import RolloutMaker
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EvaluationRecord
-from headway.rollout.makers import make_rollouts
-from headway.rollout.single_turn import SingleTurn
+from headway.rollout.makers.select import make_rollouts
+from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
@@ -41,22 +42,18 @@ class Scorer:
             named=named_verifiers(experiment, {split: self._tasks}),
             retries=experiment.rollout.retries,
         )
-        self._rollouts: SingleTurn | None = None
+        self._rollouts: RolloutMaker | None = None
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Start the processes; ``stack`` stops them."""
-        players = await stack.enter_async_context(
-            players_of(self._experiment, self._launcher, self._clock, lambda name, detail: None)
+        experiment, clock = self._experiment, self._clock
+        host = await stack.enter_async_context(
+            open_multi_turn_host(experiment, self._launcher, clock, lambda name, detail: None)
         )
-        self._rollouts = make_rollouts(
-            self._experiment,
-            self.generator.generate,
-            self._tokenizer,
-            self._clock,
-            players,
-            temperature=self._experiment.evaluation.temperature,
-            request_prefix=evaluation_prefix(self._split),
-        )
+        seed = experiment.run.seed
+        sampler = TurnSampler(self.generator.generate, self._tokenizer, experiment.rollout, clock, run_seed=seed)
+        prefix, temperature = evaluation_prefix(self._split), experiment.evaluation.temperature
+        self._rollouts = make_rollouts(experiment, sampler, host).for_evaluation(prefix, temperature)
         for actor in (self.generator, self._verifier):
             stack.push_async_callback(actor.stop)
         await asyncio.gather(self.generator.start(), self._verifier.start())

@@ -17,7 +17,7 @@ from headway.rollout.hosting.agents.host import KEY as AGENT
 from headway.rollout.hosting.mcp.servers import require_tools
 from headway.rollout.hosting.service import KEY as ENVIRONMENT
 from headway.rollout.hosting.service import load_environment
-from headway.rollout.own import load_own
+from headway.rollout.makers.custom import load_rollout_function
 from headway.rollout.verifiers_environment import KEY as VERIFIERS
 from headway.rollout.verifiers_environment import load as load_verifiers
 from headway.runtime.clock import RealClock
@@ -38,7 +38,7 @@ def function_problems(experiment: Experiment, task: Task | None) -> Iterator[tup
             continue
         try:
             if short == "rollout":
-                load_own(name)
+                load_rollout_function(name)
             elif short == "logging":
                 load_own_logging(name)
             else:

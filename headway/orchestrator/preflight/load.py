@@ -15,8 +15,8 @@ from headway.records.environment import PartialRollout
 from headway.records.generation import GenerationRequest, GenerationResult
 from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.records.task import Task
-from headway.rollout.makers import make_rollouts
-from headway.rollout.single_turn import Resumption
+from headway.rollout.makers.select import make_rollouts
+from headway.rollout.makers.turn_sampler import Resumption, TurnSampler
 from headway.runtime.clock import Clock
 from headway.tasks.cursor import TaskCursor
 from headway.tokens.tokenizer import Tokenizer
@@ -66,14 +66,16 @@ class Load:
         self._changed = Signal()
         self._stopping = False
         self._verifying = 0
-        self._rollouts = make_rollouts(
-            experiment,
+        sampler = TurnSampler(
             self._generate,
             tokenizer,
+            experiment.rollout,
             clock,
+            run_seed=experiment.run.seed,
             request_prefix="calibration-",
             resume_gate=self._hold,
         )
+        self._rollouts = make_rollouts(experiment, sampler)
 
     def set_limit(self, rollouts: int) -> None:
         self.limit = rollouts
@@ -103,7 +105,7 @@ class Load:
         """Tasks and responses to them, as a verifier gets them."""
         found: dict[int, list[str]] = {}
         for rollout in self.responses:
-            found.setdefault(rollout.group, []).append(self._rollouts.text(rollout))
+            found.setdefault(rollout.group, []).append(self._tokenizer.decode(rollout.judged_ids))
         return [(self.tasks[group], texts) for group, texts in found.items()]
 
     def prompt(self, index: int) -> tuple[int, ...]:

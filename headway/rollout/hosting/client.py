@@ -136,7 +136,7 @@ class _Seat:
                     answer.set_exception(EnvironmentDied(f"{self.name} died: {worker.died.result().cause}"))
 
 
-class Seated:
+class WorkerLease:
     """One rollout in the worker it is played in."""
 
     def __init__(self, seat: _Seat, worker: Worker, name: str, limit_s: float) -> None:
@@ -239,7 +239,7 @@ class EnvironmentPool:
                 raise error.__cause__ if isinstance(error.__cause__, ConfigurationError) else error
 
     @asynccontextmanager
-    async def seated(self, name: str) -> AsyncIterator[Seated]:
+    async def seated(self, name: str) -> AsyncIterator[WorkerLease]:
         """A place for the rollout of this name, once there is one and it may begin; it ends with the block. Raises
         EnvironmentDied; WorkerDied when no worker can be started any more."""
         if self._places is not None:
@@ -247,7 +247,7 @@ class EnvironmentPool:
         try:
             await self._start_time()
             async with self._chosen() as (seat, worker):
-                seated = Seated(seat, worker, name, self._environment.timeout_s)
+                seated = WorkerLease(seat, worker, name, self._environment.timeout_s)
                 try:
                     yield seated
                 finally:
@@ -366,7 +366,7 @@ def _shares(sandbox: SandboxConfig, workers: int) -> list[SandboxConfig]:
     ]
 
 
-async def _ended(seated: Seated) -> None:
+async def _ended(seated: WorkerLease) -> None:
     try:
         await seated.end()
     except EnvironmentDied:

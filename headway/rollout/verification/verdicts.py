@@ -1,4 +1,4 @@
-"""What a verifier may return, as a Verdict."""
+"""Verdicts: made of what verifiers return, applied to rollouts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, SupportsFloat, cast
 
 import msgspec
 
-from headway.records.rollout import Failure, Verdict
+from headway.records.rollout import Failure, Rollout, Verdict
 from headway.runtime.hooks import finite_number, shown
 
 
@@ -87,3 +87,35 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} has no JSON form")
+
+
+def apply_verdict(rollout: Rollout, verdict: Verdict, now: float) -> Rollout:
+    """``rollout`` verified at ``now`` (clock seconds). A rollout that had failed before keeps its failure.
+
+    Rewards by turn are the verdict's, one for each turn. Where only the rollout has them, the verdict's reward is added
+    to the last."""
+    if rollout.failure is not None:
+        return msgspec.structs.replace(rollout, finished_s=now)
+    ends = rollout.turn_ends or (len(rollout.response_ids),)
+    turns = verdict.turn_rewards
+    if not turns and rollout.turn_rewards and verdict.failure is None:
+        turns = (*rollout.turn_rewards[:-1], rollout.turn_rewards[-1] + float(verdict.reward))
+    if turns and (len(turns) != len(ends) or rollout.branches):
+        cause = f"the verifier gave rewards of {len(turns)} turns to a response of {len(ends)}"
+        if rollout.branches:
+            cause = "the verifier gave rewards by turn to a rollout with branches, whose turns have no one order"
+        failure = Failure(boundary="reward", cause=cause, infrastructure=False)
+        verdict, turns = msgspec.structs.replace(verdict, failure=failure), ()
+    return msgspec.structs.replace(
+        rollout,
+        reward=float(verdict.reward) if verdict.failure is None else 0.0,
+        solved=verdict.solved and verdict.failure is None,
+        turn_ends=ends if turns else rollout.turn_ends,
+        turn_rewards=turns,
+        verdict=verdict.detail,
+        failure=verdict.failure,
+        verify_s=verdict.verify_s,
+        judge_tokens=verdict.judge_tokens,
+        judge_cost=verdict.judge_cost,
+        finished_s=now,
+    )

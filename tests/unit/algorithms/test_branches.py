@@ -23,7 +23,7 @@ from headway.records.generation import VersionSpan
 from headway.records.rollout import Branch, FinishedGroup, Group, Rollout, Sample, Verdict
 from headway.records.task import Task
 from headway.records.training import TrainBatch
-from headway.rollout.single_turn import apply_verdict
+from headway.rollout.verification.verdicts import apply_verdict
 from headway.trainer.service import TrainerService
 
 torch.set_num_threads(1)

@@ -18,7 +18,7 @@ from headway.config.hooks import HOOKS, HooksConfig
 from headway.config.load import validate_experiment
 from headway.config.sources import VerifierSettings
 from headway.orchestrator.preflight.functions import function_problems
-from headway.rollout.own import load_own
+from headway.rollout.makers.custom import load_rollout_function
 from headway.rollout.verification.verifiers import resolve_verifier
 from headway.tasks.sources import load_tasks
 from headway.telemetry.exporters.own import load_own_logging
@@ -75,7 +75,7 @@ def test_the_examples_keep_their_contracts(tmp_path: Path) -> None:
     assert list(hook_violations(resolve_hooks(given.hooks), tasks[0])) == []
     assert list(loss_violations(resolve_loss(given.algorithm.loss))) == []
     resolve_advantage(given.algorithm.advantage)
-    load_own(given.hooks.rollout)
+    load_rollout_function(given.hooks.rollout)
     load_own_logging(given.hooks.logging)
     resolve_verifier(given.verifier)
 

@@ -12,7 +12,8 @@ from headway.records.clients import Watch
 from headway.records.generation import GenerationRequest, GenerationResult
 from headway.records.task import Task
 from headway.rollout.fake import FakeVerifier
-from headway.rollout.single_turn import SingleTurn
+from headway.rollout.makers.single_turn import SingleTurn
+from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.runtime.clock import Clock, run_virtual
 from tests.support.simulated_run import PlainTokenizer, experiment_of
 
@@ -36,13 +37,13 @@ def test_splits_number_their_tasks_alike_and_yet_draw_different_numbers(tmp_path
             experiment=experiment,
             meter=SimpleNamespace(applied_version=0),
             record=lambda line: None,
+            rollouts=SingleTurn(TurnSampler(noted, tokenizer, experiment.rollout, clock, run_seed=0)),
             state=SimpleNamespace(version=0),
             time_s=clock.now,
             tokenizer=tokenizer,
             verifier=FakeVerifier(lambda task, response: 1.0, clock),
         )
-        rollouts = SingleTurn(noted, tokenizer, experiment.rollout, clock, run_seed=0)
-        evaluations = Evaluations(run, rollouts)
+        evaluations = Evaluations(run)
         drawn = []
         for split in ("validation", "test", "test"):
             seeds.clear()

@@ -17,7 +17,8 @@ from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.report.live import evaluation_line
 from headway.rollout.fake import FakeVerifier
-from headway.rollout.single_turn import SingleTurn
+from headway.rollout.makers.single_turn import SingleTurn
+from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.runtime.clock import Clock, run_virtual
 from tests.support.simulated_run import PlainTokenizer, experiment_of
 
@@ -58,7 +59,7 @@ def attempt_all(concurrent: int, timeout_s: float) -> tuple[list[Any], int]:
         tokenizer = PlainTokenizer()
         rollouts = await attempt_tasks(
             TASKS,
-            rollouts=SingleTurn(counted, tokenizer, settings, clock, run_seed=0),
+            rollouts=SingleTurn(TurnSampler(counted, tokenizer, settings, clock, run_seed=0)),
             verifier=FakeVerifier(lambda task, response: 1.0, clock),
             tokenizer=tokenizer,
             clock=clock,

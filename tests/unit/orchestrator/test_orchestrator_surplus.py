@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.generation import GenerationRequest
 from headway.records.ledger import StepRecord
 from headway.records.training import StepReport, TrainBatch
-from headway.rollout.own import Attempt
+from headway.rollout.makers.custom import Attempt
 from tests.support.simulated_run import Outcome, experiment_of, simulate
 
 
@@ -186,7 +187,7 @@ def test_seconds_do_not_pass_while_nothing_runs(monkeypatch: pytest.MonkeyPatch)
 async def two_turns(attempt: Attempt) -> None:
     await attempt.generate(max_tokens=20)
     attempt.observe_ids((7,))
-    await attempt._rollouts._clock.sleep(0.1 + attempt.group.index % 7 * 0.02)  # a tool
+    await asyncio.sleep(0.1 + attempt.group.index % 7 * 0.02)  # a tool
     await attempt.generate(max_tokens=20)
 
 

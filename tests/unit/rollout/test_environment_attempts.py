@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fake_sandboxes import FakeSandbox
-from played import GROUP, play
+from played import GROUP, InProcess, play
 from test_environments import SAID, Counting, waiting
 
 from headway.config.sandbox import SandboxConfig
@@ -14,6 +14,7 @@ from headway.records.environment import PartialRollout
 from headway.records.rollout import Failure, Rollout
 from headway.records.sandbox import SandboxError, Snapshot, model_failure
 from headway.rollout.environment import Answer, Environment, Episode
+from headway.rollout.hosting.client import EnvironmentDied
 
 SPEC = SandboxConfig().spec
 WHY = Failure(boundary="engine", cause="the group is overdue", infrastructure=True)
@@ -98,14 +99,30 @@ def test_it_goes_on_in_a_third_worker_when_the_second_dies_too_and_anew_after_th
 
 def test_an_evaluation_meanwhile_has_nothing_of_a_rollout_that_goes_on() -> None:
     evaluated: list[Rollout] = []
+    died: list[str] = []
+
+    class Noted(InProcess):
+        async def call(self, method: str, name: str, *arguments: Any) -> Any:
+            try:
+                return await super().call(method, name, *arguments)
+            except EnvironmentDied:
+                died.append(method)
+                raise
 
     async def meanwhile(rollouts: Any, boxes: Any, clock: Any) -> None:
-        while not rollouts._resumed:  # until its worker has died
+        while not died:
             await clock.sleep(0.05)
-        evaluated.append(await rollouts.prefixed("evaluation-validation-").generate_member(GROUP, 1))
+        evaluated.append(await rollouts.for_evaluation("evaluation-validation-").generate_member(GROUP, 1))
 
     answers = iter([*SAID[:2], "x", "x", "x", "x"])
-    played = play(Counting(), lambda prompt, number: next(answers), gate=waiting([]), dies_at=[4], meanwhile=meanwhile)
+    played = play(
+        Counting(),
+        lambda prompt, number: next(answers),
+        gate=waiting([]),
+        dies_at=[4],
+        meanwhile=meanwhile,
+        pool_of=Noted,
+    )
     assert [one.verdict["heard"] for one in evaluated] == [["x", "x", "x"]]
     assert played.rollout.verdict["heard"] == ["a", "b1b2", "x"]
 

@@ -19,7 +19,7 @@ from headway.records.environment import EnvironmentState, PartialRollout
 from headway.records.rollout import Failure
 from headway.records.sandbox import SandboxError, Snapshot, infrastructure_failure
 from headway.rollout.environment import Answer, Environment, Episode
-from headway.rollout.hosting.client import Seated
+from headway.rollout.hosting.client import WorkerLease
 from headway.rollout.hosting.service import EnvironmentService, Episodes
 from headway.runtime.clock import VirtualClock, run_virtual
 from headway.sandbox.pool import PoolSettings, SandboxPool
@@ -223,7 +223,7 @@ def test_of_a_park_that_nobody_heard_of_nothing_is_left_and_what_was_heard_of_be
     async def main() -> str:
         episodes, _, _ = episodes_of(Counting(), VirtualClock(), snapshots=tmp_path)
         seat = Seat(episodes)
-        seated = Seated(cast("Any", seat), cast("Any", None), "7-1", 100.0)
+        seated = WorkerLease(cast("Any", seat), cast("Any", None), "7-1", 100.0)
         await seated.begin(TASK, 3)
         await seated.reply(MESSAGE, "", False)
         first = cast("EnvironmentState", await seated.park()).snapshot

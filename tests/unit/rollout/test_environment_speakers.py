@@ -20,7 +20,7 @@ from headway.records.rollout import Rollout, Sample
 from headway.records.task import Task
 from headway.records.training import TrainBatch
 from headway.rollout.environment import Answer, Environment, Episode
-from headway.rollout.episodes import _by_learned_turn
+from headway.rollout.makers.environment import learned_turn_rewards
 
 TASK = Task(task_id="t", prompt="I need a ticket.", metadata={"goal": "to Rome, on Monday"})
 ENDS = {"[DONE]": 1.0, "[GIVE UP]": -1.0}
@@ -262,4 +262,4 @@ def test_what_a_turn_without_loss_is_rewarded_with_counts_in_the_turn_before() -
         exchange(4.0, True),
         exchange(8.0, False),
     ]
-    assert _by_learned_turn(turns) == [3.0, 12.0]
+    assert learned_turn_rewards(turns) == [3.0, 12.0]

@@ -19,16 +19,15 @@ from headway.runtime.clock import VirtualClock, run_virtual
 
 SAVED = SavedEpisode(exchanges=(), asked=NextTurn(said=()), environment=EnvironmentState())
 RESPONSE = PartialResponse(ids=(1,), logprobs=(-1.0,))
-ANEW = (PartialResponse(), 0, None)
 
 
 @pytest.mark.parametrize(
     ("version", "policy", "episode", "begun"),
     [
-        (3, "restart", SAVED, (RESPONSE, 1, SAVED)),
-        (4, "restart", SAVED, ANEW),
+        (3, "restart", SAVED, (RESPONSE, 0, SAVED)),
+        (4, "restart", SAVED, "anew"),
         (4, "fail", SAVED, None),
-        (4, "fail", None, (RESPONSE, 1, None)),  # it begins anew anyway, and holds nothing then
+        (4, "fail", None, (RESPONSE, 0, None)),  # it begins anew anyway, and holds nothing then
     ],
 )
 def test_its_limit_holds_after_a_resume_too(version: int, policy: str, episode: Any, begun: Any) -> None:
@@ -36,8 +35,8 @@ def test_its_limit_holds_after_a_resume_too(version: int, policy: str, episode: 
     seen: dict[int, Any] = {}
 
     class Rollouts:
-        async def generate_member(self, group: Group, member: int, *begun: Any) -> Rollout:
-            seen[member] = begun
+        async def generate_member(self, group: Group, member: int, parked: PartialRollout | None = None) -> Rollout:
+            seen[member] = "anew" if parked is None else (parked.response, parked.resumes, parked.episode)
             return Rollout(group=group.index, member=member, prompt_ids=group.prompt_ids)
 
     async def main() -> tuple[Rollout, ...]:
@@ -69,7 +68,7 @@ def test_its_limit_holds_after_a_resume_too(version: int, policy: str, episode: 
         return (await generated.get())[1]
 
     rollouts = run_virtual(main())
-    assert seen == {0: ANEW, **({} if begun is None else {1: begun})}
+    assert seen == {0: "anew", **({} if begun is None else {1: begun})}
     failure = rollouts[1].failure
     assert (failure is None) == (begun is not None)
     assert failure is None or (failure.boundary, failure.infrastructure) == ("environment", False)

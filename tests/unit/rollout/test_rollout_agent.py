@@ -22,9 +22,10 @@ from headway.records.environment import PartialRollout
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse
 from headway.records.rollout import Failure, Group, Rollout, Verdict
 from headway.records.task import Task
-from headway.rollout.agent import AgentRollouts, Agents, filled, shown_task, variables
 from headway.rollout.hosting.agents.processes import Exit
-from headway.rollout.single_turn import BeginGate, apply_verdict
+from headway.rollout.makers.agent import AgentRollouts, Agents, filled, shown_task, variables
+from headway.rollout.makers.turn_sampler import BeginGate, TurnSampler
+from headway.rollout.verification.verdicts import apply_verdict
 from headway.runtime.clock import Clock, run_virtual
 from headway.tokens.messages import normal_messages
 
@@ -134,11 +135,12 @@ def play(
             conversations=sessions,
             processes=processes,
         )
-        rollouts = AgentRollouts(
-            agents, generate, chat().tokenizer, SETTINGS.model_copy(update=settings), clock, run_seed=3,
+        sampler = TurnSampler(
+            generate, chat().tokenizer, SETTINGS.model_copy(update=settings), clock, run_seed=3,
             requests=generator, resume_gate=gate, max_resumes=max_resumes,
             begin_gate=None if begin is None else begin(clock),
         )  # fmt: skip
+        rollouts = AgentRollouts(agents, sampler)
         other = None if meanwhile is None else asyncio.create_task(meanwhile(rollouts, clock))  # type: ignore[arg-type]
         rollout = await rollouts.generate_member(GROUP, member)
         if other is not None:

@@ -17,9 +17,10 @@ from headway.generator.fake import FakeGenerator
 from headway.records.errors import ConfigurationError, WorkerDied
 from headway.records.generation import GenerationRequest, VersionSpan
 from headway.records.rollout import Failure, Pruned, Rollout
-from headway.rollout.makers import make_rollouts
-from headway.rollout.own import KEY, Attempt, OwnRollouts, RolloutOver, load_own
-from headway.rollout.single_turn import SingleTurn
+from headway.rollout.makers.custom import KEY, Attempt, CustomRollouts, RolloutOver, load_rollout_function
+from headway.rollout.makers.select import make_rollouts
+from headway.rollout.makers.single_turn import SingleTurn
+from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.runtime.clock import Clock, RealClock, run_virtual
 from headway.runtime.hooks import Hook
 from tests.support.simulated_run import experiment_of, simulate
@@ -35,10 +36,10 @@ Function = Callable[[Attempt], Any]
 SETTINGS = schema.RolloutConfig(max_prompt_tokens=4, max_response_tokens=12)
 
 
-def own(function: Function, clock: Clock, generate: Any, requests: Any = None, **settings: Any) -> OwnRollouts:
+def own(function: Function, clock: Clock, generate: Any, requests: Any = None, **settings: Any) -> CustomRollouts:
     hook = Hook(key=KEY, name="mine:rollout", function=function)
     limits = SETTINGS.model_copy(update=settings)
-    return OwnRollouts(hook, generate, Codec(), limits, clock, run_seed=3, requests=requests)
+    return CustomRollouts(hook, TurnSampler(generate, Codec(), limits, clock, run_seed=3, requests=requests))
 
 
 def play(function: Function, *replies: Reply, **settings: Any) -> tuple[Rollout, Engine]:
@@ -88,7 +89,8 @@ def test_a_single_turn_is_the_one_that_single_turn_makes() -> None:
     async def main(clock: Clock) -> tuple[GenerationRequest, GenerationRequest, Rollout, Rollout]:
         engine = Engine(clock, says("7"), says("7"))
         mine = await own(once, clock, engine.generate).generate_member(group(), 1)
-        plain = await SingleTurn(engine.generate, Codec(), SETTINGS, clock, run_seed=3).generate_member(group(), 1)
+        sampler = TurnSampler(engine.generate, Codec(), SETTINGS, clock, run_seed=3)
+        plain = await SingleTurn(sampler).generate_member(group(), 1)
         return *engine.requests, mine, plain
 
     first, second, mine, plain = run_virtual(main)
@@ -262,6 +264,37 @@ def test_it_is_stopped_before_it_is_tried_anew(why: Failure | Pruned) -> None:
         assert "refused" in rollout.failure.cause  # what it has can't be scored
 
 
+@pytest.mark.parametrize("custom", [False, True])
+def test_evaluation_beside_training_has_its_own_requests_temperature_and_stops(custom: bool) -> None:
+    async def once(attempt: Attempt) -> None:
+        await attempt.generate()
+
+    async def main(clock: Clock) -> tuple[list[GenerationRequest], list[Rollout]]:
+        generator = FakeGenerator(clock, slots=2, token_s=0.1, length_of=lambda request: 10)
+        requests: list[GenerationRequest] = []
+
+        def generate(request: GenerationRequest, watch: Any = None, /) -> Any:
+            requests.append(request)
+            return generator.generate(request, watch)
+
+        sampler = TurnSampler(generate, Codec(), SETTINGS, clock, run_seed=3, requests=generator)
+        hook = Hook(key=KEY, name="mine:rollout", function=once)
+        training = CustomRollouts(hook, sampler) if custom else SingleTurn(sampler)
+        evaluation = training.for_evaluation("evaluation-test-", 0.25)
+        both = [asyncio.create_task(maker.generate_member(group(), 1)) for maker in (training, evaluation)]
+        await clock.sleep(0.55)
+        assert (training.reached(5, 1), evaluation.reached(5, 1)) == (5, 5)
+        training.stop(5, 1, WHY)
+        return requests, await asyncio.gather(*both)
+
+    requests, (trained, evaluated) = run_virtual(main)
+    assert (trained.failure, len(trained.response_ids)) == (WHY, 5)
+    assert (evaluated.failure, len(evaluated.response_ids)) == (None, 10)
+    assert [request.request_id for request in requests] == ["5-1.0.0", "evaluation-test-5-1.0.0"]
+    assert [request.sampling.temperature for request in requests] == [SETTINGS.temperature, 0.25]
+    assert requests[0].sampling.seed != requests[1].sampling.seed
+
+
 @pytest.fixture
 def module() -> Any:
     own_module = ModuleType("own_rollouts")
@@ -309,9 +342,9 @@ def test_a_run_of_them_learns_from_rewards_by_turn(module: Any, options: dict[st
 
 def test_what_the_key_takes(module: Any) -> None:
     with pytest.raises(ConfigurationError, match="must be an async function: it waits for what is sampled"):
-        load_own("own_rollouts:plain")
+        load_rollout_function("own_rollouts:plain")
     with pytest.raises(ConfigurationError, match="own_rollouts has no 'two_turn'; did you mean 'two_turns'"):
-        load_own("own_rollouts:two_turn")
+        load_rollout_function("own_rollouts:two_turn")
     clock = RealClock()
-    plain = make_rollouts(experiment_of(Path("unused")), FakeGenerator(clock).generate, Codec(), clock)
-    assert type(plain) is SingleTurn
+    sampler = TurnSampler(FakeGenerator(clock).generate, Codec(), SETTINGS, clock, run_seed=3)
+    assert type(make_rollouts(experiment_of(Path("unused")), sampler)) is SingleTurn

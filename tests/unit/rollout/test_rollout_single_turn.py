@@ -19,8 +19,10 @@ from headway.records.errors import WorkerDied
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
 from headway.records.rollout import Failure, Group, Pruned, Rollout, Verdict
 from headway.records.task import Task
+from headway.rollout.makers.single_turn import SingleTurn
+from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.rollout.seeds import rollout_seed
-from headway.rollout.single_turn import SingleTurn, apply_verdict
+from headway.rollout.verification.verdicts import apply_verdict
 from headway.runtime.clock import Clock, run_virtual
 
 EOS, END_OF_TURN = 2, 3
@@ -81,17 +83,18 @@ class Engine:
         return reply(request)
 
 
-def play(*replies: Reply, member: int = 1, a_group: Group | None = None, **options: Any) -> tuple[Rollout, Engine]:
+def play(
+    *replies: Reply, member: int = 1, a_group: Group | None = None, parked: PartialRollout | None = None, **options: Any
+) -> tuple[Rollout, Engine]:
     """One member against an engine that answers with ``replies``."""
-    run_options = {key: options.pop(key) for key in ("partial", "resumes") if key in options}
     rollout_settings = schema.RolloutConfig(
         max_prompt_tokens=4, max_response_tokens=6, temperature=0.7, stop=("#",), **options.pop("settings", {})
     )
 
     async def main(clock: Clock) -> tuple[Rollout, Engine]:
         engine = Engine(clock, *replies)
-        single = SingleTurn(engine.generate, Letters(), rollout_settings, clock, run_seed=11, **options)
-        return await single.generate_member(a_group or group(), member, **run_options), engine
+        single = SingleTurn(TurnSampler(engine.generate, Letters(), rollout_settings, clock, run_seed=11, **options))
+        return await single.generate_member(a_group or group(), member, parked), engine
 
     return run_virtual(main, limit_s=10_000)
 
@@ -177,7 +180,8 @@ def test_a_member_parked_before_its_first_token_begins_again():
 
 def test_a_member_begun_before_a_restart_goes_on():
     begun = response("ab", (3, 2))
-    rollout, engine = play(finish(response("abc", (3, 2), (7, 1))), partial=begun, resumes=1)
+    parked = PartialRollout(group=5, member=1, response=begun, resumes=0)
+    rollout, engine = play(finish(response("abc", (3, 2), (7, 1))), parked=parked)
     assert engine.requests[0].partial == begun
     assert rollout.resumes == 1
     assert rollout.first_version == 3
@@ -185,7 +189,7 @@ def test_a_member_begun_before_a_restart_goes_on():
 
 @pytest.mark.parametrize(("begun", "reason"), [(response("ab", eos=True), "stop"), (response("abcdef"), "length")])
 def test_a_response_that_is_already_complete_needs_no_engine(begun: PartialResponse, reason: str):
-    rollout, engine = play(partial=begun)
+    rollout, engine = play(parked=PartialRollout(group=5, member=1, response=begun, resumes=0))
     assert engine.requests == []
     assert (rollout.finish_reason, rollout.response_ids, rollout.failure) == (reason, begun.ids, None)
 
@@ -290,7 +294,7 @@ def test_a_timeout_inside_the_generator_is_an_engine_error_not_ours():
 def test_cancellation_passes_through():
     async def main(clock: Clock) -> None:
         engine = Engine(clock, finish(response("x")))
-        single = SingleTurn(engine.generate, Letters(), schema.RolloutConfig(), clock, run_seed=0)
+        single = SingleTurn(TurnSampler(engine.generate, Letters(), schema.RolloutConfig(), clock, run_seed=0))
         member = asyncio.create_task(single.generate_member(group(), 0))
         await clock.sleep(0.5)
         member.cancel()
@@ -308,7 +312,7 @@ def test_siblings_do_not_share_a_fate():
                 raise RuntimeError("only this one")
             return answer(request, "stop", response("ok"))
 
-        single = SingleTurn(generate, Letters(), schema.RolloutConfig(), clock, run_seed=0)
+        single = SingleTurn(TurnSampler(generate, Letters(), schema.RolloutConfig(), clock, run_seed=0))
         members: list[Awaitable[Rollout]] = [single.generate_member(group(), m) for m in range(4)]
         return list(await asyncio.gather(*members))
 
@@ -318,8 +322,8 @@ def test_siblings_do_not_share_a_fate():
 def test_text_leaves_special_tokens_out():
     async def main(clock: Clock) -> str:
         engine = Engine(clock, finish(response("hi", eos=True)))
-        single = SingleTurn(engine.generate, Letters(), schema.RolloutConfig(), clock, run_seed=0)
-        return single.text(await single.generate_member(group(), 0))
+        sampler = TurnSampler(engine.generate, Letters(), schema.RolloutConfig(), clock, run_seed=0)
+        return sampler.text(await SingleTurn(sampler).generate_member(group(), 0))
 
     assert run_virtual(main) == "hi"
 
@@ -386,7 +390,7 @@ def stopped(
             await opened.wait()
             return how
 
-        single = SingleTurn(
+        sampler = TurnSampler(
             generator.generate,
             Letters(),
             schema.RolloutConfig(),
@@ -395,6 +399,7 @@ def stopped(
             requests=generator,
             **{"resume_gate": gate, **options},
         )
+        single = SingleTurn(sampler)
         job = asyncio.create_task(single.generate_member(group(), 0))
         for at_s, why in sorted([*stops, (opens_s, None)], key=lambda one: one[0]):
             await clock.sleep(at_s - clock.now())

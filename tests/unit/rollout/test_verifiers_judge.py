@@ -14,10 +14,9 @@ from headway.config.sources import VerifierSettings
 from headway.records.errors import ConfigurationError
 from headway.records.rollout import Failure, Rollout, Verdict
 from headway.records.task import Task
-from headway.rollout.single_turn import apply_verdict
 from headway.rollout.verification.judge import Judge
 from headway.rollout.verification.service import VerifierService
-from headway.rollout.verification.verdicts import to_verdict
+from headway.rollout.verification.verdicts import apply_verdict, to_verdict
 from headway.rollout.verification.verifiers import resolve_verifier
 
 TASK = Task(task_id="0", prompt="Name a prime.", answer="7")

@@ -11,7 +11,7 @@ from fake_sandboxes import FakeBackend, FakeSandbox
 
 from headway.config.sandbox import SandboxConfig
 from headway.config.schema import Experiment
-from headway.orchestrator.actors.environments import players_of
+from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.preflight import sandboxes
 from headway.records.errors import ConfigurationError
 from headway.records.sandbox import (
@@ -242,7 +242,7 @@ def test_fewer_sandboxes_than_workers_are_refused(monkeypatch: pytest.MonkeyPatc
     assert error.key == "sandbox.live"
 
     async def starting() -> None:
-        async with players_of(used, cast(Any, None), VirtualClock(), lambda name, detail: None):
+        async with open_multi_turn_host(used, cast(Any, None), VirtualClock(), lambda name, detail: None):
             raise AssertionError("it began")
 
     with pytest.raises(ConfigurationError, match=r"sandbox\.live = 3 with environment\.workers = 4"):

@@ -1,4 +1,4 @@
-"""Rollouts of agents: programs of the user's that call the model over HTTP, each in processes of its own."""
+"""Rollouts of agents: programs of a user's that call the model over HTTP, each in processes of its own."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from headway.records.conversations import Conversations
 from headway.records.rollout import Failure, Group
 from headway.records.task import Task
 from headway.rollout.hosting.agents.processes import Exit
-from headway.rollout.recorded import RecordedAttempt, RecordedRollouts, RolloutFailed
+from headway.rollout.makers.conversation import ConversationAttempt, ConversationRollouts, RolloutFailed
+from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.rollout.verifiers_environment import COLUMN
 
 _TEMPORARY = 75  # exit code that says: try anew (sysexits.h, EX_TEMPFAIL)
 
 
 class Processes(Protocol):
-    """What starts agents: rollout/hosting/agents/processes.py."""
+    """Starts agents' processes (rollout/hosting/agents/processes.py)."""
 
     def scratch(self, name: str) -> Path: ...
 
@@ -40,7 +41,7 @@ class Processes(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Agents:
-    """What agents need of the orchestrator: where they call the model, and who starts them."""
+    """An orchestrator's side of its agents: the endpoint they call the model at, and their processes."""
 
     environment: EnvironmentConfig
     endpoint: EndpointConfig
@@ -48,30 +49,33 @@ class Agents:
     processes: Processes
 
 
-class AgentRollouts(RecordedRollouts):
-    """Rollouts that are an agent's model calls, token-exact, however it makes them: one key for each attempt.
+class AgentRollouts(ConversationRollouts):
+    """Makes rollouts out of an agent's model calls, token-exact, however it makes them: one key for each attempt.
 
     An agent's process that ends with an error fails its rollout at the boundary "environment" (or counts as it stands:
     ``environment.failed_exit``). One that was killed, or ends with the exit code 75, is infrastructure.
     """
 
-    def __init__(self, agents: Agents, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.agents = agents
+    def __init__(self, agents: Agents, sampler: TurnSampler) -> None:
+        super().__init__(sampler)
+        self._agents = agents
 
     def begin(self, group: Group, member: int) -> AgentAttempt:
-        return AgentAttempt(self, group, member)
+        return AgentAttempt(self._agents, self.sampler, group, member)
+
+    def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> AgentRollouts:
+        return AgentRollouts(self._agents, self.sampler.for_evaluation(request_prefix, temperature))
 
 
-class AgentAttempt(RecordedAttempt):
+class AgentAttempt(ConversationAttempt):
     """One agent at work, its calls recorded."""
 
-    def __init__(self, rollouts: AgentRollouts, group: Group, member: int) -> None:
-        super().__init__(rollouts, group, member)
-        self._rollouts = rollouts
+    def __init__(self, agents: Agents, sampler: TurnSampler, group: Group, member: int) -> None:
+        super().__init__(sampler, group, member)
+        self._agents = agents
 
     async def run(self) -> None:
-        agents, name = self._rollouts.agents, self._rollouts.name(self.group, self.member)
+        agents, name = self._agents, self.name
         conversation = agents.conversations.open(name, self.sampled)
         ends: list[asyncio.Task[Exit]] = []
         try:
@@ -86,25 +90,25 @@ class AgentAttempt(RecordedAttempt):
                 env |= {"HEADWAY_REWARD_URL": url, "HEADWAY_REWARD_KEY": conversation.reward_key}
             process = agents.processes.run(name, argv, task, env, scratch, (url, conversation.reward_key))
             ends.append(asyncio.create_task(process, name=f"agent-{name}"))
-            await asyncio.wait((*ends, self._doomed), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((*ends, self._failed), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._recorded = conversation.seal()
             self.note(0)
             for process in ends:
                 process.cancel()
                 await asyncio.wait((process,))
-        if self._doomed.done():
-            raise RolloutFailed(self._doomed.result())
+        if self._failed.done():
+            raise RolloutFailed(self._failed.result())
         self._judge(ends[0].result())
 
     def _judge(self, exit: Exit) -> None:
-        """Raises RolloutFailed."""
+        """Raises RolloutFailed for an agent that ended badly."""
         if self._engine is not None:  # which the agent could do nothing about, however it ended
             raise RolloutFailed(self._engine)
         if exit.well:
             return
         infrastructure = exit.code == _TEMPORARY or exit.signal > 0 or bool(exit.error)
-        if not infrastructure and self._rollouts.agents.environment.failed_exit == "verify":
+        if not infrastructure and self._agents.environment.failed_exit == "verify":
             return
         how = exit.error or (f"killed by signal {exit.signal}" if exit.signal else f"exit code {exit.code}")
         last = exit.tail.strip().rpartition("\n")[2]
@@ -115,7 +119,8 @@ class AgentAttempt(RecordedAttempt):
 
 
 def variables(agents: Agents, name: str, key: str, scratch: Path) -> dict[str, str]:
-    """Of its process's environment: where to call what, in the words of both clients."""
+    """Environment variables of an agent's process: addresses and keys under the names that OpenAI's and Anthropic's
+    clients read."""
     address = agents.conversations.address
     direct = ",".join(filter(None, (os.environ.get("NO_PROXY", ""), "127.0.0.1", "localhost", "::1")))
     return {

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import inspect
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import msgspec
 
-from headway.records.clients import TextCodec
-from headway.records.environment import SavedEpisode
+from headway.records.clients import Stop, TextCodec
+from headway.records.environment import PartialRollout
 from headway.records.errors import ConfigurationError, HookFailed
-from headway.records.generation import FinishReason, PartialResponse, VersionSpan
+from headway.records.generation import FinishReason, VersionSpan
 from headway.records.rollout import Failure, Group, Pruned, Rollout
 from headway.records.task import Task
-from headway.rollout.attempts import Attempts
-from headway.rollout.single_turn import SingleTurn, Stop
+from headway.rollout.makers.attempts import RetryingRollouts
+from headway.rollout.makers.turn_sampler import MemberProgress, ModelCall, TurnSampler
 from headway.runtime.hooks import Hook, finite_number, load_hook, shown
 
 KEY = "hooks.rollout"
 
 
 class Codec(TextCodec, Protocol):
-    """What a function of the user's needs of a tokenizer."""
+    """Encodes and decodes text for a user's function."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -35,7 +35,7 @@ class RolloutOver(Exception):
 
 
 class Attempt:
-    """One rollout in the making: what ``async def function(attempt)`` is given.
+    """One attempt at a rollout, the argument of a user's ``async def function(attempt)``.
 
     ``await attempt.generate()`` samples a turn, ``attempt.observe(text)`` appends what the environment says to it.
     Tokens are kept as they were sampled; those observed carry no loss. ``attempt.reward(x)`` rewards the turn just
@@ -49,8 +49,9 @@ class Attempt:
                 await attempt.generate()
     """
 
-    def __init__(self, rollouts: OwnRollouts, group: Group, member: int) -> None:
-        self._rollouts = rollouts
+    def __init__(self, hook: Hook, sampler: TurnSampler, group: Group, member: int) -> None:
+        self._hook = hook
+        self._sampler = sampler
         self.group = group
         self.member = member
         self._turns: list[Rollout] = []  # as the generator gave them
@@ -72,12 +73,12 @@ class Attempt:
 
     @property
     def tokens_left(self) -> int:
-        """Until `rollout.max_response_tokens`, which observed tokens count towards."""
-        return self._rollouts.max_response_tokens - len(self.response_ids)
+        """Tokens left until ``rollout.max_response_tokens``, which observed tokens count towards."""
+        return self._sampler.settings.max_response_tokens - len(self.response_ids)
 
     async def run(self) -> None:
         """Call the function."""
-        hook = self._rollouts.hook
+        hook = self._hook
         result = await hook.function(self)
         if result is not None:
             raise hook.failed(f"returned {shown(result)}: the attempt keeps what was sampled, so None is needed")
@@ -92,23 +93,33 @@ class Attempt:
             self._cut = True
             raise RolloutOver("no token is left")
         limit = min(self.tokens_left, max_tokens or self.tokens_left)
-        begun = self._turns[0].first_version if self._turns else -1
-        if self._turns:
-            self._environment_s += self._rollouts.now() - self._turns[-1].generated_s
-        turn = await self._rollouts.turn(self.group, self.member, len(self._turns), self.response_ids, limit, begun)
+        number, sampler = len(self._turns), self._sampler
+        if number:
+            self._environment_s += sampler.clock.now() - self._turns[-1].generated_s
+        turn = await sampler.sample(
+            ModelCall(
+                group=self.group,
+                member=self.member,
+                prompt_ids=(*self.group.prompt_ids, *self.response_ids),
+                purpose=f"turn{number}-" if number else "",  # the first has the seed of a single turn
+                session=sampler.name(self.group, self.member),
+                max_tokens=limit,
+                environment_version=self._turns[0].first_version if number else -1,
+            )
+        )
         self._turns.append(turn)
         self._observed.append(())
         self._rewards.append(None)
         if self.over:
             raise RolloutOver("the rollout was stopped" if turn.failure is None else turn.failure.cause)
-        return self._rollouts.text(turn)
+        return sampler.text(turn)
 
     def observe(self, text: str) -> None:
-        """Append what the environment replies: tokens without loss. Raises RolloutOver where they don't fit."""
-        self.observe_ids(self._rollouts.encode(text))
+        """Append the environment's reply: tokens without loss. Raises RolloutOver where they don't fit."""
+        self.observe_ids(cast("Codec", self._sampler.tokenizer).encode(text))
 
     def observe_ids(self, ids: Sequence[int]) -> None:
-        """`observe`, in tokens."""
+        """Append the environment's reply as token ids; like `observe`."""
         if not self._turns:
             raise ValueError("nothing was generated yet: what comes before the first turn belongs into the prompt")
         if len(ids) > self.tokens_left:
@@ -125,19 +136,20 @@ class Attempt:
 
     @property
     def over(self) -> bool:
-        """It failed or was stopped."""
+        """Whether the rollout failed or was stopped."""
         return self.stopped is not None or (
             bool(self._turns) and (self._turns[-1].failure is not None or self._turns[-1].finish_reason == "abort")
         )
 
     def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
-        """What it came to."""
+        """The rollout of all turns so far (`RolloutAttempt.rollout`)."""
         if failure is None and isinstance(self.stopped, Failure):
             failure = self.stopped
         if not self._turns:
-            cause = f"{KEY} = {self._rollouts.hook.name!r} sampled nothing"
+            cause = f"{KEY} = {self._hook.name!r} sampled nothing"
             failure = failure or Failure(boundary="environment", cause=cause, infrastructure=False)
-            return _empty(self.group, self.member, now, failure)
+            empty = MemberProgress(ModelCall.first(self.group, self.member)).rollout(now, failure)
+            return msgspec.structs.replace(empty, turns=0)
         last, ids = self._turns[-1], self.response_ids
         logprobs: list[float] = []
         mask: list[bool] = []
@@ -183,78 +195,46 @@ class Attempt:
         return last.finish_reason
 
 
-class OwnRollouts(Attempts):
-    """Rollouts as the user's function makes them. Watchers and `reached` see the tokens of the turn.
+class CustomRollouts:
+    """Makes rollouts as a user's function does (`RolloutMaker`). Watchers and `reached` see the tokens of the turn.
 
     What the function raises fails the rollout at the boundary "environment"; an OSError (a connection, a timeout) is
-    infrastructure.
+    infrastructure. A rollout that was parked when the orchestrator died is made anew.
     """
 
-    def __init__(self, hook: Hook, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.hook = hook
+    def __init__(self, hook: Hook, sampler: TurnSampler) -> None:
+        self._hook = hook
+        self._sampler = sampler
+        begin = functools.partial(Attempt, hook, sampler)
+        self._retrying = RetryingRollouts(sampler.settings, sampler.clock, begin, self._failure_of)
+
+    def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> CustomRollouts:
+        return CustomRollouts(self._hook, self._sampler.for_evaluation(request_prefix, temperature))
 
     def stop(self, group: int, member: int, why: Stop) -> None:
-        """`SingleTurn.stop`. Between two turns there is nothing to park; for good, the function is cancelled."""
-        if (group, member) in self._lives:
-            super().stop(group, member, why)
+        """Stop the turn that is sampled, or cancel the function between turns, where nothing can be parked
+        (`RolloutMaker.stop`)."""
+        if self._sampler.generating(group, member):
+            self._sampler.stop(group, member, why)
         elif why != "park":
-            self.cancel(group, member, why)
+            self._retrying.stop(group, member, why)
 
-    @property
-    def max_response_tokens(self) -> int:
-        return self._settings.max_response_tokens
+    def reached(self, group: int, member: int) -> int:
+        return self._sampler.reached(group, member)
 
-    def encode(self, text: str) -> list[int]:
-        return cast("Codec", self._tokenizer).encode(text)
+    async def generate_member(self, group: Group, member: int, parked: PartialRollout | None = None) -> Rollout:
+        refused = self._sampler.refused(ModelCall.first(group, member))
+        return refused or await self._retrying.generate_member(group, member)
 
-    def begin(self, group: Group, member: int) -> Attempt:
-        return Attempt(self, group, member)
-
-    async def generate_member(
-        self,
-        group: Group,
-        member: int,
-        partial: PartialResponse = PartialResponse(),
-        resumes: int = 0,
-        saved: SavedEpisode | None = None,
-    ) -> Rollout:
-        longest = self._settings.max_prompt_tokens
-        if not 0 < len(group.prompt_ids) <= longest:
-            return await SingleTurn.generate_member(self, group, member)  # which says so
-        return await super().generate_member(group, member)
-
-    def failure_of(self, error: Exception) -> Failure | None:
+    def _failure_of(self, error: Exception) -> Failure | None:
         if isinstance(error, RolloutOver):
             return None
         if isinstance(error, HookFailed):
             return _raised(error, infrastructure=False)
-        return _raised(self.hook.raised(error), infrastructure=isinstance(error, OSError))
-
-    async def turn(
-        self,
-        group: Group,
-        member: int,
-        number: int,
-        before: tuple[int, ...],
-        max_tokens: int,
-        environment_version: int,
-    ) -> Rollout:
-        """Sample one turn after the prompt and ``before``. The first has the seed of a single turn.
-        ``environment_version``: of the first turn's first token, -1 in the first turn."""
-        twin = copy.copy(self)  # shares who is open, so that `stop` and `reached` find it
-        twin._environment_version = environment_version
-        twin._session = f"{self._prefix}{group.index}-{member}"
-        twin._prefix = f"{self._prefix}turn{number}-" if number else self._prefix
-        twin._sampling = msgspec.structs.replace(self._sampling, max_tokens=max_tokens)
-        twin._settings = self._settings.model_copy(
-            update={"max_prompt_tokens": len(before) + self._settings.max_prompt_tokens}
-        )
-        asked = msgspec.structs.replace(group, prompt_ids=(*group.prompt_ids, *before))
-        return await SingleTurn.generate_member(twin, asked, member)
+        return _raised(self._hook.raised(error), infrastructure=isinstance(error, OSError))
 
 
-def load_own(name: str) -> Hook:
+def load_rollout_function(name: str) -> Hook:
     """The function that ``hooks.rollout`` names. Raises ConfigurationError."""
     hook = load_hook(KEY, name, {}, ("attempt",), asynchronous=True)
     if not inspect.iscoroutinefunction(hook.function):
@@ -264,20 +244,6 @@ def load_own(name: str) -> Hook:
 
 def _raised(error: HookFailed, infrastructure: bool) -> Failure:
     return Failure(boundary="environment", cause=str(error)[:300], infrastructure=infrastructure)
-
-
-def _empty(group: Group, member: int, now: float, failure: Failure) -> Rollout:
-    return Rollout(
-        group=group.index,
-        member=member,
-        prompt_ids=group.prompt_ids,
-        finish_reason="error",
-        failure=failure,
-        opened_s=group.admitted_s,
-        generated_s=now,
-        finished_s=now,
-        turns=0,
-    )
 
 
 def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:

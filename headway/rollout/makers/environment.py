@@ -1,4 +1,4 @@
-"""Rollouts that are played in an environment: the policy answers, the environment replies, turn by turn."""
+"""Rollouts played in an environment: the policy answers, the environment replies, turn by turn."""
 
 from __future__ import annotations
 
@@ -21,57 +21,57 @@ from headway.records.environment import NextTurn, PartialRollout, Reply, SavedEp
 from headway.records.errors import WorkerDied
 from headway.records.generation import GenerationResult, PartialResponse
 from headway.records.rollout import Failure, Group, Rollout, Verdict
-from headway.rollout.hosting.client import EnvironmentDied, EnvironmentPool, Seated
-from headway.rollout.recorded import RecordedAttempt, RecordedRollouts, RolloutFailed
+from headway.rollout.hosting.client import EnvironmentDied, EnvironmentPool, WorkerLease
+from headway.rollout.makers.conversation import ConversationAttempt, ConversationRollouts, RolloutFailed
+from headway.rollout.makers.turn_sampler import Resumption, TurnSampler
 from headway.rollout.seeds import rollout_seed
-from headway.rollout.single_turn import Resumption, SingleTurn, apply_verdict
+from headway.rollout.verification.verdicts import apply_verdict
 
 _NO_ROOM = ("context_length_exceeded", "rollout_limit_exceeded")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environments:
-    """What rollouts in environments need of the orchestrator."""
+    """An orchestrator's side of its environments: the recorder of their conversations, and their workers."""
 
     conversations: Conversations  # where answers are recorded
     pool: EnvironmentPool
 
 
 class Resumed(NamedTuple):
-    """A rollout that was parked when its worker died, or the orchestrator before this one."""
+    """A rollout that was parked when its worker died, or a former orchestrator."""
 
     saved: SavedEpisode
     response: PartialResponse  # of the turn it was parked in
     resumes: int
-    again: bool = False  # the second time: a worker died before it went on. One more is tried, then it begins anew
+    again: bool = False  # its worker died before it resumed: one more is tried, then it is made anew
 
 
-class EnvironmentRollouts(RecordedRollouts):
-    """Rollouts played in environments. One that was parked goes on where it was, its environment's state and files with
-    it, also in another process; one that was not, begins anew."""
+class EnvironmentRollouts(ConversationRollouts):
+    """Makes rollouts in environments (`RolloutMaker`). A parked one resumes where it was, with its environment's state
+    and files, in another process too; one that wasn't parked is made anew."""
 
-    def __init__(self, environments: Environments, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, environments: Environments, sampler: TurnSampler, *, evaluates: bool = False) -> None:
+        """``evaluates``: the rollouts are an evaluation's, which no other process resumes."""
+        super().__init__(sampler)
         self.environments = environments
+        self.evaluates = evaluates
         self._resumed: dict[tuple[int, int], Resumed] = {}
 
-    async def generate_member(
-        self,
-        group: Group,
-        member: int,
-        partial: PartialResponse = PartialResponse(),
-        resumes: int = 0,
-        saved: SavedEpisode | None = None,
-    ) -> Rollout:
-        if saved is not None:
-            self.go_on(group, member, Resumed(saved, partial, resumes))
+    def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> EnvironmentRollouts:
+        sampler = self.sampler.for_evaluation(request_prefix, temperature)
+        return EnvironmentRollouts(self.environments, sampler, evaluates=True)
+
+    async def generate_member(self, group: Group, member: int, parked: PartialRollout | None = None) -> Rollout:
+        if parked is not None and parked.episode is not None:
+            self.resume_at(group, member, Resumed(parked.episode, parked.response, parked.resumes + 1))
         try:
             return await super().generate_member(group, member)
         finally:
             self._resumed.pop((group.index, member), None)
 
-    def go_on(self, group: Group, member: int, resumed: Resumed) -> None:
-        """The next attempt at it begins there."""
+    def resume_at(self, group: Group, member: int, resumed: Resumed) -> None:
+        """Begin the member's next attempt where it was parked."""
         self._resumed[group.index, member] = resumed
 
     def begin(self, group: Group, member: int) -> EnvironmentAttempt:
@@ -82,43 +82,29 @@ class EnvironmentRollouts(RecordedRollouts):
             raise error
         return super().failure_of(error)
 
-    def prefixed(self, request_prefix: str) -> SingleTurn:
-        twin = super().prefixed(request_prefix)
-        assert isinstance(twin, EnvironmentRollouts)
-        twin._resumed = {}  # an evaluation's groups have numbers that training's have too
-        return twin
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether its rollouts are an evaluation's, in no books."""
-        return bool(self._prefix)
-
-    def seed(self, group: Group, member: int) -> int:
-        """Of the environment's random numbers."""
-        return rollout_seed(self._run_seed, group.index, member, f"{self._prefix}environment-")
-
 
 @dataclass(kw_only=True)
 class _Talk:
-    """A speaker's conversation."""
+    """The conversation of one speaker."""
 
     conversation: OpenConversation  # that records it; several speakers may share it
     messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
 
-class EnvironmentAttempt(RecordedAttempt):
-    """One rollout in its environment: *begun* or *restored*, then answer and reply in turn, then *scored*."""
+class EnvironmentAttempt(ConversationAttempt):
+    """An attempt at a rollout in an environment: *begun* or *restored*, answer and reply in turn, then *scored*."""
 
     def __init__(self, rollouts: EnvironmentRollouts, group: Group, member: int, resumed: Resumed | None) -> None:
-        super().__init__(rollouts, group, member)
+        super().__init__(rollouts.sampler, group, member)
         self._rollouts = rollouts
+        self._conversations = rollouts.environments.conversations
         self._resumed = resumed
         self._exchanges: list[TurnRecord] = []
         self._asked = NextTurn(said=())  # what is being answered
         self._last: GenerationResult | None = None
         self._verdict: Verdict | None = None
         self._over = ""
-        self._seated: Seated | None = None
+        self._lease: WorkerLease | None = None
         self._talks: dict[str, _Talk] = {}
         self._learned: OpenConversation | None = None
         self._unlearned: OpenConversation | None = None
@@ -126,17 +112,17 @@ class EnvironmentAttempt(RecordedAttempt):
     async def run(self) -> None:
         playing = asyncio.create_task(self._play(), name=f"play-{self.group.index}-{self.member}")
         try:
-            await asyncio.wait((playing, self._doomed), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((playing, self._failed), return_when=asyncio.FIRST_COMPLETED)
         finally:
             playing.cancel()
-            if self._learned is not None:  # at once: whoever is stopped twice isn't waited for
+            if self._learned is not None:  # at once: an attempt that is stopped twice isn't waited for
                 self._recorded = self._learned.seal()
             if self._unlearned is not None:
                 self._unlearned.seal()
             self.note(0)
             await asyncio.wait((playing,))
-        if self._doomed.done():
-            raise RolloutFailed(self._doomed.result())
+        if self._failed.done():
+            raise RolloutFailed(self._failed.result())
         playing.result()
 
     def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
@@ -145,10 +131,10 @@ class EnvironmentAttempt(RecordedAttempt):
         return rollout if verdict is None else apply_verdict(rollout, verdict, now)
 
     def _judged(self, rollout: Rollout) -> Verdict | None:
-        """What the environment says of it: its score, or what its turns were rewarded with together. None: nothing."""
+        """The environment's verdict: its score, or the sum of its turns' rewards. None: it gave neither."""
         verdict = self._verdict
         rewarded = any(exchange.reward is not None for exchange in self._exchanges)
-        turns = _by_learned_turn(self._exchanges)
+        turns = learned_turn_rewards(self._exchanges)
         if verdict is None and not rewarded:
             return None
         if verdict is None:
@@ -162,33 +148,31 @@ class EnvironmentAttempt(RecordedAttempt):
         return msgspec.structs.replace(verdict, detail={"ended": self._over, **verdict.detail})
 
     async def _play(self) -> None:
-        rollouts = self._rollouts
-        name = rollouts.name(self.group, self.member)
-        self._learned = rollouts.environments.conversations.open(name, self.sampled)
+        self._learned = self._conversations.open(self.name, self.sampled)
         try:
-            async with rollouts.environments.pool.seated(name) as seated:
-                self._seated = seated
+            async with self._rollouts.environments.pool.seated(self.name) as lease:
+                self._lease = lease
                 try:
-                    await self._turns(seated)
+                    await self._turns(lease)
                 finally:
-                    self._seated = None
+                    self._lease = None
         except EnvironmentDied as error:
             if self._resumed is not None and not self._resumed.again:  # nothing has changed since it was saved
-                self._rollouts.go_on(self.group, self.member, self._resumed._replace(again=True))
+                self._rollouts.resume_at(self.group, self.member, self._resumed._replace(again=True))
             cause = str(error)[:300]
             raise RolloutFailed(Failure(boundary="environment", cause=cause, infrastructure=True)) from None
 
-    async def _turns(self, seated: Seated) -> None:
-        asked = await self._first(seated)
+    async def _turns(self, lease: WorkerLease) -> None:
+        asked = await self._first(lease)
         while asked is not None:
             answer = await self._answer(asked)
             if answer is None:
                 break
-            reply = await seated.reply(answer.message, asked.speaker, answer.cut)
+            reply = await lease.reply(answer.message, asked.speaker, answer.cut)
             assert self._last is not None
             self._exchanges.append(TurnRecord(asked=asked, result=self._last, reward=reply.reward))
             asked = self._next(reply)
-        scored = await seated.score()
+        scored = await lease.score()
         if scored.verdict is not None and scored.verdict.failure is not None:
             raise RolloutFailed(scored.verdict.failure)
         self._verdict = scored.verdict
@@ -197,24 +181,26 @@ class EnvironmentAttempt(RecordedAttempt):
             reward = (last.reward or 0.0) + scored.reward
             self._exchanges[-1] = msgspec.structs.replace(last, reward=reward)
 
-    async def _first(self, seated: Seated) -> NextTurn | None:
-        """The turn it begins with, or goes on with."""
+    async def _first(self, lease: WorkerLease) -> NextTurn | None:
+        """The turn that the rollout begins or resumes with."""
         if self._resumed is None:
-            return self._next(await seated.begin(self.group.task, self._rollouts.seed(self.group, self.member)))
+            prefix = f"{self._sampler.request_prefix}environment-"
+            seed = rollout_seed(self._sampler.run_seed, self.group.index, self.member, prefix)
+            return self._next(await lease.begin(self.group.task, seed))
         saved = self._resumed.saved
         await self._replay(saved)
         messages = {speaker: [*talk.messages] for speaker, talk in self._talks.items()}
         messages.setdefault(saved.asked.speaker, []).extend(saved.asked.said)
-        failure = await seated.restore(self.group.task, saved.environment, saved.asked, messages)
+        failure = await lease.restore(self.group.task, saved.environment, saved.asked, messages)
         if failure is not None:
             raise RolloutFailed(failure)
         self._environment_s = saved.environment_s
-        self._held_version = self.oldest_version
+        self._held_version = self._oldest_version
         return saved.asked
 
     async def _replay(self, saved: SavedEpisode) -> None:
-        """Record its turns again, as they were sampled. Each is a whole prompt to render and to compare: others go on
-        in between, or hundreds of resumed rollouts would hold the run up for minutes."""
+        """Record the turns of a saved episode again, as they were sampled. Each is a whole prompt to render and to
+        compare: the event loop runs in between, or hundreds of resumed rollouts would block the run for minutes."""
         for exchange in saved.exchanges:
             await asyncio.sleep(0)
             talk = self._talk(exchange.asked)
@@ -225,7 +211,7 @@ class EnvironmentAttempt(RecordedAttempt):
             )
             talk.messages.append(said.message)
             versions = exchange.result.response.versions
-            self.hold(versions[0].version if versions else -1)
+            self.keep_version(versions[0].version if versions else -1)
             self._exchanges.append(exchange)
             self.parkings += exchange.result.resumes
 
@@ -241,17 +227,14 @@ class EnvironmentAttempt(RecordedAttempt):
             conversation = self._learned
             if not asked.learned:
                 if self._unlearned is None:
-                    name = self._rollouts.name(self.group, self.member)
-                    self._unlearned = self._rollouts.environments.conversations.open(
-                        f"{name}-unlearned", self._sampled_unlearned
-                    )
+                    self._unlearned = self._conversations.open(f"{self.name}-unlearned", self._sampled_unlearned)
                 conversation = self._unlearned
             assert conversation is not None
             talk = self._talks[asked.speaker] = _Talk(conversation=conversation)
         return talk
 
     async def _answer(self, asked: NextTurn) -> ChatAnswer | None:
-        """None: there is no room for one, and the rollout ends as it stands."""
+        """The policy's answer; None where there is no room for one: the rollout ends as it stands."""
         self._asked = asked
         talk = self._talk(asked)
         talk.messages.extend(asked.said)
@@ -276,7 +259,7 @@ class EnvironmentAttempt(RecordedAttempt):
         return self._last
 
     async def _sampled_unlearned(self, wanted: TurnRequest, told: OnTokens, /) -> GenerationResult:
-        """Asked just what a learned role was, it has random numbers of its own."""
+        """Sample for a role that isn't learned: its random numbers differ from a learned role's at the same prompt."""
         return await self.sampled(msgspec.structs.replace(wanted, purpose=f"unlearned-{wanted.purpose}"), told)
 
     def take_begun(self) -> PartialResponse:
@@ -287,11 +270,11 @@ class EnvironmentAttempt(RecordedAttempt):
         return resumed.response
 
     async def _park(self, parked: PartialRollout) -> Resumption:
-        seated = self._seated
-        if seated is None or self._rollouts.evaluates:  # which nobody goes on with in another process
+        lease = self._lease
+        if lease is None or self._rollouts.evaluates:  # an evaluation isn't resumed in another process
             return await super()._park(parked)
         try:
-            kept = await seated.park()
+            kept = await lease.park()
             if isinstance(kept, Failure) and kept.boundary == "model":  # an outcome: its environment finds it next
                 return await super()._park(parked)
             if isinstance(kept, Failure):
@@ -304,11 +287,11 @@ class EnvironmentAttempt(RecordedAttempt):
             )
             resumption = await super()._park(msgspec.structs.replace(parked, episode=saved))
             try:
-                failure = await seated.unpark()
+                failure = await lease.unpark()
             except EnvironmentDied:
                 if resumption == "continue" and not kept.state["held"]:
                     resumed = Resumed(saved, parked.response, parked.resumes + 1)
-                    self._rollouts.go_on(self.group, self.member, resumed)
+                    self._rollouts.resume_at(self.group, self.member, resumed)
                 raise
             return resumption if failure is None else await self._given_up(failure)
         except EnvironmentDied as error:
@@ -316,14 +299,14 @@ class EnvironmentAttempt(RecordedAttempt):
             return await self._given_up(Failure(boundary="environment", cause=cause, infrastructure=True))
 
     async def _given_up(self, failure: Failure) -> Resumption:
-        """The attempt ends; until it has, nothing of it goes on."""
-        self.doom(failure)
+        """End the attempt with ``failure``; its calls stay parked until it has ended."""
+        self.fail(failure)
         await asyncio.get_running_loop().create_future()
         raise AssertionError("unreachable")
 
 
-def _by_learned_turn(exchanges: Sequence[TurnRecord]) -> list[float]:
-    """Rewards of the turns that are learned; that of any other counts in the learned one before it."""
+def learned_turn_rewards(exchanges: Sequence[TurnRecord]) -> list[float]:
+    """Rewards of the turns that are learned; the reward of any other counts in the learned turn before it."""
     turns: list[float] = []
     before = 0.0  # any was learned
     for exchange in exchanges:
