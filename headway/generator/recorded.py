@@ -13,13 +13,13 @@ from headway.tokens.messages import Message
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class Turn:
+class RecordedTurn:
     """An answer that was sampled and handed out."""
 
     number: int  # in the order of answers
     call: int
     choice: int
-    parent: Turn | None  # the answer its prompt goes on from
+    parent: RecordedTurn | None  # the answer its prompt goes on from
     text: str  # its prompt's text behind the parent's prompt, the parent's answer as the template has it included
     context_ids: tuple[int, ...]  # its prompt's tokens behind the parent's answer
     answer: Answer
@@ -28,17 +28,17 @@ class Turn:
     finish_reason: Literal["stop", "length"]
     own_limit: bool = False  # it was its client that cut it, not the context or a limit of the rollout's
     messages: int  # of the request, and the answer: where it stands in a conversation that goes on
-    children: list[Turn] = field(default_factory=list["Turn"])
+    children: list[RecordedTurn] = field(default_factory=list["RecordedTurn"])
 
     @property
     def message(self) -> Message:
         return self.answer.message
 
     @property
-    def path(self) -> list[Turn]:
+    def path(self) -> list[RecordedTurn]:
         """From the first answer to this one."""
-        found: list[Turn] = []
-        turn: Turn | None = self
+        found: list[RecordedTurn] = []
+        turn: RecordedTurn | None = self
         while turn is not None:
             found.append(turn)
             turn = turn.parent
@@ -59,7 +59,7 @@ class Turn:
         return at
 
 
-def ids_to(turn: Turn | None) -> list[int]:
+def ids_to(turn: RecordedTurn | None) -> list[int]:
     """The tokens up to the end of this answer."""
     ids: list[int] = []
     for step in turn.path if turn is not None else ():
@@ -68,7 +68,7 @@ def ids_to(turn: Turn | None) -> list[int]:
     return ids
 
 
-def branches_of(turns: Sequence[Turn]) -> tuple[Branch, ...]:
+def branches_of(turns: Sequence[RecordedTurn]) -> tuple[Branch, ...]:
     """One sequence for every answer that nothing goes on from: that of the latest call, then in the order of calls.
 
     Each answer is learned in the first of them that holds it; it has the same tokens before it in all of them.
@@ -90,7 +90,7 @@ def branches_of(turns: Sequence[Turn]) -> tuple[Branch, ...]:
     return tuple(branches)
 
 
-def _branch(before: Sequence[Turn], own: Sequence[Turn]) -> Branch:
+def _branch(before: Sequence[RecordedTurn], own: Sequence[RecordedTurn]) -> Branch:
     prompt = [i for turn in before for i in (*turn.context_ids, *turn.answer.ids)]
     ids: list[int] = []
     logprobs: list[float] = []

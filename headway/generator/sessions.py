@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from headway.config.endpoint import Endpoint
-from headway.generator.answering import Answering
-from headway.generator.recorder import Call, Limits, Planned, Recorder, Request
+from headway.generator.answering import InflightCall
+from headway.generator.recorder import CallRequest, Planned, RecordedCall, Recorder, RecordingLimits
 from headway.records.conversations import ClientSampling, RecordedConversation, RequestRefused, Said, Sample
 from headway.records.generation import GenerationResult
 from headway.tokens.continuing import Chat
@@ -67,7 +67,7 @@ class Session:
         self._on_client_sampling = on_client_sampling
         self._on_call_end = on_call_end
         self._on_seal = on_seal
-        self._open: dict[Call, Answering] = {}
+        self._open: dict[RecordedCall, InflightCall] = {}
         self._attended = 0  # requests of it that are read or answered
         self._sealed: RecordedConversation | None = None
 
@@ -95,20 +95,20 @@ class Session:
 
     def call(
         self,
-        request: Request,
+        request: CallRequest,
         client: ClientSampling = ClientSampling(),
         fingerprint: str = "",
         planned: Planned | None = None,
-    ) -> Answering:
+    ) -> InflightCall:
         """Have a request answered. One with the same ``fingerprint`` as a call before it joins that call, or gets its
         answer again; "": it has none. ``planned``: by `Recorder.plan`. Raises RequestRefused."""
         earlier = self.recorder.earlier(fingerprint)
         if earlier is not None and self._sealed is None:
-            return self._open.get(earlier) or Answering(self.recorder, earlier)
+            return self._open.get(earlier) or InflightCall(self.recorder, earlier)
         call = self.recorder.begin(request, fingerprint, planned)
         if self.fixed_sampling:
             self._on_client_sampling(client)
-        answering = self._open[call] = Answering(self.recorder, call)
+        answering = self._open[call] = InflightCall(self.recorder, call)
         answering.begin(self._sample, client, self._call_timeout_s)
         if answering.task is not None:
             answering.task.add_done_callback(lambda task: self._ended(call))
@@ -151,12 +151,12 @@ class Session:
         self.recorder.commit(call, [result])
         return self._said(call)
 
-    def _said(self, call: Call) -> Said:
+    def _said(self, call: RecordedCall) -> Said:
         turn = call.turns[0]
         assert turn is not None
         return Said(message=client_form(turn.message, self.chat.written), cut=turn.finish_reason == "length")
 
-    def _ended(self, call: Call) -> None:
+    def _ended(self, call: RecordedCall) -> None:
         self._open.pop(call, None)
         self._on_call_end(self)
 
@@ -269,14 +269,14 @@ def _request(
     tools: Sequence[Mapping[str, Any]],
     stop: tuple[str, ...],
     max_tokens: int | None,
-) -> Request:
+) -> CallRequest:
     normal = normal_messages(messages)
-    return Request(messages=normal, tools=normal_tools(tools), stop=stop, max_tokens=max_tokens)
+    return CallRequest(messages=normal, tools=normal_tools(tools), stop=stop, max_tokens=max_tokens)
 
 
 def new_recorder(chat: Chat, settings: Endpoint, context_tokens: int) -> Recorder:
     """A rollout's, within the limits of ``settings``."""
-    limits = Limits(
+    limits = RecordingLimits(
         context_tokens=context_tokens,
         calls=settings.calls,
         open_calls=settings.open_calls,

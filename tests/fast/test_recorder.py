@@ -25,7 +25,7 @@ from recorded_agent import (
     spelled,
 )
 
-from headway.generator.recorder import Limits, Recorder, Request
+from headway.generator.recorder import CallRequest, Recorder, RecordingLimits
 from headway.records.conversations import RecordedConversation
 from headway.tokens.continuing import Chat
 from headway.tokens.tokenizer import Tokenizer
@@ -194,7 +194,7 @@ def test_a_stop_string_that_the_template_writes_anyway_is_not_there_twice(tmp_pa
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}assistant: "
     )
     plain = Chat(Tokenizer.load(tmp_path))
-    record = Recorder(plain, Limits(context_tokens=1000))
+    record = Recorder(plain, RecordingLimits(context_tokens=1000))
     ids = plain.tokenizer.encode("3\nuser:")
     call = record.begin(request(USER, stop=("\nuser:",)))
     record.commit(call, [result(ids)])
@@ -206,7 +206,7 @@ def test_a_template_that_closes_nothing_goes_on_behind_what_was_sampled(tmp_path
     chat_of("chatml", tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     plain = Chat(Tokenizer.load(tmp_path))
-    record = Recorder(plain, Limits(context_tokens=1000))
+    record = Recorder(plain, RecordingLimits(context_tokens=1000))
     ids = plain.tokenizer.encode("27") + plain.tokenizer.encode("-3=")
     call = record.begin(request({"role": "user", "content": "30-3-3="}, stop=("=",)))
     record.commit(call, [result(ids)])
@@ -315,17 +315,17 @@ def test_shared_answers_are_learned_once_and_are_prompt_elsewhere() -> None:
 def test_raw_prompts_go_on_where_their_text_or_ids_do() -> None:
     record = recorder()
     tokenizer = chat("qwen2.5").tokenizer
-    first = record.begin(Request(prompt="def f("))
+    first = record.begin(CallRequest(prompt="def f("))
     assert first.prompt_ids == tokenizer.render("def f(")
     ids = spelled("x):\n", ended=False)
     record.commit(first, [result(ids, "length")])
-    second = record.begin(Request(prompt="def f(x):\n    return"))
+    second = record.begin(CallRequest(prompt="def f(x):\n    return"))
     assert second.prompt_ids == (*first.prompt_ids, *ids, *tokenizer.encode("    return"))
-    third = record.begin(Request(prompt=(*first.prompt_ids, *ids, 5)))
+    third = record.begin(CallRequest(prompt=(*first.prompt_ids, *ids, 5)))
     assert third.prompt_ids == (*first.prompt_ids, *ids, 5)
     assert (second.cause, third.cause) == ("continued", "continued")
-    assert record.begin(Request(prompt="def f(")).cause == "sibling"
-    assert record.begin(Request(prompt="def g(")).cause == "branched"
+    assert record.begin(CallRequest(prompt="def f(")).cause == "sibling"
+    assert record.begin(CallRequest(prompt="def g(")).cause == "branched"
     record.commit(third, [result([7])])
     assert len(record.close().branches) == 1
 
@@ -345,24 +345,24 @@ def test_a_long_history_in_token_ids_is_looked_at_once() -> None:
     record = recorder(context_tokens=100_000)
     ids: tuple[int, ...] = (5,) * 50
     for _ in range(100):
-        call = record.begin(Request(prompt=ids))
+        call = record.begin(CallRequest(prompt=ids))
         record.commit(call, [result([6] * 50)])
         ids = (*ids, *[6] * 50, *[5] * 50)
     prompt = Counted(ids)
-    twin = record.begin(Request(prompt=ids[:50]))
+    twin = record.begin(CallRequest(prompt=ids[:50]))
     record.commit(twin, [result([6] * 50)])  # equal to the first answer, and newer
-    assert record.begin(Request(prompt=prompt)).parent is record.turns[99]
+    assert record.begin(CallRequest(prompt=prompt)).parent is record.turns[99]
     assert prompt.looked < 3 * len(prompt)
-    assert record.begin(Request(prompt=ids[:101])).parent is twin.turns[0]
+    assert record.begin(CallRequest(prompt=ids[:101])).parent is twin.turns[0]
 
 
 def test_a_raw_prompt_that_only_begins_like_another_is_encoded_whole() -> None:
     record = recorder()
     tokenizer = chat("qwen2.5").tokenizer
-    record.commit(record.begin(Request(prompt="the ans")), [result(spelled("x"))])
+    record.commit(record.begin(CallRequest(prompt="the ans")), [result(spelled("x"))])
     whole = tokenizer.render("the answer")
     assert whole != (*tokenizer.render("the ans"), *tokenizer.encode("wer"))
-    assert record.begin(Request(prompt="the answer")).prompt_ids == whole
+    assert record.begin(CallRequest(prompt="the answer")).prompt_ids == whole
 
 
 def test_other_tools_or_template_arguments_are_another_conversation() -> None:

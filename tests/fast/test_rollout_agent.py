@@ -15,7 +15,7 @@ from endpoint_server import chat
 from headway.config import schema
 from headway.config.endpoint import Endpoint, Environment
 from headway.generator.fake import FakeGenerator
-from headway.generator.recorder import Request
+from headway.generator.recorder import CallRequest
 from headway.generator.sessions import Session, Sessions
 from headway.records.conversations import RequestRefused
 from headway.records.environment import Parked
@@ -82,7 +82,7 @@ class Played:
 
 
 def ask(session: Session, text: str, **options: Any) -> Any:
-    return session.call(Request(messages=normal_messages([{"role": "user", "content": text}]), **options))
+    return session.call(CallRequest(messages=normal_messages([{"role": "user", "content": text}]), **options))
 
 
 async def answered(session: Session, text: str, **options: Any) -> list[Any]:

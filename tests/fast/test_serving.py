@@ -14,7 +14,7 @@ from endpoint_server import chat
 
 from headway.config.load import validate_experiment
 from headway.generator.limiter import Place
-from headway.generator.recorder import Request
+from headway.generator.recorder import CallRequest
 from headway.generator.sessions import KeyRefused, NoSuchRollout, Session
 from headway.records.conversations import ClientSampling, RecordedConversation
 from headway.records.errors import ConfigurationError
@@ -63,7 +63,7 @@ def sessions(
 
 async def ask(session: Session, text: str = "1+2?", **client: Any) -> None:
     seed = client.get("seed")
-    request = Request(messages=normal_messages([{"role": "user", "content": text}]), seed=seed)
+    request = CallRequest(messages=normal_messages([{"role": "user", "content": text}]), seed=seed)
     answering = session.call(request, ClientSampling(**client))
     assert answering.task is not None
     await answering.task

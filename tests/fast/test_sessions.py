@@ -16,7 +16,7 @@ from recorded_agent import TOOLS, Engine
 
 from headway.config.endpoint import Endpoint
 from headway.generator.answering import CallFailed
-from headway.generator.recorder import Request
+from headway.generator.recorder import CallRequest
 from headway.generator.sessions import KeyRefused, NoSuchRollout, Sessions
 from headway.records.conversations import ClientSampling, RecordedConversation, RequestRefused, Told, Wanted
 from headway.records.generation import GenerationResult, PartialResponse, VersionSpan
@@ -67,7 +67,7 @@ async def client(session: Any, chance: random.Random, clock: Clock, number: int)
     """Goes on from its answers, leaves now and then, and tries again what failed."""
     talk: list[dict[str, Any]] = [{"role": "user", "content": f"{number % 2}+2?"}]
     for _ in range(3):
-        request = Request(
+        request = CallRequest(
             messages=normal_messages(talk),
             tools=TOOLS if number % 2 else None,
             choices=chance.choice([1, 1, 2]),
@@ -122,7 +122,7 @@ def test_whatever_clients_do_every_answer_is_learned_once(kind: str, seed: int) 
 
 
 ONE = PartialResponse(ids=(5, 6), logprobs=(-1.0, -1.0), versions=(VersionSpan(version=0, tokens=2),))
-ASKED = Request(messages=normal_messages([{"role": "user", "content": "1+2?"}]))
+ASKED = CallRequest(messages=normal_messages([{"role": "user", "content": "1+2?"}]))
 
 
 async def at_once(wanted: Wanted, told: Told, /) -> GenerationResult:
@@ -186,7 +186,7 @@ def test_one_choice_that_fails_ends_the_others() -> None:
             raise AssertionError
 
         session = sessions().open("7-0", sample)
-        answering = session.call(Request(messages=ASKED.messages, choices=3))
+        answering = session.call(CallRequest(messages=ASKED.messages, choices=3))
         assert answering.task is not None
         await answering.task
         assert (str(answering.error), len(cancelled), clock.now()) == ("broke", 2, 1.0)

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headway.generator.endpoint.dialect import Piece, Setting, answers, event, usage
-from headway.generator.endpoint.fields import Asked, Fields, client_sampling
-from headway.generator.endpoint.refusals import Refused
-from headway.generator.recorded import Turn
-from headway.generator.recorder import Call, Request
+from headway.generator.endpoint.fields import Fields, ParsedRequest, client_sampling
+from headway.generator.endpoint.refusals import HttpError
+from headway.generator.recorded import RecordedTurn
+from headway.generator.recorder import CallRequest, RecordedCall
 from headway.records.conversations import RequestRefused
 from headway.tokens.messages import normal_messages
 
@@ -24,7 +24,7 @@ class Messages:
 
     parsed = True
 
-    def read(self, body: Mapping[str, Any], setting: Setting) -> Asked:
+    def read(self, body: Mapping[str, Any], setting: Setting) -> ParsedRequest:
         fields = Fields(body)
         if fields.get("max_tokens") is None:
             raise RequestRefused("max_tokens: field required", param="max_tokens")
@@ -35,21 +35,21 @@ class Messages:
             )
         fields.listed("messages", setting.settings.max_messages)
         fields.listed("tools", setting.settings.max_tools)
-        request = Request(
+        request = CallRequest(
             messages=normal_messages(openai_messages(fields)),
             tools=openai_tools(fields.get("tools")),
             calls=choice != "none",
             max_tokens=fields.integer("max_tokens", 1, _MOST_TOKENS),
             stop=fields.stop("stop_sequences"),
         )
-        return Asked(
+        return ParsedRequest(
             request=request,
             client=client_sampling(fields, fixed=setting.fixed_sampling),
             stream=fields.flag("stream"),
             body=body,
         )
 
-    def whole(self, asked: Asked, call: Call, setting: Setting) -> dict[str, Any]:
+    def whole(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
         [turn] = answers(call)
         reason, sequence = _stop_reason(turn, setting)
         return {
@@ -60,7 +60,7 @@ class Messages:
             "usage": _usage(call),
         }
 
-    def writer(self, asked: Asked, call: Call, setting: Setting) -> MessageStream:
+    def writer(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> MessageStream:
         return MessageStream(asked, call, setting)
 
 
@@ -69,13 +69,13 @@ class MessageStream:
 
     ping = event({"type": "ping"}, "ping")
 
-    def __init__(self, asked: Asked, call: Call, setting: Setting) -> None:
+    def __init__(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> None:
         self._asked = asked
         self._call = call
         self._setting = setting
         self._blocks = 0
         self._open = ""  # type of the open block
-        self._turn: Turn | None = None
+        self._turn: RecordedTurn | None = None
 
     def begin(self) -> bytes:
         start = {"input_tokens": len(self._call.prompt_ids), "output_tokens": 0}
@@ -92,7 +92,7 @@ class MessageStream:
             parts.append(self._delta({"type": "text_delta", "text": piece.content}))
         return b"".join(parts)
 
-    def end(self, piece: Piece, turn: Turn) -> bytes:
+    def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
         self._turn = turn
         parts = [self.more(piece)]
         for block in _blocks(turn, self._setting):
@@ -110,7 +110,7 @@ class MessageStream:
             {"type": "message_stop"}
         )
 
-    def failed(self, refused: Refused) -> bytes:
+    def failed(self, refused: HttpError) -> bytes:
         return b"event: error\ndata: " + refused.anthropic(self._setting.answer_id) + b"\n\n"
 
     def _into(self, block: dict[str, Any]) -> bytes:
@@ -205,12 +205,12 @@ def openai_tools(raw: Any) -> list[dict[str, Any]] | None:
     return tools
 
 
-def _envelope(asked: Asked, call: Call, setting: Setting) -> dict[str, Any]:
+def _envelope(asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
     identity = f"msg_{setting.answer_id}"
     return {"id": identity, "type": "message", "role": "assistant", "model": asked.body["model"]}
 
 
-def _blocks(turn: Turn, setting: Setting) -> list[dict[str, Any]]:
+def _blocks(turn: RecordedTurn, setting: Setting) -> list[dict[str, Any]]:
     """An answer's content."""
     message, found = turn.message, list[dict[str, Any]]()
     written = setting.chat.written
@@ -232,7 +232,7 @@ def _input(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {_RAW: arguments}
 
 
-def _stop_reason(turn: Turn, setting: Setting) -> tuple[str, str | None]:
+def _stop_reason(turn: RecordedTurn, setting: Setting) -> tuple[str, str | None]:
     """(reason, the stop sequence that ended it)."""
     if turn.message.calls:
         return "tool_use", None
@@ -245,7 +245,7 @@ def _stop_reason(turn: Turn, setting: Setting) -> tuple[str, str | None]:
     return ("stop_sequence", min(found)[1]) if found else ("end_turn", None)
 
 
-def _usage(call: Call) -> dict[str, int]:
+def _usage(call: RecordedCall) -> dict[str, int]:
     tokens = usage(call)
     return {"input_tokens": tokens["prompt_tokens"], "output_tokens": tokens["completion_tokens"]}
 

@@ -16,17 +16,17 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from headway.config.endpoint import Endpoint
-from headway.generator.answering import Answering
+from headway.generator.answering import InflightCall
 from headway.generator.endpoint.anthropic import Messages
 from headway.generator.endpoint.chat import ChatCompletions
 from headway.generator.endpoint.completions import Completions
 from headway.generator.endpoint.dialect import Dialect, Setting
-from headway.generator.endpoint.exchange import ClientGone, Exchange, Message, Receive, Send
+from headway.generator.endpoint.exchange import ClientGone, HttpExchange, Message, Receive, Send
 from headway.generator.endpoint.logprobs import TokenTexts
-from headway.generator.endpoint.refusals import Refused, refused_by
+from headway.generator.endpoint.refusals import HttpError, http_error
 from headway.generator.endpoint.responses import Responses
 from headway.generator.endpoint.streams import stream
-from headway.generator.recorder import Planned, Request
+from headway.generator.recorder import CallRequest, Planned
 from headway.generator.sessions import Session
 from headway.records.conversations import RequestRefused
 from headway.tokens.continuing import Chat
@@ -92,7 +92,7 @@ class App:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        exchange = Exchange(scope, receive, send, self._settings, f"req_{next(self._numbers):012x}")
+        exchange = HttpExchange(scope, receive, send, self._settings, f"req_{next(self._numbers):012x}")
         try:
             await self._answer(exchange)
         except ClientGone:
@@ -102,7 +102,7 @@ class App:
         finally:
             exchange.close()
 
-    async def _answer(self, exchange: Exchange) -> None:
+    async def _answer(self, exchange: HttpExchange) -> None:
         method, path = exchange.method, exchange.path
         if path in ("/health", "/") and method == "GET":
             await exchange.reply(200, b'{"status":"ok"}')
@@ -120,11 +120,11 @@ class App:
             _require(exchange, "POST")
             await self._reward(exchange, path[len(_ROLLOUTS) : -len(_REWARD)])
         else:
-            raise Refused(404, f"unknown request URL: {method} {path}", code="unknown_url")
+            raise HttpError(404, f"unknown request URL: {method} {path}", code="unknown_url")
 
     # --- the routes -----------------------------------------------------------------------------------------------
 
-    async def _call(self, exchange: Exchange, dialect: Dialect) -> None:
+    async def _call(self, exchange: HttpExchange, dialect: Dialect) -> None:
         """A model call."""
         session = self._access.session(exchange.key, exchange.header("x-session-id"))
         with session.attended():
@@ -146,7 +146,7 @@ class App:
                 raise answering.error
             await exchange.reply(200, msgspec.json.encode(dialect.whole(asked, answering.call, setting)))
 
-    async def _count(self, exchange: Exchange) -> None:
+    async def _count(self, exchange: HttpExchange) -> None:
         """Tokens of a request of Anthropic's API, which is not recorded."""
         session = self._access.session(exchange.key, exchange.header("x-session-id"))
         raw = await exchange.body()
@@ -157,11 +157,11 @@ class App:
         tokens = await self._aside(count, asked.request) if len(raw) > _LARGE_BYTES else count(asked.request)
         await exchange.reply(200, msgspec.json.encode({"input_tokens": tokens}))
 
-    def _tokens_of(self, request: Request) -> int:
+    def _tokens_of(self, request: CallRequest) -> int:
         text = self._chat.render(request.messages, request.tools, request.variables)
         return len(self._chat.tokenizer.encode(text))
 
-    async def _reward(self, exchange: Exchange, rollout: str) -> None:
+    async def _reward(self, exchange: HttpExchange, rollout: str) -> None:
         """``{"reward": number, "solved"?: true or false}``: the rollout's; the last one counts."""
         session = self._access.rollout(exchange.key, rollout)
         with session.attended():
@@ -190,7 +190,7 @@ class App:
         self._require_model({"model": name})
         return {**model, "id": name}
 
-    async def _aside(self, work: Callable[[Request], T], request: Request) -> T:
+    async def _aside(self, work: Callable[[CallRequest], T], request: CallRequest) -> T:
         """``work`` in a thread, few at once: others of this process need theirs."""
         async with self._threads:
             return await asyncio.to_thread(work, request)
@@ -201,9 +201,9 @@ class App:
         try:
             body: Any = self._decoder.decode(raw)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise Refused(400, f"the request's body is not valid JSON: {error}") from None
+            raise HttpError(400, f"the request's body is not valid JSON: {error}") from None
         if not isinstance(body, dict):
-            raise Refused(400, "the request's body must be a JSON object")
+            raise HttpError(400, "the request's body must be a JSON object")
         return body
 
     def _require_model(self, body: Mapping[str, Any]) -> None:
@@ -212,11 +212,11 @@ class App:
             raise RequestRefused("you must provide a model parameter", param="model")
         if name not in self._names and "*" not in self._settings.aliases:
             known = ", ".join(dict.fromkeys((self._settings.model, *self._settings.aliases)))
-            raise Refused(
+            raise HttpError(
                 404, f"the model {name!r} does not exist; valid: {known}", code="model_not_found", param="model"
             )
 
-    def _setting(self, session: Session, exchange: Exchange) -> Setting:
+    def _setting(self, session: Session, exchange: HttpExchange) -> Setting:
         return Setting(
             settings=self._settings,
             chat=self._chat,
@@ -226,9 +226,9 @@ class App:
             answer_id=exchange.request_id[4:],
         )
 
-    async def _refuse(self, exchange: Exchange, error: Exception) -> None:
+    async def _refuse(self, exchange: HttpExchange, error: Exception) -> None:
         """Tell the client what went wrong, if it can still be told."""
-        refused = refused_by(error)
+        refused = http_error(error)
         if refused.status == 500:
             _log.error("%s %s: %s", exchange.method, exchange.path, refused, exc_info=error)
         if exchange.streaming or exchange.answered:
@@ -239,7 +239,7 @@ class App:
             await exchange.reply(refused.status, body, refused.headers)
 
 
-async def _answered(exchange: Exchange, answering: Answering) -> None:
+async def _answered(exchange: HttpExchange, answering: InflightCall) -> None:
     """Wait for the end of a call. Raises ClientGone."""
     if answering.over:
         return
@@ -254,7 +254,7 @@ async def _answered(exchange: Exchange, answering: Answering) -> None:
         leave()
 
 
-def _identity(exchange: Exchange, raw: bytes) -> str:
+def _identity(exchange: HttpExchange, raw: bytes) -> str:
     """What a request shares with its retries alone: its client has named it. "": it hasn't. Headers that count retries
     don't say of which request, and another one may be equal to the letter: a sample of its own is wanted for each."""
     named = exchange.header("idempotency-key")
@@ -263,9 +263,9 @@ def _identity(exchange: Exchange, raw: bytes) -> str:
     return hashlib.blake2b(f"{exchange.path}\n{named}\n".encode() + raw, digest_size=16).hexdigest()
 
 
-def _require(exchange: Exchange, method: str) -> None:
+def _require(exchange: HttpExchange, method: str) -> None:
     if exchange.method != method:
         headers = ((b"allow", method.encode()),)
-        raise Refused(
+        raise HttpError(
             405, f"{exchange.method} {exchange.path}: valid is {method}", code="method_not_allowed", headers=headers
         )

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from headway.generator.endpoint.dialect import Piece, Setting, answers, event, usage
-from headway.generator.endpoint.fields import Asked, Fields, client_sampling
-from headway.generator.endpoint.refusals import Refused
-from headway.generator.recorded import Turn
-from headway.generator.recorder import Call, Request
+from headway.generator.endpoint.fields import Fields, ParsedRequest, client_sampling
+from headway.generator.endpoint.refusals import HttpError
+from headway.generator.recorded import RecordedTurn
+from headway.generator.recorder import CallRequest, RecordedCall
 from headway.records.conversations import RequestRefused
 from headway.tokens.messages import normal_messages, normal_tools
 from headway.tokens.output_parsing import client_form
@@ -24,7 +24,7 @@ class ChatCompletions:
 
     parsed = True
 
-    def read(self, body: Mapping[str, Any], setting: Setting) -> Asked:
+    def read(self, body: Mapping[str, Any], setting: Setting) -> ParsedRequest:
         fields = Fields(body)
         fields.listed("messages", setting.settings.max_messages)
         fields.listed("tools", setting.settings.max_tools)
@@ -37,7 +37,7 @@ class ChatCompletions:
         fields.only("top_logprobs", 0, why="the sampled token's alone is known; valid is 0")
         most = fields.integer("max_completion_tokens", 1, _MOST_TOKENS) or fields.integer("max_tokens", 1, _MOST_TOKENS)
         choices = fields.integer("n", 1, setting.settings.choices)
-        request = Request(
+        request = CallRequest(
             messages=normal_messages(fields.get("messages")),
             tools=tools,
             variables=_variables(fields),
@@ -47,7 +47,7 @@ class ChatCompletions:
             stop=fields.stop(),
             seed=fields.integer("seed", -(1 << 63), (1 << 63) - 1),
         )
-        return Asked(
+        return ParsedRequest(
             request=request,
             client=client_sampling(fields, fixed=setting.fixed_sampling),
             stream=fields.flag("stream"),
@@ -56,7 +56,7 @@ class ChatCompletions:
             body=body,
         )
 
-    def whole(self, asked: Asked, call: Call, setting: Setting) -> dict[str, Any]:
+    def whole(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
         return {
             "id": f"chatcmpl-{setting.answer_id}",
             "object": "chat.completion",
@@ -66,7 +66,7 @@ class ChatCompletions:
             "usage": usage(call),
         }
 
-    def writer(self, asked: Asked, call: Call, setting: Setting) -> ChatStream:
+    def writer(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> ChatStream:
         return ChatStream(asked, call, setting)
 
 
@@ -75,7 +75,7 @@ class ChatStream:
 
     ping = b": keepalive\n"  # without a blank line: some clients take that for an empty event
 
-    def __init__(self, asked: Asked, call: Call, setting: Setting) -> None:
+    def __init__(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> None:
         self._asked = asked
         self._call = call
         self._setting = setting
@@ -99,7 +99,7 @@ class ChatStream:
             return b""
         return self._chunk(piece.choice, delta, piece=piece)
 
-    def end(self, piece: Piece, turn: Turn) -> bytes:
+    def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
         written = self._setting.chat.written
         calls: list[dict[str, Any]] = client_form(turn.message, written).get("tool_calls", [])
         parts = [self.more(piece)]
@@ -115,7 +115,7 @@ class ChatStream:
             last = event({**self._same, "choices": [], "usage": usage(self._call)}) + last
         return last
 
-    def failed(self, refused: Refused) -> bytes:
+    def failed(self, refused: HttpError) -> bytes:
         return b"data: " + refused.openai() + b"\n\n"
 
     def _chunk(
@@ -128,7 +128,7 @@ class ChatStream:
         return event({**self._same, "choices": [entry], **self._usage})
 
 
-def _choice(number: int, turn: Turn, asked: Asked, setting: Setting) -> dict[str, Any]:
+def _choice(number: int, turn: RecordedTurn, asked: ParsedRequest, setting: Setting) -> dict[str, Any]:
     logprobs = None
     if asked.logprobs:
         logprobs = {"content": setting.texts.chat(turn.answer.ids, turn.logprobs), "refusal": None}
@@ -140,7 +140,7 @@ def _choice(number: int, turn: Turn, asked: Asked, setting: Setting) -> dict[str
     }
 
 
-def _finish_reason(turn: Turn) -> str:
+def _finish_reason(turn: RecordedTurn) -> str:
     return "tool_calls" if turn.message.calls else turn.finish_reason
 
 

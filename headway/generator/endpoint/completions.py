@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from headway.generator.endpoint.dialect import Piece, Setting, answers, event, usage
-from headway.generator.endpoint.fields import Asked, Fields, client_sampling
-from headway.generator.endpoint.refusals import Refused
-from headway.generator.recorded import Turn
-from headway.generator.recorder import Call, Request
+from headway.generator.endpoint.fields import Fields, ParsedRequest, client_sampling
+from headway.generator.endpoint.refusals import HttpError
+from headway.generator.recorded import RecordedTurn
+from headway.generator.recorder import CallRequest, RecordedCall
 from headway.records.conversations import RequestRefused
 from headway.tokens.output_parsing import OutputFormat, response_text
 
@@ -23,7 +23,7 @@ class Completions:
 
     parsed = False
 
-    def read(self, body: Mapping[str, Any], setting: Setting) -> Asked:
+    def read(self, body: Mapping[str, Any], setting: Setting) -> ParsedRequest:
         fields = Fields(body)
         choices = fields.integer("n", 1, setting.settings.choices) or 1
         fields.only("best_of", choices, why="this server samples just the n that are asked for")
@@ -31,14 +31,14 @@ class Completions:
         fields.only("suffix", "", why="this server only continues")
         logprobs = fields.get("logprobs")
         fields.only("logprobs", 0, False, why="the sampled token's alone is known; valid is 0")
-        request = Request(
+        request = CallRequest(
             prompt=_prompt(fields.get("prompt")),
             choices=choices,
             max_tokens=fields.integer("max_tokens", 1, _MOST_TOKENS) or _DEFAULT_TOKENS,
             stop=fields.stop(),
             seed=fields.integer("seed", -(1 << 63), (1 << 63) - 1),
         )
-        return Asked(
+        return ParsedRequest(
             request=request,
             client=client_sampling(fields, fixed=setting.fixed_sampling),
             stream=fields.flag("stream"),
@@ -47,7 +47,7 @@ class Completions:
             body=body,
         )
 
-    def whole(self, asked: Asked, call: Call, setting: Setting) -> dict[str, Any]:
+    def whole(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
         return {
             "id": f"cmpl-{setting.answer_id}",
             "object": "text_completion",
@@ -57,7 +57,7 @@ class Completions:
             "usage": usage(call),
         }
 
-    def writer(self, asked: Asked, call: Call, setting: Setting) -> CompletionStream:
+    def writer(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> CompletionStream:
         return CompletionStream(asked, call, setting)
 
 
@@ -66,7 +66,7 @@ class CompletionStream:
 
     ping = b": keepalive\n"
 
-    def __init__(self, asked: Asked, call: Call, setting: Setting) -> None:
+    def __init__(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> None:
         self._asked = asked
         self._call = call
         self._setting = setting
@@ -86,7 +86,7 @@ class CompletionStream:
             return b""
         return self._chunk(piece)
 
-    def end(self, piece: Piece, turn: Turn) -> bytes:
+    def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
         return self._chunk(piece, turn.finish_reason)
 
     def close(self) -> bytes:
@@ -95,7 +95,7 @@ class CompletionStream:
             last = event({**self._same, "choices": [], "usage": usage(self._call)}) + last
         return last
 
-    def failed(self, refused: Refused) -> bytes:
+    def failed(self, refused: HttpError) -> bytes:
         return b"data: " + refused.openai() + b"\n\n"
 
     def _chunk(self, piece: Piece, finish_reason: str | None = None) -> bytes:
@@ -112,12 +112,12 @@ class CompletionStream:
         return event({**self._same, "choices": [entry]})
 
 
-def completion_text(turn: Turn, setting: Setting) -> str:
+def completion_text(turn: RecordedTurn, setting: Setting) -> str:
     """What was sampled, to the letter, up to the first stop string."""
     return response_text(setting.chat.tokenizer, turn.answer.ids, PLAIN, turn.answer.stop)
 
 
-def _choice(number: int, turn: Turn, asked: Asked, setting: Setting) -> dict[str, Any]:
+def _choice(number: int, turn: RecordedTurn, asked: ParsedRequest, setting: Setting) -> dict[str, Any]:
     logprobs = setting.texts.completions(turn.answer.ids, turn.logprobs, 0) if asked.logprobs else None
     text = completion_text(turn, setting)
     return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": turn.finish_reason}

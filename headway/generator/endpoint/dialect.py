@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import msgspec
 
 from headway.config.endpoint import Endpoint
-from headway.generator.endpoint.fields import Asked
+from headway.generator.endpoint.fields import ParsedRequest
 from headway.generator.endpoint.logprobs import TokenTexts
-from headway.generator.endpoint.refusals import Refused
-from headway.generator.recorded import Turn
-from headway.generator.recorder import Call
+from headway.generator.endpoint.refusals import HttpError
+from headway.generator.recorded import RecordedTurn
+from headway.generator.recorder import RecordedCall
 from headway.tokens.continuing import Chat
 
 
@@ -40,7 +40,7 @@ class Piece:
     logprobs: Sequence[float] = ()
 
 
-class Writer(Protocol):
+class AnswerWriter(Protocol):
     """Writes one streamed answer. Every method gives the bytes of whole server-sent events."""
 
     ping: bytes  # says that the stream lives
@@ -49,13 +49,13 @@ class Writer(Protocol):
 
     def more(self, piece: Piece) -> bytes: ...
 
-    def end(self, piece: Piece, turn: Turn) -> bytes:
+    def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
         """The last piece of a choice, and what is known only at the end."""
         ...
 
     def close(self) -> bytes: ...
 
-    def failed(self, refused: Refused) -> bytes:
+    def failed(self, refused: HttpError) -> bytes:
         """In place of all that is missing."""
         ...
 
@@ -63,15 +63,15 @@ class Writer(Protocol):
 class Dialect(Protocol):
     """One API."""
 
-    def read(self, body: Mapping[str, Any], setting: Setting) -> Asked:
+    def read(self, body: Mapping[str, Any], setting: Setting) -> ParsedRequest:
         """Raises RequestRefused naming the field that is wrong."""
         ...
 
-    def whole(self, asked: Asked, call: Call, setting: Setting) -> dict[str, Any]:
+    def whole(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
         """The body of the answer to a call that was answered."""
         ...
 
-    def writer(self, asked: Asked, call: Call, setting: Setting) -> Writer: ...
+    def writer(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> AnswerWriter: ...
 
     @property
     def parsed(self) -> bool:
@@ -79,12 +79,12 @@ class Dialect(Protocol):
         ...
 
 
-def answers(call: Call) -> list[Turn]:
+def answers(call: RecordedCall) -> list[RecordedTurn]:
     """Those of a call that was answered, one for each choice."""
     return [turn for turn in call.turns if turn is not None]
 
 
-def usage(call: Call) -> dict[str, int]:
+def usage(call: RecordedCall) -> dict[str, int]:
     """Tokens of a call that was answered, in OpenAI's words."""
     prompt, completion = len(call.prompt_ids), sum(len(turn.answer.ids) for turn in answers(call))
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

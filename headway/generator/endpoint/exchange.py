@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from headway.config.endpoint import Endpoint
-from headway.generator.endpoint.refusals import Refused
+from headway.generator.endpoint.refusals import HttpError
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -20,7 +20,7 @@ class ClientGone(Exception):
     """The other side closed the connection, or reads nothing."""
 
 
-class Exchange:
+class HttpExchange:
     """*reading* -> *answered* (`reply`), or *streaming* (`begin_stream`, `write`) -> *answered* (`end_stream`)."""
 
     def __init__(self, scope: Message, receive: Receive, send: Send, settings: Endpoint, request_id: str) -> None:
@@ -46,7 +46,7 @@ class Exchange:
         return (token.strip() if kind.lower() == "bearer" else "") or self.header("x-api-key")
 
     async def body(self) -> bytes:
-        """All of it. Raises Refused: too large, or too slow."""
+        """All of it. Raises HttpError: too large, or too slow."""
         limit = self._settings.max_body_bytes
         pieces: list[bytes] = []
         size, more = 0, True
@@ -65,10 +65,10 @@ class Exchange:
                     more = message.get("more_body", False)
         except TimeoutError:
             what = f"the request isn't whole after {self._settings.body_timeout_s:g} s"
-            raise Refused(408, what, code="timeout", headers=((b"connection", b"close"),)) from None
+            raise HttpError(408, what, code="timeout", headers=((b"connection", b"close"),)) from None
         if size > limit:
             what = f"the request's body is larger than {limit} bytes"
-            raise Refused(413, what, code="request_too_large", headers=((b"connection", b"close"),))
+            raise HttpError(413, what, code="request_too_large", headers=((b"connection", b"close"),))
         return b"".join(pieces)
 
     def gone(self) -> asyncio.Task[None]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headway.generator.recorder import Request
+from headway.generator.recorder import CallRequest
 from headway.records.conversations import ClientSampling, RequestRefused
 
 _MOST_STOPS = 64
@@ -14,10 +14,10 @@ _LONGEST_STOP = 1024  # characters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class ParsedRequest:
     """A request of any of the APIs in one form."""
 
-    request: Request
+    request: CallRequest
     client: ClientSampling
     stream: bool
     include_usage: bool = False  # in a stream of OpenAI's

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headway.generator.endpoint.dialect import Piece, Setting, answers, event, usage
-from headway.generator.endpoint.fields import Asked, Fields, client_sampling
-from headway.generator.endpoint.refusals import Refused
-from headway.generator.recorded import Turn
-from headway.generator.recorder import Call, Request
+from headway.generator.endpoint.fields import Fields, ParsedRequest, client_sampling
+from headway.generator.endpoint.refusals import HttpError
+from headway.generator.recorded import RecordedTurn
+from headway.generator.recorder import CallRequest, RecordedCall
 from headway.records.conversations import RequestRefused
 from headway.tokens.messages import normal_messages, normal_tools
 
@@ -23,7 +23,7 @@ class Responses:
 
     parsed = True
 
-    def read(self, body: Mapping[str, Any], setting: Setting) -> Asked:
+    def read(self, body: Mapping[str, Any], setting: Setting) -> ParsedRequest:
         fields = Fields(body)
         fields.listed("input", setting.settings.max_messages)
         fields.listed("tools", setting.settings.max_tools)
@@ -34,19 +34,19 @@ class Responses:
         text = fields.mapping("text").get("format")
         if text not in (None, {"type": "text"}):
             raise RequestRefused(f"text.format: {_CONSTRAINED}; valid is {{'type': 'text'}}", param="text.format")
-        request = Request(
+        request = CallRequest(
             messages=normal_messages(_messages(fields)),
             tools=normal_tools(_tools(fields.get("tools"))),
             calls=fields.get("tool_choice") != "none",
             max_tokens=fields.integer("max_output_tokens", 1, _MOST_TOKENS),
         )
         client = client_sampling(fields, fixed=setting.fixed_sampling)
-        return Asked(request=request, client=client, stream=fields.flag("stream"), body=body)
+        return ParsedRequest(request=request, client=client, stream=fields.flag("stream"), body=body)
 
-    def whole(self, asked: Asked, call: Call, setting: Setting) -> dict[str, Any]:
+    def whole(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
         return _response(asked, setting, call)
 
-    def writer(self, asked: Asked, call: Call, setting: Setting) -> ResponseStream:
+    def writer(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> ResponseStream:
         return ResponseStream(asked, call, setting)
 
 
@@ -55,7 +55,7 @@ class ResponseStream:
 
     ping = b": keepalive\n"
 
-    def __init__(self, asked: Asked, call: Call, setting: Setting) -> None:
+    def __init__(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> None:
         self._asked = asked
         self._call = call
         self._setting = setting
@@ -82,7 +82,7 @@ class ResponseStream:
             self._texts["message"] += piece.content
         return b"".join(parts)
 
-    def end(self, piece: Piece, turn: Turn) -> bytes:
+    def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
         parts = [self.more(piece), self._shut()]
         for item in _output(turn, self._setting):
             if item["type"] != "function_call":
@@ -102,7 +102,7 @@ class ResponseStream:
         response = _response(self._asked, self._setting, self._call)
         return self._event(f"response.{response['status']}", response=response)
 
-    def failed(self, refused: Refused) -> bytes:
+    def failed(self, refused: HttpError) -> bytes:
         response = _response(self._asked, self._setting, None)
         error = {"code": "server_error", "message": str(refused)}
         return self._event("response.failed", response={**response, "status": "failed", "error": error})
@@ -207,7 +207,7 @@ def _tools(raw: Any) -> Any:
     ]
 
 
-def _response(asked: Asked, setting: Setting, call: Call | None) -> dict[str, Any]:
+def _response(asked: ParsedRequest, setting: Setting, call: RecordedCall | None) -> dict[str, Any]:
     """The response object; ``call``: once it is answered."""
     body, output = asked.body, list[dict[str, Any]]()
     status: str = "in_progress"
@@ -240,7 +240,7 @@ def _response(asked: Asked, setting: Setting, call: Call | None) -> dict[str, An
     }
 
 
-def _output(turn: Turn, setting: Setting) -> list[dict[str, Any]]:
+def _output(turn: RecordedTurn, setting: Setting) -> list[dict[str, Any]]:
     """An answer's items."""
     message, written = turn.message, setting.chat.written
     texts: Sequence[tuple[str, str]] = (
@@ -278,7 +278,7 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _usage(call: Call) -> dict[str, Any]:
+def _usage(call: RecordedCall) -> dict[str, Any]:
     tokens = usage(call)
     return {
         "input_tokens": tokens["prompt_tokens"],
