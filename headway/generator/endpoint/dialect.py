@@ -1,20 +1,24 @@
-"""What an API needs to be spoken: reading its requests, writing its answers, whole and as a stream."""
+"""The APIs that the endpoint speaks: reading their requests, writing their answers, whole and as a stream."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import msgspec
 
 from headway.config.endpoint import Endpoint
-from headway.generator.endpoint.fields import ParsedRequest
+from headway.generator.endpoint import fields
+from headway.generator.endpoint.fields import Field, ParsedRequest, Schema, Values
 from headway.generator.endpoint.logprobs import TokenTexts
 from headway.generator.endpoint.refusals import HttpError
 from headway.generator.recorded import RecordedTurn
-from headway.generator.recorder import RecordedCall
+from headway.generator.recorder import CallRequest, RecordedCall
 from headway.tokens.continuing import Chat
+
+_CONSTRAINED = "this server doesn't constrain what is sampled"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,43 +44,96 @@ class Piece:
     logprobs: Sequence[float] = ()
 
 
-class AnswerWriter(Protocol):
-    """Writes one streamed answer. Every method gives the bytes of whole server-sent events."""
+class AnswerWriter:
+    """Writes one streamed answer, as OpenAI's APIs do unless a dialect's own says otherwise. Every method gives the
+    bytes of whole server-sent events."""
 
-    ping: bytes  # says that the stream lives
+    ping = b": keepalive\n"  # says that the stream lives; without a blank line, which some clients take for an event
+    prefix = ""  # of the answer's id
+    kind = ""  # the "object" of every chunk
 
-    def begin(self) -> bytes: ...
+    def __init__(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> None:
+        self._asked = asked
+        self._call = call
+        self._setting = setting
+        self._same = envelope(self.prefix, self.kind, asked, setting)
 
-    def more(self, piece: Piece) -> bytes: ...
+    def begin(self) -> bytes:
+        """What comes before all pieces."""
+        return b""
+
+    def more(self, piece: Piece) -> bytes:
+        """News of a choice."""
+        raise NotImplementedError
 
     def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
         """The last piece of a choice, and what is known only at the end."""
-        ...
+        raise NotImplementedError
 
-    def close(self) -> bytes: ...
+    def close(self) -> bytes:
+        """What comes after all choices."""
+        last = b"data: [DONE]\n\n"
+        if self._asked.include_usage:
+            last = event({**self._same, "choices": [], "usage": usage(self._call)}) + last
+        return last
 
-    def failed(self, refused: HttpError) -> bytes:
-        """In place of all that is missing."""
-        ...
+    def failed(self, error: HttpError) -> bytes:
+        """An error in place of all that is missing."""
+        return b"data: " + error.openai() + b"\n\n"
 
 
-class Dialect(Protocol):
+class Dialect(ABC):
     """One API."""
+
+    parsed: ClassVar[bool] = True  # its answers are messages; else plain text
+    answer: ClassVar[Mapping[str, Schema]] = {}  # fields of a whole answer, with their schemas
+    writer: ClassVar[type[AnswerWriter]]  # of its streams
+
+    @abstractmethod
+    def fields(self, settings: Endpoint) -> dict[str, Field]:
+        """The fields of its requests beside those of all APIs: ``model``, ``stream``, how to sample."""
+
+    @abstractmethod
+    def request(self, values: Values) -> CallRequest:
+        """What the values of its fields ask for. Raises RequestRefused naming the field that is wrong."""
+
+    def all_fields(self, settings: Endpoint) -> dict[str, Field]:
+        """Every field of its requests that has an effect, or is refused."""
+        model = fields.raw({"type": "string"}, required=True)
+        return {"model": model, "stream": fields.flag(), **fields.sampling(), **self.fields(settings)}
 
     def read(self, body: Mapping[str, Any], setting: Setting) -> ParsedRequest:
         """Raises RequestRefused naming the field that is wrong."""
-        ...
+        values = fields.read(body, self.all_fields(setting.settings))
+        logprobs = values.get("logprobs")
+        return ParsedRequest(
+            request=self.request(values),
+            client=fields.client_sampling(values, fixed=setting.fixed_sampling),
+            stream=values["stream"],
+            include_usage=values.get("stream_options", {}).get("include_usage", False),
+            logprobs=logprobs is not None and logprobs is not False,
+            body=body,
+        )
 
+    @abstractmethod
     def whole(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
         """The body of the answer to a call that was answered."""
-        ...
 
-    def writer(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> AnswerWriter: ...
 
-    @property
-    def parsed(self) -> bool:
-        """Whether its answers are messages; else they are plain text."""
-        ...
+def envelope(prefix: str, kind: str, asked: ParsedRequest, setting: Setting) -> dict[str, Any]:
+    """What stands around the choices of OpenAI's answers, whole ones and chunks."""
+    identity = f"{prefix}-{setting.answer_id}"
+    return {"id": identity, "object": kind, "created": setting.created, "model": asked.body["model"]}
+
+
+def tool_choice() -> Field:
+    """Whether tools that are given may be called."""
+    return fields.only("auto", "none", why=f"{_CONSTRAINED}; valid are 'auto' and 'none'")
+
+
+def text_format() -> Field:
+    """What an answer's text is to be: any text."""
+    return fields.only({"type": "text"}, why=f"{_CONSTRAINED}; valid is {{'type': 'text'}}")
 
 
 def answers(call: RecordedCall) -> list[RecordedTurn]:

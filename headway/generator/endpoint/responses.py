@@ -3,62 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from headway.generator.endpoint.dialect import Piece, Setting, answers, event, usage
-from headway.generator.endpoint.fields import Fields, ParsedRequest, client_sampling
+from headway.config.endpoint import Endpoint
+from headway.generator.endpoint import fields
+from headway.generator.endpoint.dialect import (
+    AnswerWriter,
+    Dialect,
+    Piece,
+    Setting,
+    answers,
+    event,
+    text_format,
+    tool_choice,
+    usage,
+)
+from headway.generator.endpoint.fields import Field, ParsedRequest, Values
 from headway.generator.endpoint.refusals import HttpError
+from headway.generator.endpoint.schemas import INPUT, OUTPUT, RESPONSE_TOOLS
 from headway.generator.recorded import RecordedTurn
 from headway.generator.recorder import CallRequest, RecordedCall
 from headway.records.conversations import RequestRefused
 from headway.tokens.messages import normal_messages, normal_tools
 
-_MOST_TOKENS = 1 << 31
-_CONSTRAINED = "this server doesn't constrain what is sampled"
 _STATE = "this server keeps no responses: send the whole conversation as input"
 
 
-class Responses:
-    """``POST /v1/responses``."""
-
-    parsed = True
-
-    def read(self, body: Mapping[str, Any], setting: Setting) -> ParsedRequest:
-        fields = Fields(body)
-        fields.listed("input", setting.settings.max_messages)
-        fields.listed("tools", setting.settings.max_tools)
-        fields.only("previous_response_id", why=_STATE)
-        fields.only("conversation", why=_STATE)
-        fields.only("background", False, why="this server answers while the client waits")
-        fields.only("tool_choice", "auto", "none", why=f"{_CONSTRAINED}; valid are 'auto' and 'none'")
-        text = fields.mapping("text").get("format")
-        if text not in (None, {"type": "text"}):
-            raise RequestRefused(f"text.format: {_CONSTRAINED}; valid is {{'type': 'text'}}", param="text.format")
-        request = CallRequest(
-            messages=normal_messages(_messages(fields)),
-            tools=normal_tools(_tools(fields.get("tools"))),
-            calls=fields.get("tool_choice") != "none",
-            max_tokens=fields.integer("max_output_tokens", 1, _MOST_TOKENS),
-        )
-        client = client_sampling(fields, fixed=setting.fixed_sampling)
-        return ParsedRequest(request=request, client=client, stream=fields.flag("stream"), body=body)
-
-    def whole(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
-        return _response(asked, setting, call)
-
-    def writer(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> ResponseStream:
-        return ResponseStream(asked, call, setting)
-
-
-class ResponseStream:
+class ResponseStream(AnswerWriter):
     """Its events: each item of the output is added, filled and done."""
 
-    ping = b": keepalive\n"
-
     def __init__(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> None:
-        self._asked = asked
-        self._call = call
-        self._setting = setting
+        super().__init__(asked, call, setting)
         self._sequence = 0
         self._done = 0  # items
         self._open = ""  # type of the open item
@@ -102,10 +77,10 @@ class ResponseStream:
         response = _response(self._asked, self._setting, self._call)
         return self._event(f"response.{response['status']}", response=response)
 
-    def failed(self, refused: HttpError) -> bytes:
+    def failed(self, error: HttpError) -> bytes:
         response = _response(self._asked, self._setting, None)
-        error = {"code": "server_error", "message": str(refused)}
-        return self._event("response.failed", response={**response, "status": "failed", "error": error})
+        what = {"code": "server_error", "message": str(error)}
+        return self._event("response.failed", response={**response, "status": "failed", "error": what})
 
     def _into(self, kind: str) -> bytes:
         """Have an item of this type open."""
@@ -146,13 +121,44 @@ class ResponseStream:
         return event({"type": kind, "sequence_number": number, **data}, kind)
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
+class Responses(Dialect):
+    """``POST /v1/responses``."""
+
+    answer: ClassVar = OUTPUT
+    writer = ResponseStream
+
+    def fields(self, settings: Endpoint) -> dict[str, Field]:
+        return {
+            "input": fields.raw(INPUT, settings.max_messages, required=True),
+            "instructions": fields.raw({}),
+            "tools": fields.raw(RESPONSE_TOOLS, settings.max_tools),
+            "previous_response_id": fields.only(why=_STATE),
+            "conversation": fields.only(why=_STATE),
+            "background": fields.only(False, why="this server answers while the client waits"),
+            "tool_choice": tool_choice(),
+            "text": fields.structure(format=text_format()),
+            "max_output_tokens": fields.integer(1, fields.MOST_TOKENS),
+        }
+
+    def request(self, values: Values) -> CallRequest:
+        return CallRequest(
+            messages=normal_messages(_messages(values)),
+            tools=normal_tools(_tools(values["tools"])),
+            calls=values["tool_choice"] != "none",
+            max_tokens=values["max_output_tokens"],
+        )
+
+    def whole(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
+        return _response(asked, setting, call)
+
+
+def _messages(values: Values) -> list[dict[str, Any]]:
     """The conversation as the chat API writes it. Raises RequestRefused."""
     found: list[dict[str, Any]] = []
-    instructions = fields.get("instructions")
+    instructions = values["instructions"]
     if instructions:
         found.append({"role": "system", "content": instructions})
-    given = fields.get("input")
+    given = values["input"]
     items: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
         raise RequestRefused("input: a text or a list of items is needed", param="input")
@@ -176,7 +182,7 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
             _add(answer, kind, item, field)
         else:
             valid = "message, function_call, function_call_output and reasoning"
-            raise RequestRefused(f"{field}.type = {kind!r}: valid are {valid}", param=f"{field}.type")
+            raise RequestRefused(f"{field}.type = {fields.shown(kind)}: valid are {valid}", param=f"{field}.type")
     return found
 
 
