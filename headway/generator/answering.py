@@ -59,6 +59,10 @@ class InflightCall:
         """What was sampled of it so far, as results that nobody gets."""
         return [GenerationResult(request_id="", response=p, finish_reason="abort") for p in self.partials]
 
+    def note_received(self, received: bool = True) -> None:
+        """See `Recorder.note_received`."""
+        self._recorder.note_received(self.call, received)
+
     def join(self, listener: Callable[[], object]) -> Callable[[], None]:
         """Wait for it: ``listener`` is told of every change, not of how things stand. Returns how to leave."""
         self._listeners.add(listener)

@@ -14,7 +14,7 @@ from headway.tokens.messages import Message
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class RecordedTurn:
-    """An answer that was sampled and handed out."""
+    """An answer that was sampled."""
 
     number: int  # in the order of answers
     call: int
@@ -28,6 +28,7 @@ class RecordedTurn:
     finish_reason: Literal["stop", "length"]
     own_limit: bool = False  # it was its client that cut it, not the context or a limit of the rollout's
     messages: int  # of the request, and the answer: where it stands in a conversation that goes on
+    received: bool = False  # a client got every byte of it: only then do its tokens carry loss
     children: list[RecordedTurn] = field(default_factory=list["RecordedTurn"])
 
     @property
@@ -69,11 +70,19 @@ def ids_to(turn: RecordedTurn | None) -> list[int]:
 
 
 def branches_of(turns: Sequence[RecordedTurn]) -> tuple[Branch, ...]:
-    """One sequence for every answer that nothing goes on from: that of the latest call, then in the order of calls.
+    """One sequence for every received answer that nothing received goes on from: that of the latest call, then in the
+    order of calls.
 
-    Each answer is learned in the first of them that holds it; it has the same tokens before it in all of them.
+    Each answer is learned in the first of them that holds it; it has the same tokens before it in all of them. One that
+    no client received is masked where others go on from it, and left out elsewhere.
     """
-    ends = [turn for turn in turns if not turn.children]
+    kept: set[int] = set()  # those that a received one goes on from
+    ends: list[RecordedTurn] = []
+    for turn in reversed(turns):  # whoever goes on from an answer has a higher number
+        if turn.received and turn.number not in kept:
+            ends.append(turn)
+        if turn.parent is not None and (turn.received or turn.number in kept):
+            kept.add(turn.parent.number)
     if not ends:
         return ()
     trunk = max(ends, key=lambda turn: (turn.call, -turn.choice))
@@ -109,7 +118,7 @@ def _branch(before: Sequence[RecordedTurn], own: Sequence[RecordedTurn]) -> Bran
             ends.append(len(ids))
         ids += sampled
         logprobs += turn.logprobs
-        mask += [True] * len(sampled)
+        mask += [turn.received] * len(sampled)
         for span in turn.versions:
             _extend(versions, span.version, span.tokens)
     ends.append(len(ids))

@@ -72,6 +72,7 @@ class RecordedCall:
     fingerprint: str = ""
     state: Literal["open", "answered", "abandoned"] = "open"
     turns: tuple[RecordedTurn | None, ...] = ()  # by choice; None: its generation failed or gave nothing
+    readers: int = 0  # clients that got every byte of its answers
 
     def forget_question(self) -> None:
         """Its answers are what a retry repeats: the conversation before them needn't be kept with every call."""
@@ -100,6 +101,8 @@ class Recorder:
         results = [await generate(call.prompt_ids, call.max_tokens, purpose) for purpose in call.purposes]
         recorder.commit(call, results)
         answers = [turn.message for turn in call.turns if turn is not None]
+        ...  # hand them out
+        recorder.note_received(call)
 
     Calls may be open side by side; every method is synchronous and whole.
     """
@@ -124,6 +127,7 @@ class Recorder:
         self._earlier: dict[str, RecordedCall] = {}  # by fingerprint, the newest
         self._repeatable: deque[RecordedCall] = deque()  # the answered ones among them
         self._siblings: Counter[str] = Counter()  # choices begun, by what was asked
+        self._unread: dict[int, RecordedCall] = {}  # by number: answered, but no client has got all of it
         self._causes: Counter[str] = Counter()
         self._begun = self._abandoned_calls = self._sampled = self._abandoned_tokens = 0
         self._resumes = self._reprefills = 0
@@ -196,9 +200,10 @@ class Recorder:
         return call
 
     def commit(self, call: RecordedCall, results: Sequence[GenerationResult]) -> None:
-        """Record the results of an open call, one for each choice. What failed or was aborted is abandoned, choice by
-        choice. No-op for a call that was abandoned meanwhile (its rollout was closed, say). Raises ValueError for
-        results that aren't token-exact, and for a call that was answered; nothing is recorded then."""
+        """Record the results of an open call, one for each choice, without loss until `note_received`. What failed or
+        was aborted is abandoned, choice by choice. No-op for a call that was abandoned meanwhile (its rollout was
+        closed, say). Raises ValueError for results that aren't token-exact, and for a call that was answered; nothing
+        is recorded then."""
         if call.state == "abandoned":
             return
         if len(results) != call.request.choices:
@@ -215,9 +220,26 @@ class Recorder:
         if None in call.turns:  # its caller is told so, and may try again
             self._forget(call)
         if any(call.turns):
-            self._causes[call.cause] += 1
+            self._unread[call.number] = call
         else:
             self._abandoned_calls += 1
+
+    def note_received(self, call: RecordedCall, received: bool = True) -> None:
+        """A client got every byte of an answered call: from then on its tokens carry loss. ``received`` False: it
+        turned out not to have read what it was sent. No-op for a call without an answer."""
+        turns = [turn for turn in call.turns if turn is not None]
+        if not turns:
+            return
+        before, call.readers = call.readers > 0, call.readers + (1 if received else -1)
+        for turn in turns:
+            turn.received = call.readers > 0
+        if before == turns[0].received:
+            return
+        self._causes[call.cause] += -1 if before else 1
+        if before:
+            self._unread[call.number] = call
+        else:
+            del self._unread[call.number]
 
     def abandon(self, call: RecordedCall, results: Sequence[GenerationResult] = ()) -> None:
         """Its caller has left, or it failed: what ``results`` hold is counted, and no loss is taken of it. No-op for a
@@ -232,17 +254,19 @@ class Recorder:
             self._abandoned_tokens += len(result.response.ids)
 
     def close(self) -> RecordedConversation:
-        """The conversation as it stands. No request is taken from now on; open calls count as abandoned."""
+        """The conversation as it stands. No request is taken from now on; open calls, and answers that no client
+        received, count as abandoned."""
         self._closed = True
         for call in list(self._open):
             self.abandon(call)
+        lost = [turn for call in self._unread.values() for turn in call.turns if turn is not None]
         conversation = RecordedConversation(
             branches=branches_of(self._turns),
-            turns=len(self._turns),
+            turns=len(self._turns) - len(lost),
             calls=sum(self._causes.values()),
-            abandoned_calls=self._abandoned_calls,
-            abandoned_tokens=self._abandoned_tokens,
-            causes=dict(self._causes),
+            abandoned_calls=self._abandoned_calls + len(self._unread),
+            abandoned_tokens=self._abandoned_tokens + sum(len(turn.answer.ids) for turn in lost),
+            causes=dict(+self._causes),
             cut=self._cut,
             first_token_s=self._first_token_s,
             resumes=self._resumes,

@@ -152,6 +152,8 @@ class Session:
         return self._said(call)
 
     def _said(self, call: RecordedCall) -> Said:
+        """The answer of a call for its caller in this process, who has it at once."""
+        self.recorder.note_received(call)
         turn = call.turns[0]
         assert turn is not None
         return Said(message=client_form(turn.message, self.chat.written), cut=turn.finish_reason == "length")

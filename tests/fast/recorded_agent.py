@@ -247,7 +247,7 @@ class Agent:
                 continue
             if self.random.random() < 0.1:
                 results[0] = msgspec.structs.replace(results[0], finish_reason="error")
-            self.recorder.commit(call, results)
+            committed(self.recorder, call, results)
             turn = self.random.choice(call.turns)
             if turn is not None:
                 answer = self.returned(turn.message)
@@ -315,5 +315,11 @@ def spelled(text: str, kind: str = "qwen2.5", *, ended: bool = True) -> list[int
 def said(record: Recorder, text: str, *messages: dict[str, Any], **options: Any) -> RecordedCall:
     """A call answered with ``text``, once for each choice."""
     call = record.begin(request(*messages, **options))
-    record.commit(call, [result(spelled(text)) for _ in range(call.request.choices)])
+    committed(record, call, [result(spelled(text)) for _ in range(call.request.choices)])
     return call
+
+
+def committed(record: Recorder, call: RecordedCall, results: list[GenerationResult]) -> None:
+    """A call answered with ``results``, which its client got."""
+    record.commit(call, results)
+    record.note_received(call)

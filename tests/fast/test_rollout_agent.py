@@ -94,6 +94,7 @@ async def answered(session: Session, text: str, **options: Any) -> list[Any]:
         leave()
     if answering.error is not None:
         raise answering.error
+    answering.note_received()
     return list(answering.call.turns)
 
 

@@ -68,6 +68,7 @@ async def ask(session: Session, text: str = "1+2?", **client: Any) -> None:
     assert answering.task is not None
     await answering.task
     assert answering.error is None
+    answering.note_received()
 
 
 def test_calls_of_one_key_and_one_name_are_a_rollout() -> None:

@@ -150,6 +150,7 @@ def test_a_session_that_is_over_is_freed_without_the_collector() -> None:
             answering = session.call(CallRequest(messages=messages))
             assert answering.task is not None
             await answering.task
+            answering.note_received()
             (turn,) = answering.call.turns
             assert turn is not None
             messages = (*messages, turn.message, *messages[:1])

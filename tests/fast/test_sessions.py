@@ -86,6 +86,7 @@ async def client(session: Any, chance: random.Random, clock: Clock, number: int)
                 leave()
             if answering.over and answering.error is None:
                 turns = answering.call.turns
+                answering.note_received()
                 break
         if not turns:
             return

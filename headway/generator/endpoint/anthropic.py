@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
+
+import msgspec
 
 from headway.config.endpoint import Endpoint
 from headway.generator.endpoint import fields
@@ -15,7 +16,7 @@ from headway.generator.endpoint.schemas import ANTHROPIC_TOOLS, MESSAGE, MESSAGE
 from headway.generator.recorded import RecordedTurn
 from headway.generator.recorder import CallRequest, RecordedCall
 from headway.records.conversations import RequestRefused
-from headway.tokens.messages import normal_messages
+from headway.tokens.messages import json_text, normal_messages
 
 _RAW = "raw_arguments"  # of a call whose arguments are no object, which a client couldn't be handed otherwise
 
@@ -52,7 +53,7 @@ class MessageStream(AnswerWriter):
         for block in _blocks(turn, self._setting):
             if block["type"] == "tool_use":
                 parts += [self._shut(), self._into({**block, "input": {}})]
-                written = json.dumps(block["input"], ensure_ascii=False)
+                written = msgspec.json.encode(block["input"]).decode()
                 parts.append(self._delta({"type": "input_json_delta", "partial_json": written}))
         return b"".join([*parts, self._shut()])
 
@@ -154,7 +155,7 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], field: str) -> list[dict[str
         kind = block.get("type")
         if kind == "tool_use":
             given: Any = block.get("input")
-            written = given.get(_RAW) if isinstance(given, Mapping) and list(given) == [_RAW] else json.dumps(given)
+            written = given.get(_RAW) if isinstance(given, Mapping) and list(given) == [_RAW] else json_text(given)
             calls.append({"id": block.get("id"), "function": {"name": block.get("name"), "arguments": written}})
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
@@ -220,8 +221,8 @@ def _blocks(turn: RecordedTurn, setting: Setting) -> list[dict[str, Any]]:
 
 def _input(arguments: str) -> dict[str, Any]:
     try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        value = msgspec.json.decode(arguments or "{}")  # strictly: no NaN, no half of a surrogate pair
+    except (msgspec.DecodeError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {_RAW: arguments}
 

@@ -21,7 +21,7 @@ from headway.generator.endpoint.anthropic import Messages
 from headway.generator.endpoint.chat import ChatCompletions
 from headway.generator.endpoint.completions import Completions
 from headway.generator.endpoint.dialect import Dialect, Setting
-from headway.generator.endpoint.exchange import ClientGone, HttpExchange, Message, Receive, Send
+from headway.generator.endpoint.exchange import STOPPING, ClientGone, HttpExchange, Message, Receive, Send
 from headway.generator.endpoint.logprobs import TokenTexts
 from headway.generator.endpoint.refusals import HttpError, http_error
 from headway.generator.endpoint.responses import Responses
@@ -97,6 +97,9 @@ class App:
             await self._answer(exchange)
         except ClientGone:
             pass
+        except asyncio.CancelledError:
+            await self._refuse(exchange, HttpError(503, STOPPING, code="server_stopping"))
+            raise
         except Exception as error:  # the edge's one capture point: whatever it is, the client gets a response
             await self._refuse(exchange, error)
         finally:
@@ -145,6 +148,7 @@ class App:
             if answering.error is not None:
                 raise answering.error
             await exchange.reply(200, msgspec.json.encode(dialect.whole(asked, answering.call, setting)))
+            exchange.note_received(answering.note_received)
 
     async def _count(self, exchange: HttpExchange) -> None:
         """Tokens of a request of Anthropic's API, which is not recorded."""

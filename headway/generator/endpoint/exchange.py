@@ -16,6 +16,18 @@ Send = Callable[[Any], Awaitable[None]]
 _DISCARDED = 4  # times the largest body is read before it is refused: a client that is still sending hears no answer
 
 
+STOPPING = "the server is stopping"
+CONNECTION = "headway.connection"  # extension of the ASGI scope: a Connection
+
+
+class Connection:
+    """What a server knows of one exchange's connection, beyond ASGI."""
+
+    def __init__(self) -> None:
+        self.lost = False  # it is closed; set before anything else runs
+        self.on_reset: Callable[[], object] | None = None  # called when the client closes without having read it all
+
+
 class ClientGone(Exception):
     """The other side closed the connection, or reads nothing."""
 
@@ -30,6 +42,7 @@ class HttpExchange:
         self.streaming = False
         self.answered = False
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
+        self._connection: Connection = scope.get("extensions", {}).get(CONNECTION) or Connection()
         self._receive = receive
         self._send = send
         self._settings = settings
@@ -97,9 +110,16 @@ class HttpExchange:
         """A piece of the stream. Raises ClientGone."""
         await self._bounded({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def end_stream(self) -> None:
+    async def end_stream(self, last: bytes) -> None:
+        """Its last piece, in one write with the response's end: nothing is left unread behind it. Raises ClientGone."""
         self.answered = True
-        await self._bounded({"type": "http.response.body", "body": b""})
+        await self._bounded({"type": "http.response.body", "body": last})
+
+    def note_received(self, note: Callable[[bool], object]) -> None:
+        """Call ``note(True)``: the response was sent to its end. If the client closes the connection without having
+        read all of it, ``note(False)`` follows: a request behind it, on the same connection, says that it has."""
+        note(True)
+        self._connection.on_reset = lambda: note(False)
 
     def close(self) -> None:
         """Wait for the client no longer. Behind a whole response the server says by itself that it has left."""
@@ -117,5 +137,7 @@ class HttpExchange:
             async with asyncio.timeout(self._settings.body_timeout_s):
                 for message in messages:
                     await self._send(message)
-        except TimeoutError:
+        except OSError:  # also a TimeoutError
             raise ClientGone from None
+        if self._connection.lost:
+            raise ClientGone

@@ -23,6 +23,7 @@ _TYPES = {
     413: ("invalid_request_error", "request_too_large"),
     429: ("rate_limit_error", "rate_limit_error"),
     500: ("server_error", "api_error"),
+    503: ("server_error", "api_error"),
     504: ("server_error", "timeout_error"),
 }
 

@@ -13,6 +13,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headway.config.endpoint import Endpoint
+from headway.generator.endpoint.exchange import CONNECTION, Connection
 from headway.records.errors import ConfigurationError
 from headway.runtime.addresses import split_address
 
@@ -87,6 +88,7 @@ def _protocol(connections: int, timeout_s: float) -> type[HttpToolsProtocol]:
             self.in_head = True
             self.unfinished_bytes = 0  # of a head that isn't whole
             self.messages = 0  # that were
+            self.unread: list[Connection] = []  # of exchanges whose responses the client may not have read
             self.deadline: asyncio.TimerHandle | None = self.loop.call_later(timeout_s, self.refuse_late)
             if len(self.connections) > connections:
                 transport.abort()
@@ -108,6 +110,12 @@ def _protocol(connections: int, timeout_s: float) -> type[HttpToolsProtocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             if self.deadline is not None:
                 self.deadline.cancel()
+            sock = self.transport.get_extra_info("socket")
+            reset = exc is not None or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+            for exchange in self.unread:
+                exchange.lost = True
+                if reset and exchange.on_reset is not None:
+                    exchange.on_reset()
             super().connection_lost(exc)
 
         def on_headers_complete(self) -> None:
@@ -115,6 +123,10 @@ def _protocol(connections: int, timeout_s: float) -> type[HttpToolsProtocol]:
             if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > _HEAD_BYTES:
                 self.refuse_head()
                 raise httptools.HttpParserError("the request's head is too large")  # ends the parsing
+            if self.cycle is None or self.cycle.response_complete:
+                self.unread.clear()  # who goes on has read what came before
+            self.unread.append(Connection())
+            self.scope["extensions"] = {CONNECTION: self.unread[-1]}
             super().on_headers_complete()
 
         def on_message_complete(self) -> None:

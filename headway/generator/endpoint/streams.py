@@ -7,9 +7,9 @@ import asyncio
 from headway.generator.answering import InflightCall
 from headway.generator.endpoint.completions import completion_text
 from headway.generator.endpoint.dialect import Dialect, Piece, Setting, answers
-from headway.generator.endpoint.exchange import ClientGone, HttpExchange
+from headway.generator.endpoint.exchange import STOPPING, ClientGone, HttpExchange
 from headway.generator.endpoint.fields import ParsedRequest
-from headway.generator.endpoint.refusals import http_error
+from headway.generator.endpoint.refusals import HttpError, http_error
 from headway.generator.recorded import RecordedTurn
 from headway.records.generation import PartialResponse
 from headway.tokens.output_parsing import begins_inside_reasoning
@@ -41,12 +41,16 @@ async def stream(
             if not await _news(news, answering, setting.settings.stream_ping_s):
                 await exchange.write(writer.ping)
         if answering.error is not None:
-            await _write(exchange, writer.failed(http_error(answering.error)))
+            await exchange.end_stream(writer.failed(http_error(answering.error)))
         else:
             turns = answers(answering.call)
             last = [writer.end(choice.last(turn), turn) for choice, turn in zip(choices, turns, strict=True)]
-            await _write(exchange, b"".join([*last, writer.close()]))
-        await exchange.end_stream()
+            await exchange.end_stream(b"".join([*last, writer.close()]))
+            exchange.note_received(answering.note_received)
+    except asyncio.CancelledError:
+        if exchange.streaming:
+            await exchange.end_stream(writer.failed(HttpError(503, STOPPING)))
+        raise
     finally:
         leave()
 
