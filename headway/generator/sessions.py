@@ -225,7 +225,7 @@ class Sessions:
             on_client_sampling=self._note,
             on_seal=self._revoke,
         )
-        self._open[_digest(key)] = self._rewarding[_digest(session.reward_key)] = session
+        self._open[key_digest(key)] = self._rewarding[key_digest(session.reward_key)] = session
         return session
 
     def session(self, key: str, name: str = "") -> Session:
@@ -233,7 +233,7 @@ class Sessions:
         matter: a rollout's calls are all its own. Raises KeyRefused, or RequestRefused for one that has ended."""
         if not key:
             raise KeyRefused("no API key: send 'Authorization: Bearer KEY', or 'x-api-key: KEY'")
-        digest = _digest(key)
+        digest = key_digest(key)
         session = self._open.get(digest)
         if session is None:
             if digest in self._sealed:
@@ -243,7 +243,7 @@ class Sessions:
 
     def rollout(self, key: str, rollout: str) -> Session:
         """The one of this name, if ``key`` posts its reward. Raises as `session`, and NoSuchRollout."""
-        session = self._rewarding.get(_digest(key))
+        session = self._rewarding.get(key_digest(key))
         if session is None and self.session(key).rollout == rollout:
             raise RequestRefused("this key takes calls, and posts no reward: docs/agents.md", code="reward_refused")
         if session is None or session.rollout != rollout:
@@ -251,7 +251,7 @@ class Sessions:
         return session
 
     def _revoke(self, session: Session) -> None:
-        digest, rewarding = _digest(session.key), _digest(session.reward_key)
+        digest, rewarding = key_digest(session.key), key_digest(session.reward_key)
         del self._open[digest], self._rewarding[rewarding]
         self._sealed[digest] = self._sealed[rewarding] = None
         while len(self._sealed) > _SEALED_KEPT:
@@ -288,5 +288,6 @@ def new_recorder(chat: Chat, settings: Endpoint, context_tokens: int) -> Recorde
     return Recorder(chat, limits, settings.history_reasoning)
 
 
-def _digest(key: str) -> bytes:
+def key_digest(key: str) -> bytes:
+    """What a key is looked up by, and recorded as: it can't be turned back."""
     return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()

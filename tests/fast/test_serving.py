@@ -120,6 +120,22 @@ def test_a_session_is_over_when_it_is_not_used_for_long() -> None:
     assert msgspec.convert(data, RecordedConversation) == over[1].seal()
 
 
+def test_recorded_lines_of_one_name_tell_their_keys_apart() -> None:
+    over: list[Session] = []
+
+    async def main(clock: Clock) -> None:
+        access, _ = sessions(clock, KEYS, over=over)
+        for key in KEYS:
+            await ask(access.session(key, "same"))
+        access.seal_all()
+
+    run_virtual(main)
+    lines = [json.loads(recorded_line(session) or b"") for session in over]
+    assert [line["rollout"] for line in lines] == ["same", "same"]
+    assert len({line["key"] for line in lines}) == 2
+    assert all(len(line["key"]) == 16 and key not in str(line) for line, key in zip(lines, KEYS, strict=True))
+
+
 def test_the_client_says_how_it_is_sampled() -> None:
     async def main(clock: Clock) -> list[GenerationRequest]:
         access, engine = sessions(clock)
