@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from headway.runtime.clock import Clock, RealClock
 from headway.runtime.collector import short_collections
 from headway.runtime.line_file import LineFile
 from headway.runtime.workers import LocalLauncher
+from headway.services.serve_metrics import ServeMetrics
 from headway.services.session_record import SessionRecord
 from headway.tokens.continuing import Chat
 from headway.tokens.tokenizer import Tokenizer
@@ -158,7 +159,12 @@ async def served_pool(
     chat = Chat(tokenizer, experiment.endpoint.tools)
     sample_of = sampling(pool.generate, tokenizer, pool.limiter.place)
     access = ServedSessions(chat, experiment, sample_of, clock, keys, on_over)
-    app = App(access, chat, experiment.endpoint, experiment.model.path, experiment.max_sequence_tokens)
+
+    def metrics(responses: Mapping[tuple[str, int], int]) -> bytes:
+        return ServeMetrics(responses, pool.routing(), pool.worker_states, len(access), access.kept_tokens).text()
+
+    tokens = experiment.max_sequence_tokens
+    app = App(access, chat, experiment.endpoint, experiment.model.path, tokens, metrics=metrics)
     try:
         async with serving(app, experiment.endpoint, listener) as address:
             yield address, access
@@ -269,6 +275,14 @@ class ServedSessions:
         self._on_over = on_over
         self._named: OrderedDict[_Name, _Named] = OrderedDict()  # the longest unused first
         self._kept_tokens = 0  # of all of them
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    @property
+    def kept_tokens(self) -> int:
+        """Of all sessions with a name."""
+        return self._kept_tokens
 
     def session(self, key: str, name: str = "") -> Session:
         """See :class:`headway.generator.endpoint.app.Access`."""

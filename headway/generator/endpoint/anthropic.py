@@ -103,8 +103,6 @@ class Messages(Dialect):
         }
 
     def request(self, values: Values) -> CallRequest:
-        if values["max_tokens"] is None:
-            raise RequestRefused("max_tokens: field required", param="max_tokens")
         return CallRequest(
             messages=normal_messages(openai_messages(values)),
             tools=openai_tools(values["tools"]),

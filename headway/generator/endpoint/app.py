@@ -7,8 +7,8 @@ import contextlib
 import hashlib
 import itertools
 import logging
-import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any, Protocol, TypeVar
@@ -17,12 +17,14 @@ import msgspec
 
 from headway.config.endpoint import Endpoint
 from headway.generator.answering import InflightCall
+from headway.generator.endpoint import fields
 from headway.generator.endpoint.anthropic import Messages
 from headway.generator.endpoint.chat import ChatCompletions
 from headway.generator.endpoint.completions import Completions
 from headway.generator.endpoint.dialect import Dialect, Setting
 from headway.generator.endpoint.exchange import STOPPING, ClientGone, HttpExchange, Message, Receive, Send
 from headway.generator.endpoint.logprobs import TokenTexts
+from headway.generator.endpoint.openapi import REWARD, document
 from headway.generator.endpoint.refusals import HttpError, http_error
 from headway.generator.endpoint.responses import Responses
 from headway.generator.endpoint.streams import stream
@@ -45,7 +47,7 @@ _ROLLOUTS = "/v1/rollouts/"
 _REWARD = "/reward"
 _LARGE_BYTES = 20_000  # of a request: encoding what is in a larger one would have others wait for too long
 _THREADS = 2  # that encode large requests
-_LARGEST = sys.float_info.max
+Counted = Counter[tuple[str, int]]  # by route and status; 0: the client left before
 
 
 class Access(Protocol):
@@ -75,9 +77,10 @@ class App:
         context_tokens: int,
         *,
         now_s: Callable[[], float] = time.time,
+        metrics: Callable[[Counted], bytes] | None = None,
     ) -> None:
         """``model_path``: of the folder, whose name requests may call the model by. ``now_s``: seconds since the epoch,
-        which answers say they were made at."""
+        which answers say they were made at. ``metrics``: what `/metrics` says; None: there is none."""
         self._access = access
         self._chat = chat
         self._settings = settings
@@ -85,6 +88,8 @@ class App:
         self._names = (settings.model, PurePath(model_path).name, model_path, *settings.aliases)
         self._texts = TokenTexts(chat.tokenizer)
         self._now_s = now_s
+        self._metrics = metrics
+        self._responses: Counted = Counter()
         self._numbers = itertools.count(1)
         self._decoder = msgspec.json.Decoder()
         self._threads = asyncio.Semaphore(_THREADS)
@@ -103,12 +108,22 @@ class App:
         except Exception as error:  # the edge's one capture point: whatever it is, the client gets a response
             await self._refuse(exchange, error)
         finally:
+            self._responses[_route(exchange.path), exchange.status] += 1
             exchange.close()
 
     async def _answer(self, exchange: HttpExchange) -> None:
         method, path = exchange.method, exchange.path
-        if path in ("/health", "/") and method == "GET":
+        if path in ("/health", "/"):
+            _require(exchange, "GET")
             await exchange.reply(200, b'{"status":"ok"}')
+        elif path == "/openapi.json":
+            _require(exchange, "GET")
+            described = document(self._settings, _DIALECTS, metrics=self._metrics is not None)
+            await exchange.reply(200, msgspec.json.encode(described))
+        elif path == "/metrics" and self._metrics is not None:
+            _require(exchange, "GET")
+            self._access.session(exchange.key)
+            await exchange.reply(200, self._metrics(self._responses), kind=b"text/plain; version=0.0.4; charset=utf-8")
         elif path in _DIALECTS:
             _require(exchange, "POST")
             await self._call(exchange, _DIALECTS[path])
@@ -170,12 +185,8 @@ class App:
         session = self._access.rollout(exchange.key, rollout)
         with session.attended():
             body = self._decoded(await exchange.body())
-        reward, solved = body.get("reward"), body.get("solved")
-        if isinstance(reward, bool) or not (isinstance(reward, int | float) and -_LARGEST <= reward <= _LARGEST):
-            raise RequestRefused(f"reward = {reward!r}: a finite number is needed", param="reward")
-        if solved is not None and not isinstance(solved, bool):
-            raise RequestRefused(f"solved = {solved!r}: valid is true or false", param="solved")
-        session.post_reward(float(reward), solved)
+        values = fields.read(body, REWARD)
+        session.post_reward(values["reward"], values["solved"])
         posted = {"rollout": rollout, "reward": session.reward, "solved": session.solved}
         await exchange.reply(200, msgspec.json.encode(posted))
 
@@ -265,6 +276,14 @@ def _identity(exchange: HttpExchange, raw: bytes) -> str:
     if not named:
         return ""
     return hashlib.blake2b(f"{exchange.path}\n{named}\n".encode() + raw, digest_size=16).hexdigest()
+
+
+def _route(path: str) -> str:
+    """What responses are counted by: a label of few values."""
+    if path in _DIALECTS or path in (_COUNT, "/health", "/metrics"):
+        return path
+    known = [prefix for prefix in (_MODELS, _ROLLOUTS) if path.startswith(prefix)]
+    return known[0] if known else "other"
 
 
 def _require(exchange: HttpExchange, method: str) -> None:

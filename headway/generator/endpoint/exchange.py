@@ -39,6 +39,7 @@ class HttpExchange:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.request_id = request_id
+        self.status = 0  # of the response; 0: there is none
         self.streaming = False
         self.answered = False
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -94,10 +95,12 @@ class HttpExchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    async def reply(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        """The whole response, JSON."""
+    async def reply(
+        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (), kind: bytes = b"application/json"
+    ) -> None:
+        """The whole response."""
         length = (b"content-length", str(len(body)).encode())
-        head = self._head(status, b"application/json", [length, *headers])
+        head = self._head(status, kind, [length, *headers])
         self.answered = True
         await self._bounded(head, {"type": "http.response.body", "body": body})
 
@@ -127,7 +130,7 @@ class HttpExchange:
             self._gone.cancel()
 
     def _head(self, status: int, kind: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Message:
-        name = self.request_id.encode()
+        self.status, name = status, self.request_id.encode()
         named = [(b"content-type", kind), (b"x-request-id", name), (b"request-id", name), *headers]
         return {"type": "http.response.start", "status": status, "headers": named}
 

@@ -38,14 +38,17 @@ class Field:
     read: Callable[[str, Any], Any]
     schema: Schema
     default: Any = None  # where it isn't given, or null
-    required: bool = False  # by the API; whoever reads it refuses a request without
+    required: bool = False
 
 
 def read(body: Mapping[str, Any], fields: Mapping[str, Field], within: str = "") -> dict[str, Any]:
-    """Every field's value, in the order of ``fields``; ``within``: what errors put before their names."""
+    """Every field's value, in the order of ``fields``; ``within``: what errors put before their names. Raises
+    RequestRefused."""
     values: dict[str, Any] = {}
     for name, field in fields.items():
         value = body.get(name)
+        if value is None and field.required:
+            raise RequestRefused(f"{within}{name}: field required", param=within + name)
         values[name] = field.default if value is None else field.read(within + name, value)
     return values
 
@@ -72,7 +75,7 @@ def raw(schema: Schema, most: int | None = None, *, required: bool = False) -> F
     return Field(checked, {**schema, **limit}, required=required)
 
 
-def number(low: float, high: float, smallest: float = 0.0) -> Field:
+def number(low: float, high: float, smallest: float = 0.0, *, required: bool = False) -> Field:
     """A number in [low, high]; one above 0 is at least ``smallest``."""
 
     def checked(name: str, value: Any) -> float:
@@ -84,7 +87,7 @@ def number(low: float, high: float, smallest: float = 0.0) -> Field:
 
     if smallest:
         return Field(checked, {"anyOf": [{"const": 0}, {"type": "number", "minimum": smallest, "maximum": high}]})
-    return Field(checked, {"type": "number", "minimum": low, "maximum": high})
+    return Field(checked, {"type": "number", "minimum": low, "maximum": high}, required=required)
 
 
 def integer(low: int, high: int, *, required: bool = False) -> Field:
@@ -96,13 +99,13 @@ def integer(low: int, high: int, *, required: bool = False) -> Field:
     return Field(checked, {"type": "integer", "minimum": low, "maximum": high}, required=required)
 
 
-def flag() -> Field:
+def flag(default: bool | None = False) -> Field:
     def checked(name: str, value: Any) -> bool:
         if not isinstance(value, bool):
             raise _refused(name, value, "true or false")
         return value
 
-    return Field(checked, {"type": "boolean"}, default=False)
+    return Field(checked, {"type": "boolean"}, default)
 
 
 def stop() -> Field:

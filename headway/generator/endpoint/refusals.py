@@ -21,11 +21,13 @@ _TYPES = {
     408: ("invalid_request_error", "invalid_request_error"),
     409: ("invalid_request_error", "conflict_error"),
     413: ("invalid_request_error", "request_too_large"),
+    431: ("invalid_request_error", "request_too_large"),
     429: ("rate_limit_error", "rate_limit_error"),
     500: ("server_error", "api_error"),
     503: ("server_error", "api_error"),
     504: ("server_error", "timeout_error"),
 }
+STATUSES = tuple(_TYPES)
 
 
 class HttpError(Exception):

@@ -14,14 +14,24 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headway.config.endpoint import Endpoint
 from headway.generator.endpoint.exchange import CONNECTION, Connection
+from headway.generator.endpoint.refusals import HttpError
 from headway.records.errors import ConfigurationError
 from headway.runtime.addresses import split_address
 
 _HEAD_BYTES = 64 * 1024  # request line and headers
 _BACKLOG = 2048  # connections that wait to be accepted
 _GRACE_S = 2  # for responses under way when the server ends
-_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-_TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+def _refusal(status: bytes, error: HttpError) -> bytes:
+    """A response to a request that no application gets to see."""
+    body = error.openai()
+    head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+    return head % (status, len(body)) + body
+
+
+_TOO_LARGE = _refusal(b"431 Request Header Fields Too Large", HttpError(431, "the head is too large"))
+_TOO_LATE = _refusal(b"408 Request Timeout", HttpError(408, "the request's head came too slowly", code="timeout"))
 
 
 @asynccontextmanager
@@ -133,6 +143,10 @@ def _protocol(connections: int, timeout_s: float) -> type[HttpToolsProtocol]:
             self.in_head = True
             self.messages += 1
             super().on_message_complete()
+
+        def send_400_response(self, msg: str) -> None:
+            self.transport.write(_refusal(b"400 Bad Request", HttpError(400, msg)))
+            self.transport.close()
 
         def refuse_head(self) -> None:
             if not self.transport.is_closing():
