@@ -18,6 +18,7 @@ REWARD = {
 }
 _ANY: Part = {"type": "object"}
 _TEXT: Part = {"type": "string"}
+_EVENT: Part = {"type": "object", "properties": {"event": _TEXT, "data": _TEXT}}
 
 
 def document(settings: Endpoint, dialects: Mapping[str, Dialect], metrics: bool) -> dict[str, Any]:
@@ -26,7 +27,7 @@ def document(settings: Endpoint, dialects: Mapping[str, Dialect], metrics: bool)
     for path, dialect in dialects.items():
         answer = {"type": "object", "properties": dialect.answer, "required": list(dialect.answer)}
         asked = fields.schema_of(dialect.all_fields(settings))
-        stream = {"text/event-stream": {"schema": _TEXT}}
+        stream = {"text/event-stream": {"schema": _EVENT}}
         paths[path] = {"post": _operation(path, answer, asked, stream=stream, session=True)}
     counted = dialects["/v1/messages"].all_fields(settings)
     del counted["max_tokens"]
