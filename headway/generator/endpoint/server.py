@@ -136,7 +136,8 @@ def _protocol(connections: int, timeout_s: float) -> type[HttpToolsProtocol]:
             if self.cycle is None or self.cycle.response_complete:
                 self.unread.clear()  # who goes on has read what came before
             self.unread.append(Connection())
-            self.scope["extensions"] = {CONNECTION: self.unread[-1]}
+            extensions: Any = {CONNECTION: self.unread[-1]}
+            self.scope["extensions"] = extensions
             super().on_headers_complete()
 
         def on_message_complete(self) -> None:
