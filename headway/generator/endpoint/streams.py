@@ -48,7 +48,7 @@ async def stream(
             await exchange.end_stream(b"".join([*last, writer.close()]))
             exchange.note_received(answering.note_received)
     except asyncio.CancelledError:
-        if exchange.streaming:
+        if exchange.streaming and not exchange.answered:
             await exchange.end_stream(writer.failed(HttpError(503, STOPPING)))
         raise
     finally:
