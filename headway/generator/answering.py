@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from headway.generator.recorder import RecordedCall, Recorder
+from headway.generator.recorded import RecordedCall
+from headway.generator.recorder import Recorder
 from headway.records.conversations import ClientSampling, RequestRefused, Sample, Wanted
 from headway.records.generation import GenerationResult, PartialResponse
 

@@ -9,12 +9,12 @@ import dataclasses
 import hashlib
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from headway.generator.recorded import RecordedTurn, branches_of, ids_to
+from headway.generator.recorded import CallRequest, RecordedCall, RecordedTurn, branches_of, ids_to
 from headway.records.conversations import Cause, HistoryReasoning, RecordedConversation, RequestRefused
 from headway.records.generation import GenerationResult
 from headway.tokens.continuing import Chat
@@ -33,51 +33,6 @@ class RecordingLimits:
     open_calls: int = 64  # at once
     choices: int = 16  # n of a call
     sampled_tokens: int = 1_000_000  # of the rollout, abandoned ones included
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CallRequest:
-    """A call's request in its normal form: messages, or a raw prompt as a text or as token ids."""
-
-    messages: tuple[Message, ...] = ()
-    tools: Sequence[Mapping[str, Any]] | None = None  # as chat templates take them
-    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further arguments of the chat template
-    prompt: str | tuple[int, ...] | None = None  # in place of messages
-    calls: bool = True  # tools given may be called: tool_choice isn't "none"
-    choices: int = 1  # n
-    max_tokens: int | None = None  # of each response; None: what is left
-    stop: tuple[str, ...] = ()
-    seed: int | None = None  # the client's: tells its calls apart, never rollouts
-
-    @property
-    def param(self) -> str:
-        """The field of the APIs that its prompt is in."""
-        return "messages" if self.prompt is None else "prompt"
-
-
-@dataclass(eq=False, kw_only=True, slots=True)
-class RecordedCall:
-    """A request and what became of it: *open* -> *answered* (`commit`) or *abandoned* (`abandon`), once."""
-
-    number: int
-    request: CallRequest
-    prompt_ids: tuple[int, ...]  # what is to be generated from
-    max_tokens: int  # of each choice, at least 1
-    purposes: tuple[str, ...]  # of each choice's random numbers: by what is asked, not by when
-    cause: Cause
-    parent: RecordedTurn | None
-    text: str  # of the prompt, behind the parent's
-    context_ids: tuple[int, ...]  # of the prompt, behind the parent's answer
-    keys: list[bytes]  # of the conversation up to each message
-    fingerprint: str = ""
-    state: Literal["open", "answered", "abandoned"] = "open"
-    turns: tuple[RecordedTurn | None, ...] = ()  # by choice; None: its generation failed or gave nothing
-    readers: int = 0  # clients that got every byte of its answers
-
-    def forget_question(self) -> None:
-        """Its answers are what a retry repeats: the conversation before them needn't be kept with every call."""
-        self.request = dataclasses.replace(self.request, messages=(), tools=None, variables={}, prompt=None)
-        self.keys = []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

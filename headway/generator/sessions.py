@@ -14,7 +14,8 @@ import msgspec
 
 from headway.config.endpoint import Endpoint
 from headway.generator.answering import InflightCall
-from headway.generator.recorder import CallRequest, Planned, RecordedCall, Recorder, RecordingLimits
+from headway.generator.recorded import CallRequest, RecordedCall
+from headway.generator.recorder import Planned, Recorder, RecordingLimits
 from headway.records.conversations import ClientSampling, RecordedConversation, RequestRefused, Said, Sample
 from headway.records.generation import GenerationResult
 from headway.tokens.continuing import Chat

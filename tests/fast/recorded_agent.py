@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import real_tokenizers
 
-from headway.generator.recorder import CallRequest, RecordedCall, Recorder, RecordingLimits
+from headway.generator.recorded import CallRequest, RecordedCall
+from headway.generator.recorder import Recorder, RecordingLimits
 from headway.records.conversations import HistoryReasoning, RecordedConversation
 from headway.records.generation import GenerationResult, PartialResponse, VersionSpan
 from headway.tokens.continuing import Chat

@@ -18,7 +18,7 @@ from headway.config.load import validate_experiment
 from headway.generator.client import GeneratorPool
 from headway.generator.fake_replica import ReplicaCosts
 from headway.generator.fake_worker import FakeLauncher, FakeWorker
-from headway.generator.recorder import CallRequest
+from headway.generator.recorded import CallRequest
 from headway.generator.sessions import Session
 from headway.records.errors import Overloaded
 from headway.records.generation import GenerationRequest

@@ -26,7 +26,8 @@ from recorded_agent import (
     spelled,
 )
 
-from headway.generator.recorder import CallRequest, Recorder, RecordingLimits
+from headway.generator.recorded import CallRequest
+from headway.generator.recorder import Recorder, RecordingLimits
 from headway.records.conversations import RecordedConversation
 from headway.tokens.continuing import Chat
 from headway.tokens.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from endpoint_server import chat
 from headway.config import schema
 from headway.config.endpoint import Endpoint, Environment
 from headway.generator.fake import FakeGenerator
-from headway.generator.recorder import CallRequest
+from headway.generator.recorded import CallRequest
 from headway.generator.sessions import Session, Sessions
 from headway.records.conversations import RequestRefused
 from headway.records.environment import Parked

@@ -14,7 +14,7 @@ from endpoint_server import chat
 
 from headway.config.load import validate_experiment
 from headway.generator.limiter import Place
-from headway.generator.recorder import CallRequest
+from headway.generator.recorded import CallRequest
 from headway.generator.sessions import KeyRefused, NoSuchRollout, Session
 from headway.records.conversations import ClientSampling, RecordedConversation
 from headway.records.errors import ConfigurationError

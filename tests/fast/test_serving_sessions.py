@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from test_serving import ask, sessions
 
-from headway.generator.recorder import CallRequest
+from headway.generator.recorded import CallRequest
 from headway.generator.sessions import Session
 from headway.records.errors import HeadwayError, Overloaded
 from headway.runtime.clock import Clock, run_virtual

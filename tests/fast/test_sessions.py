@@ -16,7 +16,7 @@ from recorded_agent import TOOLS, Engine
 
 from headway.config.endpoint import Endpoint
 from headway.generator.answering import CallFailed
-from headway.generator.recorder import CallRequest
+from headway.generator.recorded import CallRequest
 from headway.generator.sessions import KeyRefused, NoSuchRollout, Sessions
 from headway.records.conversations import ClientSampling, RecordedConversation, RequestRefused, Told, Wanted
 from headway.records.generation import GenerationResult, PartialResponse, VersionSpan

@@ -13,8 +13,7 @@ from headway.generator.endpoint.dialect import AnswerWriter, Dialect, Piece, Set
 from headway.generator.endpoint.fields import Field, ParsedRequest, Values
 from headway.generator.endpoint.refusals import HttpError
 from headway.generator.endpoint.schemas import ANTHROPIC_TOOLS, MESSAGE, MESSAGES
-from headway.generator.recorded import RecordedTurn
-from headway.generator.recorder import CallRequest, RecordedCall
+from headway.generator.recorded import CallRequest, RecordedCall, RecordedTurn
 from headway.records.conversations import RequestRefused
 from headway.tokens.messages import json_text, normal_messages
 

@@ -28,7 +28,8 @@ from headway.generator.endpoint.openapi import REWARD, document
 from headway.generator.endpoint.refusals import HttpError, http_error
 from headway.generator.endpoint.responses import Responses
 from headway.generator.endpoint.streams import stream
-from headway.generator.recorder import CallRequest, Planned
+from headway.generator.recorded import CallRequest
+from headway.generator.recorder import Planned
 from headway.generator.sessions import Session
 from headway.records.conversations import RequestRefused
 from headway.tokens.continuing import Chat

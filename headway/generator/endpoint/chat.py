@@ -20,8 +20,7 @@ from headway.generator.endpoint.dialect import (
 )
 from headway.generator.endpoint.fields import Field, ParsedRequest, Values
 from headway.generator.endpoint.schemas import CHOICES, MESSAGES, TOOLS
-from headway.generator.recorded import RecordedTurn
-from headway.generator.recorder import CallRequest, RecordedCall
+from headway.generator.recorded import CallRequest, RecordedCall, RecordedTurn
 from headway.records.conversations import RequestRefused
 from headway.tokens.messages import normal_messages, normal_tools
 from headway.tokens.output_parsing import client_form

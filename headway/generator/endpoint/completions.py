@@ -9,8 +9,7 @@ from headway.generator.endpoint import fields
 from headway.generator.endpoint.dialect import AnswerWriter, Dialect, Piece, Setting, answers, envelope, event, usage
 from headway.generator.endpoint.fields import Field, ParsedRequest, Values
 from headway.generator.endpoint.schemas import CHOICES, PROMPT
-from headway.generator.recorded import RecordedTurn
-from headway.generator.recorder import CallRequest, RecordedCall
+from headway.generator.recorded import CallRequest, RecordedCall, RecordedTurn
 from headway.records.conversations import RequestRefused
 from headway.tokens.output_parsing import OutputFormat, response_text
 

@@ -14,8 +14,7 @@ from headway.generator.endpoint import fields
 from headway.generator.endpoint.fields import Field, ParsedRequest, Schema, Values
 from headway.generator.endpoint.logprobs import TokenTexts
 from headway.generator.endpoint.refusals import HttpError
-from headway.generator.recorded import RecordedTurn
-from headway.generator.recorder import CallRequest, RecordedCall
+from headway.generator.recorded import CallRequest, RecordedCall, RecordedTurn
 from headway.tokens.continuing import Chat
 
 _CONSTRAINED = "this server doesn't constrain what is sampled"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headway.generator.recorder import CallRequest
+from headway.generator.recorded import CallRequest
 from headway.records.conversations import ClientSampling, RequestRefused
 from headway.records.generation import LOWEST_TEMPERATURE
 
