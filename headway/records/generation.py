@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+LOWEST_TEMPERATURE = 1e-8  # beside 0: logits divided by less may leave the range of float32
 UpdateMode = Literal["keep", "recompute", "abort"]  # what a weight update does to requests in flight (DESIGN rule 4)
 
 
@@ -20,7 +21,7 @@ class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     """How one response is sampled. The defaults sample the plain softmax."""
 
-    temperature: float = 1.0  # > 0 samples softmax(z/T); 0 takes the argmax
+    temperature: float = 1.0  # from LOWEST_TEMPERATURE on samples softmax(z/T); 0 takes the argmax
     top_p: float = 1.0  # nucleus mass in (0, 1]; 1 keeps all
     top_k: int = 0  # 0 keeps all
     max_tokens: int = 128  # response tokens, those of a resumed prefix included

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import hmac
 import itertools
 import secrets
 import signal
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.generator.endpoint.app import App
 from headway.generator.endpoint.server import listening, serving
-from headway.generator.recording.sessions import KeyRefused, NoSuchRollout, Session, new_recorder
+from headway.generator.recording.sessions import KeyRefused, NoSuchRollout, Session, key_digest, new_recorder
 from headway.generator.routing.limiter import Place
 from headway.models.configuration import DecoderConfig
 from headway.records.clients import Watch
@@ -36,6 +35,7 @@ from headway.runtime.clock import Clock, RealClock
 from headway.runtime.garbage_collection import short_collections
 from headway.runtime.line_file import LineFile
 from headway.runtime.workers import LocalLauncher
+from headway.services.serve_metrics import ServeMetrics
 from headway.services.session_record import SessionRecord
 from headway.tokens.continuing import Chat
 from headway.tokens.tokenizer import Tokenizer
@@ -159,7 +159,12 @@ async def served_pool(
     chat = Chat(tokenizer, experiment.endpoint.tools)
     sample_of = sampling(pool.generate, tokenizer, pool.limiter.place)
     access = ServedSessions(chat, experiment, sample_of, clock, keys, on_over)
-    app = App(access, chat, experiment.endpoint, experiment.model.path, experiment.max_sequence_tokens)
+
+    def metrics(responses: Mapping[tuple[str, int], int]) -> bytes:
+        return ServeMetrics(responses, pool.routing(), pool.worker_states, len(access), access.kept_tokens).text()
+
+    tokens = experiment.max_sequence_tokens
+    app = App(access, chat, experiment.endpoint, experiment.model.path, tokens, metrics=metrics)
     try:
         async with serving(app, experiment.endpoint, listener) as address:
             yield address, access
@@ -266,33 +271,41 @@ class ServedSessions:
         self._sample_of = sample_of
         self._serials = itertools.count(1)
         self._clock = clock
-        self._keys = [_digest(key) for key in keys]
+        self._keys = [key_digest(key) for key in keys]
         self._on_over = on_over
         self._named: OrderedDict[_Name, _Named] = OrderedDict()  # the longest unused first
         self._kept_tokens = 0  # of all of them
 
+    def __len__(self) -> int:
+        return len(self._named)
+
+    @property
+    def kept_tokens(self) -> int:
+        """Of all sessions with a name."""
+        return self._kept_tokens
+
     def session(self, key: str, name: str = "") -> Session:
         """See :class:`headway.generator.endpoint.app.Access`."""
-        digest = _digest(key)
+        digest = key_digest(key)
         if self._keys and not any([hmac.compare_digest(digest, known) for known in self._keys]):
             raise KeyRefused("incorrect API key provided" if key else "no API key: send 'Authorization: Bearer KEY'")
         if not name:
-            return self._new("")
+            return self._new(key, "")
         if len(name) > 256:
             raise KeyRefused("X-Session-ID is longer than 256 characters")
         self.sweep(spared=(digest, name))
         if (digest, name) not in self._named:
             if self._kept_tokens > self._experiment.endpoint.kept_tokens:  # by those that have calls open
                 raise Overloaded(f"the sessions at work have {self._kept_tokens} tokens", _FULL_RETRY_S)
-            self._named[digest, name] = _Named(session=self._new(name, (digest, name)))
+            self._named[digest, name] = _Named(session=self._new(key, name, (digest, name)))
         return self._used((digest, name)).session
 
     def rollout(self, key: str, rollout: str) -> Session:
         """See :class:`headway.generator.endpoint.app.Access`."""
         self.session(key)
-        if (_digest(key), rollout) not in self._named:
+        if (key_digest(key), rollout) not in self._named:
             raise NoSuchRollout(f"the rollout {rollout!r} does not exist, or this key has no access to it")
-        return self._used((_digest(key), rollout)).session
+        return self._used((key_digest(key), rollout)).session
 
     def sweep(self, spared: _Name | None = None) -> None:
         """End those that are not used any more, and those for which there is no room; nobody who is being served, and
@@ -334,15 +347,11 @@ class ServedSessions:
         if named is not None and named.session is session:  # it isn't over, with another one in its place
             self._used(name)
 
-    def _new(self, name: str, place: _Name | None = None) -> Session:
+    def _new(self, key: str, name: str, place: _Name | None = None) -> Session:
         endpoint = self._experiment.endpoint
         recorder = new_recorder(self._chat, endpoint, self._experiment.max_sequence_tokens)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"key": key}
         if place is not None:
-            options = {"on_seal": self._on_over, "on_call_end": functools.partial(self._call_ended, place)}
+            options |= {"on_seal": self._on_over, "on_call_end": functools.partial(self._call_ended, place)}
         sample = self._sample_of(f"session-{next(self._serials)}" if name else "")
         return Session(name, recorder, sample, endpoint.call_timeout_s, fixed_sampling=False, **options)
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()

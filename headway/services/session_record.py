@@ -8,10 +8,11 @@ from types import TracebackType
 
 import msgspec
 
-from headway.generator.recording.sessions import Session
+from headway.generator.recording.sessions import Session, key_digest
 from headway.records.errors import HeadwayError
 from headway.runtime.line_file import LineFile
 
+_KEY_DIGITS = 16  # of the BLAKE2b digest of a key: sessions of one name are told apart, and the key isn't given away
 _MOST_KEPT_BYTES = 256 << 20  # of lines that there is no room for
 
 
@@ -78,9 +79,10 @@ class SessionRecord:
 
 
 def recorded_line(session: Session) -> bytes | None:
-    """A session that is over as a line of JSON: its name, its reward, its token-exact branches. None: nothing was
-    answered."""
+    """A session that is over as a line of JSON: its name, its key's digest shortened, its reward, its token-exact
+    branches. None: nothing was answered."""
     recorded = session.seal()
     if not recorded.branches:
         return None
-    return msgspec.json.encode({"rollout": session.rollout, **msgspec.to_builtins(recorded)})
+    key = key_digest(session.key).hex()[:_KEY_DIGITS] if session.key else ""
+    return msgspec.json.encode({"rollout": session.rollout, "key": key, **msgspec.to_builtins(recorded)})

@@ -137,7 +137,7 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield "control/steps_per_publish", float(line.flow.steps_per_publish)
             yield "rates/useful_samples_per_s", line.flow.useful_samples / line.step_s if line.step_s else 0.0
         if line.router.routed or line.router.open_requests:
-            yield from _of_router(line.router)
+            yield from router_metrics(line.router)
         if line.sandboxes.any:
             yield from _of_sandboxes(line.sandboxes)
         for ending, count in line.endings.items():
@@ -163,7 +163,8 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield f"{_metric_group(name)}/{_UNUSUAL.sub('_', name)}", value
 
 
-def _of_router(router: RouterStatistics) -> Iterator[tuple[str, float]]:
+def router_metrics(router: RouterStatistics) -> Iterator[tuple[str, float]]:
+    """(name, value) of everything that a router says of itself."""
     for name in ROUTER_COUNTERS:
         yield f"router/{name}", float(getattr(router, name))
     for name in ("used_tokens", "capacity_tokens", "peak_tokens", "open_requests", "waiters", "oldest_age_s"):

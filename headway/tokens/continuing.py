@@ -15,7 +15,7 @@ from typing import Any
 
 from headway.records.conversations import RequestRefused, ToolFormat
 from headway.records.errors import ConfigurationError
-from headway.tokens.messages import Message, same_answer, template_form
+from headway.tokens.messages import Message, require_encodable, same_answer, template_form
 from headway.tokens.output_parsing import begins_inside_reasoning, output_format, parse_output, response_text
 from headway.tokens.pieces import PieceEncoder
 from headway.tokens.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ class Chat:
     ) -> str:
         """The text of a prompt. Raises RequestRefused where the template refuses the messages."""
         try:
-            return self.tokenizer.render_messages(
+            text = self.tokenizer.render_messages(
                 template_form(messages, reasoning_field=self.written.reasoning_field),
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
@@ -63,6 +63,7 @@ class Chat:
             )
         except ConfigurationError as error:
             raise RequestRefused(str(error), param="messages") from None
+        return require_encodable(text, "messages")
 
     def answer(
         self, ids: Sequence[int], prompt: str, *, calls: bool, stop: tuple[str, ...] = (), call_prefix: str = "call_"

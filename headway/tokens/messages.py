@@ -27,6 +27,7 @@ _ROLES: dict[str, Role] = {
 }
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> its field
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)
+_HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +200,12 @@ def canonical_json(text: str) -> str:
         return text
 
 
+def json_text(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """A value as JSON that UTF-8 can encode: half of a surrogate pair stays an escape, as it was written."""
+    text = json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    return text if text.isascii() else _HALVES.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
+
+
 def canonical_value(value: Any) -> str:
     """Equal for equal JSON values, whatever the order of their keys."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
@@ -211,7 +218,7 @@ def _digest(before: bytes, text: str) -> bytes:
 def _text(value: Any, field: str) -> str:
     """A content's text; parts stand on lines of their own, as vLLM joins them."""
     if value is None or isinstance(value, str):
-        return _encodable(value or "", field)
+        return require_encodable(value or "", field)
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise RequestRefused(f"{field}: a text or a list of parts is needed, not {_kind(value)}", param=field)
     texts: list[str] = []
@@ -226,25 +233,27 @@ def _text(value: Any, field: str) -> str:
                 param=f"{field}[{number}]",
             )
         texts.append(text)
-    return _encodable("\n".join(texts), field)
+    return require_encodable("\n".join(texts), field)
 
 
-def _encodable(text: str, field: str) -> str:
-    if text.isascii():
-        return text
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestRefused(
-            f"{field}: character {error.start} is half of a surrogate pair, which no tokenizer can encode", param=field
-        ) from None
+def encodable(text: str) -> bool:
+    """Whether UTF-8 has bytes for it: no half of a surrogate pair stands in it."""
+    return text.isascii() or _HALVES.search(text) is None
+
+
+def require_encodable(text: str, field: str) -> str:
+    """The ``text`` as it is. Raises RequestRefused naming ``field`` where no tokenizer can encode it."""
+    half = None if text.isascii() else _HALVES.search(text)
+    if half is not None:
+        what = f"{field}: character {half.start()} is half of a surrogate pair, which no tokenizer can encode"
+        raise RequestRefused(what, param=field)
     return text
 
 
 def _optional_text(entry: Mapping[str, Any], key: str, field: str) -> str:
     value = entry.get(key)
     if value is None or isinstance(value, str):
-        return _encodable(value or "", f"{field}.{key}")
+        return require_encodable(value or "", f"{field}.{key}")
     raise RequestRefused(f"{field}.{key}: a text is needed, not {_kind(value)}", param=f"{field}.{key}")
 
 
@@ -264,13 +273,14 @@ def _call(raw: Any, field: str) -> ToolCall:
     named = cast("Mapping[str, Any]", function)
     arguments = named.get("arguments")
     if isinstance(arguments, Mapping):
-        arguments = json.dumps(arguments, ensure_ascii=False)
+        arguments = json_text(arguments)
     name = named.get("name")
     if not isinstance(name, str) or not isinstance(arguments, str | None):
         raise RequestRefused(
             f"{field}.function: its name is a text, and so are its arguments (JSON)", param=f"{field}.function"
         )
-    arguments = _encodable(arguments or "", f"{field}.function.arguments")
+    name = require_encodable(name, f"{field}.function.name")
+    arguments = require_encodable(arguments or "", f"{field}.function.arguments")
     return ToolCall(name=name, arguments=arguments, call_id=_optional_text(entry, "id", field))
 
 

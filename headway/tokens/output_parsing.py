@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from headway.records.conversations import ToolFormat
-from headway.tokens.messages import Message, ToolCall, assistant_message
+from headway.tokens.messages import Message, ToolCall, assistant_message, encodable, json_text
 from headway.tokens.tokenizer import Tokenizer
 
 Tools = Literal["hermes", "llama_json", "none"]
@@ -174,9 +174,9 @@ def _call_at(text: str, at: int, key: str) -> tuple[ToolCall, int] | None:
         return None
     name: Any = value.get("name")
     arguments: Any = value.get(key, value.get("arguments", value.get("parameters", {})))
-    if not isinstance(name, str):
+    written = arguments if isinstance(arguments, str) else json_text(arguments)
+    if not isinstance(name, str) or not encodable(name + written):
         return None
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return ToolCall(name=name, arguments=written), end
 
 

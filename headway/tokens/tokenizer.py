@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from headway.records.errors import ConfigurationError
+from headway.tokens.messages import json_text
 
 Template = Literal["raw", "chat"]
 _LONG_TOKEN = 16  # characters: texts have shorter ones on average
@@ -393,12 +394,9 @@ def _environment(marks: bool) -> ImmutableSandboxedEnvironment:
     def refuse(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_MarkedGeneration if marks else _Generation, loopcontrols]
     )
-    environment.filters["tojson"] = to_json
+    environment.filters["tojson"] = json_text
     environment.globals["raise_exception"] = refuse
     return environment

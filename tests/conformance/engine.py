@@ -412,6 +412,7 @@ def check_one_bad_request_is_its_own_error(make: MakeEngine) -> None:
         "temperature": request("temperature", temperature=-1.0),
         "nan": request("nan", temperature=float("nan")),
         "tokens": request("tokens", max_tokens=0),
+        "cold": request("cold", temperature=1e-300),  # 0 in the engine's own precision
     }
     session.submit(request("good", max_tokens=5), *bad.values(), request("other", max_tokens=5))
     results = session.run()

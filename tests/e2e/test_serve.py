@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
+import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -133,6 +136,55 @@ def test_serving_a_model_folder(inputs: Path, tmp_path: Path) -> None:
     # the greedy call's behaviour log-probabilities are those of an argmax: all but its tokens
     trunk, *others = recorded.branches
     assert require_forced(model, others) + sum(trunk.response_mask) == learned
+
+
+def read_and_close(url: str, path: str, body: dict[str, Any], name: str, most: float) -> bool:
+    """Whether a client that closes its connection after ``most`` bytes of the response has read all of it."""
+    host, _, port = url.removeprefix("http://").removesuffix("/v1").rpartition(":")
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\nx-session-id: {name}\r\ncontent-length: {len(data)}\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(head.encode() + data)
+        got = b""
+        while len(got) < most and not whole(got):
+            piece = connection.recv(int(min(4096, most - len(got))))
+            assert piece
+            got += piece
+    assert got.startswith(b"HTTP/1.1 200 ")
+    return whole(got)
+
+
+def whole(response: bytes) -> bool:
+    head, _, body = response.partition(b"\r\n\r\n")
+    if b"chunked" in head:
+        return body.endswith(b"\r\n0\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head)
+    return length is not None and len(body) == int(length[1])
+
+
+def test_connections_that_are_cut_leave_no_loss(inputs: Path, tmp_path: Path) -> None:
+    """50 clients that close their connections after some bytes: only the sessions of those that read all are lines."""
+    record, chance = tmp_path / "record.jsonl", random.Random(3)
+    messages = [{"role": "user", "content": "12+3="}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": messages, "max_tokens": 12},
+        "/v1/completions": {"prompt": "12+3=", "max_tokens": 12},
+        "/v1/responses": {"input": "12+3=", "max_output_tokens": 12},
+        "/v1/messages": {"messages": messages, "max_tokens": 12},
+    }
+    read = {}
+    with serving(inputs, "--record", str(record), "--generator.slots=4") as (process, url):
+        for number in range(50):
+            path = chance.choice(list(bodies))
+            body = {"model": "headway", "stream": chance.random() < 0.5, **bodies[path]}
+            most = chance.choice([chance.randrange(20, 400), chance.randrange(400, 3000), float("inf")])
+            read[f"s{number}"] = read_and_close(url, path, body, f"s{number}", most)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert 10 < sum(read.values()) < 40
+    assert {line["rollout"] for line in lines} == {name for name, all_of_it in read.items() if all_of_it}
+    assert all(sum(branch["response_mask"]) for line in lines for branch in line["branches"])
 
 
 def test_sessions_that_a_full_disk_does_not_take_are_told_of(inputs: Path, tmp_path: Path) -> None:

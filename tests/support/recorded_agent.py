@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import real_tokenizers
 
-from headway.generator.recording.recorder import Call, Limits, Recorder, Request
+from headway.generator.recording.answer_tree import CallRequest, RecordedCall
+from headway.generator.recording.recorder import Recorder, RecordingLimits
 from headway.records.conversations import HistoryReasoning, RecordedConversation
 from headway.records.generation import GenerationResult, PartialResponse, VersionSpan
 from headway.tokens.continuing import Chat
@@ -133,7 +134,7 @@ class Engine:
             ids += self.tokenizer.encode(piece)
         return ids
 
-    def result(self, call: Call, ids: list[int], finish_reason: str = "stop") -> GenerationResult:
+    def result(self, call: RecordedCall, ids: list[int], finish_reason: str = "stop") -> GenerationResult:
         """Of a call, cut to what it may have."""
         if len(ids) > call.max_tokens:
             ids, finish_reason = ids[: call.max_tokens], "length"
@@ -149,7 +150,7 @@ class Engine:
         response = PartialResponse(ids=tuple(ids), logprobs=tuple(logprobs), versions=tuple(spans))
         return GenerationResult(request_id=str(call.number), response=response, finish_reason=finish_reason)  # type: ignore[arg-type]
 
-    def answer(self, call: Call, text: str | None = None) -> GenerationResult:
+    def answer(self, call: RecordedCall, text: str | None = None) -> GenerationResult:
         """Text, reasoning, tool calls, well-formed or not, ended or cut."""
         said = self._text() if text is None else text
         ids = self.spelled(said) or self.tokenizer.encode("x")
@@ -189,11 +190,11 @@ class Agent:
     alternate: bool  # only user and assistant, in turn
     manner: str = "whole"  # of handing answers back: whole, litellm, without reasoning
     conversations: list[list[dict[str, Any]]] = field(default_factory=list)
-    made: list[Call] = field(default_factory=list)
+    made: list[RecordedCall] = field(default_factory=list)
     asked: list[tuple[Message, ...]] = field(default_factory=list)  # by the number of the call
 
-    def request(self, messages: list[dict[str, Any]]) -> Request:
-        return Request(
+    def request(self, messages: list[dict[str, Any]]) -> CallRequest:
+        return CallRequest(
             messages=normal_messages(messages),
             tools=TOOLS if self.tools else None,
             choices=self.random.choice([1, 1, 1, 2, 3]),
@@ -247,7 +248,7 @@ class Agent:
                 continue
             if self.random.random() < 0.1:
                 results[0] = msgspec.structs.replace(results[0], finish_reason="error")
-            self.recorder.commit(call, results)
+            committed(self.recorder, call, results)
             turn = self.random.choice(call.turns)
             if turn is not None:
                 answer = self.returned(turn.message)
@@ -267,7 +268,7 @@ def played(
 ) -> tuple[Agent, RecordedConversation]:  # fmt: skip
     """A random conversation, and what was recorded of it."""
     chance = random.Random(seed)
-    recorder = Recorder(chat, Limits(context_tokens=100_000), history_reasoning)
+    recorder = Recorder(chat, RecordingLimits(context_tokens=100_000), history_reasoning)
     engine = Engine(chat.tokenizer, chance, plain=plain)
     agent = Agent(recorder, engine, chance, tools=tools, alternate=alternate, manner=manner)
     for _ in range(steps):
@@ -284,11 +285,11 @@ def chat(kind: str) -> Chat:
 
 
 def recorder(kind: str = "qwen2.5", history_reasoning: Any = "as_sent", **limits: int) -> Recorder:
-    return Recorder(chat(kind), Limits(**{"context_tokens": 10_000, **limits}), history_reasoning)
+    return Recorder(chat(kind), RecordingLimits(**{"context_tokens": 10_000, **limits}), history_reasoning)
 
 
-def request(*messages: dict[str, Any], **options: Any) -> Request:
-    return Request(messages=normal_messages(messages), **options)
+def request(*messages: dict[str, Any], **options: Any) -> CallRequest:
+    return CallRequest(messages=normal_messages(messages), **options)
 
 
 def result(
@@ -312,8 +313,14 @@ def spelled(text: str, kind: str = "qwen2.5", *, ended: bool = True) -> list[int
     return [i for character in text for i in tokenizer.encode(character)] + [tokenizer.eos_id] * ended
 
 
-def said(record: Recorder, text: str, *messages: dict[str, Any], **options: Any) -> Call:
+def said(record: Recorder, text: str, *messages: dict[str, Any], **options: Any) -> RecordedCall:
     """A call answered with ``text``, once for each choice."""
     call = record.begin(request(*messages, **options))
-    record.commit(call, [result(spelled(text)) for _ in range(call.request.choices)])
+    committed(record, call, [result(spelled(text)) for _ in range(call.request.choices)])
     return call
+
+
+def committed(record: Recorder, call: RecordedCall, results: list[GenerationResult]) -> None:
+    """A call answered with ``results``, which its client got."""
+    record.commit(call, results)
+    record.note_received(call)

@@ -2,80 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from headway.generator.endpoint.dialect import Piece, Setting, answers, event, usage
-from headway.generator.endpoint.fields import Asked, Fields, client_sampling
-from headway.generator.endpoint.refusals import Refused
-from headway.generator.recording.answer_tree import Turn
-from headway.generator.recording.recorder import Call, Request
+import msgspec
+
+from headway.config.endpoint import EndpointConfig
+from headway.generator.endpoint import fields
+from headway.generator.endpoint.dialect import AnswerWriter, Dialect, Piece, Setting, answers, event, tool_choice, usage
+from headway.generator.endpoint.fields import Field, ParsedRequest, Values
+from headway.generator.endpoint.refusals import HttpError
+from headway.generator.endpoint.schemas import ANTHROPIC_TOOLS, MESSAGE, MESSAGES
+from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
 from headway.records.conversations import RequestRefused
-from headway.tokens.messages import normal_messages
+from headway.tokens.messages import json_text, normal_messages
 
-_MOST_TOKENS = 1 << 31
 _RAW = "raw_arguments"  # of a call whose arguments are no object, which a client couldn't be handed otherwise
-_CONSTRAINED = "this server doesn't constrain what is sampled"
 
 
-class Messages:
-    """``POST /v1/messages``."""
-
-    parsed = True
-
-    def read(self, body: Mapping[str, Any], setting: Setting) -> Asked:
-        fields = Fields(body)
-        if fields.get("max_tokens") is None:
-            raise RequestRefused("max_tokens: field required", param="max_tokens")
-        choice = fields.mapping("tool_choice").get("type", "auto")
-        if choice not in ("auto", "none"):
-            raise RequestRefused(
-                f"tool_choice.type = {choice!r}: {_CONSTRAINED}; valid are 'auto' and 'none'", param="tool_choice"
-            )
-        fields.listed("messages", setting.settings.max_messages)
-        fields.listed("tools", setting.settings.max_tools)
-        request = Request(
-            messages=normal_messages(openai_messages(fields)),
-            tools=openai_tools(fields.get("tools")),
-            calls=choice != "none",
-            max_tokens=fields.integer("max_tokens", 1, _MOST_TOKENS),
-            stop=fields.stop("stop_sequences"),
-        )
-        return Asked(
-            request=request,
-            client=client_sampling(fields, fixed=setting.fixed_sampling),
-            stream=fields.flag("stream"),
-            body=body,
-        )
-
-    def whole(self, asked: Asked, call: Call, setting: Setting) -> dict[str, Any]:
-        [turn] = answers(call)
-        reason, sequence = _stop_reason(turn, setting)
-        return {
-            **_envelope(asked, call, setting),
-            "content": _blocks(turn, setting),
-            "stop_reason": reason,
-            "stop_sequence": sequence,
-            "usage": _usage(call),
-        }
-
-    def writer(self, asked: Asked, call: Call, setting: Setting) -> MessageStream:
-        return MessageStream(asked, call, setting)
-
-
-class MessageStream:
+class MessageStream(AnswerWriter):
     """Its events: one content block after the other, each opened, filled and closed."""
 
     ping = event({"type": "ping"}, "ping")
 
-    def __init__(self, asked: Asked, call: Call, setting: Setting) -> None:
-        self._asked = asked
-        self._call = call
-        self._setting = setting
+    def __init__(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> None:
+        super().__init__(asked, call, setting)
         self._blocks = 0
         self._open = ""  # type of the open block
-        self._turn: Turn | None = None
+        self._turn: RecordedTurn | None = None
 
     def begin(self) -> bytes:
         start = {"input_tokens": len(self._call.prompt_ids), "output_tokens": 0}
@@ -92,13 +46,13 @@ class MessageStream:
             parts.append(self._delta({"type": "text_delta", "text": piece.content}))
         return b"".join(parts)
 
-    def end(self, piece: Piece, turn: Turn) -> bytes:
+    def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
         self._turn = turn
         parts = [self.more(piece)]
         for block in _blocks(turn, self._setting):
             if block["type"] == "tool_use":
                 parts += [self._shut(), self._into({**block, "input": {}})]
-                written = json.dumps(block["input"], ensure_ascii=False)
+                written = msgspec.json.encode(block["input"]).decode()
                 parts.append(self._delta({"type": "input_json_delta", "partial_json": written}))
         return b"".join([*parts, self._shut()])
 
@@ -110,8 +64,8 @@ class MessageStream:
             {"type": "message_stop"}
         )
 
-    def failed(self, refused: Refused) -> bytes:
-        return b"event: error\ndata: " + refused.anthropic(self._setting.answer_id) + b"\n\n"
+    def failed(self, error: HttpError) -> bytes:
+        return b"event: error\ndata: " + error.anthropic(self._setting.answer_id) + b"\n\n"
 
     def _into(self, block: dict[str, Any]) -> bytes:
         """Have a block of this type open."""
@@ -131,13 +85,50 @@ class MessageStream:
         return _named({"type": "content_block_stop", "index": index})
 
 
-def openai_messages(fields: Fields) -> list[dict[str, Any]]:
+class Messages(Dialect):
+    """``POST /v1/messages``."""
+
+    answer: ClassVar = MESSAGE
+    writer = MessageStream
+
+    def fields(self, settings: EndpointConfig) -> dict[str, Field]:
+        return {
+            "messages": fields.raw(MESSAGES, settings.max_messages, required=True),
+            "system": fields.raw({}),
+            "tools": fields.raw(ANTHROPIC_TOOLS, settings.max_tools),
+            "tool_choice": fields.structure(type=tool_choice()),
+            "max_tokens": fields.integer(1, fields.MOST_TOKENS, required=True),
+            "stop_sequences": fields.stop(),
+        }
+
+    def request(self, values: Values) -> CallRequest:
+        return CallRequest(
+            messages=normal_messages(openai_messages(values)),
+            tools=openai_tools(values["tools"]),
+            calls=values["tool_choice"].get("type") != "none",
+            max_tokens=values["max_tokens"],
+            stop=values["stop_sequences"],
+        )
+
+    def whole(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
+        [turn] = answers(call)
+        reason, sequence = _stop_reason(turn, setting)
+        return {
+            **_envelope(asked, call, setting),
+            "content": _blocks(turn, setting),
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": _usage(call),
+        }
+
+
+def openai_messages(values: Values) -> list[dict[str, Any]]:
     """The conversation as OpenAI's API writes it. Raises RequestRefused."""
     found: list[dict[str, Any]] = []
-    system = fields.get("system")
+    system = values["system"]
     if system:
         found.append({"role": "system", "content": system})
-    messages = fields.get("messages")
+    messages = values["messages"]
     if not isinstance(messages, list) or not messages:
         raise RequestRefused("messages: a list of one or more messages is needed", param="messages")
     for number, message in enumerate(messages):
@@ -161,7 +152,7 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], field: str) -> list[dict[str
         kind = block.get("type")
         if kind == "tool_use":
             given: Any = block.get("input")
-            written = given.get(_RAW) if isinstance(given, Mapping) and list(given) == [_RAW] else json.dumps(given)
+            written = given.get(_RAW) if isinstance(given, Mapping) and list(given) == [_RAW] else json_text(given)
             calls.append({"id": block.get("id"), "function": {"name": block.get("name"), "arguments": written}})
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
@@ -169,7 +160,8 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], field: str) -> list[dict[str
             texts.append(block)
         else:
             where = f"{field}.content[{number}]"
-            raise RequestRefused(f"{where}.type = {kind!r}: valid are text, thinking and tool_use", param=where)
+            what = f"{where}.type = {fields.shown(kind)}: valid are text, thinking and tool_use"
+            raise RequestRefused(what, param=where)
     message: dict[str, Any] = {"role": "assistant", "content": texts, "tool_calls": calls}
     return [{**message, "reasoning_content": "\n".join(thoughts)}]
 
@@ -205,12 +197,12 @@ def openai_tools(raw: Any) -> list[dict[str, Any]] | None:
     return tools
 
 
-def _envelope(asked: Asked, call: Call, setting: Setting) -> dict[str, Any]:
+def _envelope(asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
     identity = f"msg_{setting.answer_id}"
     return {"id": identity, "type": "message", "role": "assistant", "model": asked.body["model"]}
 
 
-def _blocks(turn: Turn, setting: Setting) -> list[dict[str, Any]]:
+def _blocks(turn: RecordedTurn, setting: Setting) -> list[dict[str, Any]]:
     """An answer's content."""
     message, found = turn.message, list[dict[str, Any]]()
     written = setting.chat.written
@@ -226,13 +218,13 @@ def _blocks(turn: Turn, setting: Setting) -> list[dict[str, Any]]:
 
 def _input(arguments: str) -> dict[str, Any]:
     try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        value = msgspec.json.decode(arguments or "{}")  # strictly: no NaN, no half of a surrogate pair
+    except (msgspec.DecodeError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {_RAW: arguments}
 
 
-def _stop_reason(turn: Turn, setting: Setting) -> tuple[str, str | None]:
+def _stop_reason(turn: RecordedTurn, setting: Setting) -> tuple[str, str | None]:
     """(reason, the stop sequence that ended it)."""
     if turn.message.calls:
         return "tool_use", None
@@ -245,7 +237,7 @@ def _stop_reason(turn: Turn, setting: Setting) -> tuple[str, str | None]:
     return ("stop_sequence", min(found)[1]) if found else ("end_turn", None)
 
 
-def _usage(call: Call) -> dict[str, int]:
+def _usage(call: RecordedCall) -> dict[str, int]:
     tokens = usage(call)
     return {"input_tokens": tokens["prompt_tokens"], "output_tokens": tokens["completion_tokens"]}
 

@@ -7,8 +7,8 @@ import contextlib
 import hashlib
 import itertools
 import logging
-import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any, Protocol, TypeVar
@@ -16,17 +16,20 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from headway.config.endpoint import EndpointConfig
+from headway.generator.endpoint import fields
 from headway.generator.endpoint.anthropic import Messages
 from headway.generator.endpoint.chat import ChatCompletions
 from headway.generator.endpoint.completions import Completions
 from headway.generator.endpoint.dialect import Dialect, Setting
-from headway.generator.endpoint.exchange import ClientGone, Exchange, Message, Receive, Send
+from headway.generator.endpoint.exchange import STOPPING, ClientGone, HttpExchange, Message, Receive, Send
 from headway.generator.endpoint.logprobs import TokenTexts
-from headway.generator.endpoint.refusals import Refused, refused_by
+from headway.generator.endpoint.openapi import REWARD, document
+from headway.generator.endpoint.refusals import HttpError, http_error
 from headway.generator.endpoint.responses import Responses
 from headway.generator.endpoint.streams import stream
-from headway.generator.recording.inflight_call import Answering
-from headway.generator.recording.recorder import Planned, Request
+from headway.generator.recording.answer_tree import CallRequest
+from headway.generator.recording.inflight_call import InflightCall
+from headway.generator.recording.recorder import Planned
 from headway.generator.recording.sessions import Session
 from headway.records.conversations import RequestRefused
 from headway.tokens.continuing import Chat
@@ -45,7 +48,7 @@ _ROLLOUTS = "/v1/rollouts/"
 _REWARD = "/reward"
 _LARGE_BYTES = 20_000  # of a request: encoding what is in a larger one would have others wait for too long
 _THREADS = 2  # that encode large requests
-_LARGEST = sys.float_info.max
+Counted = Counter[tuple[str, int]]  # by route and status; 0: the client left before
 
 
 class Access(Protocol):
@@ -75,9 +78,10 @@ class App:
         context_tokens: int,
         *,
         now_s: Callable[[], float] = time.time,
+        metrics: Callable[[Counted], bytes] | None = None,
     ) -> None:
         """``model_path``: of the folder, whose name requests may call the model by. ``now_s``: seconds since the epoch,
-        which answers say they were made at."""
+        which answers say they were made at. ``metrics``: what `/metrics` says; None: there is none."""
         self._access = access
         self._chat = chat
         self._settings = settings
@@ -85,6 +89,8 @@ class App:
         self._names = (settings.model, PurePath(model_path).name, model_path, *settings.aliases)
         self._texts = TokenTexts(chat.tokenizer)
         self._now_s = now_s
+        self._metrics = metrics
+        self._responses: Counted = Counter()
         self._numbers = itertools.count(1)
         self._decoder = msgspec.json.Decoder()
         self._threads = asyncio.Semaphore(_THREADS)
@@ -92,20 +98,33 @@ class App:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        exchange = Exchange(scope, receive, send, self._settings, f"req_{next(self._numbers):012x}")
+        exchange = HttpExchange(scope, receive, send, self._settings, f"req_{next(self._numbers):012x}")
         try:
             await self._answer(exchange)
         except ClientGone:
             pass
+        except asyncio.CancelledError:
+            await self._refuse(exchange, HttpError(503, STOPPING, code="server_stopping"))
+            raise
         except Exception as error:  # the edge's one capture point: whatever it is, the client gets a response
             await self._refuse(exchange, error)
         finally:
+            self._responses[_route(exchange.path), exchange.status] += 1
             exchange.close()
 
-    async def _answer(self, exchange: Exchange) -> None:
+    async def _answer(self, exchange: HttpExchange) -> None:
         method, path = exchange.method, exchange.path
-        if path in ("/health", "/") and method == "GET":
+        if path in ("/health", "/"):
+            _require(exchange, "GET")
             await exchange.reply(200, b'{"status":"ok"}')
+        elif path == "/openapi.json":
+            _require(exchange, "GET")
+            described = document(self._settings, _DIALECTS, metrics=self._metrics is not None)
+            await exchange.reply(200, msgspec.json.encode(described))
+        elif path == "/metrics" and self._metrics is not None:
+            _require(exchange, "GET")
+            self._access.session(exchange.key)
+            await exchange.reply(200, self._metrics(self._responses), kind=b"text/plain; version=0.0.4; charset=utf-8")
         elif path in _DIALECTS:
             _require(exchange, "POST")
             await self._call(exchange, _DIALECTS[path])
@@ -120,11 +139,11 @@ class App:
             _require(exchange, "POST")
             await self._reward(exchange, path[len(_ROLLOUTS) : -len(_REWARD)])
         else:
-            raise Refused(404, f"unknown request URL: {method} {path}", code="unknown_url")
+            raise HttpError(404, f"unknown request URL: {method} {path}", code="unknown_url")
 
     # --- the routes -----------------------------------------------------------------------------------------------
 
-    async def _call(self, exchange: Exchange, dialect: Dialect) -> None:
+    async def _call(self, exchange: HttpExchange, dialect: Dialect) -> None:
         """A model call."""
         session = self._access.session(exchange.key, exchange.header("x-session-id"))
         with session.attended():
@@ -145,8 +164,9 @@ class App:
             if answering.error is not None:
                 raise answering.error
             await exchange.reply(200, msgspec.json.encode(dialect.whole(asked, answering.call, setting)))
+            exchange.note_received(answering.note_received)
 
-    async def _count(self, exchange: Exchange) -> None:
+    async def _count(self, exchange: HttpExchange) -> None:
         """Tokens of a request of Anthropic's API, which is not recorded."""
         session = self._access.session(exchange.key, exchange.header("x-session-id"))
         raw = await exchange.body()
@@ -157,21 +177,17 @@ class App:
         tokens = await self._aside(count, asked.request) if len(raw) > _LARGE_BYTES else count(asked.request)
         await exchange.reply(200, msgspec.json.encode({"input_tokens": tokens}))
 
-    def _tokens_of(self, request: Request) -> int:
+    def _tokens_of(self, request: CallRequest) -> int:
         text = self._chat.render(request.messages, request.tools, request.variables)
         return len(self._chat.tokenizer.encode(text))
 
-    async def _reward(self, exchange: Exchange, rollout: str) -> None:
+    async def _reward(self, exchange: HttpExchange, rollout: str) -> None:
         """``{"reward": number, "solved"?: true or false}``: the rollout's; the last one counts."""
         session = self._access.rollout(exchange.key, rollout)
         with session.attended():
             body = self._decoded(await exchange.body())
-        reward, solved = body.get("reward"), body.get("solved")
-        if isinstance(reward, bool) or not (isinstance(reward, int | float) and -_LARGEST <= reward <= _LARGEST):
-            raise RequestRefused(f"reward = {reward!r}: a finite number is needed", param="reward")
-        if solved is not None and not isinstance(solved, bool):
-            raise RequestRefused(f"solved = {solved!r}: valid is true or false", param="solved")
-        session.post_reward(float(reward), solved)
+        values = fields.read(body, REWARD)
+        session.post_reward(values["reward"], values["solved"])
         posted = {"rollout": rollout, "reward": session.reward, "solved": session.solved}
         await exchange.reply(200, msgspec.json.encode(posted))
 
@@ -190,7 +206,7 @@ class App:
         self._require_model({"model": name})
         return {**model, "id": name}
 
-    async def _aside(self, work: Callable[[Request], T], request: Request) -> T:
+    async def _aside(self, work: Callable[[CallRequest], T], request: CallRequest) -> T:
         """``work`` in a thread, few at once: others of this process need theirs."""
         async with self._threads:
             return await asyncio.to_thread(work, request)
@@ -201,9 +217,9 @@ class App:
         try:
             body: Any = self._decoder.decode(raw)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise Refused(400, f"the request's body is not valid JSON: {error}") from None
+            raise HttpError(400, f"the request's body is not valid JSON: {error}") from None
         if not isinstance(body, dict):
-            raise Refused(400, "the request's body must be a JSON object")
+            raise HttpError(400, "the request's body must be a JSON object")
         return body
 
     def _require_model(self, body: Mapping[str, Any]) -> None:
@@ -212,11 +228,11 @@ class App:
             raise RequestRefused("you must provide a model parameter", param="model")
         if name not in self._names and "*" not in self._settings.aliases:
             known = ", ".join(dict.fromkeys((self._settings.model, *self._settings.aliases)))
-            raise Refused(
+            raise HttpError(
                 404, f"the model {name!r} does not exist; valid: {known}", code="model_not_found", param="model"
             )
 
-    def _setting(self, session: Session, exchange: Exchange) -> Setting:
+    def _setting(self, session: Session, exchange: HttpExchange) -> Setting:
         return Setting(
             settings=self._settings,
             chat=self._chat,
@@ -226,9 +242,9 @@ class App:
             answer_id=exchange.request_id[4:],
         )
 
-    async def _refuse(self, exchange: Exchange, error: Exception) -> None:
+    async def _refuse(self, exchange: HttpExchange, error: Exception) -> None:
         """Tell the client what went wrong, if it can still be told."""
-        refused = refused_by(error)
+        refused = http_error(error)
         if refused.status == 500:
             _log.error("%s %s: %s", exchange.method, exchange.path, refused, exc_info=error)
         if exchange.streaming or exchange.answered:
@@ -239,7 +255,7 @@ class App:
             await exchange.reply(refused.status, body, refused.headers)
 
 
-async def _answered(exchange: Exchange, answering: Answering) -> None:
+async def _answered(exchange: HttpExchange, answering: InflightCall) -> None:
     """Wait for the end of a call. Raises ClientGone."""
     if answering.over:
         return
@@ -254,7 +270,7 @@ async def _answered(exchange: Exchange, answering: Answering) -> None:
         leave()
 
 
-def _identity(exchange: Exchange, raw: bytes) -> str:
+def _identity(exchange: HttpExchange, raw: bytes) -> str:
     """What a request shares with its retries alone: its client has named it. "": it hasn't. Headers that count retries
     don't say of which request, and another one may be equal to the letter: a sample of its own is wanted for each."""
     named = exchange.header("idempotency-key")
@@ -263,9 +279,17 @@ def _identity(exchange: Exchange, raw: bytes) -> str:
     return hashlib.blake2b(f"{exchange.path}\n{named}\n".encode() + raw, digest_size=16).hexdigest()
 
 
-def _require(exchange: Exchange, method: str) -> None:
+def _route(path: str) -> str:
+    """What responses are counted by: a label of few values."""
+    if path in _DIALECTS or path in (_COUNT, "/health", "/metrics"):
+        return path
+    known = [prefix for prefix in (_MODELS, _ROLLOUTS) if path.startswith(prefix)]
+    return known[0] if known else "other"
+
+
+def _require(exchange: HttpExchange, method: str) -> None:
     if exchange.method != method:
         headers = ((b"allow", method.encode()),)
-        raise Refused(
+        raise HttpError(
             405, f"{exchange.method} {exchange.path}: valid is {method}", code="method_not_allowed", headers=headers
         )

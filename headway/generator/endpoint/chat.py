@@ -2,90 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from headway.generator.endpoint.dialect import Piece, Setting, answers, event, usage
-from headway.generator.endpoint.fields import Asked, Fields, client_sampling
-from headway.generator.endpoint.refusals import Refused
-from headway.generator.recording.answer_tree import Turn
-from headway.generator.recording.recorder import Call, Request
+from headway.config.endpoint import EndpointConfig
+from headway.generator.endpoint import fields
+from headway.generator.endpoint.dialect import (
+    AnswerWriter,
+    Dialect,
+    Piece,
+    Setting,
+    answers,
+    envelope,
+    event,
+    text_format,
+    tool_choice,
+    usage,
+)
+from headway.generator.endpoint.fields import Field, ParsedRequest, Values
+from headway.generator.endpoint.schemas import CHOICES, MESSAGES, TOOLS
+from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
 from headway.records.conversations import RequestRefused
 from headway.tokens.messages import normal_messages, normal_tools
 from headway.tokens.output_parsing import client_form
 
-_MOST_TOKENS = 1 << 31
 _TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt")  # what a client's variables may not replace
-_CONSTRAINED = "this server doesn't constrain what is sampled"
 
 
-class ChatCompletions:
-    """``POST /v1/chat/completions``."""
-
-    parsed = True
-
-    def read(self, body: Mapping[str, Any], setting: Setting) -> Asked:
-        fields = Fields(body)
-        fields.listed("messages", setting.settings.max_messages)
-        fields.listed("tools", setting.settings.max_tools)
-        tools = normal_tools(fields.get("tools"))
-        fields.only("tool_choice", "auto", "none", why=f"{_CONSTRAINED}; valid are 'auto' and 'none'")
-        fields.only("response_format", {"type": "text"}, why=f"{_CONSTRAINED}; valid is {{'type': 'text'}}")
-        fields.only("functions", [], why="write tools instead")
-        fields.only("function_call", why="write tool_choice instead")
-        fields.only("modalities", ["text"], why="this model writes text alone")
-        fields.only("top_logprobs", 0, why="the sampled token's alone is known; valid is 0")
-        most = fields.integer("max_completion_tokens", 1, _MOST_TOKENS) or fields.integer("max_tokens", 1, _MOST_TOKENS)
-        choices = fields.integer("n", 1, setting.settings.choices)
-        request = Request(
-            messages=normal_messages(fields.get("messages")),
-            tools=tools,
-            variables=_variables(fields),
-            calls=fields.get("tool_choice") != "none",
-            choices=choices or 1,
-            max_tokens=most,
-            stop=fields.stop(),
-            seed=fields.integer("seed", -(1 << 63), (1 << 63) - 1),
-        )
-        return Asked(
-            request=request,
-            client=client_sampling(fields, fixed=setting.fixed_sampling),
-            stream=fields.flag("stream"),
-            include_usage=Fields(fields.mapping("stream_options")).flag("include_usage"),
-            logprobs=fields.flag("logprobs"),
-            body=body,
-        )
-
-    def whole(self, asked: Asked, call: Call, setting: Setting) -> dict[str, Any]:
-        return {
-            "id": f"chatcmpl-{setting.answer_id}",
-            "object": "chat.completion",
-            "created": setting.created,
-            "model": asked.body["model"],
-            "choices": [_choice(number, turn, asked, setting) for number, turn in enumerate(answers(call))],
-            "usage": usage(call),
-        }
-
-    def writer(self, asked: Asked, call: Call, setting: Setting) -> ChatStream:
-        return ChatStream(asked, call, setting)
-
-
-class ChatStream:
+class ChatStream(AnswerWriter):
     """``chat.completion.chunk`` events; tool calls come whole, at the end."""
 
-    ping = b": keepalive\n"  # without a blank line: some clients take that for an empty event
-
-    def __init__(self, asked: Asked, call: Call, setting: Setting) -> None:
-        self._asked = asked
-        self._call = call
-        self._setting = setting
-        self._same = {
-            "id": f"chatcmpl-{setting.answer_id}",
-            "object": "chat.completion.chunk",
-            "created": setting.created,
-            "model": asked.body["model"],
-        }
-        self._usage = {"usage": None} if asked.include_usage else {}
+    prefix = "chatcmpl"
+    kind = "chat.completion.chunk"
 
     def begin(self) -> bytes:
         first = {"role": "assistant", "content": ""}
@@ -99,7 +46,7 @@ class ChatStream:
             return b""
         return self._chunk(piece.choice, delta, piece=piece)
 
-    def end(self, piece: Piece, turn: Turn) -> bytes:
+    def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
         written = self._setting.chat.written
         calls: list[dict[str, Any]] = client_form(turn.message, written).get("tool_calls", [])
         parts = [self.more(piece)]
@@ -109,15 +56,6 @@ class ChatStream:
         parts.append(self._chunk(piece.choice, {}, finish_reason=_finish_reason(turn)))
         return b"".join(parts)
 
-    def close(self) -> bytes:
-        last = b"data: [DONE]\n\n"
-        if self._asked.include_usage:
-            last = event({**self._same, "choices": [], "usage": usage(self._call)}) + last
-        return last
-
-    def failed(self, refused: Refused) -> bytes:
-        return b"data: " + refused.openai() + b"\n\n"
-
     def _chunk(
         self, choice: int, delta: dict[str, Any], *, finish_reason: str | None = None, piece: Piece | None = None
     ) -> bytes:
@@ -125,10 +63,53 @@ class ChatStream:
         if self._asked.logprobs and piece is not None:
             content = self._setting.texts.chat(piece.ids, piece.logprobs)
             entry["logprobs"] = {"content": content, "refusal": None}
-        return event({**self._same, "choices": [entry], **self._usage})
+        usages = {"usage": None} if self._asked.include_usage else {}
+        return event({**self._same, "choices": [entry], **usages})
 
 
-def _choice(number: int, turn: Turn, asked: Asked, setting: Setting) -> dict[str, Any]:
+class ChatCompletions(Dialect):
+    """``POST /v1/chat/completions``."""
+
+    answer: ClassVar = {**CHOICES, "object": {"const": "chat.completion"}}
+    writer = ChatStream
+
+    def fields(self, settings: EndpointConfig) -> dict[str, Field]:
+        return {
+            "messages": fields.raw(MESSAGES, settings.max_messages, required=True),
+            "tools": fields.raw(TOOLS, settings.max_tools),
+            "tool_choice": tool_choice(),
+            "response_format": text_format(),
+            "functions": fields.only([], why="write tools instead"),
+            "function_call": fields.only(why="write tool_choice instead"),
+            "modalities": fields.only(["text"], why="this model writes text alone"),
+            "logprobs": fields.flag(),
+            "top_logprobs": fields.only(0, why="the sampled token's alone is known; valid is 0"),
+            "max_completion_tokens": fields.integer(1, fields.MOST_TOKENS),
+            "max_tokens": fields.integer(1, fields.MOST_TOKENS),
+            "n": fields.integer(1, settings.choices),
+            "stop": fields.stop(),
+            "stream_options": fields.structure(include_usage=fields.flag()),
+            "chat_template_kwargs": fields.structure(),
+        }
+
+    def request(self, values: Values) -> CallRequest:
+        return CallRequest(
+            tools=normal_tools(values["tools"]),
+            messages=normal_messages(values["messages"]),
+            variables=_variables(values["chat_template_kwargs"]),
+            calls=values["tool_choice"] != "none",
+            choices=values["n"] or 1,
+            max_tokens=values["max_completion_tokens"] or values["max_tokens"],
+            stop=values["stop"],
+            seed=values["seed"],
+        )
+
+    def whole(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
+        choices = [_choice(number, turn, asked, setting) for number, turn in enumerate(answers(call))]
+        return {**envelope("chatcmpl", "chat.completion", asked, setting), "choices": choices, "usage": usage(call)}
+
+
+def _choice(number: int, turn: RecordedTurn, asked: ParsedRequest, setting: Setting) -> dict[str, Any]:
     logprobs = None
     if asked.logprobs:
         logprobs = {"content": setting.texts.chat(turn.answer.ids, turn.logprobs), "refusal": None}
@@ -140,13 +121,12 @@ def _choice(number: int, turn: Turn, asked: Asked, setting: Setting) -> dict[str
     }
 
 
-def _finish_reason(turn: Turn) -> str:
+def _finish_reason(turn: RecordedTurn) -> str:
     return "tool_calls" if turn.message.calls else turn.finish_reason
 
 
-def _variables(fields: Fields) -> Mapping[str, Any]:
+def _variables(variables: Values) -> Values:
     """Arguments of the chat template that the client gives, as vLLM takes them."""
-    variables = fields.mapping("chat_template_kwargs")
     for name in variables:
         if name in _TEMPLATE_OWN or not name.isidentifier():
             what = f"chat_template_kwargs.{name}: valid are names that only the template knows, say enable_thinking"

@@ -2,101 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from headway.generator.endpoint.dialect import Piece, Setting, answers, event, usage
-from headway.generator.endpoint.fields import Asked, Fields, client_sampling
-from headway.generator.endpoint.refusals import Refused
-from headway.generator.recording.answer_tree import Turn
-from headway.generator.recording.recorder import Call, Request
+from headway.config.endpoint import EndpointConfig
+from headway.generator.endpoint import fields
+from headway.generator.endpoint.dialect import AnswerWriter, Dialect, Piece, Setting, answers, envelope, event, usage
+from headway.generator.endpoint.fields import Field, ParsedRequest, Values
+from headway.generator.endpoint.schemas import CHOICES, PROMPT
+from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
 from headway.records.conversations import RequestRefused
 from headway.tokens.output_parsing import OutputFormat, response_text
 
 PLAIN = OutputFormat()
-_MOST_TOKENS = 1 << 31
 _DEFAULT_TOKENS = 16  # that OpenAI's API gives a completion whose length isn't said
 
 
-class Completions:
-    """``POST /v1/completions``. A prompt is a text or token ids; several in one request are refused."""
-
-    parsed = False
-
-    def read(self, body: Mapping[str, Any], setting: Setting) -> Asked:
-        fields = Fields(body)
-        choices = fields.integer("n", 1, setting.settings.choices) or 1
-        fields.only("best_of", choices, why="this server samples just the n that are asked for")
-        fields.only("echo", False, why="the prompt isn't scored; valid is false")
-        fields.only("suffix", "", why="this server only continues")
-        logprobs = fields.get("logprobs")
-        fields.only("logprobs", 0, False, why="the sampled token's alone is known; valid is 0")
-        request = Request(
-            prompt=_prompt(fields.get("prompt")),
-            choices=choices,
-            max_tokens=fields.integer("max_tokens", 1, _MOST_TOKENS) or _DEFAULT_TOKENS,
-            stop=fields.stop(),
-            seed=fields.integer("seed", -(1 << 63), (1 << 63) - 1),
-        )
-        return Asked(
-            request=request,
-            client=client_sampling(fields, fixed=setting.fixed_sampling),
-            stream=fields.flag("stream"),
-            include_usage=Fields(fields.mapping("stream_options")).flag("include_usage"),
-            logprobs=logprobs == 0 and logprobs is not False and logprobs is not None,
-            body=body,
-        )
-
-    def whole(self, asked: Asked, call: Call, setting: Setting) -> dict[str, Any]:
-        return {
-            "id": f"cmpl-{setting.answer_id}",
-            "object": "text_completion",
-            "created": setting.created,
-            "model": asked.body["model"],
-            "choices": [_choice(number, turn, asked, setting) for number, turn in enumerate(answers(call))],
-            "usage": usage(call),
-        }
-
-    def writer(self, asked: Asked, call: Call, setting: Setting) -> CompletionStream:
-        return CompletionStream(asked, call, setting)
-
-
-class CompletionStream:
+class CompletionStream(AnswerWriter):
     """Events of the same shape as the whole."""
 
-    ping = b": keepalive\n"
+    prefix = "cmpl"
+    kind = "text_completion"
 
-    def __init__(self, asked: Asked, call: Call, setting: Setting) -> None:
-        self._asked = asked
-        self._call = call
-        self._setting = setting
-        self._same = {
-            "id": f"cmpl-{setting.answer_id}",
-            "object": "text_completion",
-            "created": setting.created,
-            "model": asked.body["model"],
-        }
+    def __init__(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> None:
+        super().__init__(asked, call, setting)
         self._offsets = [0] * call.request.choices
-
-    def begin(self) -> bytes:
-        return b""
 
     def more(self, piece: Piece) -> bytes:
         if not piece.content and not (self._asked.logprobs and piece.ids):
             return b""
         return self._chunk(piece)
 
-    def end(self, piece: Piece, turn: Turn) -> bytes:
+    def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
         return self._chunk(piece, turn.finish_reason)
-
-    def close(self) -> bytes:
-        last = b"data: [DONE]\n\n"
-        if self._asked.include_usage:
-            last = event({**self._same, "choices": [], "usage": usage(self._call)}) + last
-        return last
-
-    def failed(self, refused: Refused) -> bytes:
-        return b"data: " + refused.openai() + b"\n\n"
 
     def _chunk(self, piece: Piece, finish_reason: str | None = None) -> bytes:
         logprobs = None
@@ -112,12 +49,50 @@ class CompletionStream:
         return event({**self._same, "choices": [entry]})
 
 
-def completion_text(turn: Turn, setting: Setting) -> str:
+class Completions(Dialect):
+    """``POST /v1/completions``. A prompt is a text or token ids; several in one request are refused."""
+
+    parsed = False
+    answer: ClassVar = {**CHOICES, "object": {"const": "text_completion"}}
+    writer = CompletionStream
+
+    def fields(self, settings: EndpointConfig) -> dict[str, Field]:
+        return {
+            "prompt": fields.raw(PROMPT, required=True),
+            "n": fields.integer(1, settings.choices),
+            "best_of": fields.integer(1, settings.choices),
+            "echo": fields.only(False, why="the prompt isn't scored; valid is false"),
+            "suffix": fields.only("", why="this server only continues"),
+            "logprobs": fields.only(0, False, why="the sampled token's alone is known; valid is 0"),
+            "max_tokens": fields.integer(1, fields.MOST_TOKENS),
+            "stop": fields.stop(),
+            "stream_options": fields.structure(include_usage=fields.flag()),
+        }
+
+    def request(self, values: Values) -> CallRequest:
+        choices, best_of = values["n"] or 1, values["best_of"]
+        if best_of not in (None, choices):
+            what = f"best_of = {fields.shown(best_of)}: this server samples just the n that are asked for"
+            raise RequestRefused(what, param="best_of")
+        return CallRequest(
+            prompt=_prompt(values["prompt"]),
+            choices=choices,
+            max_tokens=values["max_tokens"] or _DEFAULT_TOKENS,
+            stop=values["stop"],
+            seed=values["seed"],
+        )
+
+    def whole(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
+        choices = [_choice(number, turn, asked, setting) for number, turn in enumerate(answers(call))]
+        return {**envelope("cmpl", "text_completion", asked, setting), "choices": choices, "usage": usage(call)}
+
+
+def completion_text(turn: RecordedTurn, setting: Setting) -> str:
     """What was sampled, to the letter, up to the first stop string."""
     return response_text(setting.chat.tokenizer, turn.answer.ids, PLAIN, turn.answer.stop)
 
 
-def _choice(number: int, turn: Turn, asked: Asked, setting: Setting) -> dict[str, Any]:
+def _choice(number: int, turn: RecordedTurn, asked: ParsedRequest, setting: Setting) -> dict[str, Any]:
     logprobs = setting.texts.completions(turn.answer.ids, turn.logprobs, 0) if asked.logprobs else None
     text = completion_text(turn, setting)
     return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": turn.finish_reason}

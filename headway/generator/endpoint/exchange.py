@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from headway.config.endpoint import EndpointConfig
-from headway.generator.endpoint.refusals import Refused
+from headway.generator.endpoint.refusals import HttpError
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -16,20 +16,34 @@ Send = Callable[[Any], Awaitable[None]]
 _DISCARDED = 4  # times the largest body is read before it is refused: a client that is still sending hears no answer
 
 
+STOPPING = "the server is stopping"
+CONNECTION = "headway.connection"  # extension of the ASGI scope: a Connection
+
+
+class Connection:
+    """What a server knows of one exchange's connection, beyond ASGI."""
+
+    def __init__(self) -> None:
+        self.lost = False  # it is closed; set before anything else runs
+        self.on_reset: Callable[[], object] | None = None  # called when the client closes without having read it all
+
+
 class ClientGone(Exception):
     """The other side closed the connection, or reads nothing."""
 
 
-class Exchange:
+class HttpExchange:
     """*reading* -> *answered* (`reply`), or *streaming* (`begin_stream`, `write`) -> *answered* (`end_stream`)."""
 
     def __init__(self, scope: Message, receive: Receive, send: Send, settings: EndpointConfig, request_id: str) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.request_id = request_id
+        self.status = 0  # of the response; 0: there is none
         self.streaming = False
         self.answered = False
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
+        self._connection: Connection = scope.get("extensions", {}).get(CONNECTION) or Connection()
         self._receive = receive
         self._send = send
         self._settings = settings
@@ -46,7 +60,7 @@ class Exchange:
         return (token.strip() if kind.lower() == "bearer" else "") or self.header("x-api-key")
 
     async def body(self) -> bytes:
-        """All of it. Raises Refused: too large, or too slow."""
+        """All of it. Raises HttpError: too large, or too slow."""
         limit = self._settings.max_body_bytes
         pieces: list[bytes] = []
         size, more = 0, True
@@ -65,10 +79,10 @@ class Exchange:
                     more = message.get("more_body", False)
         except TimeoutError:
             what = f"the request isn't whole after {self._settings.body_timeout_s:g} s"
-            raise Refused(408, what, code="timeout", headers=((b"connection", b"close"),)) from None
+            raise HttpError(408, what, code="timeout", headers=((b"connection", b"close"),)) from None
         if size > limit:
             what = f"the request's body is larger than {limit} bytes"
-            raise Refused(413, what, code="request_too_large", headers=((b"connection", b"close"),))
+            raise HttpError(413, what, code="request_too_large", headers=((b"connection", b"close"),))
         return b"".join(pieces)
 
     def gone(self) -> asyncio.Task[None]:
@@ -81,10 +95,12 @@ class Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    async def reply(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        """The whole response, JSON."""
+    async def reply(
+        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (), kind: bytes = b"application/json"
+    ) -> None:
+        """The whole response."""
         length = (b"content-length", str(len(body)).encode())
-        head = self._head(status, b"application/json", [length, *headers])
+        head = self._head(status, kind, [length, *headers])
         self.answered = True
         await self._bounded(head, {"type": "http.response.body", "body": body})
 
@@ -97,9 +113,16 @@ class Exchange:
         """A piece of the stream. Raises ClientGone."""
         await self._bounded({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def end_stream(self) -> None:
+    async def end_stream(self, last: bytes) -> None:
+        """Its last piece, in one write with the response's end: nothing is left unread behind it. Raises ClientGone."""
         self.answered = True
-        await self._bounded({"type": "http.response.body", "body": b""})
+        await self._bounded({"type": "http.response.body", "body": last})
+
+    def note_received(self, note: Callable[[bool], object]) -> None:
+        """Call ``note(True)``: the response was sent to its end. If the client closes the connection without having
+        read all of it, ``note(False)`` follows: a request behind it, on the same connection, says that it has."""
+        note(True)
+        self._connection.on_reset = lambda: note(False)
 
     def close(self) -> None:
         """Wait for the client no longer. Behind a whole response the server says by itself that it has left."""
@@ -107,7 +130,7 @@ class Exchange:
             self._gone.cancel()
 
     def _head(self, status: int, kind: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Message:
-        name = self.request_id.encode()
+        self.status, name = status, self.request_id.encode()
         named = [(b"content-type", kind), (b"x-request-id", name), (b"request-id", name), *headers]
         return {"type": "http.response.start", "status": status, "headers": named}
 
@@ -117,5 +140,7 @@ class Exchange:
             async with asyncio.timeout(self._settings.body_timeout_s):
                 for message in messages:
                     await self._send(message)
-        except TimeoutError:
+        except OSError:  # also a TimeoutError
             raise ClientGone from None
+        if self._connection.lost:
+            raise ClientGone

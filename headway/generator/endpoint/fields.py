@@ -1,23 +1,29 @@
-"""The fields of a request's body, read by type; what is wrong is refused by name."""
+"""The fields of a request's body: each one's reader and JSON schema, so that what is documented is what is parsed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headway.generator.recording.recorder import Request
+from headway.generator.recording.answer_tree import CallRequest
 from headway.records.conversations import ClientSampling, RequestRefused
+from headway.records.generation import LOWEST_TEMPERATURE
 
 _MOST_STOPS = 64
 _LONGEST_STOP = 1024  # characters
+_SEED = (-(1 << 63), (1 << 63) - 1)
+MOST_TOKENS = 1 << 31  # that a request may ask for: no context is larger
+
+Schema = Mapping[str, Any]
+Values = Mapping[str, Any]  # of a request's fields, by name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class ParsedRequest:
     """A request of any of the APIs in one form."""
 
-    request: Request
+    request: CallRequest
     client: ClientSampling
     stream: bool
     include_usage: bool = False  # in a stream of OpenAI's
@@ -25,87 +31,154 @@ class Asked:
     body: Mapping[str, Any]  # as it came
 
 
-class Fields:
-    """A request's body."""
+@dataclass(frozen=True, slots=True)
+class Field:
+    """How one field is read: ``read(name, value)`` raises RequestRefused for a value that ``schema`` excludes."""
 
-    def __init__(self, body: Mapping[str, Any]) -> None:
-        self.body = body
+    read: Callable[[str, Any], Any]
+    schema: Schema
+    default: Any = None  # where it isn't given, or null
+    required: bool = False
 
-    def get(self, name: str) -> Any:
-        return self.body.get(name)
 
-    def number(self, name: str, low: float, high: float) -> float | None:
-        """A number in [low, high]; None where it isn't given."""
-        value = self.body.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise _refused(name, value, f"a number from {low:g} to {high:g}")
+def read(body: Mapping[str, Any], fields: Mapping[str, Field], within: str = "") -> dict[str, Any]:
+    """Every field's value, in the order of ``fields``; ``within``: what errors put before their names. Raises
+    RequestRefused."""
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        value = body.get(name)
+        if value is None and field.required:
+            raise RequestRefused(f"{within}{name}: field required", param=within + name)
+        values[name] = field.default if value is None else field.read(within + name, value)
+    return values
+
+
+def schema_of(fields: Mapping[str, Field]) -> dict[str, Any]:
+    """The JSON schema of an object with these fields, and others that are ignored."""
+    required = [name for name, field in fields.items() if field.required]
+    properties = {
+        name: field.schema if field.required or not field.schema else {"anyOf": [field.schema, {"type": "null"}]}
+        for name, field in fields.items()
+    }
+    return {"type": "object", "properties": properties} | ({"required": required} if required else {})
+
+
+def raw(schema: Schema, most: int | None = None, *, required: bool = False) -> Field:
+    """A value that is read elsewhere; a list has at most ``most`` entries."""
+
+    def checked(name: str, value: Any) -> Any:
+        if most is not None and isinstance(value, list) and len(value) > most:
+            raise RequestRefused(f"{name}: {len(value)} entries, at most {most} are valid", param=name)
+        return value
+
+    limit = {} if most is None else {"maxItems": most}
+    return Field(checked, {**schema, **limit}, required=required)
+
+
+def number(low: float, high: float, smallest: float = 0.0, *, required: bool = False) -> Field:
+    """A number in [low, high]; one above 0 is at least ``smallest``."""
+
+    def checked(name: str, value: Any) -> float:
+        valid = not isinstance(value, bool) and isinstance(value, int | float) and low <= value <= high
+        if not valid or 0 < value < smallest:
+            above = f" (above 0: from {smallest:g} on)" if smallest else ""
+            raise _refused(name, value, f"a number from {low:g} to {high:g}{above}")
         return float(value)
 
-    def integer(self, name: str, low: int, high: int) -> int | None:
-        value = self.body.get(name)
-        if value is None:
-            return None
+    if smallest:
+        return Field(checked, {"anyOf": [{"const": 0}, {"type": "number", "minimum": smallest, "maximum": high}]})
+    return Field(checked, {"type": "number", "minimum": low, "maximum": high}, required=required)
+
+
+def integer(low: int, high: int, *, required: bool = False) -> Field:
+    def checked(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise _refused(name, value, f"an integer from {low} to {high}")
         return value
 
-    def flag(self, name: str) -> bool:
-        value = self.body.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise _refused(name, value, "true or false")
-        return bool(value)
+    return Field(checked, {"type": "integer", "minimum": low, "maximum": high}, required=required)
 
-    def stop(self, name: str = "stop") -> tuple[str, ...]:
-        """Strings that end an answer: one, or a list."""
-        value = self.body.get(name)
-        given = [value] if isinstance(value, str) else value or []
+
+def flag(default: bool | None = False) -> Field:
+    def checked(name: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise _refused(name, value, "true or false")
+        return value
+
+    return Field(checked, {"type": "boolean"}, default)
+
+
+def stop() -> Field:
+    """Strings that end an answer: one, or a list."""
+
+    def checked(name: str, value: Any) -> tuple[str, ...]:
+        given = [value] if isinstance(value, str) else value
         if not isinstance(given, list) or not all(isinstance(s, str) and 0 < len(s) <= _LONGEST_STOP for s in given):
             raise _refused(name, value, f"a text, or a list of texts, of 1 to {_LONGEST_STOP} characters")
         if len(given) > _MOST_STOPS:
             raise RequestRefused(f"{name}: {len(given)} texts, at most {_MOST_STOPS} are valid", param=name)
         return tuple(given)
 
-    def mapping(self, name: str) -> Mapping[str, Any]:
-        value = self.body.get(name)
-        if value is not None and not isinstance(value, Mapping):
+    text = {"type": "string", "minLength": 1, "maxLength": _LONGEST_STOP}
+    return Field(checked, {"anyOf": [text, {"type": "array", "items": text, "maxItems": _MOST_STOPS}]}, default=())
+
+
+def structure(**fields: Field) -> Field:
+    """An object, with these fields among others."""
+
+    def checked(name: str, value: Any) -> Mapping[str, Any]:
+        if not isinstance(value, Mapping):
             raise _refused(name, value, "an object")
-        return value or {}
+        return {**value, **read(value, fields, f"{name}.")}
 
-    def only(self, name: str, *valid: Any, why: str) -> None:
-        """Refuse any value but these, and none."""
-        value = self.body.get(name)
-        if value is not None and not any(type(value) is type(known) and value == known for known in valid):
-            raise RequestRefused(f"{name} = {_shown(value)}: {why}", param=name)
-
-    def listed(self, name: str, most: int) -> None:
-        """Refuse lists of more entries than ``most``."""
-        value = self.body.get(name)
-        if isinstance(value, list) and len(value) > most:
-            raise RequestRefused(f"{name}: {len(value)} entries, at most {most} are valid", param=name)
+    return Field(checked, schema_of(fields), default={})
 
 
-def _refused(name: str, value: Any, valid: str) -> RequestRefused:
-    return RequestRefused(f"{name} = {_shown(value)}: valid is {valid}", param=name)
+def only(*valid: Any, why: str) -> Field:
+    """Any of these values, or none."""
+
+    def checked(name: str, value: Any) -> Any:
+        if not any(type(value) is type(known) and value == known for known in valid):
+            raise RequestRefused(f"{name} = {shown(value)}: {why}", param=name)
+        return value
+
+    return Field(checked, {"enum": list(valid)} if valid else {"type": "null"})
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
+def shown(value: Any) -> str:
+    """A value as errors show it: short, whatever it is."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits
+        text = f"a value of type {type(value).__name__} that is too large to show"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def client_sampling(fields: Fields, *, fixed: bool) -> ClientSampling:
+def _refused(name: str, value: Any, valid: str) -> RequestRefused:
+    return RequestRefused(f"{name} = {shown(value)}: valid is {valid}", param=name)
+
+
+def sampling() -> dict[str, Field]:
+    """How clients of all APIs ask for their answers to be sampled."""
+    return {
+        "frequency_penalty": number(-2, 2),
+        "presence_penalty": number(-2, 2),
+        "repetition_penalty": number(-2, 2),
+        "logit_bias": structure(),
+        "temperature": number(0, 2, LOWEST_TEMPERATURE),
+        "top_p": number(0, 1),
+        "top_k": integer(-1, 1 << 31),
+        "seed": integer(*_SEED),
+    }
+
+
+def client_sampling(values: Values, *, fixed: bool) -> ClientSampling:
     """How the client wants its answers sampled. What no engine here can do is refused, unless the experiment's
     parameters hold in any case (``fixed``)."""
     for name, neutral in (("frequency_penalty", 0.0), ("presence_penalty", 0.0), ("repetition_penalty", 1.0)):
-        if fields.number(name, -2, 2) not in (None, neutral) and not fixed:
+        if values[name] not in (None, neutral) and not fixed:
             raise RequestRefused(f"{name}: this server has no penalties; valid is {neutral:g}", param=name)
-    if fields.mapping("logit_bias"):
+    if values["logit_bias"]:
         raise RequestRefused("logit_bias: this server has none; valid is an empty object", param="logit_bias")
-    return ClientSampling(
-        temperature=fields.number("temperature", 0, 2),
-        top_p=fields.number("top_p", 0, 1),
-        top_k=fields.integer("top_k", -1, 1 << 31),
-        seed=fields.integer("seed", -(1 << 63), (1 << 63) - 1),
-    )
+    names = ("temperature", "top_p", "top_k", "seed")
+    return ClientSampling(**{name: values[name] for name in names})

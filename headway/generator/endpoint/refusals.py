@@ -21,13 +21,16 @@ _TYPES = {
     408: ("invalid_request_error", "invalid_request_error"),
     409: ("invalid_request_error", "conflict_error"),
     413: ("invalid_request_error", "request_too_large"),
+    431: ("invalid_request_error", "request_too_large"),
     429: ("rate_limit_error", "rate_limit_error"),
     500: ("server_error", "api_error"),
+    503: ("server_error", "api_error"),
     504: ("server_error", "timeout_error"),
 }
+STATUSES = tuple(_TYPES)
 
 
-class Refused(Exception):
+class HttpError(Exception):
     """An answer that is an error."""
 
     def __init__(
@@ -51,32 +54,32 @@ class Refused(Exception):
         return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
 
-def refused_by(error: Exception) -> Refused:
+def http_error(error: Exception) -> HttpError:
     """The refusal that an error of sessions and recorders comes to. Errors of no kind that it knows are ours: 500."""
-    if isinstance(error, Refused):
+    if isinstance(error, HttpError):
         return error
     if isinstance(error, RequestRefused):
         return _of_recorder(error)
     if isinstance(error, KeyRefused):
-        return Refused(401, str(error), code="invalid_api_key")
+        return HttpError(401, str(error), code="invalid_api_key")
     if isinstance(error, NoSuchRollout):
-        return Refused(404, str(error), code="rollout_not_found", param="rollout")
+        return HttpError(404, str(error), code="rollout_not_found", param="rollout")
     if isinstance(error, Overloaded):
-        return Refused(429, str(error), code="rate_limit_exceeded", headers=_retry_after(error.retry_after_s))
+        return HttpError(429, str(error), code="rate_limit_exceeded", headers=_retry_after(error.retry_after_s))
     if isinstance(error, CallFailed) and error.timeout:
-        return Refused(504, str(error), code="timeout", headers=NO_RETRY)  # it would take as long again
-    return Refused(500, f"{type(error).__name__}: {error}", code="internal_error")
+        return HttpError(504, str(error), code="timeout", headers=NO_RETRY)  # it would take as long again
+    return HttpError(500, f"{type(error).__name__}: {error}", code="internal_error")
 
 
-def _of_recorder(error: RequestRefused) -> Refused:
+def _of_recorder(error: RequestRefused) -> HttpError:
     message, code, param = str(error), error.code, error.param
     if code == "rollout_busy":
-        return Refused(429, message, code="rate_limit_exceeded", headers=_retry_after(1))
+        return HttpError(429, message, code="rate_limit_exceeded", headers=_retry_after(1))
     if code == "rollout_closed":
-        return Refused(409, message, code=code, headers=NO_RETRY)
+        return HttpError(409, message, code=code, headers=NO_RETRY)
     if code in ("rollout_limit_exceeded", "reward_refused"):
-        return Refused(403, message, code=code, headers=NO_RETRY)  # not 429: it won't pass
-    return Refused(400, message, code=code if code == "context_length_exceeded" else None, param=param)
+        return HttpError(403, message, code=code, headers=NO_RETRY)  # not 429: it won't pass
+    return HttpError(400, message, code=code if code == "context_length_exceeded" else None, param=param)
 
 
 def _retry_after(seconds: int) -> Headers:

@@ -3,62 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from headway.generator.endpoint.dialect import Piece, Setting, answers, event, usage
-from headway.generator.endpoint.fields import Asked, Fields, client_sampling
-from headway.generator.endpoint.refusals import Refused
-from headway.generator.recording.answer_tree import Turn
-from headway.generator.recording.recorder import Call, Request
+from headway.config.endpoint import EndpointConfig
+from headway.generator.endpoint import fields
+from headway.generator.endpoint.dialect import (
+    AnswerWriter,
+    Dialect,
+    Piece,
+    Setting,
+    answers,
+    event,
+    text_format,
+    tool_choice,
+    usage,
+)
+from headway.generator.endpoint.fields import Field, ParsedRequest, Values
+from headway.generator.endpoint.refusals import HttpError
+from headway.generator.endpoint.schemas import INPUT, OUTPUT, RESPONSE_TOOLS
+from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
 from headway.records.conversations import RequestRefused
 from headway.tokens.messages import normal_messages, normal_tools
 
-_MOST_TOKENS = 1 << 31
-_CONSTRAINED = "this server doesn't constrain what is sampled"
 _STATE = "this server keeps no responses: send the whole conversation as input"
 
 
-class Responses:
-    """``POST /v1/responses``."""
-
-    parsed = True
-
-    def read(self, body: Mapping[str, Any], setting: Setting) -> Asked:
-        fields = Fields(body)
-        fields.listed("input", setting.settings.max_messages)
-        fields.listed("tools", setting.settings.max_tools)
-        fields.only("previous_response_id", why=_STATE)
-        fields.only("conversation", why=_STATE)
-        fields.only("background", False, why="this server answers while the client waits")
-        fields.only("tool_choice", "auto", "none", why=f"{_CONSTRAINED}; valid are 'auto' and 'none'")
-        text = fields.mapping("text").get("format")
-        if text not in (None, {"type": "text"}):
-            raise RequestRefused(f"text.format: {_CONSTRAINED}; valid is {{'type': 'text'}}", param="text.format")
-        request = Request(
-            messages=normal_messages(_messages(fields)),
-            tools=normal_tools(_tools(fields.get("tools"))),
-            calls=fields.get("tool_choice") != "none",
-            max_tokens=fields.integer("max_output_tokens", 1, _MOST_TOKENS),
-        )
-        client = client_sampling(fields, fixed=setting.fixed_sampling)
-        return Asked(request=request, client=client, stream=fields.flag("stream"), body=body)
-
-    def whole(self, asked: Asked, call: Call, setting: Setting) -> dict[str, Any]:
-        return _response(asked, setting, call)
-
-    def writer(self, asked: Asked, call: Call, setting: Setting) -> ResponseStream:
-        return ResponseStream(asked, call, setting)
-
-
-class ResponseStream:
+class ResponseStream(AnswerWriter):
     """Its events: each item of the output is added, filled and done."""
 
-    ping = b": keepalive\n"
-
-    def __init__(self, asked: Asked, call: Call, setting: Setting) -> None:
-        self._asked = asked
-        self._call = call
-        self._setting = setting
+    def __init__(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> None:
+        super().__init__(asked, call, setting)
         self._sequence = 0
         self._done = 0  # items
         self._open = ""  # type of the open item
@@ -82,7 +56,7 @@ class ResponseStream:
             self._texts["message"] += piece.content
         return b"".join(parts)
 
-    def end(self, piece: Piece, turn: Turn) -> bytes:
+    def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
         parts = [self.more(piece), self._shut()]
         for item in _output(turn, self._setting):
             if item["type"] != "function_call":
@@ -102,10 +76,10 @@ class ResponseStream:
         response = _response(self._asked, self._setting, self._call)
         return self._event(f"response.{response['status']}", response=response)
 
-    def failed(self, refused: Refused) -> bytes:
+    def failed(self, error: HttpError) -> bytes:
         response = _response(self._asked, self._setting, None)
-        error = {"code": "server_error", "message": str(refused)}
-        return self._event("response.failed", response={**response, "status": "failed", "error": error})
+        what = {"code": "server_error", "message": str(error)}
+        return self._event("response.failed", response={**response, "status": "failed", "error": what})
 
     def _into(self, kind: str) -> bytes:
         """Have an item of this type open."""
@@ -146,13 +120,44 @@ class ResponseStream:
         return event({"type": kind, "sequence_number": number, **data}, kind)
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
+class Responses(Dialect):
+    """``POST /v1/responses``."""
+
+    answer: ClassVar = OUTPUT
+    writer = ResponseStream
+
+    def fields(self, settings: EndpointConfig) -> dict[str, Field]:
+        return {
+            "input": fields.raw(INPUT, settings.max_messages, required=True),
+            "instructions": fields.raw({}),
+            "tools": fields.raw(RESPONSE_TOOLS, settings.max_tools),
+            "previous_response_id": fields.only(why=_STATE),
+            "conversation": fields.only(why=_STATE),
+            "background": fields.only(False, why="this server answers while the client waits"),
+            "tool_choice": tool_choice(),
+            "text": fields.structure(format=text_format()),
+            "max_output_tokens": fields.integer(1, fields.MOST_TOKENS),
+        }
+
+    def request(self, values: Values) -> CallRequest:
+        return CallRequest(
+            messages=normal_messages(_messages(values)),
+            tools=normal_tools(_tools(values["tools"])),
+            calls=values["tool_choice"] != "none",
+            max_tokens=values["max_output_tokens"],
+        )
+
+    def whole(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
+        return _response(asked, setting, call)
+
+
+def _messages(values: Values) -> list[dict[str, Any]]:
     """The conversation as the chat API writes it. Raises RequestRefused."""
     found: list[dict[str, Any]] = []
-    instructions = fields.get("instructions")
+    instructions = values["instructions"]
     if instructions:
         found.append({"role": "system", "content": instructions})
-    given = fields.get("input")
+    given = values["input"]
     items: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
         raise RequestRefused("input: a text or a list of items is needed", param="input")
@@ -176,7 +181,7 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
             _add(answer, kind, item, field)
         else:
             valid = "message, function_call, function_call_output and reasoning"
-            raise RequestRefused(f"{field}.type = {kind!r}: valid are {valid}", param=f"{field}.type")
+            raise RequestRefused(f"{field}.type = {fields.shown(kind)}: valid are {valid}", param=f"{field}.type")
     return found
 
 
@@ -207,7 +212,7 @@ def _tools(raw: Any) -> Any:
     ]
 
 
-def _response(asked: Asked, setting: Setting, call: Call | None) -> dict[str, Any]:
+def _response(asked: ParsedRequest, setting: Setting, call: RecordedCall | None) -> dict[str, Any]:
     """The response object; ``call``: once it is answered."""
     body, output = asked.body, list[dict[str, Any]]()
     status: str = "in_progress"
@@ -240,7 +245,7 @@ def _response(asked: Asked, setting: Setting, call: Call | None) -> dict[str, An
     }
 
 
-def _output(turn: Turn, setting: Setting) -> list[dict[str, Any]]:
+def _output(turn: RecordedTurn, setting: Setting) -> list[dict[str, Any]]:
     """An answer's items."""
     message, written = turn.message, setting.chat.written
     texts: Sequence[tuple[str, str]] = (
@@ -278,7 +283,7 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _usage(call: Call) -> dict[str, Any]:
+def _usage(call: RecordedCall) -> dict[str, Any]:
     tokens = usage(call)
     return {
         "input_tokens": tokens["prompt_tokens"],

@@ -13,14 +13,25 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headway.config.endpoint import EndpointConfig
+from headway.generator.endpoint.exchange import CONNECTION, Connection
+from headway.generator.endpoint.refusals import HttpError
 from headway.records.errors import ConfigurationError
 from headway.runtime.addresses import split_address
 
 _HEAD_BYTES = 64 * 1024  # request line and headers
 _BACKLOG = 2048  # connections that wait to be accepted
 _GRACE_S = 2  # for responses under way when the server ends
-_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-_TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+def _refusal(status: bytes, error: HttpError) -> bytes:
+    """A response to a request that no application gets to see."""
+    body = error.openai()
+    head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+    return head % (status, len(body)) + body
+
+
+_TOO_LARGE = _refusal(b"431 Request Header Fields Too Large", HttpError(431, "the head is too large"))
+_TOO_LATE = _refusal(b"408 Request Timeout", HttpError(408, "the request's head came too slowly", code="timeout"))
 
 
 @asynccontextmanager
@@ -87,6 +98,7 @@ def _protocol(connections: int, timeout_s: float) -> type[HttpToolsProtocol]:
             self.in_head = True
             self.unfinished_bytes = 0  # of a head that isn't whole
             self.messages = 0  # that were
+            self.unread: list[Connection] = []  # of exchanges whose responses the client may not have read
             self.deadline: asyncio.TimerHandle | None = self.loop.call_later(timeout_s, self.refuse_late)
             if len(self.connections) > connections:
                 transport.abort()
@@ -108,6 +120,12 @@ def _protocol(connections: int, timeout_s: float) -> type[HttpToolsProtocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             if self.deadline is not None:
                 self.deadline.cancel()
+            sock = self.transport.get_extra_info("socket")
+            reset = exc is not None or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+            for exchange in self.unread:
+                exchange.lost = True
+                if reset and exchange.on_reset is not None:
+                    exchange.on_reset()
             super().connection_lost(exc)
 
         def on_headers_complete(self) -> None:
@@ -115,12 +133,21 @@ def _protocol(connections: int, timeout_s: float) -> type[HttpToolsProtocol]:
             if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > _HEAD_BYTES:
                 self.refuse_head()
                 raise httptools.HttpParserError("the request's head is too large")  # ends the parsing
+            if self.cycle is None or self.cycle.response_complete:
+                self.unread.clear()  # who goes on has read what came before
+            self.unread.append(Connection())
+            extensions: Any = {CONNECTION: self.unread[-1]}
+            self.scope["extensions"] = extensions
             super().on_headers_complete()
 
         def on_message_complete(self) -> None:
             self.in_head = True
             self.messages += 1
             super().on_message_complete()
+
+        def send_400_response(self, msg: str) -> None:
+            self.transport.write(_refusal(b"400 Bad Request", HttpError(400, msg)))
+            self.transport.close()
 
         def refuse_head(self) -> None:
             if not self.transport.is_closing():

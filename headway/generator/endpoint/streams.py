@@ -6,17 +6,19 @@ import asyncio
 
 from headway.generator.endpoint.completions import completion_text
 from headway.generator.endpoint.dialect import Dialect, Piece, Setting, answers
-from headway.generator.endpoint.exchange import ClientGone, Exchange
-from headway.generator.endpoint.fields import Asked
-from headway.generator.endpoint.refusals import refused_by
-from headway.generator.recording.answer_tree import Turn
-from headway.generator.recording.inflight_call import Answering
+from headway.generator.endpoint.exchange import STOPPING, ClientGone, HttpExchange
+from headway.generator.endpoint.fields import ParsedRequest
+from headway.generator.endpoint.refusals import HttpError, http_error
+from headway.generator.recording.answer_tree import RecordedTurn
+from headway.generator.recording.inflight_call import InflightCall
 from headway.records.generation import PartialResponse
 from headway.tokens.output_parsing import begins_inside_reasoning
 from headway.tokens.streaming import AnswerStream
 
 
-async def stream(exchange: Exchange, dialect: Dialect, asked: Asked, answering: Answering, setting: Setting) -> None:
+async def stream(
+    exchange: HttpExchange, dialect: Dialect, asked: ParsedRequest, answering: InflightCall, setting: Setting
+) -> None:
     """Write the answer to ``answering`` until it is over. Raises ClientGone, and what it failed with before the stream
     began: until then an error has a status of its own."""
     news = asyncio.Event()
@@ -39,17 +41,21 @@ async def stream(exchange: Exchange, dialect: Dialect, asked: Asked, answering: 
             if not await _news(news, answering, setting.settings.stream_ping_s):
                 await exchange.write(writer.ping)
         if answering.error is not None:
-            await _write(exchange, writer.failed(refused_by(answering.error)))
+            await exchange.end_stream(writer.failed(http_error(answering.error)))
         else:
             turns = answers(answering.call)
             last = [writer.end(choice.last(turn), turn) for choice, turn in zip(choices, turns, strict=True)]
-            await _write(exchange, b"".join([*last, writer.close()]))
-        await exchange.end_stream()
+            await exchange.end_stream(b"".join([*last, writer.close()]))
+            exchange.note_received(answering.note_received)
+    except asyncio.CancelledError:
+        if exchange.streaming and not exchange.answered:
+            await exchange.end_stream(writer.failed(HttpError(503, STOPPING)))
+        raise
     finally:
         leave()
 
 
-async def _beginning(news: asyncio.Event, answering: Answering, gone: asyncio.Task[None], patience_s: float) -> None:
+async def _beginning(news: asyncio.Event, answering: InflightCall, gone: asyncio.Task[None], patience_s: float) -> None:
     """Until there is something to write. A call that waits for its place may be refused, so nothing is written before
     it has one, however long that takes."""
     while not (answering.over or gone.done() or any(partial.ids for partial in answering.partials)):
@@ -57,7 +63,7 @@ async def _beginning(news: asyncio.Event, answering: Answering, gone: asyncio.Ta
             return
 
 
-async def _news(news: asyncio.Event, answering: Answering, patience_s: float | None) -> bool:
+async def _news(news: asyncio.Event, answering: InflightCall, patience_s: float | None) -> bool:
     """Whether there were any within so many seconds."""
     if not answering.over:
         try:
@@ -69,7 +75,7 @@ async def _news(news: asyncio.Event, answering: Answering, patience_s: float | N
     return True
 
 
-async def _write(exchange: Exchange, data: bytes) -> None:
+async def _write(exchange: HttpExchange, data: bytes) -> None:
     if data:
         await exchange.write(data)
 
@@ -77,7 +83,9 @@ async def _write(exchange: Exchange, data: bytes) -> None:
 class _Choice:
     """How much of one choice was written."""
 
-    def __init__(self, dialect: Dialect, asked: Asked, answering: Answering, setting: Setting, number: int) -> None:
+    def __init__(
+        self, dialect: Dialect, asked: ParsedRequest, answering: InflightCall, setting: Setting, number: int
+    ) -> None:
         self._number = number
         self._streamed = answering.streamed
         self._parsed = dialect.parsed
@@ -97,7 +105,7 @@ class _Choice:
         self._streamed[self._number] = partial.ids
         return self._piece(*self._stream.push(partial.ids), partial.ids, partial.logprobs)
 
-    def last(self, turn: Turn) -> Piece:
+    def last(self, turn: RecordedTurn) -> Piece:
         written, message = self._setting.chat.written, turn.message
         if not self._parsed:
             whole = "", completion_text(turn, self._setting)

@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Iterator
 
-from headway.records.generation import FinishReason, GenerationRequest
+from headway.records.generation import LOWEST_TEMPERATURE, FinishReason, GenerationRequest
 from headway.tokens.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -107,8 +107,8 @@ def refusal(request: GenerationRequest, context_tokens: int, vocabulary: int, to
     for name, ids in (("prompt", prompt), ("partial", partial)):
         if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
             return f"{name} has a token id outside 0..{vocabulary - 1}"
-    if not (math.isfinite(how.temperature) and how.temperature >= 0):
-        return f"temperature = {how.temperature}: must be finite and >= 0"
+    if how.temperature != 0 and not LOWEST_TEMPERATURE <= how.temperature < math.inf:
+        return f"temperature = {how.temperature}: must be 0, or finite and >= {LOWEST_TEMPERATURE}"
     if not 0 < how.top_p <= 1:
         return f"top_p = {how.top_p}: must be in (0, 1]"
     if how.top_k < 0:

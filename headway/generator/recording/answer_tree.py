@@ -1,11 +1,13 @@
-"""The answers of a rollout: a tree, and as sequences for training a trunk and a branch for every other end."""
+"""The calls and answers of a rollout: a tree, and as sequences for training a trunk and a branch for each other end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from headway.records.conversations import Cause
 from headway.records.generation import VersionSpan
 from headway.records.rollout import Branch
 from headway.tokens.continuing import SampledAnswer
@@ -13,13 +15,13 @@ from headway.tokens.messages import Message
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class Turn:
-    """An answer that was sampled and handed out."""
+class RecordedTurn:
+    """An answer that was sampled."""
 
     number: int  # in the order of answers
     call: int
     choice: int
-    parent: Turn | None  # the answer its prompt goes on from
+    parent: RecordedTurn | None  # the answer its prompt goes on from
     text: str  # its prompt's text behind the parent's prompt, the parent's answer as the template has it included
     context_ids: tuple[int, ...]  # its prompt's tokens behind the parent's answer
     answer: SampledAnswer
@@ -28,17 +30,18 @@ class Turn:
     finish_reason: Literal["stop", "length"]
     own_limit: bool = False  # it was its client that cut it, not the context or a limit of the rollout's
     messages: int  # of the request, and the answer: where it stands in a conversation that goes on
-    children: list[Turn] = field(default_factory=list["Turn"])
+    received: bool = False  # a client got every byte of it: only then do its tokens carry loss
+    children: list[RecordedTurn] = field(default_factory=list["RecordedTurn"])
 
     @property
     def message(self) -> Message:
         return self.answer.message
 
     @property
-    def path(self) -> list[Turn]:
+    def path(self) -> list[RecordedTurn]:
         """From the first answer to this one."""
-        found: list[Turn] = []
-        turn: Turn | None = self
+        found: list[RecordedTurn] = []
+        turn: RecordedTurn | None = self
         while turn is not None:
             found.append(turn)
             turn = turn.parent
@@ -59,7 +62,52 @@ class Turn:
         return at
 
 
-def ids_to(turn: Turn | None) -> list[int]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallRequest:
+    """A call's request in its normal form: messages, or a raw prompt as a text or as token ids."""
+
+    messages: tuple[Message, ...] = ()
+    tools: Sequence[Mapping[str, Any]] | None = None  # as chat templates take them
+    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further arguments of the chat template
+    prompt: str | tuple[int, ...] | None = None  # in place of messages
+    calls: bool = True  # tools given may be called: tool_choice isn't "none"
+    choices: int = 1  # n
+    max_tokens: int | None = None  # of each response; None: what is left
+    stop: tuple[str, ...] = ()
+    seed: int | None = None  # the client's: tells its calls apart, never rollouts
+
+    @property
+    def param(self) -> str:
+        """The field of the APIs that its prompt is in."""
+        return "messages" if self.prompt is None else "prompt"
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class RecordedCall:
+    """A request and what became of it: *open* -> *answered* (`commit`) or *abandoned* (`abandon`), once."""
+
+    number: int
+    request: CallRequest
+    prompt_ids: tuple[int, ...]  # what is to be generated from
+    max_tokens: int  # of each choice, at least 1
+    purposes: tuple[str, ...]  # of each choice's random numbers: by what is asked, not by when
+    cause: Cause
+    parent: RecordedTurn | None
+    text: str  # of the prompt, behind the parent's
+    context_ids: tuple[int, ...]  # of the prompt, behind the parent's answer
+    keys: list[bytes]  # of the conversation up to each message
+    fingerprint: str = ""
+    state: Literal["open", "answered", "abandoned"] = "open"
+    turns: tuple[RecordedTurn | None, ...] = ()  # by choice; None: its generation failed or gave nothing
+    readers: int = 0  # clients that got every byte of its answers
+
+    def forget_question(self) -> None:
+        """Its answers are what a retry repeats: the conversation before them needn't be kept with every call."""
+        self.request = dataclasses.replace(self.request, messages=(), tools=None, variables={}, prompt=None)
+        self.keys = []
+
+
+def ids_to(turn: RecordedTurn | None) -> list[int]:
     """The tokens up to the end of this answer."""
     ids: list[int] = []
     for step in turn.path if turn is not None else ():
@@ -68,12 +116,20 @@ def ids_to(turn: Turn | None) -> list[int]:
     return ids
 
 
-def branches_of(turns: Sequence[Turn]) -> tuple[Branch, ...]:
-    """One sequence for every answer that nothing goes on from: that of the latest call, then in the order of calls.
+def branches_of(turns: Sequence[RecordedTurn]) -> tuple[Branch, ...]:
+    """One sequence for every received answer that nothing received goes on from: that of the latest call, then in the
+    order of calls.
 
-    Each answer is learned in the first of them that holds it; it has the same tokens before it in all of them.
+    Each answer is learned in the first of them that holds it; it has the same tokens before it in all of them. One that
+    no client received is masked where others go on from it, and left out elsewhere.
     """
-    ends = [turn for turn in turns if not turn.children]
+    kept: set[int] = set()  # those that a received one goes on from
+    ends: list[RecordedTurn] = []
+    for turn in reversed(turns):  # whoever goes on from an answer has a higher number
+        if turn.received and turn.number not in kept:
+            ends.append(turn)
+        if turn.parent is not None and (turn.received or turn.number in kept):
+            kept.add(turn.parent.number)
     if not ends:
         return ()
     trunk = max(ends, key=lambda turn: (turn.call, -turn.choice))
@@ -90,7 +146,7 @@ def branches_of(turns: Sequence[Turn]) -> tuple[Branch, ...]:
     return tuple(branches)
 
 
-def _branch(before: Sequence[Turn], own: Sequence[Turn]) -> Branch:
+def _branch(before: Sequence[RecordedTurn], own: Sequence[RecordedTurn]) -> Branch:
     prompt = [i for turn in before for i in (*turn.context_ids, *turn.answer.ids)]
     ids: list[int] = []
     logprobs: list[float] = []
@@ -109,7 +165,7 @@ def _branch(before: Sequence[Turn], own: Sequence[Turn]) -> Branch:
             ends.append(len(ids))
         ids += sampled
         logprobs += turn.logprobs
-        mask += [True] * len(sampled)
+        mask += [turn.received] * len(sampled)
         for span in turn.versions:
             _extend(versions, span.version, span.tokens)
     ends.append(len(ids))

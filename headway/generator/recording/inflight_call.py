@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from headway.generator.recording.recorder import Call, Recorder
+from headway.generator.recording.answer_tree import RecordedCall
+from headway.generator.recording.recorder import Recorder
 from headway.records.conversations import ClientSampling, RequestRefused, SampleTurn, TurnRequest
 from headway.records.generation import GenerationResult, PartialResponse
 
@@ -20,14 +21,14 @@ class CallFailed(Exception):
         self.timeout = timeout
 
 
-class Answering:
+class InflightCall:
     """*sampling* -> *over*: then ``call.turns`` holds an answer for each choice, or ``error`` says why there is none.
 
     Those who wait ``join``, and leave; when the last one leaves before the end, the call is abandoned and its requests
     end in the engine. A call is answered whole or not at all: one choice that fails fails it.
     """
 
-    def __init__(self, recorder: Recorder, call: Call) -> None:
+    def __init__(self, recorder: Recorder, call: RecordedCall) -> None:
         self.call = call
         self.error: Exception | None = None
         self.partials: list[PartialResponse] = []  # of each choice, all tokens so far
@@ -58,6 +59,10 @@ class Answering:
     def unheard(self) -> list[GenerationResult]:
         """What was sampled of it so far, as results that nobody gets."""
         return [GenerationResult(request_id="", response=p, finish_reason="abort") for p in self.partials]
+
+    def note_received(self, received: bool = True) -> None:
+        """See `Recorder.note_received`."""
+        self._recorder.note_received(self.call, received)
 
     def join(self, listener: Callable[[], object]) -> Callable[[], None]:
         """Wait for it: ``listener`` is told of every change, not of how things stand. Returns how to leave."""
@@ -155,7 +160,7 @@ class Answering:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _failure(call: Call, result: GenerationResult) -> Exception:
+def _failure(call: RecordedCall, result: GenerationResult) -> Exception:
     """What became of a call, of which one choice came to nothing."""
     why = result.error or f"the generator ended it ({result.finish_reason})"
     if result.refused:

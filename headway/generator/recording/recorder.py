@@ -9,12 +9,12 @@ import dataclasses
 import hashlib
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from headway.generator.recording.answer_tree import Turn, branches_of, ids_to
+from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn, branches_of, ids_to
 from headway.records.conversations import Cause, HistoryReasoning, RecordedConversation, RequestRefused
 from headway.records.generation import GenerationResult
 from headway.tokens.continuing import Chat
@@ -25,7 +25,7 @@ _REPEATABLE = 16  # newest answered calls that a retry can repeat: each keeps th
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class RecordingLimits:
     """What one rollout may ask for. All of it is refused with an error of the API's own shape."""
 
     context_tokens: int  # prompt and response of a call: the model's context
@@ -36,54 +36,10 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """A call's request in its normal form: messages, or a raw prompt as a text or as token ids."""
-
-    messages: tuple[Message, ...] = ()
-    tools: Sequence[Mapping[str, Any]] | None = None  # as chat templates take them
-    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further arguments of the chat template
-    prompt: str | tuple[int, ...] | None = None  # in place of messages
-    calls: bool = True  # tools given may be called: tool_choice isn't "none"
-    choices: int = 1  # n
-    max_tokens: int | None = None  # of each response; None: what is left
-    stop: tuple[str, ...] = ()
-    seed: int | None = None  # the client's: tells its calls apart, never rollouts
-
-    @property
-    def param(self) -> str:
-        """The field of the APIs that its prompt is in."""
-        return "messages" if self.prompt is None else "prompt"
-
-
-@dataclass(eq=False, kw_only=True, slots=True)
-class Call:
-    """A request and what became of it: *open* -> *answered* (`commit`) or *abandoned* (`abandon`), once."""
-
-    number: int
-    request: Request
-    prompt_ids: tuple[int, ...]  # what is to be generated from
-    max_tokens: int  # of each choice, at least 1
-    purposes: tuple[str, ...]  # of each choice's random numbers: by what is asked, not by when
-    cause: Cause
-    parent: Turn | None
-    text: str  # of the prompt, behind the parent's
-    context_ids: tuple[int, ...]  # of the prompt, behind the parent's answer
-    keys: list[bytes]  # of the conversation up to each message
-    fingerprint: str = ""
-    state: Literal["open", "answered", "abandoned"] = "open"
-    turns: tuple[Turn | None, ...] = ()  # by choice; None: its generation failed or gave nothing
-
-    def forget_question(self) -> None:
-        """Its answers are what a retry repeats: the conversation before them needn't be kept with every call."""
-        self.request = dataclasses.replace(self.request, messages=(), tools=None, variables={}, prompt=None)
-        self.keys = []
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
     """Where a request goes on, and its prompt from there."""
 
-    parent: Turn | None
+    parent: RecordedTurn | None
     text: str
     context_ids: tuple[int, ...]
     cause: Cause
@@ -96,29 +52,37 @@ class Recorder:
 
     Example:
 
-        call = recorder.begin(Request(messages=normal_messages(body["messages"])))
+        call = recorder.begin(CallRequest(messages=normal_messages(body["messages"])))
         results = [await generate(call.prompt_ids, call.max_tokens, purpose) for purpose in call.purposes]
         recorder.commit(call, results)
         answers = [turn.message for turn in call.turns if turn is not None]
+        ...  # hand them out
+        recorder.note_received(call)
 
     Calls may be open side by side; every method is synchronous and whole.
     """
 
     def __init__(
-        self, chat: Chat, limits: Limits, history_reasoning: HistoryReasoning = "as_sent", *, call_prefix: str = "call_"
+        self,
+        chat: Chat,
+        limits: RecordingLimits,
+        history_reasoning: HistoryReasoning = "as_sent",
+        *,
+        call_prefix: str = "call_",
     ) -> None:
         self.chat = chat
         self._limits = limits
         self._history_reasoning: HistoryReasoning = history_reasoning
         self._call_prefix = call_prefix  # of tool calls' ids
-        self._turns: list[Turn] = []
-        self._roots: list[Turn] = []
-        self._answered: dict[bytes, list[Turn]] = {}  # by the key of request and answer
-        self._asked: dict[bytes, list[Turn]] = {}  # by the key of the request alone
-        self._open: set[Call] = set()
-        self._earlier: dict[str, Call] = {}  # by fingerprint, the newest
-        self._repeatable: deque[Call] = deque()  # the answered ones among them
+        self._turns: list[RecordedTurn] = []
+        self._roots: list[RecordedTurn] = []
+        self._answered: dict[bytes, list[RecordedTurn]] = {}  # by the key of request and answer
+        self._asked: dict[bytes, list[RecordedTurn]] = {}  # by the key of the request alone
+        self._open: set[RecordedCall] = set()
+        self._earlier: dict[str, RecordedCall] = {}  # by fingerprint, the newest
+        self._repeatable: deque[RecordedCall] = deque()  # the answered ones among them
         self._siblings: Counter[str] = Counter()  # choices begun, by what was asked
+        self._unread: dict[int, RecordedCall] = {}  # by number: answered, but no client has got all of it
         self._causes: Counter[str] = Counter()
         self._begun = self._abandoned_calls = self._sampled = self._abandoned_tokens = 0
         self._resumes = self._reprefills = 0
@@ -131,16 +95,16 @@ class Recorder:
         return len(self._open)
 
     @property
-    def turns(self) -> Sequence[Turn]:
+    def turns(self) -> Sequence[RecordedTurn]:
         """All answers, in their order."""
         return self._turns
 
-    def earlier(self, fingerprint: str) -> Call | None:
+    def earlier(self, fingerprint: str) -> RecordedCall | None:
         """The call with this fingerprint, open or answered: to be awaited or answered again with the same tokens.
         None: there is none any more, or its caller had left before it was answered."""
         return self._earlier.get(fingerprint)
 
-    def plan(self, request: Request) -> Planned:
+    def plan(self, request: CallRequest) -> Planned:
         """What takes long in `begin` when a request is large. The tree stays as it is, so it may be done in a thread,
         while other calls begin and end. Raises RequestRefused."""
         with self._cuts_noted():
@@ -149,7 +113,7 @@ class Recorder:
             self._require_valid(request)
             return self._planned(request)
 
-    def begin(self, request: Request, fingerprint: str = "", planned: Planned | None = None) -> Call:
+    def begin(self, request: CallRequest, fingerprint: str = "", planned: Planned | None = None) -> RecordedCall:
         """Take a request, ``planned`` before or not. Raises RequestRefused: over a limit, too long for the context, or
         refused by the template."""
         with self._cuts_noted():
@@ -166,11 +130,11 @@ class Recorder:
             self._cut |= refused.code in ("context_length_exceeded", "rollout_limit_exceeded")
             raise
 
-    def _begin(self, request: Request, fingerprint: str, planned: Planned | None) -> Call:
+    def _begin(self, request: CallRequest, fingerprint: str, planned: Planned | None) -> RecordedCall:
         self._require_room()
         planned = planned or self._planned(request)
         prompt_ids = (*ids_to(planned.parent), *planned.context_ids)
-        call = Call(
+        call = RecordedCall(
             number=self._begun,
             request=request,
             prompt_ids=prompt_ids,
@@ -190,10 +154,11 @@ class Recorder:
             self._earlier[fingerprint] = call
         return call
 
-    def commit(self, call: Call, results: Sequence[GenerationResult]) -> None:
-        """Record the results of an open call, one for each choice. What failed or was aborted is abandoned, choice by
-        choice. No-op for a call that was abandoned meanwhile (its rollout was closed, say). Raises ValueError for
-        results that aren't token-exact, and for a call that was answered; nothing is recorded then."""
+    def commit(self, call: RecordedCall, results: Sequence[GenerationResult]) -> None:
+        """Record the results of an open call, one for each choice, without loss until `note_received`. What failed or
+        was aborted is abandoned, choice by choice. No-op for a call that was abandoned meanwhile (its rollout was
+        closed, say). Raises ValueError for results that aren't token-exact, and for a call that was answered; nothing
+        is recorded then."""
         if call.state == "abandoned":
             return
         if len(results) != call.request.choices:
@@ -210,11 +175,28 @@ class Recorder:
         if None in call.turns:  # its caller is told so, and may try again
             self._forget(call)
         if any(call.turns):
-            self._causes[call.cause] += 1
+            self._unread[call.number] = call
         else:
             self._abandoned_calls += 1
 
-    def abandon(self, call: Call, results: Sequence[GenerationResult] = ()) -> None:
+    def note_received(self, call: RecordedCall, received: bool = True) -> None:
+        """A client got every byte of an answered call: from then on its tokens carry loss. ``received`` False: it
+        turned out not to have read what it was sent. No-op for a call without an answer."""
+        turns = [turn for turn in call.turns if turn is not None]
+        if not turns:
+            return
+        before, call.readers = call.readers > 0, call.readers + (1 if received else -1)
+        for turn in turns:
+            turn.received = call.readers > 0
+        if before == turns[0].received:
+            return
+        self._causes[call.cause] += -1 if before else 1
+        if before:
+            self._unread[call.number] = call
+        else:
+            del self._unread[call.number]
+
+    def abandon(self, call: RecordedCall, results: Sequence[GenerationResult] = ()) -> None:
         """Its caller has left, or it failed: what ``results`` hold is counted, and no loss is taken of it. No-op for a
         call that isn't open."""
         if call.state != "open":
@@ -227,17 +209,19 @@ class Recorder:
             self._abandoned_tokens += len(result.response.ids)
 
     def close(self) -> RecordedConversation:
-        """The conversation as it stands. No request is taken from now on; open calls count as abandoned."""
+        """The conversation as it stands. No request is taken from now on; open calls, and answers that no client
+        received, count as abandoned."""
         self._closed = True
         for call in list(self._open):
             self.abandon(call)
+        lost = [turn for call in self._unread.values() for turn in call.turns if turn is not None]
         conversation = RecordedConversation(
             branches=branches_of(self._turns),
-            turns=len(self._turns),
+            turns=len(self._turns) - len(lost),
             calls=sum(self._causes.values()),
-            abandoned_calls=self._abandoned_calls,
-            abandoned_tokens=self._abandoned_tokens,
-            causes=dict(self._causes),
+            abandoned_calls=self._abandoned_calls + len(self._unread),
+            abandoned_tokens=self._abandoned_tokens + sum(len(turn.answer.ids) for turn in lost),
+            causes=dict(+self._causes),
             cut=self._cut,
             first_token_s=self._first_token_s,
             resumes=self._resumes,
@@ -249,12 +233,14 @@ class Recorder:
 
     # What a request goes on from.
 
-    def _planned(self, request: Request) -> Planned:
+    def _planned(self, request: CallRequest) -> Planned:
         keys = history_keys(_root_key(request), request.messages)
         parent, text, context_ids, cause = self._continued(request, keys)
         return Planned(parent=parent, text=text, context_ids=context_ids, cause=cause, keys=keys)
 
-    def _continued(self, request: Request, keys: list[bytes]) -> tuple[Turn | None, str, tuple[int, ...], Cause]:
+    def _continued(
+        self, request: CallRequest, keys: list[bytes]
+    ) -> tuple[RecordedTurn | None, str, tuple[int, ...], Cause]:
         """(answer it goes on from, text and token ids of its prompt behind that, why there)."""
         chat, most = self.chat, self._limits.context_tokens
         if isinstance(request.prompt, tuple):
@@ -287,7 +273,7 @@ class Recorder:
         whole = chat.tokenizer.encode(text, add_special_tokens=True, most=most) if raw else chat.encode(text, most)
         return None, text, tuple(whole), "rewritten" if rewritten else "branched" if self._roots else "start"
 
-    def _continued_ids(self, prompt: tuple[int, ...]) -> tuple[Turn | None, str, tuple[int, ...], Cause]:
+    def _continued_ids(self, prompt: tuple[int, ...]) -> tuple[RecordedTurn | None, str, tuple[int, ...], Cause]:
         """Of a prompt in token ids: the longest path that it begins with."""
         best, taken = None, 0
         further = [(turn, 0) for turn in self._roots]
@@ -305,14 +291,14 @@ class Recorder:
         text = self.chat.tokenizer.decode(prompt[taken:], keep_special=True)
         return best, text, prompt[taken:], cause
 
-    def _raw_candidates(self) -> Iterator[tuple[Turn, bool]]:
+    def _raw_candidates(self) -> Iterator[tuple[RecordedTurn, bool]]:
         """Answers to raw prompts, those to the longest first; then the same as prompts alone."""
         turns = self._asked.get(history_keys(_RAW, ())[0], [])
         longest = sorted(turns, key=lambda turn: turn.start + len(turn.text), reverse=True)
         yield from ((turn, True) for turn in longest)
         yield from ((turn, False) for turn in longest)
 
-    def _candidates(self, messages: Sequence[Message], keys: list[bytes]) -> Iterator[tuple[Turn, bool]]:
+    def _candidates(self, messages: Sequence[Message], keys: list[bytes]) -> Iterator[tuple[RecordedTurn, bool]]:
         """Answers whose conversation is a beginning of the request's, the longest first; and those whose prompt is."""
         for length in range(len(messages), 0, -1):
             turn = self._match(messages, keys, length)
@@ -323,11 +309,11 @@ class Recorder:
 
     def _match(
         self, messages: Sequence[Message], keys: list[bytes], length: int, *, missing: bool = False
-    ) -> Turn | None:
+    ) -> RecordedTurn | None:
         """Of the answers that the first ``length`` messages end in, the one that is meant: by the ids of tool calls
         that came back, then by texts that are equal to the letter, then the newest. Equal keys say that all but the
         reasoning means the same; ``missing``: that may be left out."""
-        best: Turn | None = None
+        best: RecordedTurn | None = None
         best_score = (-1, -1)
         for turn in self._answered.get(keys[length], []):
             ids, letters = 0, 0
@@ -367,7 +353,7 @@ class Recorder:
         if len(self._open) >= self._limits.open_calls:
             raise RequestRefused(f"this rollout has {self._limits.open_calls} calls open", code="rollout_busy")
 
-    def _require_valid(self, request: Request) -> None:
+    def _require_valid(self, request: CallRequest) -> None:
         limits = self._limits
         if isinstance(request.prompt, tuple):
             self._require_context(len(request.prompt), request)
@@ -388,7 +374,7 @@ class Recorder:
             if used >= most:
                 raise RequestRefused(f"this rollout has had its {most} {what}", code="rollout_limit_exceeded")
 
-    def _room(self, prompt_ids: tuple[int, ...], request: Request) -> int:
+    def _room(self, prompt_ids: tuple[int, ...], request: CallRequest) -> int:
         """Tokens that a response may have."""
         if not prompt_ids:
             raise RequestRefused("the prompt has no token", param=request.param)
@@ -396,7 +382,7 @@ class Recorder:
         left = min(self._limits.context_tokens - len(prompt_ids), self._limits.sampled_tokens - self._sampled)
         return min(left, request.max_tokens or left)
 
-    def _require_context(self, tokens: int, request: Request) -> None:
+    def _require_context(self, tokens: int, request: CallRequest) -> None:
         """For a prompt of so many tokens."""
         whole = self._limits.context_tokens
         if tokens >= whole:  # clients know an overflow by these words
@@ -408,7 +394,7 @@ class Recorder:
                 code="context_length_exceeded",
             )
 
-    def _purposes(self, prompt_ids: tuple[int, ...], request: Request) -> tuple[str, ...]:
+    def _purposes(self, prompt_ids: tuple[int, ...], request: CallRequest) -> tuple[str, ...]:
         """By the prompt's tokens, the client's seed, and how often just that was asked before: calls side by side get
         the same random numbers in whatever order they come, and a client's fixed seed makes no two rollouts equal."""
         asked = f"{_digest(array('q', prompt_ids).tobytes())}:{'' if request.seed is None else request.seed}"
@@ -418,13 +404,13 @@ class Recorder:
 
     # What came back.
 
-    def _end(self, call: Call, state: Literal["answered", "abandoned"]) -> None:
+    def _end(self, call: RecordedCall, state: Literal["answered", "abandoned"]) -> None:
         if call.state != "open":
             raise ValueError(f"call {call.number} is {call.state} already")
         call.state = state
         self._open.discard(call)
 
-    def _forget(self, call: Call) -> None:
+    def _forget(self, call: RecordedCall) -> None:
         if self._earlier.get(call.fingerprint) is call:
             del self._earlier[call.fingerprint]
 
@@ -435,14 +421,14 @@ class Recorder:
         if result.response.ids and result.first_token_s > 0:
             self._first_token_s = min(self._first_token_s or result.first_token_s, result.first_token_s)
 
-    def _entered(self, call: Call, choice: int, result: GenerationResult) -> Turn | None:
+    def _entered(self, call: RecordedCall, choice: int, result: GenerationResult) -> RecordedTurn | None:
         self._count(result)
         response, finish_reason = result.response, result.finish_reason
         if not response.ids or (finish_reason != "stop" and finish_reason != "length"):
             self._abandoned_tokens += len(response.ids)
             return None
         number = len(self._turns)
-        turn = Turn(
+        turn = RecordedTurn(
             number=number,
             call=call.number,
             choice=choice,
@@ -474,7 +460,7 @@ class Recorder:
         return turn
 
 
-def _root_key(request: Request) -> str:
+def _root_key(request: CallRequest) -> str:
     """What conversations must share beside messages."""
     if request.prompt is not None:
         return _RAW
@@ -485,7 +471,7 @@ def _digest(data: bytes | str) -> str:
     return hashlib.blake2b(data.encode() if isinstance(data, str) else data, digest_size=12).hexdigest()
 
 
-def _require_exact(call: Call, result: GenerationResult) -> None:
+def _require_exact(call: RecordedCall, result: GenerationResult) -> None:
     response = result.response
     spanned = sum(span.tokens for span in response.versions)
     if not len(response.ids) == len(response.logprobs) == spanned:

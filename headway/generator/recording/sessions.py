@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from headway.config.endpoint import EndpointConfig
-from headway.generator.recording.inflight_call import Answering
-from headway.generator.recording.recorder import Call, Limits, Planned, Recorder, Request
+from headway.generator.recording.answer_tree import CallRequest, RecordedCall
+from headway.generator.recording.inflight_call import InflightCall
+from headway.generator.recording.recorder import Planned, Recorder, RecordingLimits
 from headway.records.conversations import ChatAnswer, ClientSampling, RecordedConversation, RequestRefused, SampleTurn
 from headway.records.generation import GenerationResult
 from headway.tokens.continuing import Chat
@@ -67,7 +68,7 @@ class Session:
         self._on_client_sampling = on_client_sampling
         self._on_call_end = on_call_end
         self._on_seal = on_seal
-        self._open: dict[Call, Answering] = {}
+        self._open: dict[RecordedCall, InflightCall] = {}
         self._attended = 0  # requests of it that are read or answered
         self._sealed: RecordedConversation | None = None
 
@@ -95,20 +96,20 @@ class Session:
 
     def call(
         self,
-        request: Request,
+        request: CallRequest,
         client: ClientSampling = ClientSampling(),
         fingerprint: str = "",
         planned: Planned | None = None,
-    ) -> Answering:
+    ) -> InflightCall:
         """Have a request answered. One with the same ``fingerprint`` as a call before it joins that call, or gets its
         answer again; "": it has none. ``planned``: by `Recorder.plan`. Raises RequestRefused."""
         earlier = self.recorder.earlier(fingerprint)
         if earlier is not None and self._sealed is None:
-            return self._open.get(earlier) or Answering(self.recorder, earlier)
+            return self._open.get(earlier) or InflightCall(self.recorder, earlier)
         call = self.recorder.begin(request, fingerprint, planned)
         if self.fixed_sampling:
             self._on_client_sampling(client)
-        answering = self._open[call] = Answering(self.recorder, call)
+        answering = self._open[call] = InflightCall(self.recorder, call)
         answering.begin(self._sample, client, self._call_timeout_s)
         if answering.task is not None:
             answering.task.add_done_callback(lambda task: self._ended(call))
@@ -151,12 +152,14 @@ class Session:
         self.recorder.commit(call, [result])
         return self._said(call)
 
-    def _said(self, call: Call) -> ChatAnswer:
+    def _said(self, call: RecordedCall) -> ChatAnswer:
+        """The answer of a call for its caller in this process, who has it at once."""
+        self.recorder.note_received(call)
         turn = call.turns[0]
         assert turn is not None
         return ChatAnswer(message=client_form(turn.message, self.chat.written), cut=turn.finish_reason == "length")
 
-    def _ended(self, call: Call) -> None:
+    def _ended(self, call: RecordedCall) -> None:
         self._open.pop(call, None)
         self._on_call_end(self)
 
@@ -223,7 +226,7 @@ class Sessions:
             on_client_sampling=self._note,
             on_seal=self._revoke,
         )
-        self._open[_digest(key)] = self._rewarding[_digest(session.reward_key)] = session
+        self._open[key_digest(key)] = self._rewarding[key_digest(session.reward_key)] = session
         return session
 
     def session(self, key: str, name: str = "") -> Session:
@@ -231,7 +234,7 @@ class Sessions:
         matter: a rollout's calls are all its own. Raises KeyRefused, or RequestRefused for one that has ended."""
         if not key:
             raise KeyRefused("no API key: send 'Authorization: Bearer KEY', or 'x-api-key: KEY'")
-        digest = _digest(key)
+        digest = key_digest(key)
         session = self._open.get(digest)
         if session is None:
             if digest in self._sealed:
@@ -241,7 +244,7 @@ class Sessions:
 
     def rollout(self, key: str, rollout: str) -> Session:
         """The one of this name, if ``key`` posts its reward. Raises as `session`, and NoSuchRollout."""
-        session = self._rewarding.get(_digest(key))
+        session = self._rewarding.get(key_digest(key))
         if session is None and self.session(key).rollout == rollout:
             raise RequestRefused("this key takes calls, and posts no reward: docs/agents.md", code="reward_refused")
         if session is None or session.rollout != rollout:
@@ -249,7 +252,7 @@ class Sessions:
         return session
 
     def _revoke(self, session: Session) -> None:
-        digest, rewarding = _digest(session.key), _digest(session.reward_key)
+        digest, rewarding = key_digest(session.key), key_digest(session.reward_key)
         del self._open[digest], self._rewarding[rewarding]
         self._sealed[digest] = self._sealed[rewarding] = None
         while len(self._sealed) > _SEALED_KEPT:
@@ -269,14 +272,14 @@ def _request(
     tools: Sequence[Mapping[str, Any]],
     stop: tuple[str, ...],
     max_tokens: int | None,
-) -> Request:
+) -> CallRequest:
     normal = normal_messages(messages)
-    return Request(messages=normal, tools=normal_tools(tools), stop=stop, max_tokens=max_tokens)
+    return CallRequest(messages=normal, tools=normal_tools(tools), stop=stop, max_tokens=max_tokens)
 
 
 def new_recorder(chat: Chat, settings: EndpointConfig, context_tokens: int) -> Recorder:
     """A rollout's, within the limits of ``settings``."""
-    limits = Limits(
+    limits = RecordingLimits(
         context_tokens=context_tokens,
         calls=settings.calls,
         open_calls=settings.open_calls,
@@ -286,5 +289,6 @@ def new_recorder(chat: Chat, settings: EndpointConfig, context_tokens: int) -> R
     return Recorder(chat, limits, settings.history_reasoning)
 
 
-def _digest(key: str) -> bytes:
+def key_digest(key: str) -> bytes:
+    """What a key is looked up by, and recorded as: it can't be turned back."""
     return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()

@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from headway.records.errors import ConfigurationError
+from headway.records.generation import ROUTER_COUNTERS, RouterStatistics
 from headway.records.ledger import EventRecord
-from headway.records.trace import Pulse
+from headway.records.trace import Pulse, WorkerState
 from headway.runtime.addresses import is_loopback, require_free, split_address
 from headway.telemetry.exporters.exporters import Exporter, Start, Status
-from headway.telemetry.metrics import LENGTHS, STEP_METRICS, Histogram
+from headway.telemetry.metrics import LENGTHS, STEP_METRICS, Histogram, router_metrics
 
 _UNUSUAL = re.compile(r"[^a-zA-Z0-9_]")
 _STALENESS_LIMITS = [0, 1, 2, 3, 4, 6, 8, 12, 16, 32]  # steps
@@ -137,13 +138,25 @@ class Prometheus(Exporter, Collector):
             return
         yield GaugeMetricFamily("headway_version", "completed training steps", pulse.version)
         yield GaugeMetricFamily("headway_applied_version", "lowest that a replica samples with", pulse.applied_version)
-        up = GaugeMetricFamily("headway_worker_up", "1: its process lives", labels=["worker"])
-        restarts = CounterMetricFamily("headway_worker_restarts", "of its process", labels=["worker"])
-        for worker in pulse.workers:
-            up.add_metric([worker.name], float(worker.up))
-            restarts.add_metric([worker.name], worker.restarts)
-        yield up
-        yield restarts
+        yield from worker_families(pulse.workers)
+
+
+def worker_families(workers: Iterable[WorkerState]) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    """Whether each worker lives, and how often it was restarted."""
+    up = GaugeMetricFamily("headway_worker_up", "1: its process lives", labels=["worker"])
+    restarts = CounterMetricFamily("headway_worker_restarts", "of its process", labels=["worker"])
+    for worker in workers:
+        up.add_metric([worker.name], float(worker.up))
+        restarts.add_metric([worker.name], worker.restarts)
+    yield up
+    yield restarts
+
+
+def router_families(router: RouterStatistics) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    """What a router holds, and its counters since it started."""
+    for name, value in router_metrics(router):
+        counted = name.removeprefix("router/") in ROUTER_COUNTERS
+        yield (CounterMetricFamily if counted else GaugeMetricFamily)(metric_name(name), name, value)
 
 
 def _histogram(name: str, counts: Counter[int], total: float) -> HistogramMetricFamily:

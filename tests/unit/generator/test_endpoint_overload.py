@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 from headway.config.load import validate_experiment
 from headway.generator.client import GeneratorPool
 from headway.generator.fake_replica import ReplicaCosts
-from headway.generator.recording.recorder import Request
+from headway.generator.recording.answer_tree import CallRequest
 from headway.generator.recording.sessions import Session
 from headway.records.errors import Overloaded
 from headway.records.generation import GenerationRequest
@@ -211,10 +211,10 @@ def _request(number: int) -> GenerationRequest:
     return GenerationRequest(request_id=f"rollout-{number}", prompt_ids=(9,) * 300, sampling=sampling)
 
 
-def _asked(*texts: str) -> Request:
+def _asked(*texts: str) -> CallRequest:
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-    return Request(messages=normal_messages(messages), max_tokens=300)
+    return CallRequest(messages=normal_messages(messages), max_tokens=300)
 
 
 @pytest.mark.parametrize("named", [True, False])

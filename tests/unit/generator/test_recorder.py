@@ -17,6 +17,7 @@ from recorded_agent import (
     Agent,
     chat,
     chat_of,
+    committed,
     played,
     recorder,
     request,
@@ -25,7 +26,8 @@ from recorded_agent import (
     spelled,
 )
 
-from headway.generator.recording.recorder import Limits, Recorder, Request
+from headway.generator.recording.answer_tree import CallRequest
+from headway.generator.recording.recorder import Recorder, RecordingLimits
 from headway.records.conversations import RecordedConversation
 from headway.tokens.continuing import Chat
 from headway.tokens.tokenizer import Tokenizer
@@ -98,7 +100,7 @@ def test_the_order_in_which_calls_come_back_changes_nothing() -> None:
         calls = [record.begin(request(USER, tools=TOOLS)) for _ in range(2)]
         calls.append(record.begin(request({"role": "user", "content": "else"}, tools=TOOLS)))
         for number in order:
-            record.commit(calls[number], [result(spelled(text + "." * number), version=number)])
+            committed(record, calls[number], [result(spelled(text + "." * number), version=number)])
         ids = [turn.message.calls[0].call_id for call in calls for turn in call.turns if turn is not None]
         assert len(set(ids)) == 3
         found.append((ids, record.close()))
@@ -112,7 +114,7 @@ def test_an_answer_is_fed_again_as_it_was_sampled() -> None:
     assert ids[:-1] != tokenizer.encode("the answer")
     first = record.begin(request(USER))
     assert first.prompt_ids == tokenizer.render([USER], "chat")
-    record.commit(first, [result(ids)])
+    committed(record, first, [result(ids)])
     talk = [USER, {"role": "assistant", "content": "the answer"}, {"role": "user", "content": "sure?"}]
     second = record.begin(request(*talk))
     behind = tokenizer.encode("\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n")
@@ -125,7 +127,7 @@ def test_the_ids_of_tool_calls_tell_answers_of_one_text_apart() -> None:
     record = recorder()
     call = record.begin(request(USER, tools=TOOLS, choices=3))
     written = [spelled(text), chat("qwen2.5").tokenizer.encode(text + "<|im_end|>"), spelled(text)]
-    record.commit(call, [result(ids) for ids in written])
+    committed(record, call, [result(ids) for ids in written])
     messages = [turn.message for turn in call.turns if turn is not None]
     assert len({message.calls[0].call_id for message in messages}) == 3
     assert messages[0].content == "so"
@@ -150,10 +152,10 @@ def test_a_retry_is_the_same_call_unless_nothing_came_of_it() -> None:
     assert record.earlier("a") is None
     call = record.begin(request(USER), "a")
     assert record.earlier("a") is call
-    record.commit(call, [result(spelled("3"))])
+    committed(record, call, [result(spelled("3"))])
     assert record.earlier("a") is call
     failed = record.begin(request(USER), "b")
-    record.commit(failed, [result(spelled("4")[:1], "error")])
+    committed(record, failed, [result(spelled("4")[:1], "error")])
     left = record.begin(request(USER), "c")
     record.abandon(left, [result(spelled("45")[:2], "abort")])
     record.abandon(left)
@@ -167,10 +169,10 @@ def test_only_the_newest_answers_can_be_repeated() -> None:
     record = recorder(calls=1000)
     first = record.begin(request(USER), "first")
     left = record.begin(request(USER), "open")
-    record.commit(first, [result(spelled("3"))])
+    committed(record, first, [result(spelled("3"))])
     for number in range(16):
         assert record.earlier("first") is first
-        record.commit(record.begin(request(USER), f"{number}"), [result(spelled("3"))])
+        committed(record, record.begin(request(USER), f"{number}"), [result(spelled("3"))])
     assert record.earlier("first") is None
     assert record.earlier("15") is not None
     assert record.earlier("open") is left
@@ -180,7 +182,7 @@ def test_a_stop_string_is_fed_and_not_shown() -> None:
     record = recorder()
     ids = spelled("do it\nObservation:", ended=False)
     call = record.begin(request(USER, stop=("\nObservation:",)))
-    record.commit(call, [result(ids)])
+    committed(record, call, [result(ids)])
     assert call.turns[0] is not None
     assert call.turns[0].message.content == "do it"
     talk = [USER, {"role": "assistant", "content": "do it"}, {"role": "user", "content": "done"}]
@@ -194,10 +196,10 @@ def test_a_stop_string_that_the_template_writes_anyway_is_not_there_twice(tmp_pa
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}assistant: "
     )
     plain = Chat(Tokenizer.load(tmp_path))
-    record = Recorder(plain, Limits(context_tokens=1000))
+    record = Recorder(plain, RecordingLimits(context_tokens=1000))
     ids = plain.tokenizer.encode("3\nuser:")
     call = record.begin(request(USER, stop=("\nuser:",)))
-    record.commit(call, [result(ids)])
+    committed(record, call, [result(ids)])
     second = record.begin(request(USER, {"role": "assistant", "content": "3"}, {"role": "user", "content": "sure?"}))
     assert second.prompt_ids == (*call.prompt_ids, *ids, *plain.tokenizer.encode(" sure?\nassistant: "))
 
@@ -206,10 +208,10 @@ def test_a_template_that_closes_nothing_goes_on_behind_what_was_sampled(tmp_path
     chat_of("chatml", tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     plain = Chat(Tokenizer.load(tmp_path))
-    record = Recorder(plain, Limits(context_tokens=1000))
+    record = Recorder(plain, RecordingLimits(context_tokens=1000))
     ids = plain.tokenizer.encode("27") + plain.tokenizer.encode("-3=")
     call = record.begin(request({"role": "user", "content": "30-3-3="}, stop=("=",)))
-    record.commit(call, [result(ids)])
+    committed(record, call, [result(ids)])
     talk = [{"role": "user", "content": "30-3-3="}, {"role": "assistant", "content": "27-3"}]
     second = record.begin(request(*talk, {"role": "user", "content": "="}))
     assert (second.cause, second.prompt_ids) == ("continued", (*call.prompt_ids, *ids))
@@ -222,12 +224,12 @@ def test_an_answer_that_was_cut_is_closed_by_the_template() -> None:
     ids = spelled("the ans", ended=False)
     call = record.begin(request(USER, max_tokens=7))
     assert call.max_tokens == 7
-    record.commit(call, [result(ids, "length")])
+    committed(record, call, [result(ids, "length")])
     talk = [USER, {"role": "assistant", "content": "the ans"}, {"role": "user", "content": "on"}]
     tail = chat("qwen2.5").tokenizer.encode("<|im_end|>\n<|im_start|>user\non<|im_end|>\n<|im_start|>assistant\n")
     second = record.begin(request(*talk))
     assert second.prompt_ids == (*call.prompt_ids, *ids, *tail)
-    record.commit(second, [result(spelled("ok"))])
+    committed(record, second, [result(spelled("ok"))])
     (branch,) = record.close().branches
     assert branch.response_mask == (True,) * 7 + (False,) * len(tail) + (True,) * 3
     assert branch.turn_ends == (7 + len(tail), 7 + len(tail) + 3)
@@ -288,7 +290,7 @@ def test_an_answer_that_the_template_spaces_anew_is_not_ended_twice() -> None:
 def test_choices_share_their_prompt_and_one_goes_on() -> None:
     record = recorder()
     call = record.begin(request(USER, choices=2))
-    record.commit(call, [result(spelled("3")), result(spelled("4"))])
+    committed(record, call, [result(spelled("3")), result(spelled("4"))])
     talk = [USER, {"role": "assistant", "content": "4"}, {"role": "user", "content": "sure?"}]
     said(record, "yes", *talk)
     conversation = record.close()
@@ -315,18 +317,18 @@ def test_shared_answers_are_learned_once_and_are_prompt_elsewhere() -> None:
 def test_raw_prompts_go_on_where_their_text_or_ids_do() -> None:
     record = recorder()
     tokenizer = chat("qwen2.5").tokenizer
-    first = record.begin(Request(prompt="def f("))
+    first = record.begin(CallRequest(prompt="def f("))
     assert first.prompt_ids == tokenizer.render("def f(")
     ids = spelled("x):\n", ended=False)
-    record.commit(first, [result(ids, "length")])
-    second = record.begin(Request(prompt="def f(x):\n    return"))
+    committed(record, first, [result(ids, "length")])
+    second = record.begin(CallRequest(prompt="def f(x):\n    return"))
     assert second.prompt_ids == (*first.prompt_ids, *ids, *tokenizer.encode("    return"))
-    third = record.begin(Request(prompt=(*first.prompt_ids, *ids, 5)))
+    third = record.begin(CallRequest(prompt=(*first.prompt_ids, *ids, 5)))
     assert third.prompt_ids == (*first.prompt_ids, *ids, 5)
     assert (second.cause, third.cause) == ("continued", "continued")
-    assert record.begin(Request(prompt="def f(")).cause == "sibling"
-    assert record.begin(Request(prompt="def g(")).cause == "branched"
-    record.commit(third, [result([7])])
+    assert record.begin(CallRequest(prompt="def f(")).cause == "sibling"
+    assert record.begin(CallRequest(prompt="def g(")).cause == "branched"
+    committed(record, third, [result([7])])
     assert len(record.close().branches) == 1
 
 
@@ -345,24 +347,24 @@ def test_a_long_history_in_token_ids_is_looked_at_once() -> None:
     record = recorder(context_tokens=100_000)
     ids: tuple[int, ...] = (5,) * 50
     for _ in range(100):
-        call = record.begin(Request(prompt=ids))
-        record.commit(call, [result([6] * 50)])
+        call = record.begin(CallRequest(prompt=ids))
+        committed(record, call, [result([6] * 50)])
         ids = (*ids, *[6] * 50, *[5] * 50)
     prompt = Counted(ids)
-    twin = record.begin(Request(prompt=ids[:50]))
-    record.commit(twin, [result([6] * 50)])  # equal to the first answer, and newer
-    assert record.begin(Request(prompt=prompt)).parent is record.turns[99]
+    twin = record.begin(CallRequest(prompt=ids[:50]))
+    committed(record, twin, [result([6] * 50)])  # equal to the first answer, and newer
+    assert record.begin(CallRequest(prompt=prompt)).parent is record.turns[99]
     assert prompt.looked < 3 * len(prompt)
-    assert record.begin(Request(prompt=ids[:101])).parent is twin.turns[0]
+    assert record.begin(CallRequest(prompt=ids[:101])).parent is twin.turns[0]
 
 
 def test_a_raw_prompt_that_only_begins_like_another_is_encoded_whole() -> None:
     record = recorder()
     tokenizer = chat("qwen2.5").tokenizer
-    record.commit(record.begin(Request(prompt="the ans")), [result(spelled("x"))])
+    committed(record, record.begin(CallRequest(prompt="the ans")), [result(spelled("x"))])
     whole = tokenizer.render("the answer")
     assert whole != (*tokenizer.render("the ans"), *tokenizer.encode("wer"))
-    assert record.begin(Request(prompt="the answer")).prompt_ids == whole
+    assert record.begin(CallRequest(prompt="the answer")).prompt_ids == whole
 
 
 def test_other_tools_or_template_arguments_are_another_conversation() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from recorded_agent import USER, recorder, request, result, said, spelled
+from recorded_agent import USER, committed, recorder, request, result, said, spelled
 
 from headway.records.conversations import RecordedConversation, RequestRefused, rollout_of
 from headway.records.rollout import Failure, Group, Rollout
@@ -39,7 +39,7 @@ def test_an_answer_that_its_client_cut_is_no_truncated_rollout() -> None:
     for most, truncated in ((3, False), (None, True)):
         record = recorder(context_tokens=40)
         call = record.begin(request(USER, max_tokens=most))
-        record.commit(call, [result(spelled("x" * call.max_tokens, ended=False), "length")])
+        committed(record, call, [result(spelled("x" * call.max_tokens, ended=False), "length")])
         assert [turn.finish_reason for turn in record.turns] == ["length"]
         assert rollout_of(record.close(), GROUP, 0, now=1.0).truncated == truncated
 
@@ -62,7 +62,7 @@ def test_a_response_has_what_the_context_and_the_rollout_leave() -> None:
     record = recorder(context_tokens=40, sampled_tokens=10)
     call = record.begin(request(USER))
     assert call.max_tokens == min(40 - len(call.prompt_ids), 10)
-    record.commit(call, [result(spelled("123"))])
+    committed(record, call, [result(spelled("123"))])
     assert record.begin(request(USER)).max_tokens == min(40 - len(call.prompt_ids), 6)
 
 
@@ -73,21 +73,21 @@ def test_results_that_are_not_token_exact_are_refused_and_nothing_is_kept() -> N
     short = msgspec.structs.replace(good, response=msgspec.structs.replace(good.response, logprobs=(-1.0,)))
     for results, says in (([good], "1 results"), ([good, short], "1 log-prob"), ([good, result([5] * 4)], "4 tokens")):
         with pytest.raises(ValueError, match=says):
-            record.commit(call, results)
+            committed(record, call, results)
     assert not record.turns
-    record.commit(call, [good, good])
+    committed(record, call, [good, good])
     with pytest.raises(ValueError, match="answered already"):
-        record.commit(call, [good, good])
+        committed(record, call, [good, good])
     late = record.begin(request(USER))
     record.close()
-    record.commit(late, [good])
+    committed(record, late, [good])
     assert (late.state, late.turns, len(record.turns)) == ("abandoned", (), 2)
 
 
 def test_an_answer_without_a_token_is_none() -> None:
     record = recorder()
     call = record.begin(request(USER, choices=2), "a")
-    record.commit(call, [result([]), result(spelled("3"))])
+    committed(record, call, [result([]), result(spelled("3"))])
     assert [turn is None for turn in call.turns] == [True, False]
     assert record.earlier("a") is None
     assert record.close().turns == 1
@@ -121,7 +121,7 @@ def test_a_conversation_as_a_rollout() -> None:
     record = recorder()
     for number, (text, extra) in enumerate([("no", []), ("3", [{"role": "user", "content": "format error"}])]):
         call = record.begin(request(USER, *extra))
-        record.commit(call, [result(spelled(text), version=4 - number, first_token_s=12.0 + number)])
+        committed(record, call, [result(spelled(text), version=4 - number, first_token_s=12.0 + number)])
     rollout = rollout_of(record.close(), GROUP, 1, now=20.0)
     assert (rollout.rollout_id, rollout.turns, rollout.calls) == ("7-1", 2, 2)
     assert (rollout.first_version, rollout.last_version) == (3, 4)

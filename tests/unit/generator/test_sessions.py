@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from recorded_agent import TOOLS, Engine
 
 from headway.config.endpoint import EndpointConfig
+from headway.generator.recording.answer_tree import CallRequest
 from headway.generator.recording.inflight_call import CallFailed
-from headway.generator.recording.recorder import Request
 from headway.generator.recording.sessions import KeyRefused, NoSuchRollout, Sessions
 from headway.records.conversations import ClientSampling, OnTokens, RecordedConversation, RequestRefused, TurnRequest
 from headway.records.generation import GenerationResult, PartialResponse, VersionSpan
@@ -67,7 +67,7 @@ async def client(session: Any, chance: random.Random, clock: Clock, number: int)
     """Goes on from its answers, leaves now and then, and tries again what failed."""
     talk: list[dict[str, Any]] = [{"role": "user", "content": f"{number % 2}+2?"}]
     for _ in range(3):
-        request = Request(
+        request = CallRequest(
             messages=normal_messages(talk),
             tools=TOOLS if number % 2 else None,
             choices=chance.choice([1, 1, 2]),
@@ -86,6 +86,7 @@ async def client(session: Any, chance: random.Random, clock: Clock, number: int)
                 leave()
             if answering.over and answering.error is None:
                 turns = answering.call.turns
+                answering.note_received()
                 break
         if not turns:
             return
@@ -122,7 +123,7 @@ def test_whatever_clients_do_every_answer_is_learned_once(kind: str, seed: int) 
 
 
 ONE = PartialResponse(ids=(5, 6), logprobs=(-1.0, -1.0), versions=(VersionSpan(version=0, tokens=2),))
-ASKED = Request(messages=normal_messages([{"role": "user", "content": "1+2?"}]))
+ASKED = CallRequest(messages=normal_messages([{"role": "user", "content": "1+2?"}]))
 
 
 async def at_once(wanted: TurnRequest, told: OnTokens, /) -> GenerationResult:
@@ -186,7 +187,7 @@ def test_one_choice_that_fails_ends_the_others() -> None:
             raise AssertionError
 
         session = sessions().open("7-0", sample)
-        answering = session.call(Request(messages=ASKED.messages, choices=3))
+        answering = session.call(CallRequest(messages=ASKED.messages, choices=3))
         assert answering.task is not None
         await answering.task
         assert (str(answering.error), len(cancelled), clock.now()) == ("broke", 2, 1.0)

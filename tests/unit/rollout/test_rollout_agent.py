@@ -15,7 +15,7 @@ from endpoint_server import chat
 from headway.config import schema
 from headway.config.endpoint import EndpointConfig, EnvironmentConfig
 from headway.generator.fake import FakeGenerator
-from headway.generator.recording.recorder import Request
+from headway.generator.recording.answer_tree import CallRequest
 from headway.generator.recording.sessions import Session, Sessions
 from headway.records.conversations import RequestRefused
 from headway.records.environment import PartialRollout
@@ -83,7 +83,7 @@ class Played:
 
 
 def ask(session: Session, text: str, **options: Any) -> Any:
-    return session.call(Request(messages=normal_messages([{"role": "user", "content": text}]), **options))
+    return session.call(CallRequest(messages=normal_messages([{"role": "user", "content": text}]), **options))
 
 
 async def answered(session: Session, text: str, **options: Any) -> list[Any]:
@@ -95,6 +95,7 @@ async def answered(session: Session, text: str, **options: Any) -> list[Any]:
         leave()
     if answering.error is not None:
         raise answering.error
+    answering.note_received()
     return list(answering.call.turns)
 
 

@@ -13,7 +13,7 @@ import pytest
 from endpoint_server import chat
 
 from headway.config.load import validate_experiment
-from headway.generator.recording.recorder import Request
+from headway.generator.recording.answer_tree import CallRequest
 from headway.generator.recording.sessions import KeyRefused, NoSuchRollout, Session
 from headway.generator.routing.limiter import Place
 from headway.records.conversations import ClientSampling, RecordedConversation
@@ -63,11 +63,12 @@ def sessions(
 
 async def ask(session: Session, text: str = "1+2?", **client: Any) -> None:
     seed = client.get("seed")
-    request = Request(messages=normal_messages([{"role": "user", "content": text}]), seed=seed)
+    request = CallRequest(messages=normal_messages([{"role": "user", "content": text}]), seed=seed)
     answering = session.call(request, ClientSampling(**client))
     assert answering.task is not None
     await answering.task
     assert answering.error is None
+    answering.note_received()
 
 
 def test_calls_of_one_key_and_one_name_are_a_rollout() -> None:
@@ -117,6 +118,22 @@ def test_a_session_is_over_when_it_is_not_used_for_long() -> None:
     data = json.loads(line)
     assert (data.pop("rollout"), data["calls"]) == ("used", 1)
     assert msgspec.convert(data, RecordedConversation) == over[1].seal()
+
+
+def test_recorded_lines_of_one_name_tell_their_keys_apart() -> None:
+    over: list[Session] = []
+
+    async def main(clock: Clock) -> None:
+        access, _ = sessions(clock, KEYS, over=over)
+        for key in KEYS:
+            await ask(access.session(key, "same"))
+        access.seal_all()
+
+    run_virtual(main)
+    lines = [json.loads(recorded_line(session) or b"") for session in over]
+    assert [line["rollout"] for line in lines] == ["same", "same"]
+    assert len({line["key"] for line in lines}) == 2
+    assert all(len(line["key"]) == 16 and key not in str(line) for line, key in zip(lines, KEYS, strict=True))
 
 
 def test_the_client_says_how_it_is_sampled() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from test_serving import ask, sessions
 
-from headway.generator.recording.recorder import Request
+from headway.generator.recording.answer_tree import CallRequest
 from headway.generator.recording.sessions import Session
 from headway.records.errors import HeadwayError, Overloaded
 from headway.runtime.clock import Clock, run_virtual
@@ -147,9 +147,10 @@ def test_a_session_that_is_over_is_freed_without_the_collector() -> None:
         access, _ = sessions(clock, over=over)
         session, messages = access.session("", "a"), normal_messages([{"role": "user", "content": "1+2?"}])
         for _ in range(3):
-            answering = session.call(Request(messages=messages))
+            answering = session.call(CallRequest(messages=messages))
             assert answering.task is not None
             await answering.task
+            answering.note_received()
             (turn,) = answering.call.turns
             assert turn is not None
             messages = (*messages, turn.message, *messages[:1])
@@ -170,7 +171,7 @@ def test_a_session_that_is_over_is_freed_without_the_collector() -> None:
         gc.garbage.clear()
         gc.enable()
     assert kept_alive is not None
-    assert not kept & {"Turn", "Answer", "Message", "Recorder", "Session", "Answering", "Call"}
+    assert not kept & {"RecordedTurn", "Answer", "Message", "Recorder", "Session", "InflightCall", "RecordedCall"}
 
 
 @contextmanager

@@ -1,0 +1,75 @@
+"""The OpenAPI document of the endpoint, made of the fields that its dialects read and the errors it answers with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from headway.config.endpoint import EndpointConfig
+from headway.generator.endpoint import fields
+from headway.generator.endpoint.dialect import Dialect
+from headway.generator.endpoint.refusals import STATUSES
+from headway.generator.endpoint.schemas import ANTHROPIC_ERROR, OPENAI_ERROR, Part
+
+REWARD = {
+    "reward": fields.number(-sys.float_info.max, sys.float_info.max, required=True),
+    "solved": fields.flag(default=None),
+}
+_ANY: Part = {"type": "object"}
+_TEXT: Part = {"type": "string"}
+_EVENT: Part = {"type": "object", "properties": {"event": _TEXT, "data": _TEXT}}
+
+
+def document(settings: EndpointConfig, dialects: Mapping[str, Dialect], metrics: bool) -> dict[str, Any]:
+    """The document, version 3.1. ``metrics``: there is a ``/metrics``."""
+    paths: dict[str, Any] = {}
+    for path, dialect in dialects.items():
+        answer = {"type": "object", "properties": dialect.answer, "required": list(dialect.answer)}
+        asked = fields.schema_of(dialect.all_fields(settings))
+        stream = {"text/event-stream": {"schema": _EVENT}}
+        paths[path] = {"post": _operation(path, answer, asked, stream=stream, session=True)}
+    counted = dialects["/v1/messages"].all_fields(settings)
+    del counted["max_tokens"]
+    count, tokens = "/v1/messages/count_tokens", {"type": "object", "properties": {"input_tokens": {"type": "integer"}}}
+    paths[count] = {"post": _operation(count, tokens, fields.schema_of(counted), session=True)}
+    reward = "/v1/rollouts/{rollout}/reward"
+    paths[reward] = {"post": _operation(reward, _ANY, fields.schema_of(REWARD), "rollout")}
+    paths["/v1/models"] = {"get": _operation("/v1/models", _ANY)}
+    paths["/v1/models/{model}"] = {"get": _operation("/v1/models", _ANY, None, "model")}
+    paths["/health"] = {"get": _operation("/health", _ANY)}
+    paths["/openapi.json"] = {"get": _operation("/openapi.json", _ANY)}
+    if metrics:
+        paths["/metrics"] = {"get": _operation("/metrics", None, stream={"text/plain": {"schema": _TEXT}})}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "headway", "version": "1"},
+        "security": [{}, {"bearer": []}],
+        "paths": paths,
+        "components": {"securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _operation(
+    path: str, answer: Part | None, asked: Part | None = None, named: str = "", *, stream: Part | None = None,
+    session: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """One operation: a body of ``asked``, a parameter in its path, an answer of JSON, or of another kind."""
+    error = ANTHROPIC_ERROR if path.startswith("/v1/messages") else OPENAI_ERROR
+    content = {**({"application/json": {"schema": answer}} if answer is not None else {}), **(stream or {})}
+    parameters: list[Part] = []
+    if named:
+        parameters.append({"name": named, "in": "path", "required": True, "schema": {**_TEXT, "minLength": 1}})
+    if session:
+        parameters.append({"name": "X-Session-ID", "in": "header", "schema": {**_TEXT, "maxLength": 256}})
+    failed = {"description": "an error", "content": {"application/json": {"schema": error}}}
+    found: dict[str, Any] = {
+        "parameters": parameters,
+        "responses": {
+            "200": {"description": "the answer", "content": content},
+            **{str(status): failed for status in STATUSES},
+        },
+    }
+    if asked is not None:
+        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": asked}}}
+    return found

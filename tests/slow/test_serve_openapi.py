@@ -1,0 +1,74 @@
+"""`headway serve` answers requests made of its OpenAPI document as that document says, and never with a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from hypothesis import HealthCheck
+from hypothesis.errors import Unsatisfiable
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from test_serve import inputs, serving  # noqa: F401
+
+pytestmark = [pytest.mark.real, pytest.mark.slow]
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+
+
+@pytest.fixture(scope="module")
+def document(inputs: Path) -> Iterator[Any]:
+    """Of a server whose answers are short, and which takes any name for its model."""
+    with serving(inputs, "--context", "64", "--generator.slots=4", '--endpoint.aliases=["*"]') as (process, url):
+        yield schemathesis.openapi.from_url(f"{url.removesuffix('/v1')}/openapi.json")
+        assert process.poll() is None
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_answers_are_what_the_document_says(document: Any, mode: GenerationMode) -> None:
+    operations = [found.ok() for found in document.get_all_operations()]
+    assert len(operations) == 10, [operation.label for operation in operations]
+    for operation in operations:
+
+        @hypothesis.seed(1)
+        @hypothesis.settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+        def check(case: Any) -> None:
+            case.call_and_validate(checks=CHECKS, timeout=60)
+
+        with contextlib.suppress(Unsatisfiable):  # nothing about it can be wrong
+            check()
+
+
+def test_metrics_count_responses_sessions_and_routed_requests(inputs: Path) -> None:
+    with serving(inputs, "--context", "64", "--generator.slots=4") as (_, url):
+        client = OpenAI(base_url=url, api_key="any", default_headers={"X-Session-ID": "mine"}, max_retries=0)
+        for _ in range(2):
+            client.completions.create(model="headway", prompt="12+3=", max_tokens=4)
+        with urllib.request.urlopen(f"{url.removesuffix('/v1')}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+    families = {family.name: family.samples for family in text_string_to_metric_families(text)}
+    [responses] = families["headway_serve_responses"]
+    assert (responses.labels, responses.value) == ({"route": "/v1/completions", "status": "200"}, 2)
+    assert [sample.value for sample in families["headway_router_routed"]] == [2]
+    assert [sample.value for sample in families["headway_serve_sessions"]] == [1]
+    assert [sample.value for sample in families["headway_worker_up"]] == [1]
