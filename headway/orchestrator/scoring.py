@@ -46,7 +46,7 @@ class Scorer:
     async def start(self, stack: AsyncExitStack) -> None:
         """Start the processes; ``stack`` stops them."""
         players = await stack.enter_async_context(
-            players_of(self._experiment, self._launcher, self._clock, lambda name, detail: None)
+            players_of(self._experiment, self._launcher, self._clock, lambda name, detail, **data: None)
         )
         self._rollouts = make_rollouts(
             self._experiment,

@@ -203,8 +203,9 @@ async def wire(
         log_folder=directory.logs,
         retries=retries,
         observe=observe,
+        on_event=worker_event,
     )
-    looking = Looking(launcher, directory.logs)
+    looking = Looking(launcher, clock, directory.logs)
     actors = Actors(
         generator=generator,
         trainer=trainer,

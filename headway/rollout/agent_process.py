@@ -14,13 +14,14 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headway.records.errors import ConfigurationError, WorkerDied
 from headway.rollout.agent_host import MARK, kill_marked
 from headway.runtime.scratch import ScratchFolder
+from headway.runtime.worker_slots import OnWorkerEvent, WorkerOutage
 
 _HOST = "headway.rollout.agent_host"
 _START_S = 120.0  # the user's module is imported
@@ -59,11 +60,12 @@ class AgentProcesses:
         logs: Path | None = None,
         log_bytes: int = 1_000_000,
         grace_s: float = 2.0,
+        on_event: OnWorkerEvent = lambda name, detail, /, **data: None,
     ) -> None:
         """``function``: module:function that agents are, "" where they are commands. ``settings`` (JSON types): it
         makes the agent out of them. ``logs``: the folder of their output, of each the first ``log_bytes`` and a few of
         the last; None: one that goes with this object.
-        ``grace_s``: between SIGTERM and SIGKILL."""
+        ``grace_s``: between SIGTERM and SIGKILL. ``on_event`` receives deaths and restarts of the host."""
         self._function = function
         self._settings = () if settings is None else (json.dumps(settings),)
         self._grace_s = grace_s
@@ -79,6 +81,11 @@ class AgentProcesses:
         self._writer: asyncio.StreamWriter | None = None
         self._listening: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
+        self._on_event = on_event
+        self._outage: WorkerOutage | None = None  # the host died, and no other was started yet
+        self._died_s = 0.0
+        self._restarts = 0
+        self._stopping = False
         self._exits: dict[str, asyncio.Future[Exit]] = {}
 
     async def start(self) -> None:
@@ -123,6 +130,7 @@ class AgentProcesses:
 
     async def stop(self) -> None:
         """End the host, and all that it runs."""
+        self._stopping = True
         if self._writer is not None:
             self._writer.close()
         if self._listening is not None:
@@ -157,6 +165,12 @@ class AgentProcesses:
             raise
         self._host, self._writer = host, writer
         self._listening = asyncio.create_task(self._listen(reader, host), name="agents")
+        if self._outage is not None:
+            self._restarts += 1
+            down_s = round(asyncio.get_running_loop().time() - self._died_s, 3)
+            outage = replace(self._outage, down_s=down_s, restarts=self._restarts)
+            self._outage = None
+            self._on_event("agents_restarted", f"agents: after {down_s:.1f} s", **asdict(outage))
 
     async def _ready(self, reader: asyncio.StreamReader) -> None:
         """Wait until the host is ready. Raises ConfigurationError saying why it never will be."""
@@ -182,10 +196,17 @@ class AgentProcesses:
             self._writer.close()
             self._writer = None
         code = await asyncio.to_thread(host.wait)
+        cause = f"the host of agents ended with {code}"
         for agent, waiting in self._exits.items():
             if not waiting.done():
                 kill_marked(agent)
-                waiting.set_exception(WorkerDied("agents", f"the host of agents ended with {code}"))
+                waiting.set_exception(WorkerDied("agents", cause))
+        if not self._stopping:
+            self._died_s = asyncio.get_running_loop().time()
+            self._outage = WorkerOutage(
+                worker="agents", cause=cause, found_by="exit", down_s=0.0, restarts=self._restarts
+            )
+            self._on_event("agents_died", f"agents: {cause}", **asdict(self._outage))
 
     async def _tell(self, request: Mapping[str, Any]) -> None:
         if self._writer is None:
