@@ -13,6 +13,7 @@ from headway.records.environment import SavedEpisode
 from headway.records.generation import PartialResponse
 from headway.records.rollout import Failure, Group, Pruned, Rollout
 from headway.rollout.single_turn import SingleTurn
+from headway.runtime.backoff import backoff_s
 
 _RETRY_S = 0.25  # before an environment that failed as infrastructure is tried anew; doubled each time
 _SURROUNDINGS = ("environment", "sandbox")
@@ -89,7 +90,7 @@ class Attempts(SingleTurn, ABC):
             rollout = msgspec.structs.replace(rollout, attempts=attempts + 1)
             if not again or attempt.stopped is not None or attempts == self._settings.retries:
                 return rollout
-            await self._stoppable(attempt, self._clock.sleep(_RETRY_S * 2**attempts))
+            await self._stoppable(attempt, self._clock.sleep(backoff_s(attempts + 1, _RETRY_S)))
             if attempt.stopped is not None:  # for good: what had failed stays so
                 stopped = attempt.stopped if isinstance(attempt.stopped, Failure) else failure
                 return attempt.rollout(self._clock.now(), stopped)

@@ -23,6 +23,7 @@ from headway.records.generation import (
 )
 from headway.records.rollout import Failure, Group, Pruned, Rollout, Verdict
 from headway.rollout.seeds import rollout_seed
+from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock
 
 Resumption = Literal["continue", "restart", "fail"]
@@ -216,7 +217,7 @@ class SingleTurn:
                 if errors == self._settings.retries or not failure.infrastructure:
                     return failure
                 errors += 1
-                await self._clock.sleep(_RETRY_S * 2 ** (errors - 1))
+                await self._clock.sleep(backoff_s(errors, _RETRY_S))
             elif life.finish_reason != "abort":
                 return None
             elif life.stopped is None:  # by an update
