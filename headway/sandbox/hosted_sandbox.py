@@ -32,7 +32,7 @@ from headway.records.sandbox import (
 from headway.sandbox.hosted_runner import MARK
 from headway.sandbox.local_failures import file_failure
 from headway.sandbox.protocol import FILE_BYTES
-from headway.sandbox.provider import Provider, Ran, asked
+from headway.sandbox.provider import Provider, ShellResult, asked
 from headway.sandbox.snapshot_folder import note_hosted
 
 T = TypeVar("T")
@@ -230,7 +230,7 @@ class HostedSandbox:
             raise SandboxError(self._why) from None
         return await self._said(ran)
 
-    async def _said(self, ran: Ran) -> dict[str, Any]:
+    async def _said(self, ran: ShellResult) -> dict[str, Any]:
         last = ran.stdout.rpartition(f"\n{MARK}")[2] if f"\n{MARK}" in ran.stdout else ""
         if not last:
             if ran.exit_code in (126, 127):

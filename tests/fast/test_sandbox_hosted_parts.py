@@ -33,7 +33,7 @@ from headway.sandbox.hosted_runner import INLINE_BYTES, MARK, answer
 from headway.sandbox.hosted_runner import main as run_request
 from headway.sandbox.pace import Pace, SharedPace
 from headway.sandbox.pool import PoolSettings, SandboxPool
-from headway.sandbox.provider import HostedSettings, Ran, failure_of_status, plain_labels
+from headway.sandbox.provider import HostedSettings, ShellResult, failure_of_status, plain_labels
 from headway.sandbox.snapshot_folder import drop, dropped, note_hosted, remove_others
 
 
@@ -54,7 +54,7 @@ class Scripted:
         self.put_errors: list[Exception] = []
         self.delete_errors: list[Exception] = []
         self.deleted: list[str] = []
-        self.says = Ran(exit_code=0, stdout=f'\n{MARK}{{"processes": []}}')
+        self.says = ShellResult(exit_code=0, stdout=f'\n{MARK}{{"processes": []}}')
 
     def can(self) -> Capabilities:
         return Capabilities(backend=self.name)
@@ -82,7 +82,7 @@ class Scripted:
             raise self.end_errors.pop(0)
         self.ended.append(sandbox)
 
-    async def run(self, sandbox: str, line: str, timeout_s: float) -> Ran:
+    async def run(self, sandbox: str, line: str, timeout_s: float) -> ShellResult:
         return self.says
 
     async def put(self, sandbox: str, path: str, data: bytes) -> None:
@@ -319,16 +319,16 @@ def test_no_start_is_a_models_doing(tmp_path: Path):
 @pytest.mark.parametrize(
     ("says", "cause"),
     [
-        (Ran(exit_code=0, stdout=f'\n{MARK}{{"error": {errno.EIO}, "what": "I/O error"}}'), "infrastructure"),
-        (Ran(exit_code=0, stdout=f'\n{MARK}{{"error": {errno.ENOENT}, "what": "none"}}'), "model_code"),
-        (Ran(exit_code=255, stdout=""), "infrastructure"),
-        (Ran(exit_code=137, stdout=""), "model_code"),
-        (Ran(exit_code=143, stdout=""), "model_code"),  # kill $PPID
-        (Ran(exit_code=1, stdout=""), "model_code"),  # rm -rf /tmp
-        (Ran(exit_code=0, stdout=f'\n{MARK}{{"killed": "had no room"}}'), "model_code"),
+        (ShellResult(exit_code=0, stdout=f'\n{MARK}{{"error": {errno.EIO}, "what": "I/O error"}}'), "infrastructure"),
+        (ShellResult(exit_code=0, stdout=f'\n{MARK}{{"error": {errno.ENOENT}, "what": "none"}}'), "model_code"),
+        (ShellResult(exit_code=255, stdout=""), "infrastructure"),
+        (ShellResult(exit_code=137, stdout=""), "model_code"),
+        (ShellResult(exit_code=143, stdout=""), "model_code"),  # kill $PPID
+        (ShellResult(exit_code=1, stdout=""), "model_code"),  # rm -rf /tmp
+        (ShellResult(exit_code=0, stdout=f'\n{MARK}{{"killed": "had no room"}}'), "model_code"),
     ],
 )
-def test_whose_doing_an_answer_is(tmp_path: Path, says: Ran, cause: str):
+def test_whose_doing_an_answer_is(tmp_path: Path, says: ShellResult, cause: str):
     async def main():
         provider = Scripted()
         box = await backend(tmp_path, provider).create(SandboxSpec())
@@ -422,13 +422,13 @@ def test_where_the_provider_keeps_no_time_its_owner_does(tmp_path: Path):
 @pytest.mark.parametrize(
     ("says", "cause", "what"),
     [
-        (Ran(exit_code=127, stdout="python3: not found"), "environment", "no python3"),
-        (Ran(exit_code=0, stdout=f"\n{MARK}no json"), "infrastructure", "can't be understood"),
-        (Ran(exit_code=0, stdout=f"\n{MARK}{{}}"), "infrastructure", "can't be understood"),
-        (Ran(exit_code=0, stdout=f'\n{MARK}{{"error": 13, "what": "no"}}'), "environment", "can't be made"),
+        (ShellResult(exit_code=127, stdout="python3: not found"), "environment", "no python3"),
+        (ShellResult(exit_code=0, stdout=f"\n{MARK}no json"), "infrastructure", "can't be understood"),
+        (ShellResult(exit_code=0, stdout=f"\n{MARK}{{}}"), "infrastructure", "can't be understood"),
+        (ShellResult(exit_code=0, stdout=f'\n{MARK}{{"error": 13, "what": "no"}}'), "environment", "can't be made"),
     ],
 )
-def test_what_doesnt_begin_well_is_ended_and_told(tmp_path: Path, says: Ran, cause: str, what: str):
+def test_what_doesnt_begin_well_is_ended_and_told(tmp_path: Path, says: ShellResult, cause: str, what: str):
     async def main():
         provider = Scripted()
         provider.says = says
