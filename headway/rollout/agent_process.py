@@ -12,16 +12,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headway.records.errors import ConfigurationError, WorkerDied
 from headway.rollout.agent_host import MARK, kill_marked
 from headway.runtime.scratch import ScratchFolder
-from headway.runtime.worker_slots import OnWorkerEvent, WorkerOutage
+from headway.runtime.worker_slots import OnWorkerEvent, OutageReporter
 
 _HOST = "headway.rollout.agent_host"
 _START_S = 120.0  # the user's module is imported
@@ -81,10 +82,7 @@ class AgentProcesses:
         self._writer: asyncio.StreamWriter | None = None
         self._listening: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
-        self._on_event = on_event
-        self._outage: WorkerOutage | None = None  # the host died, and no other was started yet
-        self._died_s = 0.0
-        self._restarts = 0
+        self._reporter = OutageReporter("agents", on_event, time.monotonic)
         self._stopping = False
         self._exits: dict[str, asyncio.Future[Exit]] = {}
 
@@ -92,6 +90,8 @@ class AgentProcesses:
         """Start the host. Raises ConfigurationError for a function that can't be imported."""
         async with self._starting:
             if self._writer is None:
+                if self._listening is not None:  # the death of the one before is reported first
+                    await asyncio.wait((self._listening,), timeout=_STOP_S)
                 await self._start_host()
 
     async def run(
@@ -163,14 +163,10 @@ class AgentProcesses:
             host.kill()
             host.wait()
             raise
-        self._host, self._writer = host, writer
         self._listening = asyncio.create_task(self._listen(reader, host), name="agents")
-        if self._outage is not None:
-            self._restarts += 1
-            down_s = round(asyncio.get_running_loop().time() - self._died_s, 3)
-            outage = replace(self._outage, down_s=down_s, restarts=self._restarts)
-            self._outage = None
-            self._on_event("agents_restarted", f"agents: after {down_s:.1f} s", **asdict(outage))
+        if self._host is not None:
+            self._reporter.restarted()
+        self._host, self._writer = host, writer
 
     async def _ready(self, reader: asyncio.StreamReader) -> None:
         """Wait until the host is ready. Raises ConfigurationError saying why it never will be."""
@@ -202,11 +198,7 @@ class AgentProcesses:
                 kill_marked(agent)
                 waiting.set_exception(WorkerDied("agents", cause))
         if not self._stopping:
-            self._died_s = asyncio.get_running_loop().time()
-            self._outage = WorkerOutage(
-                worker="agents", cause=cause, found_by="exit", down_s=0.0, restarts=self._restarts
-            )
-            self._on_event("agents_died", f"agents: {cause}", **asdict(self._outage))
+            self._reporter.died(WorkerDied("agents", cause))
 
     async def _tell(self, request: Mapping[str, Any]) -> None:
         if self._writer is None:

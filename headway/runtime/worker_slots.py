@@ -44,6 +44,41 @@ class WorkerOutage:
     restarts: int  # successful ones of this slot so far
 
 
+class OutageReporter:
+    """Reports the outages of one worker and its successors as events: "NAME_died", "NAME_restart_failed",
+    "NAME_restarted" and "NAME_lost", where NAME is the worker's without its number."""
+
+    def __init__(self, worker: str, on_event: OnWorkerEvent, now: Callable[[], float]) -> None:
+        self.restarts = 0
+        self._worker = worker
+        self._on_event = on_event
+        self._now = now
+        self._death: WorkerDied | None = None  # the last one
+        self._down_since_s = 0.0
+
+    @property
+    def outage(self) -> WorkerOutage | None:
+        """The last outage, as of now; None before the first."""
+        if (death := self._death) is None:
+            return None
+        down_s = round(self._now() - self._down_since_s, 3)
+        return WorkerOutage(
+            worker=self._worker, cause=death.cause, found_by=death.found_by, down_s=down_s, restarts=self.restarts
+        )
+
+    def died(self, death: WorkerDied) -> None:
+        self._death, self._down_since_s = death, self._now() - death.silent_s
+        self.report("died", f"{self._worker}: {death.cause}")
+
+    def restarted(self) -> None:
+        self.restarts += 1
+        self.report("restarted", f"{self._worker}: after {self._now() - self._down_since_s:.1f} s")
+
+    def report(self, stage: str, detail: str) -> None:
+        data = {"worker": self._worker} if self.outage is None else dataclasses.asdict(self.outage)
+        self._on_event(f"{self._worker.rstrip('-0123456789')}_{stage}", detail, **data)
+
+
 class WorkerSlot:
     """One supervised worker and its successors.
 
@@ -53,8 +88,7 @@ class WorkerSlot:
     forgets them, and so does ``forgiven_after_s`` of service.
 
     Example: the worker dies: "NAME_died", 1 failure. ``restart`` fails at once: "NAME_restart_failed", 2 failures.
-    ``restart`` waits 0.5 s and takes 2 s to start one: "NAME_restarted", ``down_s`` = 2.5. NAME is the worker's
-    without its number.
+    ``restart`` waits 0.5 s and takes 2 s to start one: "NAME_restarted", ``down_s`` = 2.5.
     """
 
     def __init__(
@@ -73,20 +107,17 @@ class WorkerSlot:
         worker ready; what it raises counts as a failed start. ``restart_arguments``: a successor gets them besides."""
         self.spec = spec
         self.worker: Worker | None = None  # the last one, dead or alive; None after a failed start
-        self.restarts = 0
         self.fault: Exception | None = None  # of the last death or failed start
         self.lost: WorkerDied | None = None
         self._launcher = launcher
         self._clock = clock
-        self._on_event = on_event
+        self._reporter = OutageReporter(spec.name, on_event, clock.now)
         self._limit = limit
         self._prepare = prepare
         self._restart_arguments = dict(restart_arguments or {})
         self._forgiven_after_s = forgiven_after_s
         self._failures: deque[float] = deque()  # in a row: served_s at each
         self._served_s = 0.0  # by all predecessors together
-        self._death: WorkerDied | None = None  # the last one
-        self._down_since_s = 0.0
         self._watching: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[Worker | None] | None = None
         self._stopping = False
@@ -114,15 +145,13 @@ class WorkerSlot:
         return WorkerState(name=self.name, up=self.live is not None, restarts=self.restarts)
 
     @property
+    def restarts(self) -> int:
+        return self._reporter.restarts
+
+    @property
     def outage(self) -> WorkerOutage | None:
         """The last outage, as of now; None before the first."""
-        death = self._death
-        if death is None:
-            return None
-        down_s = round(self._clock.now() - self._down_since_s, 3)
-        return WorkerOutage(
-            worker=self.name, cause=death.cause, found_by=death.found_by, down_s=down_s, restarts=self.restarts
-        )
+        return self._reporter.outage
 
     def forgive(self) -> None:
         """Forget the failures so far: the worker is given work. Should it die of that, it isn't the worker's fault."""
@@ -158,7 +187,7 @@ class WorkerSlot:
         """Give the slot up, which is reported once. Returns the error for those who need the worker."""
         if self.lost is None:
             self.lost = WorkerDied(self.name, cause)
-            self._report("lost", str(self.lost))
+            self._reporter.report("lost", str(self.lost))
         return self.lost
 
     def kill(self, reason: str = "") -> None:
@@ -196,12 +225,10 @@ class WorkerSlot:
         """Waits for the worker's death, counts and reports it."""
         since_s = self._clock.now()
         death = await worker.died
-        now = self._clock.now()
-        self._served_s += now - since_s
+        self._served_s += self._clock.now() - since_s
         if not self._stopping:
-            self._death, self._down_since_s = death, now - death.silent_s
             self._fail(death)
-            self._report("died", f"{self.name}: {death.cause}")
+            self._reporter.died(death)
 
     async def _restart(self) -> Worker | None:
         await self.dead()
@@ -213,11 +240,10 @@ class WorkerSlot:
             worker = await self._start(dataclasses.replace(self.spec, arguments=self.spec.arguments | extra))
         except Exception as error:  # the capture point of restarts: whoever asked finds it in `fault`
             self._fail(error)
-            self._report("restart_failed", f"{self.name}: {error}")
+            self._reporter.report("restart_failed", f"{self.name}: {error}")
             return None
         if not first:
-            self.restarts += 1
-            self._report("restarted", f"{self.name}: after {self._clock.now() - self._down_since_s:.1f} s")
+            self._reporter.restarted()
         return worker
 
     def _fail(self, fault: Exception) -> None:
@@ -225,11 +251,6 @@ class WorkerSlot:
         self._failures.append(self._served_s)
         while self._failures[0] < self._served_s - self._forgiven_after_s:
             self._failures.popleft()
-
-    def _report(self, stage: str, detail: str) -> None:
-        outage = self.outage
-        data = dataclasses.asdict(outage) if outage is not None else {"worker": self.name}
-        self._on_event(f"{self.name.rstrip('-0123456789')}_{stage}", detail, **data)
 
 
 async def start_all(slots: Sequence[WorkerSlot]) -> list[Worker]:

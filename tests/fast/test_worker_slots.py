@@ -231,7 +231,7 @@ def test_an_event_that_cannot_be_recorded_reaches_whoever_needs_the_worker() -> 
         raise StorageFailed("the disk is full")
 
     async def scene(one: Setting) -> None:
-        one.slot._on_event = full
+        one.slot._reporter._on_event = full
         one.launcher.workers[0].die()
         with pytest.raises(StorageFailed, match="the disk is full"):
             await one.slot.restart()
