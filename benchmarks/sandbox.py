@@ -35,7 +35,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headway.records.sandbox import MIB, ResourceLimits, SandboxSpec
+from headway.records.sandbox import MIB, Command, ResourceLimits, SandboxSpec
 from headway.runtime.clock import RealClock
 from headway.sandbox.docker.backend import DockerBackend, DockerSettings
 from headway.sandbox.linux import cgroups
@@ -69,7 +69,7 @@ async def one_by_one(backend: LocalBackend, samples: int) -> dict[str, float]:
         starts.append(time.perf_counter() - began)
         for _ in range(3):
             began = time.perf_counter()
-            result = await box.exec(["true"])
+            result = await box.exec(Command(argv=["true"]))
             commands.append(time.perf_counter() - began)
             assert result.ok, result
         began = time.perf_counter()
@@ -105,7 +105,7 @@ async def memory(backend: LocalBackend, live: int) -> dict[str, float | None]:
     async def one() -> Any:
         async with limit:
             box = await backend.create(SPEC)
-            await box.exec(["true"])
+            await box.exec(Command(argv=["true"]))
             return box
 
     boxes = await asyncio.gather(*(one() for _ in range(live)))
@@ -152,7 +152,7 @@ async def queued(backend: LocalBackend, count: int, live: int) -> dict[str, floa
         began = time.perf_counter()
         async with pool.lease(SPEC) as box:
             waits.append(time.perf_counter() - began)
-            await box.exec(["true"])
+            await box.exec(Command(argv=["true"]))
 
     began = time.perf_counter()
     results = await asyncio.gather(*(one() for _ in range(count)), return_exceptions=True)

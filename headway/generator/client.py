@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -14,8 +14,8 @@ from headway.config.schema import Experiment
 from headway.generator.routing.counters import accumulated
 from headway.generator.routing.health import Health
 from headway.generator.routing.limiter import Limiter
-from headway.generator.routing.replica import Replica, activity_of, call_replica, own_cause, raise_but_deaths
-from headway.generator.routing.router import EventCallback, Router
+from headway.generator.routing.replica import Replica, activity_of, call_replica, raise_but_deaths, replica_spec
+from headway.generator.routing.router import Router
 from headway.records.clients import Watch
 from headway.records.errors import (
     ConfigurationError,
@@ -35,10 +35,9 @@ from headway.records.generation import (
 )
 from headway.records.trace import Span, WorkerState
 from headway.runtime.clock import Clock
-from headway.runtime.workers import Launcher
+from headway.runtime.worker_slots import OnWorkerEvent, WorkerSlot, live_pids, own_cause, start_all, stop_all
+from headway.runtime.workers import Launcher, Worker
 
-_BACKOFF_S = 0.5  # before the first restart is repeated; doubled each time
-_LONGEST_BACKOFF_S = 30.0
 _FORGIVEN_AFTER_S = 300.0  # a replica that was live for so long since a death is forgiven it
 _STOP_GRACE_S = 1.0
 _HOPELESS = (WeightsMismatch, ConfigurationError)  # of these another process would say the same
@@ -63,7 +62,7 @@ class GeneratorPool:
         experiment: Experiment,
         clock: Clock,
         *,
-        on_event: EventCallback | None = None,
+        on_event: OnWorkerEvent = lambda name, detail, /, **data: None,
         log_directory: str | Path | None = None,
         restart_limit: int = 5,
     ) -> None:
@@ -71,13 +70,12 @@ class GeneratorPool:
         self._launcher = launcher
         self._experiment = experiment
         self._clock = clock
-        self._on_event = on_event or (lambda name, detail, /: None)
+        self._on_event = on_event
         self._log_directory = log_directory
         self._restart_limit = restart_limit
-        self._replicas = [
-            Replica.of(index, device, experiment, log_directory)
-            for index, device in enumerate(experiment.generator.devices)
-        ]
+        self._replicas: list[Replica] = []
+        for device in experiment.generator.devices:
+            self._add_replica(device)
         settings = experiment.router
         self._router = Router(self._replicas, settings, clock, self._tell)
         self.limiter = Limiter(settings, clock, self._router.capacity_tokens, self._tell)
@@ -104,13 +102,13 @@ class GeneratorPool:
     async def start(self) -> None:
         """Start all replicas. Raises what the first failing one raised (its own typed error); the others are
         stopped then."""
-        starts = await asyncio.gather(*(self._launch(replica) for replica in self._replicas), return_exceptions=True)
-        failures = [error for error in starts if isinstance(error, BaseException)]
-        if failures:
+        try:
+            workers = await start_all(self._slots)
+        except BaseException:
             await self.stop()
-            raise own_cause(failures[0])
-        for replica in self._replicas:
-            self._go_live(replica)
+            raise
+        for replica, worker in zip(self._replicas, workers, strict=True):
+            self._go_live(replica, worker)
 
     async def generate(self, request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
         """See :class:`headway.records.clients.Generator`. Cancelling the caller aborts the request in the engine.
@@ -207,7 +205,7 @@ class GeneratorPool:
     @property
     def worker_states(self) -> list[WorkerState]:
         """Every replica's health."""
-        return [WorkerState(name=r.name, up=r.live, restarts=r.restarts) for r in self._replicas if not r.left]
+        return [WorkerState(name=r.name, up=r.live, restarts=r.slot.restarts) for r in self._replicas if not r.left]
 
     async def stop(self) -> None:
         """Stop all replicas; whoever still waits gets HeadwayError."""
@@ -216,10 +214,9 @@ class GeneratorPool:
         for keeper in self._keepers.values():
             keeper.cancel()
         await asyncio.gather(*self._keepers.values(), self._router.stop(), return_exceptions=True)
-        workers = [replica.worker for replica in self._replicas if replica.worker is not None]
         for replica in self._replicas:
-            replica.live, replica.worker = False, None
-        await asyncio.gather(*(worker.stop(_STOP_GRACE_S) for worker in workers))
+            replica.live = False
+        await stop_all(self._slots, _STOP_GRACE_S)
         self._router.fail_all(HeadwayError("the generator pool is stopped"))
 
     def tokens_so_far(self, request_id: str) -> int:
@@ -233,7 +230,7 @@ class GeneratorPool:
     @property
     def pids(self) -> list[int]:
         """Process ids of the live replicas, in order."""
-        return [replica.worker.pid for replica in self._replicas if replica.live and replica.worker is not None]
+        return live_pids([replica.slot for replica in self._replicas if replica.live])
 
     # --- replicas that join and leave -----------------------------------------------------------------------
 
@@ -241,19 +238,17 @@ class GeneratorPool:
         """Start one more replica on ``device``; returns its name. It has the newest version before its first request.
         Raises what starting it raises (its own typed error), with nothing left of it."""
         self._require_running()
-        replica = Replica.of(len(self._replicas), device, self._experiment, self._log_directory)
-        self._replicas.append(replica)
+        replica = self._add_replica(device)
         try:
-            await self._launch(replica)
-            await self._catch_up(replica)
+            worker = await replica.slot.start()
             self._require_running()
         except BaseException as error:
             replica.left = True
-            await self._discard(replica)
+            await replica.slot.stop(0.0)
             self._fail_without_replicas()
             raise own_cause(error) from None
         replica.lent = self._lent and replica.shared
-        self._go_live(replica)
+        self._go_live(replica, worker)
         await self._tell_lent(replica)
         self._settle()
         self._on_event("generator_joined", f"{replica.name} on {device}: version {replica.version}")
@@ -274,33 +269,29 @@ class GeneratorPool:
         try:
             if replica.calls:
                 await replica.emptied.wait()
-            if replica.worker is not None:
-                await replica.worker.stop(_STOP_GRACE_S)
+            await replica.slot.stop(_STOP_GRACE_S)
             await asyncio.wait((self._keepers[name],))  # it takes over what the process had sent
         finally:  # a caller who doesn't wait for its end hastens it
-            if replica.worker is not None:
-                replica.worker.kill("it was told to leave")
+            replica.slot.kill("it was told to leave")
             replica.left = True
             self._fail_without_replicas()
             self._on_event("generator_left", name)
 
     # --- life of a replica ----------------------------------------------------------------------------------
 
-    async def _keep(self, replica: Replica) -> None:
+    async def _keep(self, replica: Replica, worker: Worker) -> None:
         """Keeps a replica up until it is lost. What goes wrong in keeping it loses it too, so callers hear of it."""
         try:
-            await self._serve_and_revive(replica)
+            await self._serve_and_revive(replica, worker)
         except Exception as error:  # the keeper's one capture point: without it, calls would be held for ever
-            worker = replica.worker
             self._bury(replica)
-            if worker is not None:
-                worker.kill()
+            replica.slot.kill()
             self._lose(replica, f"its keeper failed: {type(error).__name__}: {error}")
 
-    async def _serve_and_revive(self, replica: Replica) -> None:
+    async def _serve_and_revive(self, replica: Replica, first: Worker) -> None:
         """Consumes a replica's events, waits for its death, restarts it; ends when it is lost."""
-        while replica.worker is not None:
-            worker = replica.worker
+        worker: Worker | None = first
+        while worker is not None:
             watch = asyncio.create_task(self._health.watch(replica), name=f"{replica.name}-health")
             try:
                 async for event in worker.events:  # ends, drained, when the worker is dead
@@ -309,26 +300,22 @@ class GeneratorPool:
                 watch.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await watch
-            death = await worker.died
+            await replica.slot.dead()
             if self._stopping:
                 return
             self._bury(replica)
             if replica.leaving:
                 return
-            self._on_event("generator_died", f"{replica.name}: {death.cause}")
             self._router.tell()
-            await self._revive(replica, death)
+            worker = await self._revive(replica)
 
-    def _go_live(self, replica: Replica) -> None:
-        replica.live, replica.live_since_s = True, self._clock.now()
-        if replica.name not in self._keepers:
-            self._keepers[replica.name] = asyncio.create_task(self._keep(replica), name=replica.name)
+    def _go_live(self, replica: Replica, worker: Worker) -> None:
+        replica.live = True
+        self._keepers[replica.name] = asyncio.create_task(self._keep(replica, worker), name=replica.name)
 
     def _bury(self, replica: Replica) -> None:
         """Move a dead replica's calls to the live ones, from the tokens they have."""
-        if replica.live:
-            replica.served_s += self._clock.now() - replica.live_since_s
-        replica.live, replica.worker = False, None
+        replica.live = False
         replica.past = accumulated(replica.past, replica.present, dead=True)
         replica.present = EngineStatistics(version=replica.version)
         self._router.orphan(replica)
@@ -351,45 +338,54 @@ class GeneratorPool:
         self._router.settle()
         self.limiter.go_on()
 
-    async def _revive(self, replica: Replica, death: HeadwayError) -> None:
-        """Restart until it lives with the newest weights, or give it up."""
-        cause = death
-        while True:
-            replica.deaths.append(replica.served_s)
-            while replica.deaths[0] < replica.served_s - _FORGIVEN_AFTER_S:
-                replica.deaths.popleft()
-            if len(replica.deaths) > self._restart_limit:
-                self._lose(replica, f"gave up after {self._restart_limit} restarts; last: {cause}")
-                return
-            if len(replica.deaths) > 1:
-                await self._clock.sleep(min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2 ** (len(replica.deaths) - 2)))
-            try:
-                await self._launch(replica, restarted=True)
-                await self._refresh(replica)  # the probe that closes its breaker
-                await self._catch_up(replica)
-            except HeadwayError as error:
-                cause = error
-                self._on_event("generator_restart_failed", f"{replica.name}: {error}")
-                await self._discard(replica)
-                own = own_cause(error)
-                if isinstance(own, _HOPELESS):
-                    self._give_up(own)
-                    return
-                continue
-            self._go_live(replica)
-            replica.restarts += 1
-            await self._tell_lent(replica)
-            self._router.renewed(replica)
-            self._settle()
-            self._on_event("generator_restarted", f"{replica.name}: version {replica.version}")
-            return
+    async def _revive(self, replica: Replica) -> Worker | None:
+        """Restart it until it lives with the newest weights; None: it is given up."""
+        slot = replica.slot
+        while not slot.exhausted:
+            if (worker := await slot.restart()) is not None:
+                await self._tell_lent(replica)
+                self._settle()
+                return worker
+            assert slot.fault is not None
+            if not isinstance(slot.fault, HeadwayError):
+                raise slot.fault
+            own = own_cause(slot.fault)
+            if isinstance(own, _HOPELESS):
+                self._give_up(own)
+                return None
+        self._lose(replica, f"gave up after {self._restart_limit} restarts; last: {slot.fault}")
+        return None
 
-    async def _launch(self, replica: Replica, *, restarted: bool = False) -> None:
-        spec = replica.spec
-        if restarted:
-            spec = dataclasses.replace(spec, arguments=spec.arguments | {"restarted": True})
-        replica.worker = await self._launcher.start(spec)
+    def _add_replica(self, device: str) -> Replica:
+        spec = replica_spec(len(self._replicas), device, self._experiment, self._log_directory)
+        slot = WorkerSlot(
+            spec,
+            self._launcher,
+            self._clock,
+            self._tell,
+            limit=self._restart_limit,
+            prepare=lambda worker: self._prepare(replica),
+            restart_arguments={"restarted": True},
+            forgiven_after_s=_FORGIVEN_AFTER_S,
+        )
+        replica = Replica(len(self._replicas), slot, self._experiment)
+        self._replicas.append(replica)
+        return replica
+
+    @property
+    def _slots(self) -> list[WorkerSlot]:
+        return [replica.slot for replica in self._replicas]
+
+    async def _prepare(self, replica: Replica) -> None:
+        """Make its new process ready: with the newest weights."""
         replica.version, replica.update, replica.told_behind = 0, 0, False
+        restarted = replica.slot.outage is not None
+        if restarted:
+            await self._refresh(replica)  # the probe that closes its breaker
+        await self._catch_up(replica)
+        if restarted:
+            self._router.renewed(replica)
+            replica.live = True
 
     async def _catch_up(self, replica: Replica) -> None:
         """Apply the newest published weights. On return none newer has been announced."""
@@ -401,13 +397,6 @@ class GeneratorPool:
                 if self._newest is newest:  # else: overwritten by a newer version, which is what we want
                     raise
 
-    async def _discard(self, replica: Replica) -> None:
-        worker, replica.worker = replica.worker, None
-        if worker is not None:
-            worker.kill()
-            with contextlib.suppress(WorkerDied):
-                await worker.died
-
     def _give_up(self, cause: HeadwayError) -> None:
         """No restart will help: every call fails with ``cause``, now and later, which ends the run."""
         if self._hopeless is None:
@@ -416,11 +405,11 @@ class GeneratorPool:
 
     def _lose(self, replica: Replica, cause: str) -> None:
         """Give a replica up, and with the last one every call; only then tell, which may fail."""
-        if replica.lost is not None:
-            return
-        replica.lost = WorkerDied(replica.name, cause)
-        self._fail_without_replicas(replica.lost)
-        self._on_event("generator_lost", str(replica.lost))
+        if replica.slot.lost is None:
+            try:
+                replica.slot.lose(cause)
+            finally:
+                self._fail_without_replicas(replica.slot.lost)
 
     def _fail_without_replicas(self, cause: HeadwayError | None = None) -> None:
         """With the last replica gone, every call fails."""
@@ -433,7 +422,7 @@ class GeneratorPool:
             return self._hopeless
         if not all(replica.gone for replica in self._replicas):
             return None
-        return next(replica.lost for replica in self._replicas if replica.lost is not None)  # the last can't leave
+        return next(slot.lost for slot in self._slots if slot.lost is not None)  # the last can't leave
 
     def _require_running(self) -> None:
         if self._stopping:
@@ -459,8 +448,8 @@ class GeneratorPool:
         self._settle()  # it may have been behind
         return applied
 
-    def _tell(self, name: str, detail: str, /) -> None:
-        self._on_event(name, detail)
+    def _tell(self, name: str, detail: str, /, **data: Any) -> None:
+        self._on_event(name, detail, **data)
 
     async def _set_lent(self, lent: bool) -> None:
         self._lent = lent
@@ -480,5 +469,5 @@ class GeneratorPool:
         if worker is None:
             raise WorkerDied(replica.name, "not running")
         present = await call_replica(worker, "statistics")
-        if replica.worker is worker:
+        if replica.worker is worker and worker.alive:
             replica.present = present

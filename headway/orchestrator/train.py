@@ -203,8 +203,9 @@ async def wire(
         log_folder=directory.logs,
         retries=retries,
         observe=observe,
+        on_event=worker_event,
     )
-    looking = ControllerProcess(launcher, directory.logs)
+    looking = ControllerProcess(launcher, clock, directory.logs)
     actors = Actors(
         generator=generator,
         trainer=trainer,

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+FoundBy = Literal["exit", "health", "call"]
+"""How a worker's death was noticed: its process ended by itself; it missed its health checks, or a call to it failed,
+and it was killed."""
+
 
 class HeadwayError(Exception):
     """Base of the errors a command reports as one clear message. ``exit_code`` ends the process."""
@@ -38,14 +44,17 @@ class HookFailed(HeadwayError):
 
 
 class WorkerDied(HeadwayError):
-    """A worker process ended: ``cause`` holds exit code or signal and its last traceback."""
+    """A worker process ended: ``cause`` holds exit code or signal and its last traceback, ``silent_s`` how long it had
+    given no sign of life when that was noticed."""
 
     exit_code = 3
 
-    def __init__(self, worker: str, cause: str) -> None:
+    def __init__(self, worker: str, cause: str, found_by: FoundBy = "exit", silent_s: float = 0.0) -> None:
         super().__init__(f"worker {worker} died: {cause}")
         self.worker = worker
         self.cause = cause
+        self.found_by: FoundBy = found_by
+        self.silent_s = silent_s
 
 
 class RemoteError(HeadwayError):

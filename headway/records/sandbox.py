@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -11,6 +11,7 @@ from headway.records.errors import ConfigurationError, HeadwayError
 
 MIB = 1 << 20
 LEAST_MEMORY_BYTES = 16 * MIB  # its own init needs about two
+OUTPUT_BYTES = MIB  # of each stream of a command, unless told otherwise
 
 FailureCause = Literal["model_code", "environment", "infrastructure"]
 
@@ -49,6 +50,31 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}  # of every command, over PATH, HOME, LANG and TMPDIR; nothing of the host's
     workdir: str = "/work"  # where commands run unless told otherwise; made when it isn't there
     ttl_s: float = 3600.0  # from readiness until it ends by itself; `renew` starts it again
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """A command for a sandbox. It runs to its own end, or ``timeout_s`` long: then it is killed with everything it has
+    started since. What it left running without waiting for it runs on.
+
+    Example: ``Command(argv=["python3", "check.py"], workdir="/work", timeout_s=10.0, exclusive=True)`` gives a verdict
+    that nothing an agent left running can change.
+
+    Raises ConfigurationError for an empty ``argv`` and a negative ``max_output_bytes``.
+    """
+
+    argv: Sequence[str]  # the program and its arguments; no shell reads them
+    environment: Mapping[str, str] = {}  # over the sandbox's
+    workdir: str | None = None  # None: the sandbox's
+    stdin: bytes | None = None
+    timeout_s: float = 60.0
+    max_output_bytes: int = OUTPUT_BYTES  # of stdout and of stderr; what is beyond is thrown away
+    exclusive: bool = False  # whatever else runs in the sandbox is killed first
+
+    def __post_init__(self) -> None:
+        if not self.argv:
+            raise ConfigurationError("sandbox command argv = []: needs a program")
+        if self.max_output_bytes < 0:
+            raise ConfigurationError(f"sandbox command max_output_bytes = {self.max_output_bytes}: at least 0")
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):

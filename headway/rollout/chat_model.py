@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+from headway.runtime.backoff import backoff_s
+
 T = TypeVar("T")
 
 LONGEST_WAIT_S = 10.0  # before a retry, whatever the server asks for
@@ -90,8 +92,8 @@ class ChatModel:
             except Retry as error:
                 cause = str(error)
                 if attempt < self.retries:
-                    backoff_s = self.retry_s * 2**attempt * (0.5 + 0.5 * self.draw())
-                    self.sleep(min(max(backoff_s, error.wait_s), LONGEST_WAIT_S))
+                    wait_s = backoff_s(attempt + 1, self.retry_s) * (0.5 + 0.5 * self.draw())
+                    self.sleep(min(max(wait_s, error.wait_s), LONGEST_WAIT_S))
             except _Hopeless as error:
                 cause = str(error)
                 break

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from headway.records.environment import EnvironmentState, Operation
 from headway.records.sandbox import (
+    OUTPUT_BYTES,
+    Command,
     ExecResult,
     FileInfo,
     SandboxError,
@@ -20,7 +22,7 @@ from headway.records.sandbox import (
 )
 from headway.runtime.supervision import to_its_end
 from headway.sandbox.pool import SandboxPool
-from headway.sandbox.protocol import FILE_BYTES, OUTPUT_BYTES, Sandbox
+from headway.sandbox.protocol import FILE_BYTES, Sandbox
 from headway.sandbox.snapshot_store import drop
 
 T = TypeVar("T")
@@ -89,7 +91,7 @@ class EpisodeSandbox:
         max_output_bytes: int = OUTPUT_BYTES,
         alone: bool = False,
     ) -> ExecResult:
-        """`Sandbox.exec`."""
+        """Run a command: its fields are `Command`'s. ``timeout_s`` None: the environment's; ``alone``: `exclusive`."""
         arguments: dict[str, Any] = {
             "argv": list(argv),
             "environment": None if environment is None else dict(environment),
@@ -238,7 +240,7 @@ class EpisodeSandbox:
 
 async def _done(box: Sandbox, operation: Operation) -> Any:
     arguments = operation.arguments
-    if operation.kind == "exec":
-        rest = {name: value for name, value in arguments.items() if name != "argv"}
-        return await box.exec(arguments["argv"], **rest)
-    return await box.write(arguments["path"], arguments["data"], mode=arguments["mode"])
+    if operation.kind == "write":
+        return await box.write(arguments["path"], arguments["data"], mode=arguments["mode"])
+    fields = {name: value for name, value in arguments.items() if name != "alone" and value is not None}
+    return await box.exec(Command(exclusive=arguments["alone"], **fields))

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import IO, Any
 
-from headway.records.errors import RemoteError, WorkerDied
+from headway.records.errors import FoundBy, RemoteError, WorkerDied
 from headway.runtime.channel import Channel, ChannelClosed, ChannelFull
 from headway.runtime.clock import Clock
 from headway.runtime.framing import Chunk, Frame, FrameReader, Kind, encode, widen
@@ -87,6 +87,8 @@ class LocalWorker:
         self._stopping = False
         self._ended = False
         self._reason = ""  # why we killed it
+        self._found_by: FoundBy = "exit"
+        self._silent_s = 0.0  # before its health check killed it
         self._fatal = ""  # the traceback it sent before it ended
         self._tasks: set[asyncio.Task[None]] = set()
         sock.setblocking(False)
@@ -155,7 +157,7 @@ class LocalWorker:
 
     def kill(self, reason: str = "") -> None:
         """See :meth:`Worker.kill`."""
-        self._kill(reason)
+        self._kill(reason, "call")
 
     async def build(self, factory: str, arguments: dict[str, Any], timeout_s: float) -> None:
         """Send what to construct and wait for it: the launcher's part of starting."""
@@ -311,13 +313,16 @@ class LocalWorker:
                 silent_s = 0.0
                 self._heard = False
             elif silent_s >= timeout_s:
-                self._kill(f"no heartbeat for {silent_s:.1f} s")
+                self._silent_s = silent_s
+                self._kill(f"no heartbeat for {silent_s:.1f} s", "health")
                 return
 
-    def _kill(self, reason: str) -> None:
+    def _kill(self, reason: str, found_by: FoundBy = "exit") -> None:
         if self._process.returncode is not None:
             return  # reaped: its number may be another's by now
         self._reason = self._reason or reason
+        if self._found_by == "exit":
+            self._found_by = found_by
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -354,7 +359,7 @@ class LocalWorker:
         self._socket.close()
         self._outgoing.clear()
         code = self._process.wait()
-        error = WorkerDied(self._name, self._cause(code))
+        error = WorkerDied(self._name, self._cause(code), self._found_by, self._silent_s)
         self._log.close()
         self._died.set(error)
         if not self._built.done():

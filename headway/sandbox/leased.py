@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
 
-from headway.records.sandbox import ExecResult, SandboxError
+from headway.records.sandbox import Command, ExecResult, SandboxError
 from headway.records.sandbox_statistics import Latencies
 from headway.runtime.clock import Clock
-from headway.sandbox.protocol import OUTPUT_BYTES, Sandbox
+from headway.sandbox.protocol import Sandbox
 from headway.sandbox.wrapper import SandboxWrapper
 
 SPARE_TTL_S = 60.0  # beyond the limit of the next command: its verdict is read, and perhaps a snapshot taken
@@ -45,29 +44,11 @@ class LeasedSandbox(SandboxWrapper):
         self.paused = False
         self.given_up = False  # its lessee has ended it
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        environment: Mapping[str, str] | None = None,
-        workdir: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float = 60.0,
-        max_output_bytes: int = OUTPUT_BYTES,
-        alone: bool = False,
-    ) -> ExecResult:
+    async def exec(self, command: Command) -> ExecResult:
         self._counts.execs += 1
         since_s = self._clock.now()
         try:
-            result = await super().exec(
-                argv,
-                environment=environment,
-                workdir=workdir,
-                stdin=stdin,
-                timeout_s=timeout_s,
-                max_output_bytes=max_output_bytes,
-                alone=alone,
-            )
+            result = await super().exec(command)
         except SandboxError as error:
             self._counts.failures[error.failure.cause] += 1
             raise

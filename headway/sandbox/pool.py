@@ -25,6 +25,7 @@ from headway.records.sandbox import (
     of_a_start,
 )
 from headway.records.sandbox_statistics import Latencies, PoolStatistics
+from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock
 from headway.runtime.supervision import to_its_end
 from headway.sandbox.fair_semaphore import FairSemaphore
@@ -201,7 +202,7 @@ class SandboxPool:
             attempt += 1
 
     async def _back_off(self, attempt: int) -> None:
-        await self._clock.sleep(self._settings.backoff_s * 2**attempt * self._random.uniform(0.5, 1.5))
+        await self._clock.sleep(backoff_s(attempt + 1, self._settings.backoff_s) * self._random.uniform(0.5, 1.5))
 
     async def _first(self, wanted: _Wanted) -> _Making:
         """Being made, once it may be."""

@@ -9,7 +9,15 @@ import msgspec
 
 from headway.config import sandbox as config
 from headway.records.errors import ConfigurationError
-from headway.records.sandbox import MIB, Capabilities, ResourceLimits, SandboxError, SandboxFinding, SandboxSpec
+from headway.records.sandbox import (
+    MIB,
+    Capabilities,
+    Command,
+    ResourceLimits,
+    SandboxError,
+    SandboxFinding,
+    SandboxSpec,
+)
 from headway.sandbox.machine import look, machine_findings
 from headway.sandbox.protocol import Backend, Reaping, Sandbox
 
@@ -95,7 +103,9 @@ async def _trial(backend: Backend, spec: SandboxSpec) -> AsyncIterator[SandboxFi
 
 
 async def _use(box: Sandbox) -> AsyncIterator[SandboxFinding]:
-    done = await box.exec(["sh", "-c", "cat > preflight && cat preflight"], stdin=b"written", timeout_s=30.0)
+    done = await box.exec(
+        Command(argv=["sh", "-c", "cat > preflight && cat preflight"], stdin=b"written", timeout_s=30.0)
+    )
     if done.exit_code in (126, 127):
         said = done.stderr.decode(errors="replace").strip()[:200]
         yield SandboxFinding(
@@ -116,7 +126,7 @@ async def _hog(backend: Backend, spec: SandboxSpec) -> AsyncIterator[SandboxFind
     box = await backend.create(spec, labels={"purpose": "preflight"}, ttl_s=TTL_S)
     try:
         script = f"x=$(head -c {HOG_BYTES} /dev/zero | tr '\\0' x) && echo taken"
-        done = await box.exec(["sh", "-c", script], timeout_s=30.0)
+        done = await box.exec(Command(argv=["sh", "-c", script], timeout_s=30.0))
     except SandboxError as error:
         if error.failure.cause == "model_code":
             return  # it was killed as a whole, for its memory

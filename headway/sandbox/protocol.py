@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from headway.records.sandbox import Capabilities, ExecResult, FileInfo, SandboxInfo, SandboxSpec, Snapshot
+from headway.records.sandbox import Capabilities, Command, ExecResult, FileInfo, SandboxInfo, SandboxSpec, Snapshot
 from headway.records.sandbox_statistics import Reaped
 
-OUTPUT_BYTES = 1 << 20  # of each stream of a command, unless told otherwise
 FILE_BYTES = 16 << 20  # of a file that is read, unless told otherwise
 
 
@@ -19,9 +18,9 @@ class Sandbox(Protocol):
     An ended one raises SandboxError from every call but ``terminate``. Invariant: nothing of it lives on, whatever its
     processes did; only snapshots stay. All calls raise SandboxError, whose failure says whose doing it was.
 
-    Example: ``exec(["python3", "-c", "while True: pass"], timeout_s=2)`` ends after two seconds with ``timed_out``, a
-    failure of the model's code whose reward is valid; a machine that kills the sandbox meanwhile raises SandboxError
-    with a failure of the infrastructure.
+    Example: ``exec(Command(argv=["sh", "-c", "while :; do :; done"], timeout_s=2))`` ends after two seconds with
+    ``timed_out``, a failure of the model's code whose reward is valid; a machine that kills the sandbox meanwhile
+    raises SandboxError with a failure of the infrastructure.
     """
 
     @property
@@ -30,20 +29,8 @@ class Sandbox(Protocol):
     @property
     def ended(self) -> bool: ...
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        environment: Mapping[str, str] | None = None,
-        workdir: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float = 60.0,
-        max_output_bytes: int = OUTPUT_BYTES,
-        alone: bool = False,
-    ) -> ExecResult:
-        """Run a command to its end, or ``timeout_s`` long: then it is killed with everything it has started since.
-        What it left running without waiting for it runs on. ``alone``: whatever else runs in the sandbox is killed
-        first: for verdicts, on what an agent may have left behind."""
+    async def exec(self, command: Command) -> ExecResult:
+        """Run a command to its end."""
         ...
 
     async def read(self, path: str, *, max_bytes: int = FILE_BYTES) -> bytes:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from headway.records.sandbox import ExecResult, FileInfo, Snapshot
-from headway.sandbox.protocol import FILE_BYTES, OUTPUT_BYTES, Sandbox
+from headway.records.sandbox import Command, ExecResult, FileInfo, Snapshot
+from headway.sandbox.protocol import FILE_BYTES, Sandbox
 
 
 class SandboxWrapper:
@@ -26,27 +24,9 @@ class SandboxWrapper:
         """Whom the next call goes to. May raise SandboxError instead."""
         return self._box
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        environment: Mapping[str, str] | None = None,
-        workdir: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float = 60.0,
-        max_output_bytes: int = OUTPUT_BYTES,
-        alone: bool = False,
-    ) -> ExecResult:
-        await self.before_exec(timeout_s)
-        return await self.inner().exec(
-            argv,
-            environment=environment,
-            workdir=workdir,
-            stdin=stdin,
-            timeout_s=timeout_s,
-            max_output_bytes=max_output_bytes,
-            alone=alone,
-        )
+    async def exec(self, command: Command) -> ExecResult:
+        await self.before_exec(command.timeout_s)
+        return await self.inner().exec(command)
 
     async def before_exec(self, timeout_s: float) -> None:
         """A command is asked for that may run so long."""

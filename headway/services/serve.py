@@ -118,7 +118,7 @@ async def _serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Cal
         listener = stack.enter_context(closing(listening(experiment.endpoint.address)))
         tokenizer = Tokenizer.load(experiment.model.path)
         launcher = LocalLauncher(clock, start_timeout_s=experiment.run.worker_start_timeout_s)
-        pool = GeneratorPool(launcher, experiment, clock, on_event=on_event)
+        pool = GeneratorPool(launcher, experiment, clock, on_event=lambda name, detail, **data: on_event(name, detail))
         record = None
         if wanted.record is not None:
             file = stack.enter_context(LineFile(wanted.record))

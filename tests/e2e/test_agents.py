@@ -164,6 +164,30 @@ def test_hosts_leave_no_descriptor_open(tmp_path: Path) -> None:
     assert (len(set(counts)), [str(one.message) for one in told]) == (1, [])
 
 
+def test_the_death_of_a_host_and_its_restart_are_events(tmp_path: Path) -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+
+    async def test(processes: AgentProcesses) -> None:
+        await processes.start()
+        assert processes._host is not None
+        processes._host.kill()
+        await until(lambda: len(events) == 1)
+        await processes.start()
+
+    run(tmp_path, test, on_event=lambda name, detail, **data: events.append((name, data)))
+    (died, death), (restarted, outage) = events  # and none of the host that is stopped in order
+    assert (died, restarted) == ("agents_died", "agents_restarted")
+    assert death == {
+        "worker": "agents",
+        "cause": "the host of agents ended with -9",
+        "found_by": "exit",
+        "down_s": 0.0,
+        "restarts": 0,
+    }
+    assert outage == {**death, "down_s": outage["down_s"], "restarts": 1}
+    assert 0 < outage["down_s"] < 60
+
+
 def test_what_a_killed_run_leaves_behind_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)

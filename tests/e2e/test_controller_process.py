@@ -30,7 +30,7 @@ def test_it_decides_as_in_place_at_the_lowest_priority_and_survives_a_kill(tmp_p
     assert expected.state.looked_step == 20  # it asked the model
 
     async def scenario() -> None:
-        looking = ControllerProcess(LocalLauncher(RealClock()), tmp_path)
+        looking = ControllerProcess(LocalLauncher(RealClock()), RealClock(), tmp_path)
         assert looking.worker is None  # not before it is needed
         found, cpu_s = await looking(state, shown, bounds)
         assert found == expected

@@ -18,7 +18,7 @@ from sandbox_backends import BACKENDS, SANDBOX_UID, SMALL, leftovers_of, opened,
 
 from headway.config.sandbox import SandboxConfig
 from headway.records.errors import ConfigurationError
-from headway.records.sandbox import SandboxError
+from headway.records.sandbox import Command, SandboxError
 from headway.sandbox.local.backend import LocalBackend
 from headway.sandbox.local.zygote_process import LocalSettings
 from headway.sandbox.preflight import findings
@@ -37,11 +37,13 @@ def test_a_command_has_its_exit_code_output_environment_and_directory(backend):
     async def main():
         async with opened(backend) as box:
             script = "pwd; echo $GREETING; env | grep -c SECRET; cat; echo err >&2; exit 3"
-            result = await box.exec(["sh", "-c", script], environment={"GREETING": "hello"}, stdin=b"given\n")
+            result = await box.exec(
+                Command(argv=["sh", "-c", script], environment={"GREETING": "hello"}, stdin=b"given\n")
+            )
             assert (result.exit_code, result.signal, result.failure) == (3, None, None)
             assert result.stdout == b"/work\nhello\n0\ngiven\n"
             assert result.stderr == b"err\n"
-            assert (await box.exec(["pwd"], workdir="/tmp")).stdout == b"/tmp\n"
+            assert (await box.exec(Command(argv=["pwd"], workdir="/tmp"))).stdout == b"/tmp\n"
 
     os.environ["A_SECRET"] = "hidden"
     try:
@@ -53,10 +55,10 @@ def test_a_command_has_its_exit_code_output_environment_and_directory(backend):
 def test_commands_that_cant_run_say_so(backend):
     async def main():
         async with opened(backend) as box:
-            missing = await box.exec(["no-such-program"])
+            missing = await box.exec(Command(argv=["no-such-program"]))
             assert (missing.exit_code, b"No such file" in missing.stderr) == (127, True)
-            assert (await box.exec(["/etc/passwd"])).exit_code == 126
-            assert (await box.exec(["true"], workdir="/nowhere")).exit_code == 127
+            assert (await box.exec(Command(argv=["/etc/passwd"]))).exit_code == 126
+            assert (await box.exec(Command(argv=["true"], workdir="/nowhere"))).exit_code == 127
 
     run(main)
 
@@ -65,8 +67,10 @@ def test_commands_run_side_by_side_and_large_data_goes_both_ways(backend):
     async def main():
         async with opened(backend) as box:
             data = os.urandom(3 << 20)
-            many = [box.exec(["sh", "-c", f"sleep 0.1; echo {n}"]) for n in range(8)]
-            *echoes, piped = await asyncio.gather(*many, box.exec(["cat"], stdin=data, max_output_bytes=4 << 20))
+            many = [box.exec(Command(argv=["sh", "-c", f"sleep 0.1; echo {n}"])) for n in range(8)]
+            *echoes, piped = await asyncio.gather(
+                *many, box.exec(Command(argv=["cat"], stdin=data, max_output_bytes=4 << 20))
+            )
             assert [result.stdout for result in echoes] == [f"{n}\n".encode() for n in range(8)]
             assert piped.stdout == data
             await box.write("in/a.bin", data)
@@ -78,13 +82,13 @@ def test_commands_run_side_by_side_and_large_data_goes_both_ways(backend):
 def test_a_command_beyond_its_time_ends_with_everything_it_started(backend):
     async def main():
         async with opened(backend) as box:
-            await box.exec(["sh", "-c", "sleep 1000 >/dev/null 2>&1 &"])  # of an earlier command: goes on
+            await box.exec(Command(argv=["sh", "-c", "sleep 1000 >/dev/null 2>&1 &"]))  # of an earlier command: goes on
             hidden = "(setsid sh -c 'trap \"\" TERM HUP; sleep 2000' &) ; sleep 3000"
-            result = await box.exec(["sh", "-c", hidden], timeout_s=0.5)
+            result = await box.exec(Command(argv=["sh", "-c", hidden], timeout_s=0.5))
             assert result.timed_out
             assert result.failure is not None
             assert (result.failure.cause, result.failure.reward_valid) == ("model_code", True)
-            left = (await box.exec(["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"])).stdout
+            left = (await box.exec(Command(argv=["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"]))).stdout
             assert b"sleep 1000" in left
             assert b"2000" not in left
             assert b"3000" not in left
@@ -95,10 +99,12 @@ def test_a_command_beyond_its_time_ends_with_everything_it_started(backend):
 def test_alone_means_that_nothing_else_runs(backend):
     async def main():
         async with opened(backend) as box:
-            await box.exec(["sh", "-c", "(setsid sleep 1000 >/dev/null 2>&1 &)"])
-            running = asyncio.create_task(box.exec(["sleep", "1000"]))
+            await box.exec(Command(argv=["sh", "-c", "(setsid sleep 1000 >/dev/null 2>&1 &)"]))
+            running = asyncio.create_task(box.exec(Command(argv=["sleep", "1000"])))
             await asyncio.sleep(0.1)
-            result = await box.exec(["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"], alone=True)
+            result = await box.exec(
+                Command(argv=["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"], exclusive=True)
+            )
             assert b"sleep" not in result.stdout
             assert (await running).signal == 9
 
@@ -111,7 +117,7 @@ def test_a_directory_of_many_long_names_is_listed(backend):
 
     async def main():
         async with opened(backend) as box:
-            assert (await box.exec(["python3", "-c", script], workdir="/tmp")).ok
+            assert (await box.exec(Command(argv=["python3", "-c", script], workdir="/tmp"))).ok
             assert {entry.name for entry in await box.list("/tmp")} >= {"\1" * 230 + str(n) for n in range(2900)}
             with pytest.raises(SandboxError) as raised:
                 await box.list("/tmp", max_entries=2000)
@@ -124,8 +130,10 @@ def test_files(backend):
     async def main():
         async with opened(backend) as box:
             await box.write("deep/er/script.sh", b"#!/bin/sh\necho ran\n", mode=0o755)
-            assert (await box.exec(["deep/er/script.sh"])).stdout == b"ran\n"
-            await box.exec(["sh", "-c", "ln -s /etc/passwd link; mkfifo pipe; mkdir folder; echo 12345 > file"])
+            assert (await box.exec(Command(argv=["deep/er/script.sh"]))).stdout == b"ran\n"
+            await box.exec(
+                Command(argv=["sh", "-c", "ln -s /etc/passwd link; mkfifo pipe; mkdir folder; echo 12345 > file"])
+            )
             kinds = {entry.name: (entry.kind, entry.size_bytes) for entry in await box.list(".")}
             assert kinds == {
                 "deep": ("directory", 0),
@@ -161,7 +169,7 @@ def test_create_is_idempotent_and_list_knows_labels(backend):
             with pytest.raises(SandboxError):
                 await backend.attach(other.id)
             with pytest.raises(SandboxError):
-                await other.exec(["true"])
+                await other.exec(Command(argv=["true"]))
             await same[0].terminate()
             assert (await backend.create(SMALL, idempotency_key="r1")).id != same[0].id
 
@@ -175,7 +183,7 @@ def test_its_time_to_live_ends_it_and_can_be_renewed(backend):
             await box.renew(1.5)
             started = time.monotonic()
             with pytest.raises(SandboxError, match="time to live") as raised:
-                await box.exec(["sleep", "100"])
+                await box.exec(Command(argv=["sleep", "100"]))
             assert time.monotonic() - started > 1.0
             assert not raised.value.failure.reward_valid
 
@@ -186,14 +194,14 @@ def test_paused_it_stands_still_and_its_clock_too(backend):
     async def main():
         async with opened(backend) as box:
             counting = "i=0; while [ $i -lt 12 ]; do i=$((i+1)); echo $i > /tmp/count; sleep 0.1; done"
-            running = asyncio.create_task(box.exec(["sh", "-c", counting], timeout_s=3.0))
+            running = asyncio.create_task(box.exec(Command(argv=["sh", "-c", counting], timeout_s=3.0)))
             await asyncio.sleep(0.3)
             await box.pause()
             before = await box.read("/tmp/count")
             await asyncio.sleep(3.0)
             assert await box.read("/tmp/count") == before
             with pytest.raises(SandboxError, match="paused"):
-                await box.exec(["true"])
+                await box.exec(Command(argv=["true"]))
             await box.resume()
             assert (await running).exit_code == 0
             assert await box.read("/tmp/count") == b"12\n"
@@ -208,10 +216,10 @@ def test_names_that_cant_be_names_are_refused_and_nothing_breaks(backend):
                 for call in (box.read(path), box.write(path, b""), box.list(path)):
                     with pytest.raises(SandboxError):
                         await call
-            assert (await box.exec(["echo", "a\0b"])).exit_code == 126
-            assert (await box.exec(["echo", "x" * 3_000_000])).exit_code == 126
-            assert (await box.exec(["echo", "x" * 500_000])).exit_code == 126
-            assert (await box.exec(["echo", "well"])).stdout == b"well\n"
+            assert (await box.exec(Command(argv=["echo", "a\0b"]))).exit_code == 126
+            assert (await box.exec(Command(argv=["echo", "x" * 3_000_000]))).exit_code == 126
+            assert (await box.exec(Command(argv=["echo", "x" * 500_000]))).exit_code == 126
+            assert (await box.exec(Command(argv=["echo", "well"]))).stdout == b"well\n"
 
     run(main)
 
@@ -227,16 +235,18 @@ def test_a_snapshot_brings_the_files_back_as_they_were(backend):
             """
             if (await backend.capabilities()).writable_root:
                 script += "rm /etc/hostname; rm -r /etc/ssl && mkdir /etc/ssl"
-            assert (await box.exec(["sh", "-ec", script])).ok
+            assert (await box.exec(Command(argv=["sh", "-ec", script]))).ok
             taken = await box.snapshot("turn-3")
             assert os.stat(taken.path).st_size == taken.bytes
             look = ["sh", "-c", "chmod 755 a/b; ls -lRgo --time-style=+ . /etc/ssl /etc/hostname /dev/shm; cat a/b/one"]
-            before = await box.exec(look)
+            before = await box.exec(Command(argv=look))
             await box.terminate()
             again = await backend.create(SMALL, snapshot=taken)
-            after = await again.exec(look)
+            after = await again.exec(Command(argv=look))
             assert after.stdout == before.stdout
-            assert (await again.exec(["sh", "-c", "[ a/b/one -ef a/two ] && stat -c %Y big"])).stdout == b"1000\n"
+            assert (
+                await again.exec(Command(argv=["sh", "-c", "[ a/b/one -ef a/two ] && stat -c %Y big"]))
+            ).stdout == b"1000\n"
 
     run(main)
 
@@ -247,7 +257,7 @@ def test_a_snapshot_that_was_damaged_is_refused(backend):
     async def main():
         async with backend:
             box = await backend.create(SMALL)
-            await box.exec(["sh", "-c", "echo a >a; echo b >b; echo c >c"])
+            await box.exec(Command(argv=["sh", "-c", "echo a >a; echo b >b; echo c >c"]))
             taken = await box.snapshot("good")
             for size in (taken.bytes - 2048, 100):
                 os.truncate(taken.path, size)
@@ -263,14 +273,16 @@ def test_files_with_holes_fit_into_what_they_came_from(backend):
         async with backend:
             box = await backend.create(SMALL)
             assert (
-                await box.exec(["sh", "-ec", "for f in a b; do echo $f >$f; dd of=$f bs=1 count=0 seek=20M; done"])
+                await box.exec(
+                    Command(argv=["sh", "-ec", "for f in a b; do echo $f >$f; dd of=$f bs=1 count=0 seek=20M; done"])
+                )
             ).ok
             taken = await box.snapshot("holes")
             assert taken.bytes > SMALL.limits.disk_bytes
             again = await backend.create(SMALL, snapshot=taken)
             look = ["sh", "-c", "head -c 2 a b; stat -c %s a b; head -c 1000000 /dev/zero > more && echo room"]
-            assert (await again.exec(look)).stdout == (await box.exec(look)).stdout
-            assert (await again.exec(["cat", "more"])).stdout.strip(b"\0") == b""
+            assert (await again.exec(Command(argv=look))).stdout == (await box.exec(Command(argv=look))).stdout
+            assert (await again.exec(Command(argv=["cat", "more"]))).stdout.strip(b"\0") == b""
 
     run(main)
 
@@ -279,14 +291,14 @@ def test_files_with_holes_fit_into_what_they_came_from(backend):
 def test_one_whose_snapshot_or_pause_is_cancelled_goes_on(backend, call: str):
     async def main():
         async with opened(backend) as box:
-            await box.exec(["sh", "-c", "head -c 20000000 /dev/urandom > f"])
+            await box.exec(Command(argv=["sh", "-c", "head -c 20000000 /dev/urandom > f"]))
             for turn in range(8):
                 asked = asyncio.create_task(box.snapshot("cut-off") if call == "snapshot" else box.pause())
                 await asyncio.sleep(0.004 * turn)
                 asked.cancel()
                 await asyncio.gather(asked, return_exceptions=True)
                 if asked.cancelled():
-                    assert (await box.exec(["echo", "on"])).stdout == b"on\n"
+                    assert (await box.exec(Command(argv=["echo", "on"]))).stdout == b"on\n"
                 elif call == "pause":
                     await box.resume()
 
@@ -316,10 +328,10 @@ def test_an_image_is_its_root_and_stays_as_it_was(backend, open_folder: Path):
         async with opened(backend, msgspec.structs.replace(SMALL, root=str(image))) as box:
             assert await box.read("/greeting") == b"from the image"
             assert "usr" not in {entry.name for entry in await box.list("/")}
-            assert (await box.exec(["/usr/bin/id"])).exit_code == 127
+            assert (await box.exec(Command(argv=["/usr/bin/id"]))).exit_code == 127
             place = "/bin" if (await backend.capabilities()).writable_root else "/work"
             script = f"read line < /greeting; echo $line > {place}/new; echo $line; pwd; echo x > /dev/null; echo /*"
-            said = (await box.exec(["sh", "-c", script])).stdout.decode()
+            said = (await box.exec(Command(argv=["sh", "-c", script]))).stdout.decode()
             assert said.startswith("from the image\n/work\n/bin /dev ")
             assert " /greeting /" in said
             assert await box.read(f"{place}/new") == b"from the image\n"
@@ -374,7 +386,7 @@ def test_commands_of_a_run_that_is_nice_run_and_are_nicer_still(tmp_path: Path, 
 
     async def main():
         async with opened(LocalBackend(tmp_path / "state", settings=settings)) as box:
-            assert (await box.exec(["nice"])).stdout == b"17\n"
+            assert (await box.exec(Command(argv=["nice"]))).stdout == b"17\n"
 
     run(main)
 
@@ -390,7 +402,7 @@ os.nice = os.setpriority = refuse
     async def main():
         async with opened(LocalBackend(tmp_path / "state", settings=settings)) as box:
             with pytest.raises(SandboxError) as raised:
-                await box.exec(["true"])
+                await box.exec(Command(argv=["true"]))
             assert raised.value.failure.cause == "infrastructure"
             assert raised.value.failure.evidence == {"errno": "EMFILE"}
 
@@ -412,6 +424,6 @@ def test_a_path_that_is_too_long_is_refused_and_harms_no_other_sandbox(tmp_path:
             assert backend._zygote is not None
             with pytest.raises(ConfigurationError, match="65536"):
                 backend._zygote.request({"do": "terminate", "id": "x" * 65536})
-            assert (await box.exec(["echo", "alive"])).stdout == b"alive\n"
+            assert (await box.exec(Command(argv=["echo", "alive"]))).stdout == b"alive\n"
 
     run(main)

@@ -31,7 +31,7 @@ from test_sandbox_conformance import (  # noqa: F401  run here with the fixture 
 )
 
 from headway.records.errors import ConfigurationError
-from headway.records.sandbox import SandboxError, Snapshot
+from headway.records.sandbox import Command, SandboxError, Snapshot
 from headway.sandbox.hosted.backend import HostedBackend
 from headway.sandbox.hosted.provider import OWNER, this_owner
 from headway.sandbox.snapshot_store import drop, dropped, note_hosted, remove_others
@@ -144,7 +144,7 @@ def test_a_sandbox_that_dies_is_no_outcome(backend: Hosted):
     async def main():
         async with backend:
             box = await backend.create(SMALL)
-            running = asyncio.create_task(box.exec(["sleep", "100"]))
+            running = asyncio.create_task(box.exec(Command(argv=["sleep", "100"])))
             await asyncio.sleep(0.5)
             await backend.cloud.boxes[box.id].sandbox.terminate()
             with pytest.raises(SandboxError) as raised:
@@ -152,7 +152,7 @@ def test_a_sandbox_that_dies_is_no_outcome(backend: Hosted):
             assert (raised.value.failure.cause, raised.value.failure.reward_valid) == ("infrastructure", False)
             assert box.ended
             with pytest.raises(SandboxError):
-                await box.exec(["true"])
+                await box.exec(Command(argv=["true"]))
             await box.terminate()
 
     run(main)
@@ -162,11 +162,11 @@ def test_a_command_that_kills_what_watches_it_is_the_models_doing(backend: Hoste
     async def main():
         async with backend:
             box = await backend.create(SMALL)
-            result = await box.exec(["sh", "-c", "kill -9 $PPID; sleep 1"])
+            result = await box.exec(Command(argv=["sh", "-c", "kill -9 $PPID; sleep 1"]))
             assert (result.exit_code, result.signal) == (None, 9)
             assert result.failure is not None
             assert result.failure.cause == "model_code"
-            assert (await box.exec(["echo", "well"])).stdout == b"well\n"
+            assert (await box.exec(Command(argv=["echo", "well"]))).stdout == b"well\n"
 
     run(main)
 
@@ -175,10 +175,12 @@ def test_output_is_cut_and_any_bytes_come_through(backend: Hosted):
     async def main():
         async with backend:
             box = await backend.create(SMALL)
-            result = await box.exec(["sh", "-c", "printf '\\377\\0\\033'; yes | head -c 3000000; echo e >&2"])
+            result = await box.exec(
+                Command(argv=["sh", "-c", "printf '\\377\\0\\033'; yes | head -c 3000000; echo e >&2"])
+            )
             assert (result.truncated, len(result.stdout), result.stderr) == (True, 1 << 20, b"e\n")
             assert result.stdout.startswith(b"\xff\0\x1by\n")
-            daemon = await box.exec(["sh", "-c", "sleep 100 & echo started"], timeout_s=20.0)
+            daemon = await box.exec(Command(argv=["sh", "-c", "sleep 100 & echo started"], timeout_s=20.0))
             assert (daemon.stdout, daemon.timed_out) == (b"started\n", False)
 
     run(main)
@@ -281,9 +283,9 @@ def test_snapshots_and_pauses_are_the_providers(backend: Hosted):
             await again.pause()
             assert (await again.snapshot("two")).path.endswith("snapshot-1")
             with pytest.raises(SandboxError, match="paused"):
-                await again.exec(["true"])
+                await again.exec(Command(argv=["true"]))
             await again.resume()
-            assert (await again.exec(["echo", "on"])).stdout == b"on\n"
+            assert (await again.exec(Command(argv=["echo", "on"]))).stdout == b"on\n"
 
     run(main)
 

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from sandbox_backends import BACKENDS, HARMED, SMALL, groups_of, leftovers_of, run
 
-from headway.records.sandbox import MIB, ExecResult, ResourceLimits, SandboxError
+from headway.records.sandbox import MIB, Command, ExecResult, ResourceLimits, SandboxError
 from headway.sandbox.docker.backend import DockerBackend
 from headway.sandbox.linux.cgroups import KEPT_PROCESSES
 from headway.sandbox.local.backend import LocalBackend
@@ -76,7 +76,7 @@ async def limited(box: Sandbox) -> None:
     """The limits are in force: inside, and where there are control groups, in those."""
     look = "ulimit -u; df -k --output=size . | tail -1; df --output=itotal . | tail -1; cat /sys/fs/cgroup/{}"
     files = "{memory/memory.limit_in_bytes,memory.max,pids/pids.max,pids.max}"  # Docker shows a container its own
-    told = (await box.exec(["bash", "-c", f"{look.format(files)} 2>/dev/null"])).stdout
+    told = (await box.exec(Command(argv=["bash", "-c", f"{look.format(files)} 2>/dev/null"]))).stdout
     processes, kilobytes, inodes, *grouped = (int(word) for word in told.split())
     assert processes == LIMITS.processes + 1
     assert kilobytes * 1024 == LIMITS.disk_bytes
@@ -109,10 +109,10 @@ async def attempt(
         )
         await neighbour.write("kept", b"mine")
         await limited(box)
-        result = await box.exec([program, "-c", script], timeout_s=timeout_s)
+        result = await box.exec(Command(argv=[program, "-c", script], timeout_s=timeout_s))
         assert await neighbour.read("kept") == b"mine"
-        assert (await neighbour.exec(["echo", "well"])).stdout == b"well\n"
-        after = await box.exec(["echo", "usable"], alone=True)
+        assert (await neighbour.exec(Command(argv=["echo", "well"]))).stdout == b"well\n"
+        after = await box.exec(Command(argv=["echo", "usable"], exclusive=True))
         assert after.stdout == b"usable\n", "a sandbox outlives its code"
         return result
 
@@ -146,11 +146,11 @@ time.sleep(1)
         async with backend:
             box = await backend.create(SMALL)
             await limited(box)
-            await box.exec(["python3", "-c", bomb], timeout_s=10)
-            assert (await box.exec(["true"])).ok, "a place is kept for the owner's commands"
-            full = await box.exec(["sh", "-c", "true & wait"])
+            await box.exec(Command(argv=["python3", "-c", bomb], timeout_s=10))
+            assert (await box.exec(Command(argv=["true"]))).ok, "a place is kept for the owner's commands"
+            full = await box.exec(Command(argv=["sh", "-c", "true & wait"]))
             assert b"fork" in full.stderr
-            assert (await box.exec(["sh", "-c", "true & wait"], alone=True)).stderr == b""
+            assert (await box.exec(Command(argv=["sh", "-c", "true & wait"], exclusive=True))).stderr == b""
 
     run(main)
 
@@ -215,11 +215,11 @@ def test_a_million_nested_directories_can_neither_be_made_nor_hurt(backend):
         async with backend:
             box = await backend.create(SMALL)
             await limited(box)
-            assert b"No space left" in (await box.exec(["python3", "-c", script])).stderr
+            assert b"No space left" in (await box.exec(Command(argv=["python3", "-c", script]))).stderr
             with pytest.raises(SandboxError) as raised:
                 await box.snapshot("deep")
             assert raised.value.failure.cause == "model_code"
-            assert (await box.exec(["true"])).ok
+            assert (await box.exec(Command(argv=["true"]))).ok
 
     run(main)
 
@@ -230,7 +230,7 @@ def test_sparse_files_of_any_size(backend, tmp_path: Path):
     async def main():
         async with backend:
             box = await backend.create(SMALL)
-            await box.exec(["python3", "-c", script])
+            await box.exec(Command(argv=["python3", "-c", script]))
             with pytest.raises(SandboxError, match="take more than"):
                 await box.snapshot("sparse")
             assert os.listdir(tmp_path / "snapshots") == []
@@ -408,7 +408,7 @@ if os.fork() == 0: os.setsid(); time.sleep(100)
     async def main():
         async with backend:
             box = await backend.create(SMALL)
-            assert (await box.exec(["python3", "-c", traps])).ok
+            assert (await box.exec(Command(argv=["python3", "-c", traps]))).ok
             for path in ("reward", "pipe", "loop", "root", "/proc/self/environ", "/proc/kmsg", "real", "/dev/null"):
                 with pytest.raises(SandboxError):
                     await asyncio.wait_for(box.read(path), 5)
@@ -470,7 +470,9 @@ def test_burning_all_cores_leaves_the_first_process_answering(backend):
         async with backend:
             box = await backend.create(SMALL)
             burning = asyncio.create_task(
-                box.exec(["sh", "-c", "for i in $(seq 30); do (while :; do :; done) & done; wait"], timeout_s=4)
+                box.exec(
+                    Command(argv=["sh", "-c", "for i in $(seq 30); do (while :; do :; done) & done; wait"], timeout_s=4)
+                )
             )
             await asyncio.sleep(1)
             await asyncio.wait_for(box.health(), 5)

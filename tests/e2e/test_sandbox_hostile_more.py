@@ -10,7 +10,7 @@ import pytest
 from sandbox_backends import SMALL, run
 from test_sandbox_hostile import attempt, backend, blames_the_code, machine  # noqa: F401  fixtures among them
 
-from headway.records.sandbox import SandboxError
+from headway.records.sandbox import Command, SandboxError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
@@ -30,10 +30,10 @@ if os.fork() == 0:
     async def main():
         async with backend:
             box = await backend.create(SMALL)
-            await box.exec(["python3", "-c", script], timeout_s=10)
-            await box.exec(["true"], alone=True)
+            await box.exec(Command(argv=["python3", "-c", script], timeout_s=10))
+            await box.exec(Command(argv=["true"], exclusive=True))
             await box.write("tests/check.py", b"open('reward', 'x').write('0'); print('checked')\n")
-            result = await box.exec(["sh", "-c", "rm -f reward; python3 tests/check.py"], alone=True)
+            result = await box.exec(Command(argv=["sh", "-c", "rm -f reward; python3 tests/check.py"], exclusive=True))
             assert (result.stdout, await box.read("reward")) == (b"checked\n", b"0")
 
     run(main)
@@ -51,12 +51,12 @@ for file in files:
     async def main():
         async with backend:
             neighbour, box = await asyncio.gather(backend.create(SMALL), backend.create(SMALL))
-            result = await box.exec(["python3", "-c", script], timeout_s=20)
+            result = await box.exec(Command(argv=["python3", "-c", script], timeout_s=20))
             assert set(result.stdout.splitlines()) <= {b"No space left on device", b"File too large"}
             assert result.ok or (result.oom and blames_the_code(result))
-            assert (await neighbour.exec(["echo", "well"])).stdout == b"well\n"
+            assert (await neighbour.exec(Command(argv=["echo", "well"]))).stdout == b"well\n"
             with contextlib.suppress(SandboxError):  # full of files that count as memory it may have ended
-                await box.exec(["rm", "-f", "/work/full", "/tmp/full", "/dev/shm/full"])
+                await box.exec(Command(argv=["rm", "-f", "/work/full", "/tmp/full", "/dev/shm/full"]))
 
     run(main)
 
@@ -105,14 +105,14 @@ def test_a_sandbox_cant_find_its_neighbours(backend):
     async def main():
         async with backend:
             neighbour, box = await asyncio.gather(backend.create(SMALL), backend.create(SMALL))
-            hiding = asyncio.create_task(neighbour.exec(["sleep", "60"]))
-            await neighbour.exec(["sh", "-c", "echo secret > /dev/shm/kept; echo secret > /tmp/kept"])
-            said = (await box.exec(["python3", "-c", script])).stdout
+            hiding = asyncio.create_task(neighbour.exec(Command(argv=["sleep", "60"])))
+            await neighbour.exec(Command(argv=["sh", "-c", "echo secret > /dev/shm/kept; echo secret > /tmp/kept"]))
+            said = (await box.exec(Command(argv=["python3", "-c", script]))).stdout
             assert len(eval(said.split(b"]")[0] + b"]")) <= 2
-            assert b"kept" not in (await box.exec(["sh", "-c", "ls /tmp /dev/shm /work"])).stdout
-            await box.exec(["sh", "-c", "kill -9 -1"])
+            assert b"kept" not in (await box.exec(Command(argv=["sh", "-c", "ls /tmp /dev/shm /work"]))).stdout
+            await box.exec(Command(argv=["sh", "-c", "kill -9 -1"]))
             hiding.cancel()
-            assert (await neighbour.exec(["cat", "/tmp/kept"])).stdout == b"secret\n"
+            assert (await neighbour.exec(Command(argv=["cat", "/tmp/kept"]))).stdout == b"secret\n"
 
     run(main)
 
@@ -190,8 +190,8 @@ if os.fork() == 0:
     async def main():
         async with backend:
             box = await backend.create(SMALL)
-            assert (await box.exec(["python3", "-c", script])).ok
+            assert (await box.exec(Command(argv=["python3", "-c", script]))).ok
             for _ in range(20):
-                assert (await box.exec(["echo", "here"])).stdout == b"here\n"
+                assert (await box.exec(Command(argv=["echo", "here"]))).stdout == b"here\n"
 
     run(main)

@@ -20,7 +20,7 @@ from sandbox_backends import SMALL, local, run
 
 from headway.config.sandbox import SandboxConfig
 from headway.records.errors import ConfigurationError
-from headway.records.sandbox import MIB, SandboxError, SandboxSpec
+from headway.records.sandbox import MIB, Command, SandboxError, SandboxSpec
 from headway.sandbox.backends import spec_of
 from headway.sandbox.images import store as image_store
 from headway.sandbox.images.resolve import prepare, sandbox_owner
@@ -109,11 +109,11 @@ def test_sandboxes_start_from_every_kind_and_the_second_unpacks_nothing(
         spec = msgspec.structs.replace(await spec_of(settings), limits=SMALL.limits)
         async with local(tmp_path) as backend:
             box = await backend.create(spec)
-            said = await box.exec(["/bin/sh", "-c", LOOK])
+            said = await box.exec(Command(argv=["/bin/sh", "-c", LOOK]))
             layered = kind not in ("directory", "tar")
             gone = "/etc/secret*" if kind != "tar" else "/etc/secret"
             assert said.stdout.decode() == f"from below\nchanged\n/data* {gone}\n", said.stderr
-            told = await box.exec(["/bin/sh", "-c", "echo $OWN $GREETING $FROM; echo ${0##*/}; umask"])
+            told = await box.exec(Command(argv=["/bin/sh", "-c", "echo $OWN $GREETING $FROM; echo ${0##*/}; umask"]))
             assert told.stdout.startswith(
                 {"oci-archive": b"mine hello", "oci-layout": b"mine hello", "docker-save": b"mine docker"}.get(
                     kind, b"mine\n"
@@ -147,7 +147,7 @@ def test_commands_may_change_every_file_of_an_image(place: Path, tmp_path: Path)
         async with local(tmp_path) as backend:
             box = await backend.create(msgspec.structs.replace(spec, limits=SMALL.limits))
             script = "for f in /etc/greeting /data/old /bin/suid; do echo x >> $f || exit 1; done; /bin/rm -r /etc /bin"
-            result = await box.exec(["/bin/sh", "-c", script])
+            result = await box.exec(Command(argv=["/bin/sh", "-c", script]))
             assert (result.exit_code, result.stderr) == (0, b"")
 
     run(main)
@@ -200,7 +200,7 @@ def test_an_image_of_a_living_owner_isnt_removed(place: Path, tmp_path: Path):
             command = [sys.executable, "-m", "headway.cli.main", "sandboxes", "prune", "--store", str(place / "store")]
             pruned = await asyncio.to_thread(subprocess.check_output, command, text=True)
             assert "0 images removed" in pruned
-            assert (await box.exec(["/bin/sh", "-c", "echo still here"])).stdout == b"still here\n"
+            assert (await box.exec(Command(argv=["/bin/sh", "-c", "echo still here"]))).stdout == b"still here\n"
 
     run(main)
     store = Store(place / "store", sandbox_owner(), 1 << 30)
@@ -215,12 +215,12 @@ def test_snapshots_of_a_run_have_a_limit_and_the_sandbox_goes_on(tmp_path: Path)
             tmp_path / "state", snapshots=folder, snapshot_bytes=5 * MIB, settings=settings
         ) as backend:
             box = await backend.create(SMALL)
-            await box.exec(["sh", "-c", "head -c 3000000 /dev/urandom > file"])
+            await box.exec(Command(argv=["sh", "-c", "head -c 3000000 /dev/urandom > file"]))
             first = await box.snapshot("first")
             with pytest.raises(SandboxError, match=r"sandbox.snapshot_bytes") as raised:
                 await box.snapshot("second")
             assert (raised.value.failure.cause, raised.value.failure.retry) == ("infrastructure", False)
-            assert (await box.exec(["sh", "-c", "rm file; echo alive"])).stdout == b"alive\n"
+            assert (await box.exec(Command(argv=["sh", "-c", "rm file; echo alive"]))).stdout == b"alive\n"
             await box.snapshot("second")
             assert remove_others(folder, {"first.tar"}) == ["second.tar"]
             again = await backend.create(SMALL, snapshot=first)

@@ -36,7 +36,7 @@ from sandbox_owner import under_way
 
 from headway.config.sandbox import SandboxConfig
 from headway.orchestrator.actors.sandboxes import sandboxes_of
-from headway.records.sandbox import SandboxError
+from headway.records.sandbox import Command, SandboxError
 from headway.runtime.clock import RealClock
 from headway.sandbox import leftovers
 from headway.sandbox.docker.backend import DockerBackend, DockerSettings
@@ -139,7 +139,7 @@ def test_a_daemon_that_goes_away_is_a_failure_of_the_infrastructure(tmp_path: Pa
     async def main():
         async with DockerBackend(settings=settings) as backend:
             box = await backend.create(SMALL)
-            running = asyncio.create_task(box.exec(["sleep", "100"]))
+            running = asyncio.create_task(box.exec(Command(argv=["sleep", "100"])))
             await asyncio.sleep(0.5)
             await asyncio.to_thread(stop)
             with pytest.raises(SandboxError) as raised:
@@ -257,7 +257,7 @@ def test_a_living_owner_is_not_reaped(tmp_path: Path):
         async with opened(local(tmp_path)) as box:
             async with local(tmp_path):
                 pass
-            assert (await box.exec(["true"])).ok
+            assert (await box.exec(Command(argv=["true"]))).ok
 
     run(main)
     assert not any(leftovers_of(tmp_path / "state", os.getpid()).values())
@@ -281,7 +281,7 @@ def test_a_living_owners_sandboxes_are_listed_whatever_made_them(tmp_path: Path,
             assert listed[0].startswith(f"{box.id}  {name}  owner {os.getpid()} (lives)")
             assert listed[0].endswith("rollout=7")
             await asyncio.to_thread(said, "reap")
-            assert (await box.exec(["true"])).ok
+            assert (await box.exec(Command(argv=["true"]))).ok
             await box.terminate()
             assert box.id not in await asyncio.to_thread(said, "list")
 
@@ -305,8 +305,8 @@ def test_a_long_run_cleans_up_after_owners_that_die_meanwhile(tmp_path: Path):
                 assert (run_.reaped().owners, run_.reaped().stuck, run_.reaped().failed) == (1, 0, "")
                 assert run_.reaped().sandboxes
                 async with run_.pool.lease(SMALL) as leased:
-                    assert (await leased.exec(["true"])).ok
-            assert (await box.exec(["true"])).ok, "a living owner's isn't touched"
+                    assert (await leased.exec(Command(argv=["true"]))).ok
+            assert (await box.exec(Command(argv=["true"]))).ok, "a living owner's isn't touched"
             left = leftovers_of(tmp_path / "state", owner.pid)
             assert (left["groups"], left["directories"]) == ([], [])
 
@@ -319,14 +319,14 @@ def test_a_killed_zygote_ends_its_sandboxes_and_another_takes_its_place(tmp_path
     async def main():
         async with make(tmp_path) as backend:
             box = await backend.create(SMALL)
-            running = asyncio.create_task(box.exec(["sleep", "100"]))
+            running = asyncio.create_task(box.exec(Command(argv=["sleep", "100"])))
             await asyncio.sleep(0.2)
             os.kill(zygote_of(tmp_path / "state"), signal.SIGKILL)
             with pytest.raises(SandboxError) as raised:
                 await running
             assert (raised.value.failure.cause, raised.value.failure.retry) == ("infrastructure", True)
             again = await backend.create(SMALL)
-            assert (await again.exec(["true"])).ok
+            assert (await again.exec(Command(argv=["true"]))).ok
 
     run(main)
     left = gone_within(tmp_path / "state", os.getpid(), WITHIN_S)
@@ -338,7 +338,7 @@ def test_a_killed_first_process_is_a_failure_of_the_infrastructure(tmp_path: Pat
     async def main():
         async with BACKENDS[name](tmp_path) as backend:
             box = await backend.create(SMALL)
-            running = asyncio.create_task(box.exec(["sleep", "100"]))
+            running = asyncio.create_task(box.exec(Command(argv=["sleep", "100"])))
             await asyncio.sleep(0.2)
             for pid in [sandbox_docker.first_process(box.id)] if name == "docker" else first_processes(tmp_path):
                 os.kill(pid, signal.SIGKILL)
@@ -346,7 +346,7 @@ def test_a_killed_first_process_is_a_failure_of_the_infrastructure(tmp_path: Pat
                 await running
             failure = raised.value.failure
             assert (failure.cause, failure.retry, failure.reward_valid) == ("infrastructure", True, False)
-            assert (await (await backend.create(SMALL)).exec(["true"])).ok
+            assert (await (await backend.create(SMALL)).exec(Command(argv=["true"]))).ok
 
     run(main)
 
@@ -356,7 +356,7 @@ def test_a_pause_longer_than_a_commands_time_is_no_silence(tmp_path: Path):
         settings = LocalSettings(spares=1, answer_grace_s=0.5)
         async with LocalBackend(tmp_path / "state", settings=settings) as backend:
             box = await backend.create(SMALL)
-            running = asyncio.create_task(box.exec(["sleep", "0.6"], timeout_s=1))
+            running = asyncio.create_task(box.exec(Command(argv=["sleep", "0.6"], timeout_s=1)))
             await asyncio.sleep(0.2)
             await box.pause()
             await asyncio.sleep(2.5)
@@ -425,7 +425,7 @@ print(leftovers.reap(Path(sys.argv[1])))
             box = await backend.create(SMALL)
             looking = await asyncio.create_subprocess_exec(*apart, stdout=subprocess.PIPE)
             assert (await looking.communicate())[0] == b"[]\n"
-            assert (await box.exec(["echo", "alive"])).stdout == b"alive\n"
-            assert (await (await backend.create(SMALL)).exec(["true"])).ok
+            assert (await box.exec(Command(argv=["echo", "alive"]))).stdout == b"alive\n"
+            assert (await (await backend.create(SMALL)).exec(Command(argv=["true"]))).ok
 
     run(main)

@@ -16,7 +16,7 @@ import pytest
 from sandbox_backends import SMALL, leftovers_of, run
 
 from headway.records.errors import ConfigurationError
-from headway.records.sandbox import ExecResult
+from headway.records.sandbox import Command, ExecResult
 from headway.sandbox.local.backend import LocalBackend
 from headway.sandbox.local.proxy import ProxySettings
 from headway.sandbox.local.sandbox import LocalSandbox
@@ -116,11 +116,11 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 async def curl(box: LocalSandbox, *arguments: str) -> ExecResult:
-    return await box.exec(["curl", "-sS", "--max-time", "20", *arguments])
+    return await box.exec(Command(argv=["curl", "-sS", "--max-time", "20", *arguments]))
 
 
 async def raw(box: LocalSandbox, data: bytes) -> bytes:
-    return (await box.exec(["python3", "-c", RAW], stdin=data, max_output_bytes=1 << 16)).stdout
+    return (await box.exec(Command(argv=["python3", "-c", RAW], stdin=data, max_output_bytes=1 << 16))).stdout
 
 
 def test_a_listed_host_is_reached_plainly_and_by_a_tunnel(tmp_path: Path):
@@ -134,7 +134,7 @@ def test_a_listed_host_is_reached_plainly_and_by_a_tunnel(tmp_path: Path):
             assert tunnel.stdout.startswith(b"GET /path HTTP/1.1")
             large = await curl(box, f"http://a.test:{server.port}/large", "-o", "large")
             assert large.ok, large.stderr
-            assert (await box.exec(["stat", "-c", "%s", "large"])).stdout == b"4194304\n"
+            assert (await box.exec(Command(argv=["stat", "-c", "%s", "large"]))).stdout == b"4194304\n"
             use = box.network_use
             assert use is not None
             assert [(one.host, one.port, one.refused, one.requests) for one in use.hosts] == [
@@ -171,7 +171,7 @@ def test_tls_goes_through_end_to_end(tmp_path: Path):
             url = f"https://secure.test:{server.port}/by"
             by_curl = await curl(box, "--cacert", "cert.pem", url)
             assert by_curl.stdout.startswith(b"GET /by HTTP/1.1"), by_curl.stderr
-            by_urllib = await box.exec(["python3", "-c", URLLIB, url])
+            by_urllib = await box.exec(Command(argv=["python3", "-c", URLLIB, url]))
             assert by_urllib.stdout.startswith(b"GET /by HTTP/1.1"), by_urllib.stderr
 
     run(main)
@@ -326,7 +326,10 @@ def test_a_thousand_connections_take_no_more_than_their_places(tmp_path: Path):
                 reaching(tmp_path / "two", *allowed) as box,
             ):
                 before = len(os.listdir("/proc/self/fd"))
-                hogs = [asyncio.create_task(hog.exec(["python3", "-c", THOUSAND], timeout_s=60)) for _ in range(5)]
+                hogs = [
+                    asyncio.create_task(hog.exec(Command(argv=["python3", "-c", THOUSAND], timeout_s=60)))
+                    for _ in range(5)
+                ]
                 await until(lambda: (use := hog.network_use) is not None and use.peak == 8)
                 for _ in range(5):  # the owner and its other sandboxes go on
                     assert (await curl(box, f"http://a.test:{server.port}/")).ok
@@ -377,7 +380,7 @@ def test_it_stays_through_pause_and_snapshot(tmp_path: Path):
                 again = await backend.create(spec, snapshot=taken)
                 assert (await curl(again, f"http://a.test:{server.port}/two")).ok
                 without = await backend.create(msgspec.structs.replace(spec, network=()), snapshot=taken)
-                assert (await without.exec(["sh", "-c", "env | grep -ci proxy"])).stdout == b"0\n"
+                assert (await without.exec(Command(argv=["sh", "-c", "env | grep -ci proxy"]))).stdout == b"0\n"
                 assert not (await curl(without, "-x", "http://127.0.0.1:3128", f"http://a.test:{server.port}/")).ok
                 await again.terminate()
                 await without.terminate()
@@ -402,11 +405,13 @@ def test_pip_downloads_through_it(tmp_path: Path):
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         async with server, reaching(tmp_path, f"*.test:{port}", f"127.0.0.1:{port}") as box:
-            if not (await box.exec(["python3", "-m", "pip", "--version"])).ok:
+            if not (await box.exec(Command(argv=["python3", "-m", "pip", "--version"]))).ok:
                 pytest.skip("the host's own Python has no pip")
             index = ["--index-url", f"http://index.test:{port}/simple", "--trusted-host", f"index.test:{port}"]
             trusted = ["--trusted-host", f"files.test:{port}", "headway-test-package"]
-            result = await box.exec(["python3", "-m", "pip", "download", "--no-cache-dir", *index, *trusted])
+            result = await box.exec(
+                Command(argv=["python3", "-m", "pip", "download", "--no-cache-dir", *index, *trusted])
+            )
             assert result.ok, result.stderr
             assert await box.read(PACKAGE) == wheel
 

@@ -17,7 +17,7 @@ from sandbox_backends import SANDBOX_UID, SMALL, gone_within, leftovers_of, loca
 from test_sandbox_kills import end, start_owner, zygote_of
 
 from headway.config.sandbox import SandboxConfig
-from headway.records.sandbox import MIB, SandboxError
+from headway.records.sandbox import MIB, Command, SandboxError
 from headway.sandbox.local.backend import LocalBackend
 from headway.sandbox.local.zygote_process import LocalSettings
 from headway.sandbox.preflight import findings
@@ -120,9 +120,9 @@ def test_a_disk_that_fills_up_under_the_records_fails_a_start_alone(small_disk: 
             fill(small_disk)
             with pytest.raises(SandboxError, match="make room"):
                 await backend.create(SMALL)
-            assert (await box.exec(["true"])).ok
+            assert (await box.exec(Command(argv=["true"]))).ok
             (small_disk / "full").unlink()
-            assert (await (await backend.create(SMALL)).exec(["true"])).ok
+            assert (await (await backend.create(SMALL)).exec(Command(argv=["true"]))).ok
             assert len(await backend.list()) == 2
 
     run(main)

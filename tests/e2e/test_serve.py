@@ -258,7 +258,7 @@ def test_an_agents_rollouts_are_those_of_the_model(inputs: Path, agent: str, tmp
         pool = GeneratorPool(LocalLauncher(clock), experiment, clock)
         await pool.start()
         try:
-            async with agents_of(experiment, lambda name, detail: None, tmp_path) as agents:
+            async with agents_of(experiment, lambda name, detail, **data: None, tmp_path) as agents:
                 seed = experiment.run.seed
                 sampler = TurnSampler(pool.generate, tokenizer, experiment.rollout, clock, run_seed=seed, requests=pool)
                 rollouts = make_rollouts(experiment, sampler, agents)

@@ -21,6 +21,7 @@ from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import RealClock
+from headway.runtime.worker_slots import OnWorkerEvent
 from headway.runtime.workers import LocalLauncher
 from headway.tasks.sources import load_tasks
 
@@ -37,12 +38,14 @@ async def pool(
     timeout_s: float = TIMEOUT_S,
     launcher: LocalLauncher | None = None,
     named: dict[str, VerifierSettings] | None = None,
+    on_event: OnWorkerEvent = lambda name, detail, /, **data: None,
     **verifier: Any,
 ) -> AsyncIterator[Any]:
     fields = {"name": "verifier_functions:score", "parameters": {"folder": str(folder)}, **verifier}
     configured = schema.VerifierConfig(workers=workers, timeout_s=timeout_s, **fields)
     clock = RealClock()
-    made = VerifierPool(launcher or LocalLauncher(clock), configured, clock, named=named, log_folder=folder)
+    launcher = launcher or LocalLauncher(clock)
+    made = VerifierPool(launcher, configured, clock, named=named, log_folder=folder, on_event=on_event)
     await made.start()
     pids = made.pids
     try:
@@ -167,8 +170,10 @@ def test_a_stopped_process_is_noticed_and_its_group_scored(tmp_path: Path):
 
 
 def test_a_process_that_dies_between_jobs_is_replaced(tmp_path: Path):
+    events: list[dict[str, Any]] = []
+
     async def main() -> None:
-        async with pool(tmp_path) as verifiers:
+        async with pool(tmp_path, on_event=lambda name, _, **data: events.append({"event": name, **data})) as verifiers:
             [pid] = verifiers.pids
             os.kill(pid, signal.SIGKILL)
             await until(lambda: verifiers.pids == [])
@@ -176,6 +181,12 @@ def test_a_process_that_dies_between_jobs_is_replaced(tmp_path: Path):
             assert verifiers.restarts == 1
 
     run(main)
+    died, restarted = events
+    away_s = restarted["down_s"]
+    common = {"worker": "verifier-0", "cause": "killed by SIGKILL (9)", "found_by": "exit"}
+    assert died == {"event": "verifier_died", "down_s": 0.0, "restarts": 0, **common}
+    assert restarted == {"event": "verifier_restarted", "down_s": away_s, "restarts": 1, **common}
+    assert 0 < away_s < 30
 
 
 def test_a_process_killed_before_its_death_is_noticed(tmp_path: Path):

@@ -71,7 +71,7 @@ def played(inputs: Path, made: list[Task], scratch: Path) -> list[Rollout]:
         pool = GeneratorPool(LocalLauncher(clock), experiment, clock)
         await pool.start()
         try:
-            async with agents_of(experiment, lambda name, detail: None, scratch / "logs") as agents:
+            async with agents_of(experiment, lambda name, detail, **data: None, scratch / "logs") as agents:
                 seed = experiment.run.seed
                 sampler = TurnSampler(pool.generate, tokenizer, experiment.rollout, clock, run_seed=seed, requests=pool)
                 rollouts = make_rollouts(experiment, sampler, agents)

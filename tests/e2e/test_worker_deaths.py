@@ -30,6 +30,7 @@ def test_kill_in_mid_call_fails_all_calls_and_is_an_event(tmp_path: Path):
             os.kill(worker.pid, signal.SIGKILL)
             death = await worker.died
             assert (death.worker, death.cause) == ("w", "killed by SIGKILL (9)")
+            assert (death.found_by, death.silent_s) == ("exit", 0.0)
             for result in await asyncio.gather(*calls, return_exceptions=True):
                 assert isinstance(result, WorkerDied)
                 assert result.cause == death.cause
@@ -56,6 +57,7 @@ def test_death_can_be_awaited_by_many_and_by_asyncio_wait():
             done, _ = await waiting
             assert done == {worker.died}
             assert worker.died.result().cause == "it is stuck (killed by SIGKILL (9))"
+            assert worker.died.result().found_by == "call"
 
     run(main)
 
@@ -78,6 +80,8 @@ def test_a_stopped_or_wedged_worker_is_killed(method: str, tmp_path: Path):
             death = await worker.died
             assert 0.5 < time.monotonic() - started < 5
             assert death.cause.startswith("no heartbeat for 1.0")
+            assert death.found_by == "health"
+            assert death.silent_s == pytest.approx(1.0, abs=0.2)
             assert "SIGKILL" in death.cause
             with pytest.raises(WorkerDied, match="no heartbeat"):
                 await call

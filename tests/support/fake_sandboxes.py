@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from headway.records.sandbox import (
     Capabilities,
+    Command,
     ExecResult,
     FileInfo,
     SandboxError,
@@ -18,7 +19,7 @@ from headway.records.sandbox import (
     infrastructure_failure,
 )
 from headway.runtime.clock import Clock
-from headway.sandbox.protocol import FILE_BYTES, OUTPUT_BYTES
+from headway.sandbox.protocol import FILE_BYTES
 
 Answer = Callable[[Sequence[str]], ExecResult]
 
@@ -40,19 +41,9 @@ class FakeSandbox:
     def info(self) -> SandboxInfo:
         return self._info
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        environment: Mapping[str, str] | None = None,
-        workdir: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float = 60.0,
-        max_output_bytes: int = OUTPUT_BYTES,
-        alone: bool = False,
-    ) -> ExecResult:
+    async def exec(self, command: Command) -> ExecResult:
         await self._after(self._backend.exec_s)
-        return self._backend.answer(argv)
+        return self._backend.answer(command.argv)
 
     async def read(self, path: str, *, max_bytes: int = FILE_BYTES) -> bytes:
         await self._after(0.0)

@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, unquote
 import uvicorn
 from sandbox_backends import SMALL, local
 
-from headway.records.sandbox import SandboxError, SandboxSpec, Snapshot
+from headway.records.sandbox import Command, SandboxError, SandboxSpec, Snapshot
 from headway.sandbox.local.backend import LocalBackend
 from headway.sandbox.local.sandbox import LocalSandbox
 
@@ -63,7 +63,7 @@ class Cloud:
         return None if box is None or box.sandbox.ended else box
 
     async def run(self, box: Box, line: str, arguments: list[str]) -> tuple[int, bytes, bytes]:
-        said = await box.sandbox.exec([line, *arguments], timeout_s=600.0, max_output_bytes=4 << 20)
+        said = await box.sandbox.exec(Command(argv=[line, *arguments], timeout_s=600.0, max_output_bytes=4 << 20))
         code = said.exit_code if said.exit_code is not None else 128 + (said.signal or 0)
         return code, said.stdout, said.stderr
 

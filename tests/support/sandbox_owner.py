@@ -20,6 +20,7 @@ from pathlib import Path
 
 from sandbox_backends import BACKENDS, SMALL
 
+from headway.records.sandbox import Command
 from headway.sandbox.local.backend import LocalBackend
 from headway.sandbox.local.zygote_process import LocalSettings
 
@@ -66,7 +67,7 @@ async def main(folder: Path, name: str, python: str) -> None:
                 with counts.doing("create"):
                     box = await backend.create(SMALL, labels={"rollout": "r"})
                 with counts.doing("exec"):
-                    await box.exec(["sh", "-c", DAEMON])
+                    await box.exec(Command(argv=["sh", "-c", DAEMON]))
                 print(box.id, flush=True)
                 with counts.doing("pause"):
                     await box.pause()
@@ -81,7 +82,7 @@ async def main(folder: Path, name: str, python: str) -> None:
 
         async def parked() -> None:
             box = await backend.create(SMALL)
-            await box.exec(["sh", "-c", FILL])
+            await box.exec(Command(argv=["sh", "-c", FILL]))
             for n in range(1_000_000):
                 with counts.doing("snapshot"):
                     taken = await box.snapshot(f"parked-{n % 3}")
@@ -91,12 +92,12 @@ async def main(folder: Path, name: str, python: str) -> None:
 
         async def paused() -> None:
             box = await backend.create(SMALL)
-            await box.exec(["sh", "-c", DAEMON])
+            await box.exec(Command(argv=["sh", "-c", DAEMON]))
             await box.pause()
 
         async def busy() -> None:
             box = await backend.create(SMALL)
-            await box.exec(["sh", "-c", "while :; do :; done"], timeout_s=1000.0)
+            await box.exec(Command(argv=["sh", "-c", "while :; do :; done"], timeout_s=1000.0))
 
         await asyncio.gather(
             *(one() for _ in range(3)), made(), made(), parked(), paused(), busy(), backend.create(SMALL)

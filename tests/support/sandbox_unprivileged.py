@@ -17,6 +17,7 @@ from pathlib import Path
 from sandbox_backends import SMALL, processes_of
 
 from headway.config.sandbox import SandboxConfig
+from headway.records.sandbox import Command
 from headway.sandbox import preflight
 from headway.sandbox.local.backend import LocalBackend
 from headway.sandbox.local.zygote_process import LocalSettings
@@ -27,7 +28,9 @@ async def main(folder: Path) -> dict[str, object]:
     async with LocalBackend(folder / "state", snapshots=folder / "snapshots", settings=settings) as backend:
         can = await backend.capabilities()
         box = await backend.create(SMALL)
-        result = await box.exec(["sh", "-c", "id -u; echo kept > file; cat /proc/self/uid_map; ulimit -v"])
+        result = await box.exec(
+            Command(argv=["sh", "-c", "id -u; echo kept > file; cat /proc/self/uid_map; ulimit -v"])
+        )
         taken = await box.snapshot("one")
         again = await backend.create(SMALL, snapshot=taken)
         return {

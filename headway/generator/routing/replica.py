@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.config.router import RouterConfig
 from headway.config.schema import Experiment
 from headway.control.routing.breaker import Breaker
 from headway.control.routing.replicas import ReplicaCondition
 from headway.generator.activity import ActivitySpan
 from headway.generator.routing.calls import OpenRequest
-from headway.records.errors import HeadwayError, RemoteError, WorkerDied
+from headway.records.errors import WorkerDied
 from headway.records.generation import EngineStatistics
 from headway.runtime.devices import lends
+from headway.runtime.worker_slots import WorkerSlot
 from headway.runtime.workers import Worker, WorkerSpec
 
 _FACTORY = "headway.generator.service:GeneratorService"
@@ -30,15 +29,12 @@ class Replica:
     """One replica: *starting* -> *live* -> *starting* again after a death, or *lost* when it died too often, or *left*
     when it was told to leave."""
 
-    def __init__(
-        self, index: int, spec: WorkerSpec, shared: bool, settings: RouterConfig, capacity_tokens: int
-    ) -> None:
-        """``capacity_tokens``: of its KV, until it says so itself."""
+    def __init__(self, index: int, slot: WorkerSlot, experiment: Experiment) -> None:
+        generator = experiment.generator
         self.index = index
-        self.spec = spec
-        self.shared = shared  # the trainer computes on its device as well
-        self.breaker = Breaker(settings)
-        self.worker: Worker | None = None
+        self.slot = slot
+        self.shared = lends(slot.spec.device, experiment.trainer.devices)  # the trainer computes on its device as well
+        self.breaker = Breaker(experiment.router)
         self.resting = False  # takes no requests while another is live
         self.lent = False  # the trainer computes on its device now
         self.silent = False  # its answer to a health check is overdue
@@ -49,7 +45,6 @@ class Replica:
         self.told_behind = False  # that it is behind on versions has been said
         self.epoch = 0  # counts what made its KV void: other weights, another process
         self.live = False  # its weights are the newest that were announced when it started
-        self.lost: HeadwayError | None = None
         self.version = 0  # that it applied
         self.update = 0  # number of the update it applied last; 0: none, it has the model at the configured path
         self.calls: dict[str, OpenRequest] = {}  # by ticket
@@ -57,22 +52,23 @@ class Replica:
         self.outbox: list[OpenRequest] = []  # to be submitted in one call
         self.aborts: list[str] = []
         self.flushing = False
-        self.live_since_s = 0.0
-        self.served_s = 0.0  # how long its dead incarnations were live, together
-        self.restarts = 0
-        self.deaths: deque[float] = deque()  # and failed restarts: served_s at each that is not forgiven
         self.past = EngineStatistics()  # counters of its dead incarnations
         self.present = EngineStatistics()  # last seen of the present one
-        self._capacity_tokens = capacity_tokens
+        self._capacity_tokens = generator.kv_capacity_tokens or generator.slots * experiment.max_sequence_tokens
 
     @property
     def name(self) -> str:
-        return self.spec.name
+        return self.slot.name
+
+    @property
+    def worker(self) -> Worker | None:
+        """The process, dead or alive."""
+        return self.slot.worker
 
     @property
     def gone(self) -> bool:
         """Never to come back."""
-        return self.left or self.lost is not None
+        return self.left or self.slot.lost is not None
 
     @property
     def capacity_tokens(self) -> int:
@@ -92,16 +88,9 @@ class Replica:
             updating_s=None if self.updating_since_s is None else now - self.updating_since_s,
         )
 
-    @classmethod
-    def of(cls, index: int, device: str, experiment: Experiment, log_directory: str | Path | None) -> Replica:
-        """The replica on ``device``, not started yet."""
-        shared = lends(device, experiment.trainer.devices)
-        generator = experiment.generator
-        capacity = generator.kv_capacity_tokens or generator.slots * experiment.max_sequence_tokens
-        return cls(index, _worker_spec(index, device, experiment, log_directory), shared, experiment.router, capacity)
 
-
-def _worker_spec(index: int, device: str, experiment: Experiment, log_directory: str | Path | None) -> WorkerSpec:
+def replica_spec(index: int, device: str, experiment: Experiment, log_directory: str | Path | None) -> WorkerSpec:
+    """The process of the replica on ``device``."""
     name = f"generator-{index}"
     settings = experiment.generator
     return WorkerSpec(
@@ -148,9 +137,3 @@ def raise_but_deaths(outcomes: Sequence[object]) -> None:
     for outcome in outcomes:
         if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerDied):
             raise outcome
-
-
-def own_cause(error: BaseException) -> BaseException:
-    """The typed error a replica raised, where it is one of ours."""
-    own = isinstance(error, RemoteError) and isinstance(error.__cause__, HeadwayError)
-    return error.__cause__ if own and error.__cause__ is not None else error

@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.records.errors import WorkerDied
 from headway.records.ledger import StepRecord
+from headway.runtime.clock import Clock
 from headway.runtime.devices import every_core
+from headway.runtime.worker_slots import WorkerSlot
 from headway.runtime.workers import Launcher, Worker, WorkerSpec
 
 if TYPE_CHECKING:
@@ -45,28 +48,29 @@ class ControllerWorker:
 class ControllerProcess:
     """Asks the controller in a process that is started when it is first needed, and again when it died."""
 
-    def __init__(self, launcher: Launcher, log_folder: str | Path | None = None) -> None:
-        self._launcher = launcher
-        self._log_path = Path(log_folder) / "controller.log" if log_folder else None
-        self.worker: Worker | None = None
+    def __init__(self, launcher: Launcher, clock: Clock, log_folder: str | Path | None = None) -> None:
+        spec = WorkerSpec(
+            name="controller",
+            factory="headway.orchestrator.actors.controller_process:ControllerWorker",
+            device=every_core(),
+            log_path=Path(log_folder) / "controller.log" if log_folder else None,
+        )
+        self._slot = WorkerSlot(spec, launcher, clock)  # its caller reports its deaths
+
+    @property
+    def worker(self) -> Worker | None:
+        return self._slot.worker
 
     async def __call__(
         self, state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits
     ) -> tuple[Decision, float]:
         """What ``decide`` says, and the CPU seconds it took. Raises WorkerDied when the process can't be
         started or dies meanwhile."""
-        if self.worker is None or not self.worker.alive:
-            spec = WorkerSpec(
-                name="controller",
-                factory="headway.orchestrator.actors.controller_process:ControllerWorker",
-                device=every_core(),
-                log_path=self._log_path,
-            )
-            self.worker = await self._launcher.start(spec)
-        return await self.worker.call("decide", state, records, limits)
+        worker = self._slot.live or await self._slot.restart()
+        if worker is None:
+            raise WorkerDied(self._slot.name, f"not started: {self._slot.fault}") from self._slot.fault
+        return await worker.call("decide", state, records, limits)
 
     async def stop(self) -> None:
         """End the process; a look that is underway counts for nothing."""
-        if self.worker is not None and self.worker.alive:
-            self.worker.kill("stopped")
-            await self.worker.died
+        await self._slot.stop(0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from headway.config.schema import Experiment
@@ -14,6 +14,7 @@ from headway.rollout.makers.environment import Environments
 from headway.rollout.makers.select import MultiTurnHost
 from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
+from headway.runtime.worker_slots import OnWorkerEvent
 from headway.runtime.workers import Launcher
 from headway.tokens.continuing import Chat
 from headway.tokens.tokenizer import Tokenizer
@@ -26,7 +27,7 @@ async def open_multi_turn_host(
     experiment: Experiment,
     launcher: Launcher,
     clock: Clock,
-    on_event: Callable[[str, str], object],
+    on_event: OnWorkerEvent,
     directory: RunDirectory | None = None,
 ) -> AsyncIterator[MultiTurnHost | None]:
     """The host of the experiment's agents or environments, running inside the block; None where ``environment.name``

@@ -48,7 +48,7 @@ class Scorer:
         """Start the processes; ``stack`` stops them."""
         experiment, clock = self._experiment, self._clock
         host = await stack.enter_async_context(
-            open_multi_turn_host(experiment, self._launcher, clock, lambda name, detail: None)
+            open_multi_turn_host(experiment, self._launcher, clock, lambda name, detail, **data: None)
         )
         seed = experiment.run.seed
         sampler = TurnSampler(self.generator.generate, self._tokenizer, experiment.rollout, clock, run_seed=seed)

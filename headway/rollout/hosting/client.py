@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from headway.config.endpoint import EnvironmentConfig
 from headway.config.sandbox import SandboxConfig
 from headway.records.environment import EnvironmentState, EpisodeScore, NextTurn, Reply
-from headway.records.errors import ConfigurationError, HeadwayError, WorkerDied
+from headway.records.errors import HeadwayError, WorkerDied
 from headway.records.rollout import Failure
 from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
@@ -21,13 +21,13 @@ from headway.records.trace import WorkerState
 from headway.runtime.channel import ChannelClosed
 from headway.runtime.clock import Clock
 from headway.runtime.devices import every_core
+from headway.runtime.worker_slots import OnWorkerEvent, WorkerSlot, start_all, stop_all
 from headway.runtime.workers import Launcher, Worker, WorkerSpec
 
 _FACTORY = "headway.rollout.hosting.service:EnvironmentService"
 _STOP_GRACE_S = 25.0  # sandboxes end in that time
 _STUCK_S = 300.0  # that a worker which should have answered long since has to show that its loop turns
 _STARTS = 5  # in a row that came to nothing; when no seat has had fewer, and none lives, the run is over
-_BACKOFF_S = 0.5  # before a start that follows one which came to nothing; doubled up to 64 times as long
 _SOON_S = 30.0  # that a rollout waits for one worker's start, until it goes where another lives
 _LOOK_S = 2.0  # for a look at a worker's sandboxes; one that is busy is taken to be as it was
 
@@ -39,16 +39,11 @@ class EnvironmentDied(HeadwayError):
 class _Seat:
     """One worker: its requests, and what became of them."""
 
-    def __init__(self, name: str, sandbox: SandboxConfig) -> None:
-        self.name = name
-        self.sandbox = sandbox  # its share of them
-        self.worker: Worker | None = None
+    def __init__(self, spec: WorkerSpec, launcher: Launcher, clock: Clock, on_event: OnWorkerEvent) -> None:
+        self.slot = WorkerSlot(spec, launcher, clock, on_event, limit=_STARTS, prepare=self._take)
+        self.name = spec.name
         self.episodes = 0
-        self.restarts = -1
-        self.starts = 0  # since a worker of it had something to do
-        self.starting: asyncio.Task[None] | None = None  # again; it may be over
-        self.late = False  # that takes long
-        self._fault: Exception | None = None  # of the last start
+        self.late = False  # its start takes long
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._reader: asyncio.Task[None] | None = None
@@ -56,35 +51,22 @@ class _Seat:
         self._gone = SandboxStatistics()  # counted by those that died
 
     @property
+    def worker(self) -> Worker | None:
+        return self.slot.worker
+
+    @property
     def live(self) -> Worker | None:
         """Its worker, unless that is dead."""
-        return self.worker if self.worker is not None and self.worker.alive else None
+        return self.slot.live
 
-    @property
-    def starting_s(self) -> float:
-        """How long the next start waits."""
-        return _BACKOFF_S * 2 ** min(self.starts - 1, 6) if self.starts else 0.0
-
-    @property
-    def fault(self) -> Exception | None:
-        """Why it has no worker."""
-        return self._fault or (self.worker.died.result() if self.worker is not None else None)
-
-    def fail(self, fault: Exception) -> None:
-        """A start came to nothing."""
-        self.starts, self._fault = self.starts + 1, fault
-
-    def take(self, worker: Worker) -> None:
-        self.starts, self._fault = self.starts + 1, None
+    async def _take(self, worker: Worker) -> None:
         self._gone = SandboxStatistics.total([self._gone, self._seen.counted()])
         self._seen = SandboxStatistics()  # the new one counts from zero
-        self.worker = worker
-        self.restarts += 1
         self._reader = asyncio.create_task(self._read(worker), name=f"{self.name}-events")
 
     async def ask(self, worker: Worker, method: str, *arguments: Any) -> Any:
         """Raises EnvironmentDied; RuntimeError with the worker's traceback for a fault of ours."""
-        self.starts = 0  # it came up: should it die of this, it is the rollout's, which isn't tried for ever
+        self.slot.forgive()  # should it die of this, it is the rollout's doing, which isn't tried for ever
         return await self._submit(worker, "submit", method, arguments)
 
     async def answers(self, worker: Worker) -> bool:
@@ -210,33 +192,40 @@ class EnvironmentPool:
         seed: int = 0,
         device: str | None = None,
         log_folder: Path | None = None,
-        on_event: Callable[[str, str], object] = lambda name, detail: None,
+        on_event: OnWorkerEvent = lambda name, detail, /, **data: None,
     ) -> None:
         """``sandboxes``: what makes a worker's pool of them, ``module:function``; ``snapshots``: the folder of parked
-        ones. ``on_event(name, detail)`` is told of workers that can't be started again."""
-        self._launcher = launcher
+        ones. ``on_event`` receives deaths, restarts and losses of workers."""
         self._environment = environment
         self._clock = clock
-        self._sandboxes = sandboxes
-        self._run = run
-        self._seed = seed
-        self._snapshots = snapshots
-        self._device = device
-        self._log_folder = log_folder
-        self._on_event = on_event
-        shares = enumerate(_shares(sandbox, environment.workers))
-        self._seats = [_Seat(f"environment-{index}", share) for index, share in shares]
+        arguments = {
+            "environment": environment.model_dump(),
+            "sandboxes": sandboxes,
+            "run": run,
+            "snapshots": str(snapshots) if snapshots else "",
+            "seed": seed,
+        }
+        self._seats: list[_Seat] = []
+        for index, share in enumerate(_shares(sandbox, environment.workers)):
+            spec = WorkerSpec(
+                name=f"environment-{index}",
+                factory=_FACTORY,
+                arguments={**arguments, "sandbox": share.model_dump()},
+                device=device or every_core(),
+                log_path=str(log_folder / f"environment-{index}.log") if log_folder else None,
+            )
+            self._seats.append(_Seat(spec, launcher, clock, on_event))
         self._places = asyncio.Semaphore(environment.concurrency) if environment.concurrency else None
         self._next_start_s = 0.0
         self._stopped = False
 
     async def start(self) -> None:
         """Start all workers. Raises ConfigurationError for an environment that can't be had."""
-        starts = (self._start(seat) for seat in self._seats)
-        for error in await asyncio.gather(*starts, return_exceptions=True):
-            if isinstance(error, BaseException):
-                await self.stop()
-                raise error.__cause__ if isinstance(error.__cause__, ConfigurationError) else error
+        try:
+            await start_all([seat.slot for seat in self._seats])
+        except BaseException:
+            await self.stop()
+            raise
 
     @asynccontextmanager
     async def seated(self, name: str) -> AsyncIterator[WorkerLease]:
@@ -260,12 +249,7 @@ class EnvironmentPool:
     async def stop(self) -> None:
         """End all workers, the rollouts in them and their sandboxes."""
         self._stopped = True
-        if starting := [seat.starting for seat in self._seats if seat.starting is not None]:
-            for start in starting:
-                start.cancel()
-            await asyncio.wait(starting)
-        workers = [seat.worker for seat in self._seats if seat.worker is not None]
-        await asyncio.gather(*(worker.stop(_STOP_GRACE_S) for worker in workers))
+        await stop_all([seat.slot for seat in self._seats], _STOP_GRACE_S)
 
     async def sandboxes(self) -> SandboxStatistics:
         """All workers' sandboxes, counted since the pool was started: no counter goes back when a worker dies. Empty
@@ -275,14 +259,7 @@ class EnvironmentPool:
     @property
     def worker_states(self) -> list[WorkerState]:
         """Every worker's health; one that died is replaced when the next rollout needs it."""
-        return [
-            WorkerState(
-                name=seat.name,
-                up=seat.live is not None,
-                restarts=max(0, seat.restarts),
-            )
-            for seat in self._seats
-        ]
+        return [seat.slot.state for seat in self._seats]
 
     async def _start_time(self) -> None:
         """Wait for this start's turn."""
@@ -302,9 +279,9 @@ class EnvironmentPool:
             seat = self._best()
             seat.episodes += 1
             try:
-                if (starting := seat.starting) is not None:
-                    await asyncio.wait((starting,), timeout=_SOON_S)
-                    seat.late = not starting.done()
+                if seat.live is None:
+                    await seat.slot.restart(timeout_s=_SOON_S)
+                seat.late = seat.slot.restarting
                 if (worker := seat.live) is not None:
                     yield seat, worker
                     return
@@ -317,40 +294,14 @@ class EnvironmentPool:
         if self._stopped:
             raise EnvironmentDied("the workers of environments are stopped")
         if not any(seat.live for seat in self._seats):
-            seat = min(self._seats, key=lambda one: one.starts)
-            if seat.starts >= _STARTS:
-                raise WorkerDied(seat.name, f"gave up after {seat.starts} starts; last: {seat.fault}") from seat.fault
+            seat = min(self._seats, key=lambda one: one.slot.failures)
+            if seat.slot.exhausted:
+                raise seat.slot.lose(f"gave up after {_STARTS} starts; last: {seat.slot.fault}") from seat.slot.fault
         for seat in self._seats:
-            if seat.live is None and (seat.starting is None or seat.starting.done()):
-                seat.starting = asyncio.create_task(self._start_again(seat), name=f"{seat.name}-start")
-        sound = [seat for seat in self._seats if seat.live is not None or not (seat.starts or seat.late)]
+            if seat.live is None:
+                seat.slot.begin_restart()
+        sound = [seat for seat in self._seats if seat.live is not None or not (seat.slot.failures > 1 or seat.late)]
         return min(sound or self._seats, key=lambda one: one.episodes)
-
-    async def _start_again(self, seat: _Seat) -> None:
-        await self._clock.sleep(seat.starting_s)
-        try:
-            await self._start(seat)
-        except Exception as error:  # whoever waits for it finds no worker, and goes elsewhere
-            seat.fail(error)
-            self._on_event("environment_restart_failed", f"{seat.name}: {error}")
-
-    async def _start(self, seat: _Seat) -> None:
-        """Raises what the launcher does."""
-        spec = WorkerSpec(
-            name=seat.name,
-            factory=_FACTORY,
-            arguments={
-                "environment": self._environment.model_dump(),
-                "sandbox": seat.sandbox.model_dump(),
-                "sandboxes": self._sandboxes,
-                "run": self._run,
-                "snapshots": str(self._snapshots) if self._snapshots else "",
-                "seed": self._seed,
-            },
-            device=self._device or every_core(),
-            log_path=str(self._log_folder / f"{seat.name}.log") if self._log_folder else None,
-        )
-        seat.take(await self._launcher.start(spec))
 
 
 def _shares(sandbox: SandboxConfig, workers: int) -> list[SandboxConfig]:

@@ -11,6 +11,7 @@ import msgspec
 from headway.config import schema
 from headway.records.rollout import Failure, Group, Pruned, Rollout
 from headway.rollout.makers.turn_sampler import timed_out
+from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock
 
 _RETRY_S = 0.25  # before the first retry of an environment that failed as infrastructure; doubled for each further one
@@ -74,7 +75,7 @@ class RetryingRollouts:
             rollout = msgspec.structs.replace(rollout, attempts=attempts + 1)
             if not again or attempt.stopped is not None or attempts == self._settings.retries:
                 return rollout
-            await self._stoppable(attempt, self._clock.sleep(_RETRY_S * 2**attempts))
+            await self._stoppable(attempt, self._clock.sleep(backoff_s(attempts + 1, _RETRY_S)))
             if attempt.stopped is not None:  # for good: what had failed stays so
                 stopped = attempt.stopped if isinstance(attempt.stopped, Failure) else failure
                 return attempt.rollout(self._clock.now(), stopped)

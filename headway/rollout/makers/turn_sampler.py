@@ -24,6 +24,7 @@ from headway.records.generation import (
 )
 from headway.records.rollout import Failure, Group, Pruned, Rollout
 from headway.rollout.seeds import rollout_seed
+from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock
 
 Resumption = Literal["continue", "restart", "fail"]
@@ -223,7 +224,7 @@ class TurnSampler:
                 if errors == self.settings.retries or not failure.infrastructure:
                     return failure
                 errors += 1
-                await self.clock.sleep(_RETRY_S * 2 ** (errors - 1))
+                await self.clock.sleep(backoff_s(errors, _RETRY_S))
             elif progress.finish_reason != "abort":
                 return None
             elif progress.stopped is None:  # by an update

@@ -10,20 +10,21 @@ import msgspec
 
 from headway.config import schema
 from headway.config.sources import VerifierSettings
-from headway.records.errors import ConfigurationError, HeadwayError, RemoteError, WorkerDied
+from headway.records.errors import HeadwayError, WorkerDied
 from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.records.trace import Span, WorkerState
 from headway.rollout.verification.verdicts import failed_verdict
+from headway.runtime.backoff import backoff_s
 from headway.runtime.channel import Channel, ChannelClosed, ChannelStatistics
 from headway.runtime.clock import Clock
 from headway.runtime.devices import every_core
+from headway.runtime.worker_slots import OnWorkerEvent, WorkerSlot, live_pids, start_all, stop_all
 from headway.runtime.workers import Launcher, Worker, WorkerSpec
 
 _FACTORY = "headway.rollout.verification.service:VerifierService"
 _BACKSTOP_GRACE_S = 5.0  # the worker's own watchdog comes first; the parent's limit is for a worker that is stuck
 _STOP_GRACE_S = 1.0
-_START_RETRY_S = 0.5  # before a worker that couldn't start is tried again
 _RETRY_S = 0.5  # before what infrastructure failed is scored again; doubles each time
 
 
@@ -70,30 +71,42 @@ class VerifierPool:
         retries: int = 2,
         queue_groups: int | None = None,
         observe: Callable[[Span], None] | None = None,
+        on_event: OnWorkerEvent = lambda name, detail, /, **data: None,
     ) -> None:
-        """``observe`` is told of every call of a worker."""
+        """``observe`` receives every call of a worker, ``on_event`` deaths and restarts of workers."""
         self._observe = observe
-        self._launcher = launcher
         self._verifier = verifier
         self._named = dict(named or {})
         self._clock = clock
         self._retries = retries
-        self._device = device
-        self._log_folder = log_folder
         self._jobs: Channel[_Job] = Channel(queue_groups or 16 * verifier.workers, "verify", clock)
-        self._workers: list[Worker | None] = [None] * verifier.workers
-        self._seats: list[asyncio.Task[None]] = []
+        arguments = {
+            "verifier": verifier.model_dump(),
+            "named": {name: settings.model_dump() for name, settings in self._named.items()},
+        }
+        names = [f"verifier-{index}" for index in range(verifier.workers)]
+        specs = [
+            WorkerSpec(
+                name=name,
+                factory=_FACTORY,
+                arguments=arguments,
+                device=device or every_core(),
+                log_path=str(log_folder / f"{name}.log") if log_folder else None,
+            )
+            for name in names
+        ]
+        self._slots = [WorkerSlot(spec, launcher, clock, on_event, limit=retries + 1) for spec in specs]
+        self._feeders: list[asyncio.Task[None]] = []
         self._open: set[asyncio.Future[list[Verdict]]] = set()
-        self._restarts = [0] * verifier.workers  # by seat
 
     async def start(self) -> None:
         """Start all workers. Raises ConfigurationError when the verifier can't be imported or refuses a parameter."""
-        launches = (self._launch(seat) for seat in range(len(self._workers)))
-        for error in await asyncio.gather(*launches, return_exceptions=True):
-            if isinstance(error, BaseException):
-                await self.stop()
-                raise error.__cause__ if isinstance(error.__cause__, ConfigurationError) else error
-        self._seats = [asyncio.create_task(self._serve(i), name=f"verifier-{i}") for i in range(len(self._workers))]
+        try:
+            await start_all(self._slots)
+        except BaseException:
+            await self.stop()
+            raise
+        self._feeders = [asyncio.create_task(self._serve(slot), name=slot.name) for slot in self._slots]
 
     async def verify(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
         """Score ``responses`` to ``task``: one Verdict each, in order. Waits while the queue is full."""
@@ -112,20 +125,18 @@ class VerifierPool:
     async def stop(self) -> None:
         """Stop all workers; whoever still waits for a verdict gets HeadwayError."""
         self._jobs.close()
-        for seat in self._seats:
-            seat.cancel()
-        await asyncio.gather(*self._seats, return_exceptions=True)
+        for feeder in self._feeders:
+            feeder.cancel()
+        await asyncio.gather(*self._feeders, return_exceptions=True)
         for verdicts in self._open:
             if not verdicts.done():
                 verdicts.set_exception(HeadwayError("the verifier pool is stopped"))
-        workers = [worker for worker in self._workers if worker is not None]
-        self._workers = [None] * len(self._workers)
-        await asyncio.gather(*(worker.stop(_STOP_GRACE_S) for worker in workers))
+        await stop_all(self._slots, _STOP_GRACE_S)
 
     @property
     def restarts(self) -> int:
         """Workers replaced so far."""
-        return sum(self._restarts)
+        return sum(slot.restarts for slot in self._slots)
 
     def statistics(self) -> ChannelStatistics:
         """The queue's statistics: used, capacity, peak, waiters, age of the oldest group."""
@@ -134,19 +145,16 @@ class VerifierPool:
     @property
     def worker_states(self) -> list[WorkerState]:
         """Every worker's health; one that died is replaced when the next job needs it."""
-        return [
-            WorkerState(name=f"verifier-{seat}", up=worker is not None and worker.alive, restarts=self._restarts[seat])
-            for seat, worker in enumerate(self._workers)
-        ]
+        return [slot.state for slot in self._slots]
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the live workers."""
-        return [worker.pid for worker in self._workers if worker is not None and worker.alive]
+        return live_pids(self._slots)
 
-    # --- one seat: a worker and the loop that feeds it ---------------------------------------------------
+    # --- one slot: a worker and the loop that feeds it ---------------------------------------------------
 
-    async def _serve(self, seat: int) -> None:
+    async def _serve(self, slot: WorkerSlot) -> None:
         """Consumes groups from the queue, waits for them to be scored, is unblocked by ``verify``."""
         while True:
             try:
@@ -156,15 +164,15 @@ class VerifierPool:
             if job.verdicts.done():
                 continue  # its caller gave up while it was queued
             try:
-                verdicts = await self._score_group(seat, job)
-            except Exception as error:  # a fault of the pool itself must reach the caller, not end the seat silently
+                verdicts = await self._score_group(slot, job)
+            except Exception as error:  # a fault of the pool itself must reach the caller, not end the loop silently
                 if not job.verdicts.done():
                     job.verdicts.set_exception(error)
                 continue
             if not job.verdicts.done():
                 job.verdicts.set_result(verdicts)
 
-    async def _score_group(self, seat: int, job: _Job) -> list[Verdict]:
+    async def _score_group(self, slot: WorkerSlot, job: _Job) -> list[Verdict]:
         """Everything in one call, or one by one once that killed the worker. What infrastructure failed is scored
         again after a pause, which holds the queue back: with a service that is down, others would fail as well."""
         verdicts: dict[int, Verdict] = {}
@@ -174,24 +182,24 @@ class VerifierPool:
             responses = tuple(job.responses[i] for i in left)
             if together and len(left) > 1:  # alone, a response is its own suspect
                 try:
-                    scored = await self._call(seat, job.task, responses)
+                    scored = await self._call(slot, job.task, responses)
                 except _Died as died:
                     together, attempts = False, attempts + (0 if died.hung else 1)
                     continue
             else:
-                scored = [await self._score_single(seat, job.task, response) for response in responses]
+                scored = [await self._score_single(slot, job.task, response) for response in responses]
             for i, verdict in zip(left, scored, strict=True):
                 verdicts[i] = _paid_for(verdict, verdicts.get(i))
             left = [i for i in left if _lost(verdicts[i])]
             attempts += 1
             if not left or attempts > self._retries:
                 break
-            await self._clock.sleep(_RETRY_S * 2 ** (attempts - 1))
+            await self._clock.sleep(backoff_s(attempts, _RETRY_S))
         return [_given_up(v, attempts) if _lost(v) else v for _, v in sorted(verdicts.items())]
 
-    async def _score_single(self, seat: int, task: Task, response: str) -> Verdict:
+    async def _score_single(self, slot: WorkerSlot, task: Task, response: str) -> Verdict:
         try:
-            return (await self._call(seat, task, (response,)))[0]
+            return (await self._call(slot, task, (response,)))[0]
         except _Died as died:
             if died.hung:
                 cause = f"timed out after {self._timeout_s(task):g} s; job killed"
@@ -199,9 +207,9 @@ class VerifierPool:
                 cause = "the verifier's process died under it"
             return failed_verdict(cause, infrastructure=not died.hung, detail=died.cause, verify_s=died.elapsed_s)
 
-    async def _call(self, seat: int, task: Task, responses: tuple[str, ...]) -> list[Verdict]:
-        """Score on this seat's worker. Raises _Died; the next call then starts another."""
-        worker = await self._worker(seat)
+    async def _call(self, slot: WorkerSlot, task: Task, responses: tuple[str, ...]) -> list[Verdict]:
+        """Score on this slot's worker. Raises _Died; the next call then starts another."""
+        worker = await self._worker(slot)
         started = self._clock.now()
         backstop_s = 1.1 * self._timeout_s(task) * len(responses) + _BACKSTOP_GRACE_S
         try:
@@ -214,54 +222,29 @@ class VerifierPool:
             return verdicts
         except TimeoutError:
             elapsed_s = self._clock.now() - started
-            worker.kill()
+            cause = f"no answer after {elapsed_s:.1f} s"
+            worker.kill(cause)
             await worker.died
-            raise _Died(f"no answer after {elapsed_s:.1f} s", True, elapsed_s) from None
+            raise _Died(cause, True, elapsed_s) from None
         except WorkerDied as error:
             elapsed_s = self._clock.now() - started
             # the watchdog in the worker ends it no sooner than the limit; an earlier death had another cause
             raise _Died(error.cause, elapsed_s >= self._timeout_s(task), elapsed_s) from None
         except asyncio.CancelledError:
-            worker.kill()  # the pool is being stopped in mid-job: don't wait for the job
+            slot.kill()  # the pool is being stopped in mid-job: don't wait for the job
             raise
 
     def _timeout_s(self, task: Task) -> float:
         return self._named.get(task.verifier, self._verifier).timeout_s
 
-    async def _worker(self, seat: int) -> Worker:
-        """The seat's live worker, restarted when it is dead. Raises HeadwayError when that fails."""
-        worker = self._workers[seat]
-        return worker if worker is not None and worker.alive else await self._restart(seat)
-
-    async def _restart(self, seat: int) -> Worker:
-        attempts = self._retries + 1
-        while True:
-            attempts -= 1
-            try:
-                worker = await self._launch(seat)
-            except (WorkerDied, RemoteError, TimeoutError) as error:
-                if not attempts:
-                    raise HeadwayError(f"verifier-{seat} could not be restarted: {error}") from error
-                await self._clock.sleep(_START_RETRY_S)
-            else:
-                self._restarts[seat] += 1
-                return worker
-
-    async def _launch(self, seat: int) -> Worker:
-        """Start this seat's worker. It takes its seat at once, so that ``stop`` finds it whatever happens next."""
-        name = f"verifier-{seat}"
-        spec = WorkerSpec(
-            name=name,
-            factory=_FACTORY,
-            arguments={
-                "verifier": self._verifier.model_dump(),
-                "named": {name: settings.model_dump() for name, settings in self._named.items()},
-            },
-            device=self._device or every_core(),
-            log_path=str(self._log_folder / f"{name}.log") if self._log_folder else None,
-        )
-        worker = await self._launcher.start(spec)
-        self._workers[seat] = worker
+    async def _worker(self, slot: WorkerSlot) -> Worker:
+        """The slot's live worker, restarted when it is dead. Raises HeadwayError when that fails."""
+        while (worker := slot.live) is None:
+            if slot.exhausted:
+                slot.forgive()  # the next job tries again
+                raise HeadwayError(f"{slot.name} could not be restarted: {slot.fault}") from slot.fault
+            await slot.restart()
+        slot.forgive()
         return worker
 
 

@@ -129,7 +129,7 @@ class Commands:
         self._stopped_s: float | None = None
 
     def start(self, number: int, wanted: dict[str, Any], stdin: bytes | None) -> None:
-        if wanted["alone"]:
+        if wanted["exclusive"]:
             self.kill_all()
         command = Command(number, wanted, stdin)
         command.others = _processes()

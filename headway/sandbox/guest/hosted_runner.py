@@ -71,7 +71,7 @@ def _has(program: str) -> bool:
 
 
 def _exec(request: dict[str, Any]) -> dict[str, Any]:
-    if request["alone"]:
+    if request["exclusive"]:
         _kill(dict(request["processes"]), others_too=True)
     others = _processes()
     started_s = time.monotonic()

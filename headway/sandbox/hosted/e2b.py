@@ -7,26 +7,16 @@ the template, which is built at E2B and not by a spec. Time to live, pause (memo
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from headway.records.errors import ConfigurationError
-from headway.records.network import authority_of
 from headway.records.sandbox import (
-    Capabilities,
-    SandboxFailure,
     SandboxInfo,
     SandboxSpec,
-    environment_failure,
-    infrastructure_failure,
-    model_failure,
 )
-from headway.runtime.imports import import_extra
-from headway.sandbox.hosted.provider import HostedSettings, ShellResult, failure_of_status
+from headway.sandbox.hosted.provider import HostedSettings, ProviderBase, ShellResult
 
 ALL = "0.0.0.0/0"
-GONE = ("SandboxNotFoundException", "SandboxNotRunningException")
 
 
 class E2BSettings(HostedSettings, frozen=True, kw_only=True):
@@ -35,45 +25,25 @@ class E2BSettings(HostedSettings, frozen=True, kw_only=True):
     sandbox_address: str = ""  # of envd; "": by the sandbox's own domain
 
 
-class E2BProvider:
+class E2BProvider(ProviderBase[E2BSettings]):
     """See :class:`Provider`."""
 
-    name = "e2b"
+    name = package = "e2b"
     life_s = None  # renewed as often as one likes
+    pauses = True
+    missing = ("limits of memory, disk, processes and cores are the template's, whatever the spec says",)
+    gone = ("SandboxNotFoundException", "SandboxNotRunningException")
+    model_made = ("NotEnoughSpaceException",)
+    environment_made = ("InvalidArgumentException", "NotFoundException", "TemplateException")
+    statuses: Mapping[str, int] = {"AuthenticationException": 401}
 
     def __init__(self, settings: E2BSettings) -> None:
-        self.settings = settings
-        self._sdk = import_extra("e2b", "e2b", "sandbox.backend = 'e2b'")
-        self.account = os.environ.get(settings.key_variable, "")
-        if not self.account:
-            raise ConfigurationError(f"sandbox.backend = 'e2b': set {settings.key_variable} to the account's key")
+        super().__init__(settings)
         self._options: dict[str, Any] = {"api_key": self.account, "request_timeout": settings.request_timeout_s}
         if settings.address:
             self._options |= {"api_url": settings.address, "http_version": "1.1"}
         if settings.sandbox_address:
             self._options["sandbox_url"] = settings.sandbox_address
-        self._boxes: dict[str, Any] = {}
-
-    def can(self) -> Capabilities:
-        missing = "limits of memory, disk, processes and cores are the template's, whatever the spec says"
-        return Capabilities(
-            backend="e2b",
-            memory_limit=True,
-            process_limit=True,
-            cpu_limit=True,
-            disk_limit=True,
-            network_allow_list=True,
-            pause=True,
-            snapshot=True,
-            images=True,
-            own_user=True,
-            missing=(missing,),
-        )
-
-    def check(self, spec: SandboxSpec) -> None:
-        for entry in spec.network:
-            if authority_of(entry.removeprefix("*."))[1] is not None:
-                raise ConfigurationError(f"sandbox network {entry!r}: E2B has no ports in its list; leave :PORT out")
 
     async def create(
         self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, key: str, snapshot: str | None
@@ -147,24 +117,9 @@ class E2BProvider:
     async def delete_snapshot(self, snapshot: str) -> None:
         await self._sdk.AsyncSandbox.delete_snapshot(snapshot, **self._options)
 
-    def failure_of(self, error: Exception, what: str) -> SandboxFailure:
-        kinds = {kind.__name__ for kind in type(error).__mro__}
-        what = f"{what}: {str(error)[:300]}"
+    def status_of(self, error: Exception) -> int | None:
         status = getattr(error, "status_code", None)
-        if kinds & set(GONE):
-            return infrastructure_failure(what, evidence={"gone": True})
-        if "NotEnoughSpaceException" in kinds:
-            return model_failure(what)
-        if "AuthenticationException" in kinds:
-            return failure_of_status(401, what)
-        if isinstance(status, int):
-            return failure_of_status(status, what)
-        if kinds & {"InvalidArgumentException", "NotFoundException", "TemplateException"}:
-            return environment_failure(what)
-        return infrastructure_failure(what, evidence={"error": type(error).__name__})
-
-    async def close(self) -> None:
-        self._boxes.clear()
+        return status if isinstance(status, int) else None
 
 
 def _idempotency_key(key: str) -> str:

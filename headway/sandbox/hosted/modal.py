@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,20 +17,12 @@ from headway.records.errors import ConfigurationError
 from headway.records.network import authority_of, is_address
 from headway.records.sandbox import (
     MIB,
-    Capabilities,
     SandboxFailure,
     SandboxInfo,
     SandboxSpec,
-    environment_failure,
     infrastructure_failure,
-    model_failure,
 )
-from headway.runtime.imports import import_extra
-from headway.sandbox.hosted.provider import HOLD_S, OWNER, HostedSettings, ShellResult
-
-# What its errors, and all that derive from them, mean.
-ENVIRONMENT = ("AuthError", "PermissionDeniedError", "InvalidError", "ImageBuildError", "VersionError", "NotFoundError")
-GONE = ("SandboxTerminatedError", "SandboxTimeoutError")
+from headway.sandbox.hosted.provider import HOLD_S, OWNER, HostedSettings, ProviderBase, ShellResult
 
 
 class ModalSettings(HostedSettings, frozen=True, kw_only=True):
@@ -42,53 +33,40 @@ class ModalSettings(HostedSettings, frozen=True, kw_only=True):
     life_s: float = 4 * 3600.0  # of a sandbox, whatever becomes of its owner; Modal's own limit is a day
 
 
-class ModalProvider:
-    """See :class:`Provider`. ``sdk``: the package, unless a test has one of its own."""
+class ModalProvider(ProviderBase[ModalSettings]):
+    """See :class:`Provider`."""
 
-    name = "modal"
+    name = package = "modal"
+    missing = ("no pause", "limits of disk, inodes and processes are Modal's, whatever the spec says")
+    gone = ("SandboxTerminatedError", "SandboxTimeoutError")
+    model_made = ("SandboxFilesystemError",)
+    environment_made = (
+        "AuthError",
+        "PermissionDeniedError",
+        "InvalidError",
+        "ImageBuildError",
+        "VersionError",
+        "NotFoundError",
+    )
 
     def __init__(self, settings: ModalSettings, sdk: Any = None) -> None:
-        self.settings = settings
+        super().__init__(settings, sdk)
         self.life_s = settings.life_s
-        self._sdk = sdk or import_extra("modal", "modal", "sandbox.backend = 'modal'")
-        self.account = os.environ.get(settings.key_id_variable, "")
-        self._secret = os.environ.get(settings.key_variable, "")
-        if not self.account or not self._secret:
-            raise ConfigurationError(
-                f"sandbox.backend = 'modal': set {settings.key_id_variable} and {settings.key_variable}, its account's"
-            )
         if settings.address:
             raise ConfigurationError(
                 "sandbox.settings.address: Modal's is set by MODAL_SERVER_URL, before it is loaded"
             )
         self._client: Any = None
         self._app: Any = None
-        self._boxes: dict[str, Any] = {}
+
+    def key_variables(self) -> tuple[str, ...]:
+        return self.settings.key_id_variable, self.settings.key_variable
 
     async def _opened(self) -> tuple[Any, Any]:
         if self._app is None:
-            self._client = await self._sdk.Client.from_credentials.aio(self.account, self._secret)
+            self._client = await self._sdk.Client.from_credentials.aio(*self._keys)
             self._app = await self._sdk.App.lookup.aio(self.settings.app, client=self._client, create_if_missing=True)
         return self._app, self._client
-
-    def can(self) -> Capabilities:
-        return Capabilities(
-            backend="modal",
-            memory_limit=True,
-            process_limit=True,
-            cpu_limit=True,
-            disk_limit=True,
-            network_allow_list=True,
-            snapshot=True,
-            images=True,
-            own_user=True,
-            missing=("no pause", "limits of disk, inodes and processes are Modal's, whatever the spec says"),
-        )
-
-    def check(self, spec: SandboxSpec) -> None:
-        for entry in spec.network:
-            if authority_of(entry.removeprefix("*."))[1] is not None:
-                raise ConfigurationError(f"sandbox network {entry!r}: Modal has no ports in its list; leave :PORT out")
 
     async def create(
         self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, key: str, snapshot: str | None
@@ -155,15 +133,6 @@ class ModalProvider:
     async def get(self, sandbox: str, path: str) -> bytes:
         return bytes(await self._boxes[sandbox].filesystem.read_bytes.aio(path))
 
-    async def renew(self, sandbox: str, ttl_s: float) -> None:
-        """Its owner's affair, within `life_s`."""
-
-    async def pause(self, sandbox: str) -> None:
-        raise NotImplementedError
-
-    async def resume(self, sandbox: str, ttl_s: float) -> None:
-        raise NotImplementedError
-
     async def snapshot(self, sandbox: str, name: str) -> str:
         return str((await self._boxes[sandbox].snapshot_filesystem.aio()).object_id)
 
@@ -173,16 +142,8 @@ class ModalProvider:
 
     def failure_of(self, error: Exception, what: str) -> SandboxFailure:
         kinds = {kind.__name__ for kind in type(error).__mro__}
-        what = f"{what}: {str(error)[:300]}"
-        if kinds & set(GONE) or (isinstance(error, KeyError) and error.args and error.args[0] not in self._boxes):
-            return infrastructure_failure(what, evidence={"gone": True})
+        if isinstance(error, KeyError) and error.args and error.args[0] not in self._boxes:
+            return infrastructure_failure(f"{what}: {str(error)[:300]}", evidence={"gone": True})
         if "ResourceExhaustedError" in kinds:
-            return infrastructure_failure(what, evidence={"hold_s": HOLD_S})
-        if "SandboxFilesystemError" in kinds:
-            return model_failure(what)
-        if kinds & set(ENVIRONMENT):
-            return environment_failure(what)
-        return infrastructure_failure(what, evidence={"error": type(error).__name__})
-
-    async def close(self) -> None:
-        self._boxes.clear()
+            return infrastructure_failure(f"{what}: {str(error)[:300]}", evidence={"hold_s": HOLD_S})
+        return super().failure_of(error, what)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -20,16 +19,13 @@ from pathlib import Path
 from headway.records.errors import ConfigurationError
 from headway.records.network import authority_of, is_address
 from headway.records.sandbox import (
-    Capabilities,
     SandboxFailure,
     SandboxInfo,
     SandboxSpec,
     environment_failure,
-    infrastructure_failure,
     model_failure,
 )
-from headway.runtime.imports import import_extra
-from headway.sandbox.hosted.provider import HostedSettings, ShellResult, failure_of_status
+from headway.sandbox.hosted.provider import HostedSettings, ProviderBase, ShellResult
 
 GIB = 1 << 30
 STATUS = re.compile(r"HTTP (\d{3})\b")
@@ -43,38 +39,25 @@ class PrimeSettings(HostedSettings, frozen=True, kw_only=True):
     start_timeout_s: float = 300.0
 
 
-class PrimeProvider:
+class PrimeProvider(ProviderBase[PrimeSettings]):
     """See :class:`Provider`."""
 
     name = "prime"
+    package = "prime_sandboxes"
+    missing = (
+        "no pause",
+        "limits are rounded up to whole cores and GiB; processes and inodes have none but the machine's",
+    )
+    gone = ("SandboxNotRunningError",)
+    environment_made = ("ValidationError",)
+    statuses: Mapping[str, int] = {"UnauthorizedError": 401, "PaymentRequiredError": 402}
 
     def __init__(self, settings: PrimeSettings) -> None:
-        self.settings = settings
+        super().__init__(settings)
         self.life_s = settings.life_s
-        self._sdk = import_extra("prime_sandboxes", "prime", "sandbox.backend = 'prime'")
-        self.account = os.environ.get(settings.key_variable, "")
-        if not self.account:
-            raise ConfigurationError(f"sandbox.backend = 'prime': set {settings.key_variable} to the account's key")
         self._client = self._sdk.AsyncSandboxClient(api_key=self.account)
         if settings.address:
             self._client.client.base_url = settings.address.rstrip("/").removesuffix("/api/v1")
-
-    def can(self) -> Capabilities:
-        return Capabilities(
-            backend="prime",
-            memory_limit=True,
-            process_limit=True,
-            cpu_limit=True,
-            disk_limit=True,
-            network_allow_list=True,
-            snapshot=True,
-            images=True,
-            own_user=True,
-            missing=(
-                "no pause",
-                "limits are rounded up to whole cores and GiB; processes and inodes have none but the machine's",
-            ),
-        )
 
     def check(self, spec: SandboxSpec) -> None:
         for entry in spec.network:
@@ -148,15 +131,6 @@ class PrimeProvider:
             await self._client.download_file(sandbox, path, str(file), timeout=timeout_s)
             return await asyncio.to_thread(file.read_bytes)
 
-    async def renew(self, sandbox: str, ttl_s: float) -> None:
-        """Its owner's affair, within `life_s`."""
-
-    async def pause(self, sandbox: str) -> None:
-        raise NotImplementedError
-
-    async def resume(self, sandbox: str, ttl_s: float) -> None:
-        raise NotImplementedError
-
     async def snapshot(self, sandbox: str, name: str) -> str:
         taken = await self._client.checkpoint(sandbox)
         await self._client.wait_for_checkpoint(taken.id)
@@ -172,34 +146,21 @@ class PrimeProvider:
         try:
             yield
         except self._sdk.APIError as error:
-            if _status(error) != 404:
+            if self.status_of(error) != 404:
                 raise
 
     def failure_of(self, error: Exception, what: str) -> SandboxFailure:
         kinds = {kind.__name__ for kind in type(error).__mro__}
-        what = f"{what}: {str(error)[:300]}"
         if "SandboxOOMError" in kinds:
-            failure = model_failure(f"{what}: out of memory as a whole", oom=True, gone=True)
-            return failure
+            return model_failure(f"{what}: {str(error)[:300]}: out of memory as a whole", oom=True, gone=True)
         if "SandboxImagePullError" in kinds:
-            return environment_failure(what)
-        if "SandboxNotRunningError" in kinds:
-            return infrastructure_failure(what, evidence={"gone": True})
-        for kind, status in (("UnauthorizedError", 401), ("PaymentRequiredError", 402)):
-            if kind in kinds:
-                return failure_of_status(status, what)
-        status = _status(error)
-        if status is not None:
-            return failure_of_status(status, what)
-        if "ValidationError" in kinds:
-            return environment_failure(what)
-        return infrastructure_failure(what, evidence={"error": type(error).__name__})
+            return environment_failure(f"{what}: {str(error)[:300]}")
+        return super().failure_of(error, what)
+
+    def status_of(self, error: Exception) -> int | None:
+        """Its errors say it in their text."""
+        match = STATUS.search(str(error))
+        return int(match[1]) if match else None
 
     async def close(self) -> None:
         await self._client.aclose()
-
-
-def _status(error: Exception) -> int | None:
-    """Its errors say it in their text."""
-    match = STATUS.search(str(error))
-    return int(match[1]) if match else None

@@ -6,11 +6,12 @@ import os
 import re
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from headway.records.errors import ConfigurationError
+from headway.records.network import authority_of
 from headway.records.sandbox import (
     Capabilities,
     SandboxError,
@@ -19,7 +20,9 @@ from headway.records.sandbox import (
     SandboxSpec,
     environment_failure,
     infrastructure_failure,
+    model_failure,
 )
+from headway.runtime.imports import import_extra
 from headway.sandbox import leftovers
 
 T = TypeVar("T")
@@ -43,6 +46,9 @@ class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("creates_per_s", "creates_at_once", "request_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be more than 0")
+
+
+S = TypeVar("S", bound=HostedSettings)
 
 
 class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +120,88 @@ class Provider(Protocol):
     def failure_of(self, error: Exception, what: str) -> SandboxFailure: ...
 
     async def close(self) -> None: ...
+
+
+class ProviderBase(Generic[S]):
+    """What adapters have in common, as most providers have it: an SDK and a key, lists of hosts without ports, a life
+    that is fixed at creation and no pause, errors told by the names of their classes. Adapters set these names and
+    override what their provider does otherwise."""
+
+    name: str
+    package: str  # the SDK's
+    missing: tuple[str, ...]  # see `Capabilities`
+    pauses = False
+    gone: tuple[str, ...] = ()  # errors, and all that derive from them: the sandbox isn't there any more
+    model_made: tuple[str, ...] = ()  # ... the model's code did it
+    environment_made: tuple[str, ...] = ()  # ... another attempt ends the same
+    statuses: Mapping[str, int] = {}  # ... the HTTP status it stands for
+
+    def __init__(self, settings: S, sdk: Any = None) -> None:
+        """``sdk``: the package, unless a test has one of its own. Raises ConfigurationError without it or a key."""
+        self.settings = settings
+        backend = f"sandbox.backend = {self.name!r}"
+        self._sdk = sdk or import_extra(self.package, self.name, backend)
+        variables = self.key_variables()
+        self._keys = [os.environ.get(variable, "") for variable in variables]
+        if not all(self._keys):
+            raise ConfigurationError(f"{backend}: set {' and '.join(variables)} to the account's key")
+        self.account = self._keys[0]
+        self._boxes: dict[str, Any] = {}  # the SDK's, by id
+
+    def key_variables(self) -> tuple[str, ...]:
+        return (self.settings.key_variable,)
+
+    def can(self) -> Capabilities:
+        return Capabilities(
+            backend=self.name,
+            memory_limit=True,
+            process_limit=True,
+            cpu_limit=True,
+            disk_limit=True,
+            network_allow_list=True,
+            pause=self.pauses,
+            snapshot=True,
+            images=True,
+            own_user=True,
+            missing=self.missing,
+        )
+
+    def check(self, spec: SandboxSpec) -> None:
+        for entry in spec.network:
+            if authority_of(entry.removeprefix("*."))[1] is not None:
+                raise ConfigurationError(
+                    f"sandbox network {entry!r}: {self.name} has no ports in its list; leave :PORT out"
+                )
+
+    async def renew(self, sandbox: str, ttl_s: float) -> None:
+        """Its owner's affair, within `life_s`."""
+
+    async def pause(self, sandbox: str) -> None:
+        raise NotImplementedError
+
+    async def resume(self, sandbox: str, ttl_s: float) -> None:
+        raise NotImplementedError
+
+    def status_of(self, error: Exception) -> int | None:
+        """The HTTP status that an error of the SDK bears."""
+        return None
+
+    def failure_of(self, error: Exception, what: str) -> SandboxFailure:
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        what = f"{what}: {str(error)[:300]}"
+        if kinds & set(self.gone):
+            return infrastructure_failure(what, evidence={"gone": True})
+        if kinds & set(self.model_made):
+            return model_failure(what)
+        status = next((status for kind, status in self.statuses.items() if kind in kinds), self.status_of(error))
+        if status is not None:
+            return failure_of_status(status, what)
+        if kinds & set(self.environment_made):
+            return environment_failure(what)
+        return infrastructure_failure(what, evidence={"error": type(error).__name__})
+
+    async def close(self) -> None:
+        self._boxes.clear()
 
 
 async def asked(provider: Provider, what: str, call: Awaitable[T]) -> T:

@@ -10,14 +10,14 @@ import json
 import posixpath
 import shlex
 import zipfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from headway.records.errors import ConfigurationError
 from headway.records.sandbox import (
+    Command,
     ExecResult,
     FileInfo,
     SandboxError,
@@ -32,7 +32,7 @@ from headway.records.sandbox import (
 from headway.sandbox.failures import file_failure
 from headway.sandbox.guest.hosted_runner import MARK
 from headway.sandbox.hosted.provider import Provider, ShellResult, asked
-from headway.sandbox.protocol import FILE_BYTES, OUTPUT_BYTES
+from headway.sandbox.protocol import FILE_BYTES
 from headway.sandbox.snapshot_store import note_hosted
 
 T = TypeVar("T")
@@ -97,39 +97,27 @@ class HostedSandbox:
             self._processes = list(said["processes"])
         self._ready = True
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        environment: Mapping[str, str] | None = None,
-        workdir: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float = 60.0,
-        max_output_bytes: int = OUTPUT_BYTES,
-        alone: bool = False,
-    ) -> ExecResult:
+    async def exec(self, command: Command) -> ExecResult:
         """See :meth:`Sandbox.exec`."""
-        if not argv:
-            raise ConfigurationError("sandbox exec: needs a command")
         request = {
             "do": "exec",
-            "argv": list(argv),
-            "environment": {**self._spec.environment, **(environment or {})},
-            "workdir": workdir or self._spec.workdir,
-            "stdin": stdin or b"",
-            "timeout_s": timeout_s,
-            "max_output_bytes": max_output_bytes,
-            "alone": alone,
+            "argv": list(command.argv),
+            "environment": {**self._spec.environment, **command.environment},
+            "workdir": command.workdir or self._spec.workdir,
+            "stdin": command.stdin or b"",
+            "timeout_s": command.timeout_s,
+            "max_output_bytes": command.max_output_bytes,
+            "exclusive": command.exclusive,
             "processes": self._processes,
         }
-        said = await self._ask(request, timeout_s)
+        said = await self._ask(request, command.timeout_s)
         if said.get("killed"):
             failure = model_failure(f"what watched over the command {said['killed']}", signal=9)
             return ExecResult(exit_code=None, signal=9, failure=failure)
         if "error" in said:
             raise SandboxError(infrastructure_failure(f"a command can't be started: {said['what']}"))
         with self._understanding():
-            return _result(said, timeout_s)
+            return _result(said, command.timeout_s)
 
     async def read(self, path: str, *, max_bytes: int = FILE_BYTES) -> bytes:
         said = await self._file({"do": "read", "path": path, "max_bytes": max_bytes})

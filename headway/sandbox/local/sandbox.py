@@ -7,13 +7,14 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from headway.records.errors import ConfigurationError
 from headway.records.sandbox import (
+    Command,
     ExecResult,
     FileInfo,
     NetworkUse,
@@ -32,7 +33,7 @@ from headway.sandbox.guest import wire
 from headway.sandbox.guest.isolation import PROXY_PORT
 from headway.sandbox.leftovers import SandboxRecord
 from headway.sandbox.local.proxy import Proxy
-from headway.sandbox.protocol import FILE_BYTES, OUTPUT_BYTES
+from headway.sandbox.protocol import FILE_BYTES
 from headway.sandbox.snapshot_store import SnapshotFolder
 
 ENVIRONMENT = {
@@ -150,40 +151,31 @@ class LocalSandbox:
 
     # Commands.
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        environment: Mapping[str, str] | None = None,
-        workdir: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float = 60.0,
-        max_output_bytes: int = OUTPUT_BYTES,
-        alone: bool = False,
-    ) -> ExecResult:
+    async def exec(self, command: Command) -> ExecResult:
         """See :meth:`Sandbox.exec`."""
-        most = wire.BODY_BYTES // 2
-        if not argv or max_output_bytes > most or len(stdin or b"") > wire.BODY_BYTES:
+        most, stdin = wire.BODY_BYTES // 2, command.stdin or b""
+        if command.max_output_bytes > most or len(stdin) > wire.BODY_BYTES:
             raise ConfigurationError(
-                f"sandbox exec: needs a command, at most {most} bytes of output and {wire.BODY_BYTES} of input"
+                f"sandbox command max_output_bytes = {command.max_output_bytes}, stdin of {len(stdin)} bytes:"
+                f" at most {most} of output and {wire.BODY_BYTES} of input"
             )
         head = {
             "do": "exec",
-            "argv": list(argv),
-            "environment": {**self._environment, **(environment or {})},
-            "workdir": workdir or self._spec.workdir,
-            "stdin": stdin is not None,
-            "timeout_s": timeout_s,
-            "max_output_bytes": max_output_bytes,
-            "alone": alone,
+            "argv": list(command.argv),
+            "environment": {**self._environment, **command.environment},
+            "workdir": command.workdir or self._spec.workdir,
+            "stdin": command.stdin is not None,
+            "timeout_s": command.timeout_s,
+            "max_output_bytes": command.max_output_bytes,
+            "exclusive": command.exclusive,
         }
         if len(wire.frame(head)) > wire.HEAD_BYTES:  # as a shell says it of what the kernel refuses
             return ExecResult(exit_code=126, stderr=b"argument list too long\n")
-        answer, body = await self._ask(head, stdin or b"", wait_s=timeout_s + self._grace_s)
+        answer, body = await self._ask(head, stdin, wait_s=command.timeout_s + self._grace_s)
         if "error" in answer:
             return self._not_started(answer)
         with self._understanding():
-            return result_of(answer, body, timeout_s)
+            return result_of(answer, body, command.timeout_s)
 
     def _not_started(self, answer: Head) -> ExecResult:
         """A command that got no process: the limits' doing is the model's code's own."""

@@ -10,7 +10,7 @@ from fake_sandboxes import FakeBackend
 
 from headway.config.sandbox import SandboxConfig
 from headway.orchestrator.actors.sandboxes import BREAKER, sandboxes_of
-from headway.records.sandbox import SandboxError, SandboxFailure, SandboxSpec, infrastructure_failure
+from headway.records.sandbox import Command, SandboxError, SandboxFailure, SandboxSpec, infrastructure_failure
 from headway.records.sandbox_statistics import EDGES_S, Latencies, Reaped
 from headway.runtime.clock import VirtualClock, run_virtual
 from headway.sandbox import faults, leftovers
@@ -46,7 +46,7 @@ def test_faults_look_like_those_of_the_infrastructure_and_are_counted():
             try:
                 async with asyncio.timeout(100):
                     box = await faulty.create(SPEC)
-                await box.exec(["true"], timeout_s=5.0)
+                await box.exec(Command(argv=["true"], timeout_s=5.0))
                 await box.write("f", b"")
                 ends.append("fine")
                 await box.terminate()
@@ -125,7 +125,7 @@ def test_a_runs_sandboxes_have_their_breaker_reaper_and_faults_and_all_end_with_
             for _ in range(40):
                 try:
                     async with asyncio.timeout(500), sandboxes.pool.lease(SPEC) as box:
-                        await box.exec(["true"])
+                        await box.exec(Command(argv=["true"]))
                 except SandboxError:
                     pass
             assert sandboxes.reaped().sandboxes == 3
@@ -139,7 +139,7 @@ def test_a_runs_sandboxes_have_their_breaker_reaper_and_faults_and_all_end_with_
             while not sandboxes.statistics().breaker_open:
                 with pytest.raises(SandboxError):
                     async with sandboxes.pool.lease(SPEC):
-                        await box.exec(["true"])
+                        await box.exec(Command(argv=["true"]))
             assert sandboxes.statistics().breaker_openings == 1
             backend._failures = []
             holding = asyncio.create_task(sandboxes.pool.lease(SPEC).__aenter__())

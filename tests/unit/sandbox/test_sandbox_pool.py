@@ -10,6 +10,7 @@ from fake_sandboxes import FakeBackend
 from headway.config.router import RouterConfig
 from headway.control.routing.breaker import Breaker
 from headway.records.sandbox import (
+    Command,
     ExecResult,
     SandboxError,
     SandboxSpec,
@@ -64,7 +65,7 @@ def test_960_that_ask_at_once_are_all_served():
 
         async def one() -> None:
             async with pool.lease(SPEC) as box:
-                await box.exec(["true"])
+                await box.exec(Command(argv=["true"]))
 
         await asyncio.gather(*(one() for _ in range(960)))
         assert (pool.statistics().started, pool.statistics().used) == (960, 0)
@@ -312,7 +313,7 @@ def test_closing_ends_all_and_fails_who_waits():
             try:
                 async with pool.lease(SPEC) as box:
                     await backend.clock.sleep(100.0)
-                    await box.exec(["true"])
+                    await box.exec(Command(argv=["true"]))
             except SandboxError as error:
                 ends.append(error.failure.what)
 
@@ -354,14 +355,14 @@ def test_commands_are_measured_and_their_failures_counted_by_cause():
         backend = FakeBackend(VirtualClock(), exec_s=0.5, answer=lambda argv: ANSWERS[argv[0]])
         pool = pool_of(backend)
         async with pool.lease(SPEC) as box:
-            assert (await box.exec(["works"])).ok
-            await box.exec(["loops"])
+            assert (await box.exec(Command(argv=["works"]))).ok
+            await box.exec(Command(argv=["loops"]))
             await box.pause()
             assert (pool.statistics().live, pool.statistics().paused) == (1, 1)
             await box.resume()
             await backend.sandboxes[box.id].terminate()
             with pytest.raises(SandboxError):
-                await box.exec(["works"])
+                await box.exec(Command(argv=["works"]))
         seen = pool.statistics()
         assert (seen.execs, seen.exec.count, seen.exec_failures) == (3, 2, {"model_code": 1, "environment": 1})
         assert (seen.exec.mean_s, seen.exec_overhead.mean_s) == (pytest.approx(0.5), pytest.approx(0.1))
@@ -377,15 +378,15 @@ def test_the_time_to_live_starts_again_before_a_command_that_might_run_into_its_
         backend = FakeBackend(VirtualClock(), start_s=500.0)
         pool = pool_of(backend, start_timeout_s=600.0)
         async with pool.lease(SPEC, ttl_s=400.0) as box:
-            await box.exec(["true"], timeout_s=10.0)
+            await box.exec(Command(argv=["true"], timeout_s=10.0))
             assert backend.renewals == [], "the start doesn't count"
             await backend.clock.sleep(150.0)
-            await box.exec(["true"], timeout_s=10.0)
+            await box.exec(Command(argv=["true"], timeout_s=10.0))
             assert backend.renewals == [], "250 s are left"
             await backend.clock.sleep(100.0)
-            await box.exec(["score"], timeout_s=10.0)
+            await box.exec(Command(argv=["score"], timeout_s=10.0))
             assert backend.renewals == [400.0]
-            await box.exec(["score"], timeout_s=1000.0)
+            await box.exec(Command(argv=["score"], timeout_s=1000.0))
             assert backend.renewals == [400.0, 1060.0]
 
     run_virtual(main())

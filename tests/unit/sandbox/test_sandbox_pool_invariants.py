@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headway.config.router import RouterConfig
 from headway.control.routing.breaker import Breaker
-from headway.records.sandbox import SandboxError, SandboxSpec, infrastructure_failure
+from headway.records.sandbox import Command, SandboxError, SandboxSpec, infrastructure_failure
 from headway.runtime.clock import VirtualClock, run_virtual
 from headway.sandbox.pool import PoolSettings, SandboxPool
 
@@ -53,7 +53,7 @@ def test_random_schedules(seed: int, live: int, starts: int, share: float, faili
             try:
                 async with pool.lease(SPEC, labels={"lease": str(lease)}) as box:
                     had.append(box.id)
-                    await box.exec(["true"])
+                    await box.exec(Command(argv=["true"]))
                     await clock.sleep(drawn.uniform(0, 5))
             except SandboxError:
                 pass

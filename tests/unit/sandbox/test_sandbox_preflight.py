@@ -242,7 +242,7 @@ def test_fewer_sandboxes_than_workers_are_refused(monkeypatch: pytest.MonkeyPatc
     assert error.key == "sandbox.live"
 
     async def starting() -> None:
-        async with open_multi_turn_host(used, cast(Any, None), VirtualClock(), lambda name, detail: None):
+        async with open_multi_turn_host(used, cast(Any, None), VirtualClock(), lambda name, detail, **data: None):
             raise AssertionError("it began")
 
     with pytest.raises(ConfigurationError, match=r"sandbox\.live = 3 with environment\.workers = 4"):

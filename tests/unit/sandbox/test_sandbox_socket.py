@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headway.records.sandbox import SandboxError, SandboxSpec
+from headway.records.sandbox import Command, SandboxError, SandboxSpec
 from headway.sandbox.guest import wire
 from headway.sandbox.leftovers import SandboxRecord
 from headway.sandbox.local import sandbox
@@ -77,7 +77,7 @@ async def request(reader: asyncio.StreamReader) -> dict[str, Any]:
 def test_whatever_it_says_the_owner_gets_an_error_and_the_sandbox_ends(said: bytes, asked: str):
     async def main():
         async with talking() as (box, zygote, reader, writer):
-            calling = asyncio.create_task(box.exec(["true"]) if asked == "exec" else box.list("/"))
+            calling = asyncio.create_task(box.exec(Command(argv=["true"])) if asked == "exec" else box.list("/"))
             await request(reader)
             writer.write(said)
             with pytest.raises(SandboxError) as raised:

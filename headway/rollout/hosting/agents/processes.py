@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import Any
 from headway.records.errors import ConfigurationError, WorkerDied
 from headway.rollout.hosting.agents.host import MARK, kill_marked
 from headway.runtime.scratch import ScratchFolder
+from headway.runtime.worker_slots import OnWorkerEvent, OutageReporter
 
 _HOST = "headway.rollout.hosting.agents.host"
 _START_S = 120.0  # the user's module is imported
@@ -59,11 +61,12 @@ class AgentProcesses:
         logs: Path | None = None,
         log_bytes: int = 1_000_000,
         grace_s: float = 2.0,
+        on_event: OnWorkerEvent = lambda name, detail, /, **data: None,
     ) -> None:
         """``function``: module:function that agents are, "" where they are commands. ``settings`` (JSON types): it
         makes the agent out of them. ``logs``: the folder of their output, of each the first ``log_bytes`` and a few of
         the last; None: one that goes with this object.
-        ``grace_s``: between SIGTERM and SIGKILL."""
+        ``grace_s``: between SIGTERM and SIGKILL. ``on_event`` receives deaths and restarts of the host."""
         self._function = function
         self._settings = () if settings is None else (json.dumps(settings),)
         self._grace_s = grace_s
@@ -79,12 +82,16 @@ class AgentProcesses:
         self._writer: asyncio.StreamWriter | None = None
         self._listening: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
+        self._reporter = OutageReporter("agents", on_event, time.monotonic)
+        self._stopping = False
         self._exits: dict[str, asyncio.Future[Exit]] = {}
 
     async def start(self) -> None:
         """Start the host. Raises ConfigurationError for a function that can't be imported."""
         async with self._starting:
             if self._writer is None:
+                if self._listening is not None:  # the death of the one before is reported first
+                    await asyncio.wait((self._listening,), timeout=_STOP_S)
                 await self._start_host()
 
     async def run(
@@ -123,6 +130,7 @@ class AgentProcesses:
 
     async def stop(self) -> None:
         """End the host, and all that it runs."""
+        self._stopping = True
         if self._writer is not None:
             self._writer.close()
         if self._listening is not None:
@@ -155,8 +163,10 @@ class AgentProcesses:
             host.kill()
             host.wait()
             raise
-        self._host, self._writer = host, writer
         self._listening = asyncio.create_task(self._listen(reader, host), name="agents")
+        if self._host is not None:
+            self._reporter.restarted()
+        self._host, self._writer = host, writer
 
     async def _ready(self, reader: asyncio.StreamReader) -> None:
         """Wait until the host is ready. Raises ConfigurationError saying why it never will be."""
@@ -182,10 +192,13 @@ class AgentProcesses:
             self._writer.close()
             self._writer = None
         code = await asyncio.to_thread(host.wait)
+        cause = f"the host of agents ended with {code}"
         for agent, waiting in self._exits.items():
             if not waiting.done():
                 kill_marked(agent)
-                waiting.set_exception(WorkerDied("agents", f"the host of agents ended with {code}"))
+                waiting.set_exception(WorkerDied("agents", cause))
+        if not self._stopping:
+            self._reporter.died(WorkerDied("agents", cause))
 
     async def _tell(self, request: Mapping[str, Any]) -> None:
         if self._writer is None:

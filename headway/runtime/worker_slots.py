@@ -1,0 +1,279 @@
+"""Worker slots: each holds one supervised worker, reports its death and starts a successor.
+
+A pool owns one ``WorkerSlot`` for each of its workers and keeps only what is its own: which worker gets a request, and
+what happens to the requests of a dead one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from headway.records.errors import FoundBy, HeadwayError, RemoteError, WorkerDied
+from headway.records.trace import WorkerState
+from headway.runtime.backoff import backoff_s
+from headway.runtime.clock import Clock
+from headway.runtime.workers import Launcher, Worker, WorkerSpec
+
+_FIRST_PAUSE_S = 0.5  # before a start that follows two failures in a row; doubled for each further one
+_LONGEST_PAUSE_S = 30.0
+
+
+class OnWorkerEvent(Protocol):
+    """Receives a pool's events: a name, a line of text, and of an outage the fields of ``WorkerOutage``."""
+
+    def __call__(self, name: str, detail: str, /, **data: Any) -> object: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerOutage:
+    """The time from a worker's death to its successor's first moment.
+
+    Reported when it begins ("died"), after each failed restart ("restart_failed") and when it ends: "restarted", or
+    "lost" where the pool gave up.
+    """
+
+    worker: str
+    cause: str  # of the death
+    found_by: FoundBy  # of the death
+    down_s: float  # so far, from the last sign of life
+    restarts: int  # successful ones of this slot so far
+
+
+class OutageReporter:
+    """Reports the outages of one worker and its successors as events: "NAME_died", "NAME_restart_failed",
+    "NAME_restarted" and "NAME_lost", where NAME is the worker's without its number."""
+
+    def __init__(self, worker: str, on_event: OnWorkerEvent, now: Callable[[], float]) -> None:
+        self.restarts = 0
+        self._worker = worker
+        self._on_event = on_event
+        self._now = now
+        self._death: WorkerDied | None = None  # the last one
+        self._down_since_s = 0.0
+
+    @property
+    def outage(self) -> WorkerOutage | None:
+        """The last outage, as of now; None before the first."""
+        if (death := self._death) is None:
+            return None
+        down_s = round(self._now() - self._down_since_s, 3)
+        return WorkerOutage(
+            worker=self._worker, cause=death.cause, found_by=death.found_by, down_s=down_s, restarts=self.restarts
+        )
+
+    def died(self, death: WorkerDied) -> None:
+        self._death, self._down_since_s = death, self._now() - death.silent_s
+        self.report("died", f"{self._worker}: {death.cause}")
+
+    def restarted(self) -> None:
+        self.restarts += 1
+        self.report("restarted", f"{self._worker}: after {self._now() - self._down_since_s:.1f} s")
+
+    def report(self, stage: str, detail: str) -> None:
+        data = {"worker": self._worker} if self.outage is None else dataclasses.asdict(self.outage)
+        self._on_event(f"{self._worker.rstrip('-0123456789')}_{stage}", detail, **data)
+
+
+class WorkerSlot:
+    """One supervised worker and its successors.
+
+    Lifecycle: *empty* -> *live* -> *down*, when the worker dies -> *live* again after ``restart``, or *lost*, when its
+    pool gives up. Its pool decides when to restart: at once, or when there is work. The pause before a start grows
+    with the failures in a row (deaths and failed starts): none after one, then 0.5 s, doubled up to 30 s. ``forgive``
+    forgets them, and so does ``forgiven_after_s`` of service.
+
+    Example: the worker dies: "NAME_died", 1 failure. ``restart`` fails at once: "NAME_restart_failed", 2 failures.
+    ``restart`` waits 0.5 s and takes 2 s to start one: "NAME_restarted", ``down_s`` = 2.5.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        launcher: Launcher,
+        clock: Clock,
+        on_event: OnWorkerEvent = lambda name, detail, /, **data: None,
+        *,
+        limit: int | None = None,
+        prepare: Callable[[Worker], Awaitable[None]] | None = None,
+        restart_arguments: Mapping[str, Any] | None = None,
+        forgiven_after_s: float = math.inf,
+    ) -> None:
+        """``limit``: failures in a row beyond which the slot is ``exhausted``. ``prepare(worker)`` makes a started
+        worker ready; what it raises counts as a failed start. ``restart_arguments``: a successor gets them besides."""
+        self.spec = spec
+        self.worker: Worker | None = None  # the last one, dead or alive; None after a failed start
+        self.fault: Exception | None = None  # of the last death or failed start
+        self.lost: WorkerDied | None = None
+        self._launcher = launcher
+        self._clock = clock
+        self._reporter = OutageReporter(spec.name, on_event, clock.now)
+        self._limit = limit
+        self._prepare = prepare
+        self._restart_arguments = dict(restart_arguments or {})
+        self._forgiven_after_s = forgiven_after_s
+        self._failures: deque[float] = deque()  # in a row: served_s at each
+        self._served_s = 0.0  # by all predecessors together
+        self._watching: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[Worker | None] | None = None
+        self._stopping = False
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def live(self) -> Worker | None:
+        """The worker, while it is alive."""
+        return self.worker if self.worker is not None and self.worker.alive else None
+
+    @property
+    def failures(self) -> int:
+        """Deaths and failed starts in a row, without those forgiven."""
+        return len(self._failures)
+
+    @property
+    def exhausted(self) -> bool:
+        return self._limit is not None and self.failures > self._limit
+
+    @property
+    def state(self) -> WorkerState:
+        return WorkerState(name=self.name, up=self.live is not None, restarts=self.restarts)
+
+    @property
+    def restarts(self) -> int:
+        return self._reporter.restarts
+
+    @property
+    def outage(self) -> WorkerOutage | None:
+        """The last outage, as of now; None before the first."""
+        return self._reporter.outage
+
+    def forgive(self) -> None:
+        """Forget the failures so far: the worker is given work. Should it die of that, it isn't the worker's fault."""
+        self._failures.clear()
+
+    async def start(self) -> Worker:
+        """Start the first worker. Raises what the launcher or ``prepare`` raises, with nothing left running."""
+        return await self._start(self.spec)
+
+    @property
+    def restarting(self) -> bool:
+        return self._restarting is not None and not self._restarting.done()
+
+    def begin_restart(self) -> asyncio.Task[Worker | None]:
+        """The restart that is under way, begun now if there is none."""
+        if self._restarting is None or self._restarting.done():
+            self._restarting = asyncio.create_task(self._restart(), name=f"{self.name}-restart")
+        return self._restarting
+
+    async def restart(self, timeout_s: float | None = None) -> Worker | None:
+        """Wait for a successor (or for the first worker, where there was none), its pause included. None: the start
+        failed, which ``fault`` explains, or takes longer than ``timeout_s`` and goes on, or the slot is stopped."""
+        restarting = self.begin_restart()
+        await asyncio.wait((restarting,), timeout=timeout_s)
+        return restarting.result() if restarting.done() and not restarting.cancelled() else None
+
+    async def dead(self) -> None:
+        """Wait until the worker's death is reported. Raises what the event callback raises."""
+        if self._watching is not None:
+            await asyncio.shield(self._watching)
+
+    def lose(self, cause: str) -> WorkerDied:
+        """Give the slot up, which is reported once. Returns the error for those who need the worker."""
+        if self.lost is None:
+            self.lost = WorkerDied(self.name, cause)
+            self._reporter.report("lost", str(self.lost))
+        return self.lost
+
+    def kill(self, reason: str = "") -> None:
+        """End the worker at once, for good: its death is no failure and isn't reported."""
+        self._stopping = True
+        if self.worker is not None:
+            self.worker.kill(reason)
+
+    async def stop(self, grace_s: float) -> None:
+        """End the worker, or the start that is under way, for good; kill it after ``grace_s``."""
+        self._stopping = True
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.wait((self._restarting,))
+        if self.worker is not None:
+            await self.worker.stop(grace_s)
+        if self._watching is not None:
+            await asyncio.gather(self._watching, return_exceptions=True)
+
+    async def _start(self, spec: WorkerSpec) -> Worker:
+        try:
+            self.worker = worker = await self._launcher.start(spec)
+            if self._prepare is not None:
+                await self._prepare(worker)
+        except BaseException:
+            if (failed := self.worker) is not None:
+                self.worker = None
+                failed.kill()
+                await failed.died
+            raise
+        self._watching = asyncio.create_task(self._watch(worker), name=f"{self.name}-watch")
+        return worker
+
+    async def _watch(self, worker: Worker) -> None:
+        """Waits for the worker's death, counts and reports it."""
+        since_s = self._clock.now()
+        death = await worker.died
+        self._served_s += self._clock.now() - since_s
+        if not self._stopping:
+            self._fail(death)
+            self._reporter.died(death)
+
+    async def _restart(self) -> Worker | None:
+        await self.dead()
+        if (pause_s := backoff_s(self.failures - 1, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)) > 0:
+            await self._clock.sleep(pause_s)
+        first = self._watching is None
+        extra = {} if first else self._restart_arguments
+        try:
+            worker = await self._start(dataclasses.replace(self.spec, arguments=self.spec.arguments | extra))
+        except Exception as error:  # the capture point of restarts: whoever asked finds it in `fault`
+            self._fail(error)
+            self._reporter.report("restart_failed", f"{self.name}: {error}")
+            return None
+        if not first:
+            self._reporter.restarted()
+        return worker
+
+    def _fail(self, fault: Exception) -> None:
+        self.fault = fault
+        self._failures.append(self._served_s)
+        while self._failures[0] < self._served_s - self._forgiven_after_s:
+            self._failures.popleft()
+
+
+async def start_all(slots: Sequence[WorkerSlot]) -> list[Worker]:
+    """Start the first worker of each, at once. When all starts have ended, raises what the first failing one raised:
+    the worker's own typed error, where it is one of ours."""
+    started = await asyncio.gather(*(slot.start() for slot in slots), return_exceptions=True)
+    for error in started:
+        if isinstance(error, BaseException):
+            raise own_cause(error)
+    return [worker for worker in started if not isinstance(worker, BaseException)]
+
+
+async def stop_all(slots: Sequence[WorkerSlot], grace_s: float) -> None:
+    """Stop all at once."""
+    await asyncio.gather(*(slot.stop(grace_s) for slot in slots))
+
+
+def live_pids(slots: Sequence[WorkerSlot]) -> list[int]:
+    """Process ids of the live workers, in order."""
+    return [slot.live.pid for slot in slots if slot.live is not None]
+
+
+def own_cause(error: BaseException) -> BaseException:
+    """The typed error that a worker raised, where it is one of ours; ``error`` otherwise."""
+    own = isinstance(error, RemoteError) and isinstance(error.__cause__, HeadwayError)
+    return error.__cause__ if own and error.__cause__ is not None else error
