@@ -23,9 +23,9 @@ from headway.control.drift import RECENT, environment_share, find_drift
 from headway.control.forecast import RANK_ERROR, WORTH_IT, RunShape, binding_constraint, token_s_with
 from headway.control.ledger_model import LedgerModel, as_recorded, estimate, usable
 from headway.control.queue_model import QueueModel, needed_budget, simulate_or_still
+from headway.records.check_report import Change, Constraint, QueueOutcome
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
-from headway.records.planning import Change, Constraint, QueueOutcome
 
 LEAST_STEPS = 8  # usable records, those in which the queue was filling not counted
 _MOST_STEPS = 60

@@ -15,7 +15,7 @@ from headway.generator.counters import accumulated
 from headway.generator.health import Health
 from headway.generator.limiter import Limiter
 from headway.generator.replica import Replica, activity_of, call_replica, own_cause, raise_but_deaths
-from headway.generator.router import EventCallback, Router
+from headway.generator.router import Router
 from headway.records.clients import Watch
 from headway.records.errors import (
     ConfigurationError,
@@ -35,7 +35,7 @@ from headway.records.generation import (
 )
 from headway.records.trace import Span, WorkerState
 from headway.runtime.clock import Clock
-from headway.runtime.workers import Launcher
+from headway.runtime.workers import EventCallback, Launcher, death_fields
 
 _BACKOFF_S = 0.5  # before the first restart is repeated; doubled each time
 _LONGEST_BACKOFF_S = 30.0
@@ -71,7 +71,7 @@ class GeneratorPool:
         self._launcher = launcher
         self._experiment = experiment
         self._clock = clock
-        self._on_event = on_event or (lambda name, detail, /: None)
+        self._on_event = on_event or (lambda name, detail, /, **fields: None)
         self._log_directory = log_directory
         self._restart_limit = restart_limit
         self._replicas = [
@@ -312,10 +312,11 @@ class GeneratorPool:
             death = await worker.died
             if self._stopping:
                 return
+            moved = len(replica.calls)
             self._bury(replica)
             if replica.leaving:
                 return
-            self._on_event("generator_died", f"{replica.name}: {death.cause}")
+            self._on_event("generator_died", f"{replica.name}: {death.cause}", **death_fields(death, moved))
             self._router.tell()
             await self._revive(replica, death)
 
@@ -353,7 +354,7 @@ class GeneratorPool:
 
     async def _revive(self, replica: Replica, death: HeadwayError) -> None:
         """Restart until it lives with the newest weights, or give it up."""
-        cause = death
+        cause, died_s = death, self._clock.now()
         while True:
             replica.deaths.append(replica.served_s)
             while replica.deaths[0] < replica.served_s - _FORGIVEN_AFTER_S:
@@ -381,7 +382,9 @@ class GeneratorPool:
             await self._tell_lent(replica)
             self._router.renewed(replica)
             self._settle()
-            self._on_event("generator_restarted", f"{replica.name}: version {replica.version}")
+            lost_s = self._clock.now() - died_s
+            detail = f"{replica.name}: version {replica.version}"
+            self._on_event("generator_restarted", detail, worker=replica.name, lost_s=lost_s)
             return
 
     async def _launch(self, replica: Replica, *, restarted: bool = False) -> None:

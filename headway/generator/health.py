@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from headway.config.router import Router as Settings
 from headway.generator.replica import Replica
-from headway.generator.router import EventCallback, Router
+from headway.generator.router import Router
 from headway.records.errors import RemoteError, WorkerDied
 from headway.runtime.clock import Clock
+from headway.runtime.workers import EventCallback
 
 
 class Health:

@@ -11,9 +11,9 @@ from typing import NoReturn
 
 from headway.config.router import Router as Settings
 from headway.control.rate_limit import RateLimit, Refused
-from headway.generator.router import EventCallback
 from headway.records.errors import Overloaded
 from headway.runtime.clock import Clock
+from headway.runtime.workers import EventCallback
 
 _QUIET_S = 60.0  # refusals are told of once in this time
 _ROUNDING_S = 1e-6  # a timer may come this much too early

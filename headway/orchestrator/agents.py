@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -11,13 +11,14 @@ from headway.generator.sessions import Sessions
 from headway.rollout.agent import Agents
 from headway.rollout.agent_process import AgentProcesses
 from headway.rollout.verifiers_environment import PLAYER
+from headway.runtime.workers import EventCallback
 from headway.tokens.continuing import Chat
 from headway.tokens.tokenizer import Tokenizer
 
 
 @asynccontextmanager
 async def agents_of(
-    experiment: Experiment, on_event: Callable[[str, str], object], logs: Path | None = None
+    experiment: Experiment, on_event: EventCallback, logs: Path | None = None
 ) -> AsyncIterator[Agents | None]:
     """The server and the host, up inside the block; None where ``environment.name`` asks for no agents. ``logs``: the
     folder of what agents print. Raises ConfigurationError: an address that isn't free, a function that can't be
@@ -41,7 +42,12 @@ async def agents_of(
         if environment.name == "verifiers":
             function, settings = PLAYER, environment.verifiers
         processes = AgentProcesses(
-            function, settings, logs=logs, log_bytes=environment.log_bytes, grace_s=environment.stop_grace_s
+            function,
+            settings,
+            logs=logs,
+            log_bytes=environment.log_bytes,
+            grace_s=environment.stop_grace_s,
+            on_event=on_event,
         )
         try:
             await processes.start()

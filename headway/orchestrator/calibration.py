@@ -21,9 +21,9 @@ from headway.orchestrator.load import Load
 from headway.orchestrator.memory import peak_resident_bytes
 from headway.orchestrator.step_timing import StepTimes, time_steps
 from headway.orchestrator.task_sets import named_verifiers
+from headway.records.check_report import Calibration
 from headway.records.errors import HeadwayError, Interrupted, NoProgress, WorkerDied
 from headway.records.generation import EngineStatistics, GenerationRequest, SamplingParameters
-from headway.records.planning import Calibration
 from headway.records.task import Task
 from headway.rollout.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
@@ -158,7 +158,7 @@ class _Calibrating:
             await asyncio.gather(measuring, return_exceptions=True)
             self._dead.cancel()
 
-    def _on_event(self, name: str, detail: str, /) -> None:
+    def _on_event(self, name: str, detail: str, /, **_: object) -> None:
         """A replica that dies would be restarted by its pool; here it ends the calibration."""
         if name in ("generator_died", "generator_lost") and not self._dead.done():
             worker, _, cause = detail.partition(": ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from headway.config.schema import Experiment
@@ -14,7 +14,7 @@ from headway.rollout.episodes import Environments
 from headway.rollout.makers import Players
 from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
-from headway.runtime.workers import Launcher
+from headway.runtime.workers import EventCallback, Launcher
 from headway.tokens.continuing import Chat
 from headway.tokens.tokenizer import Tokenizer
 
@@ -26,7 +26,7 @@ async def players_of(
     experiment: Experiment,
     launcher: Launcher,
     clock: Clock,
-    on_event: Callable[[str, str], object],
+    on_event: EventCallback,
     directory: RunDirectory | None = None,
 ) -> AsyncIterator[Players]:
     """Up inside the block; None where ``environment.name`` asks for single turns. ``directory``: the run's, for what

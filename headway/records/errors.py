@@ -42,10 +42,12 @@ class WorkerDied(HeadwayError):
 
     exit_code = 3
 
-    def __init__(self, worker: str, cause: str) -> None:
+    def __init__(self, worker: str, cause: str, found_by: str = "exit status") -> None:
+        """``found_by``: exit status, heartbeat, connection, or the owner who killed it."""
         super().__init__(f"worker {worker} died: {cause}")
         self.worker = worker
         self.cause = cause
+        self.found_by = found_by
 
 
 class RemoteError(HeadwayError):

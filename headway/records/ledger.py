@@ -226,6 +226,12 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag="event", tag_fi
     step: int = 0
     time_s: float = 0.0
     data: dict[str, float | int | str] = {}
+    # of a death, a stall, a restart or a replay
+    worker: str = ""  # whose it is; "": the event is of no worker
+    cause: str = ""  # exit code or signal, with the last output
+    found_by: str = ""  # exit status, heartbeat, connection, or its owner
+    lost_s: float = 0.0  # seconds that the worker was of no use
+    lost_samples: int = 0  # rollouts to be moved, generated or scored again; samples trained again
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):

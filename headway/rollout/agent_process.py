@@ -21,6 +21,7 @@ from typing import Any
 from headway.records.errors import ConfigurationError, WorkerDied
 from headway.rollout.agent_host import MARK, kill_marked
 from headway.runtime.scratch import ScratchFolder
+from headway.runtime.workers import EventCallback, death_fields
 
 _HOST = "headway.rollout.agent_host"
 _START_S = 120.0  # the user's module is imported
@@ -59,11 +60,13 @@ class AgentProcesses:
         logs: Path | None = None,
         log_bytes: int = 1_000_000,
         grace_s: float = 2.0,
+        on_event: EventCallback = lambda name, detail, /, **fields: None,
     ) -> None:
         """``function``: module:function that agents are, "" where they are commands. ``settings`` (JSON types): it
         makes the agent out of them. ``logs``: the folder of their output, of each the first ``log_bytes`` and a few of
         the last; None: one that goes with this object.
-        ``grace_s``: between SIGTERM and SIGKILL."""
+        ``grace_s``: between SIGTERM and SIGKILL. ``on_event`` is told of the host's death."""
+        self._on_event = on_event
         self._function = function
         self._settings = () if settings is None else (json.dumps(settings),)
         self._grace_s = grace_s
@@ -155,6 +158,8 @@ class AgentProcesses:
             host.kill()
             host.wait()
             raise
+        if self._host is not None:
+            self._on_event("agents_restarted", "the host of agents", worker="agents")
         self._host, self._writer = host, writer
         self._listening = asyncio.create_task(self._listen(reader, host), name="agents")
 
@@ -178,14 +183,18 @@ class AgentProcesses:
                 waiting = self._exits.get(told.pop("id"))
                 if waiting is not None and not waiting.done():
                     waiting.set_result(Exit(code=told["exit"], signal=told["signal"], error=told.get("error", "")))
+        died = self._writer is not None and not self._writer.is_closing()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
         code = await asyncio.to_thread(host.wait)
+        death = WorkerDied("agents", f"the host of agents ended with {code}", "connection")
+        if died:
+            self._on_event("agents_died", str(death), **death_fields(death, len(self._exits)))
         for agent, waiting in self._exits.items():
             if not waiting.done():
                 kill_marked(agent)
-                waiting.set_exception(WorkerDied("agents", f"the host of agents ended with {code}"))
+                waiting.set_exception(WorkerDied("agents", death.cause))
 
     async def _tell(self, request: Mapping[str, Any]) -> None:
         if self._writer is None:

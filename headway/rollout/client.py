@@ -18,7 +18,7 @@ from headway.rollout.verdicts import failed_verdict
 from headway.runtime.channel import Channel, ChannelClosed, ChannelStatistics
 from headway.runtime.clock import Clock
 from headway.runtime.devices import every_core
-from headway.runtime.workers import Launcher, Worker, WorkerSpec
+from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec, death_fields
 
 _FACTORY = "headway.rollout.service:VerifierService"
 _BACKSTOP_GRACE_S = 5.0  # the worker's own watchdog comes first; the parent's limit is for a worker that is stuck
@@ -70,9 +70,11 @@ class VerifierPool:
         retries: int = 2,
         queue_groups: int | None = None,
         observe: Callable[[Span], None] | None = None,
+        on_event: EventCallback = lambda name, detail, /, **fields: None,
     ) -> None:
-        """``observe`` is told of every call of a worker."""
+        """``observe`` is told of every call of a worker, ``on_event`` of its death and its restart."""
         self._observe = observe
+        self._on_event = on_event
         self._launcher = launcher
         self._verifier = verifier
         self._named = dict(named or {})
@@ -85,6 +87,8 @@ class VerifierPool:
         self._seats: list[asyncio.Task[None]] = []
         self._open: set[asyncio.Future[list[Verdict]]] = set()
         self._restarts = [0] * verifier.workers  # by seat
+        self._scoring = [0] * verifier.workers  # responses, by seat
+        self._died_s = [0.0] * verifier.workers  # clock at the last death, by seat
 
     async def start(self) -> None:
         """Start all workers. Raises ConfigurationError when the verifier can't be imported or refuses a parameter."""
@@ -204,6 +208,7 @@ class VerifierPool:
         worker = await self._worker(seat)
         started = self._clock.now()
         backstop_s = 1.1 * self._timeout_s(task) * len(responses) + _BACKSTOP_GRACE_S
+        self._scoring[seat] = len(responses)
         try:
             async with asyncio.timeout(backstop_s):
                 verdicts = await worker.call("score", task, responses)
@@ -214,7 +219,7 @@ class VerifierPool:
             return verdicts
         except TimeoutError:
             elapsed_s = self._clock.now() - started
-            worker.kill()
+            worker.kill(f"no answer after {elapsed_s:.1f} s")
             await worker.died
             raise _Died(f"no answer after {elapsed_s:.1f} s", True, elapsed_s) from None
         except WorkerDied as error:
@@ -224,6 +229,8 @@ class VerifierPool:
         except asyncio.CancelledError:
             worker.kill()  # the pool is being stopped in mid-job: don't wait for the job
             raise
+        finally:
+            self._scoring[seat] = 0
 
     def _timeout_s(self, task: Task) -> float:
         return self._named.get(task.verifier, self._verifier).timeout_s
@@ -245,6 +252,8 @@ class VerifierPool:
                 await self._clock.sleep(_START_RETRY_S)
             else:
                 self._restarts[seat] += 1
+                lost_s = self._clock.now() - self._died_s[seat]
+                self._on_event("verifier_restarted", worker.name, worker=worker.name, lost_s=lost_s)
                 return worker
 
     async def _launch(self, seat: int) -> Worker:
@@ -262,7 +271,15 @@ class VerifierPool:
         )
         worker = await self._launcher.start(spec)
         self._workers[seat] = worker
+        worker.died.add_done_callback(lambda _: self._report_death(seat, worker))
         return worker
+
+    def _report_death(self, seat: int, worker: Worker) -> None:
+        """Report the worker's death, unless the pool has stopped it."""
+        if self._workers[seat] is worker and not self._jobs.closed:
+            death, self._died_s[seat] = worker.died.result(), self._clock.now()
+            detail = f"{worker.name}: {death.cause}"
+            self._on_event("verifier_died", detail, **death_fields(death, self._scoring[seat]))
 
 
 def _lost(verdict: Verdict) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from headway.records.trace import WorkerState
 from headway.runtime.channel import ChannelClosed
 from headway.runtime.clock import Clock
 from headway.runtime.devices import every_core
-from headway.runtime.workers import Launcher, Worker, WorkerSpec
+from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec, death_fields
 
 _FACTORY = "headway.rollout.environment_service:EnvironmentService"
 _STOP_GRACE_S = 25.0  # sandboxes end in that time
@@ -39,8 +39,12 @@ class EnvironmentDied(HeadwayError):
 class _Seat:
     """One worker: its requests, and what became of them."""
 
-    def __init__(self, name: str, sandbox: Sandbox) -> None:
+    def __init__(self, name: str, sandbox: Sandbox, clock: Clock, on_event: EventCallback) -> None:
         self.name = name
+        self._clock = clock
+        self._on_event = on_event
+        self._died_s: float | None = None  # of the last worker, unless the pool has stopped it
+        self.stopped = False
         self.sandbox = sandbox  # its share of them
         self.worker: Worker | None = None
         self.episodes = 0
@@ -80,6 +84,9 @@ class _Seat:
         self._seen = SandboxStatistics()  # the new one counts from zero
         self.worker = worker
         self.restarts += 1
+        if self._died_s is not None:
+            lost_s = self._clock.now() - self._died_s
+            self._on_event("environment_restarted", self.name, worker=self.name, lost_s=lost_s)
         self._reader = asyncio.create_task(self._read(worker), name=f"{self.name}-events")
 
     async def ask(self, worker: Worker, method: str, *arguments: Any) -> Any:
@@ -131,9 +138,14 @@ class _Seat:
                 else:
                     answer.set_exception(RuntimeError(value))
         except ChannelClosed:
+            death = worker.died.result()
+            if not self.stopped:
+                self._died_s = self._clock.now()
+                detail = f"{self.name}: {death.cause}"
+                self._on_event("environment_died", detail, **death_fields(death, self.episodes))
             for answer in self._waiting.values():
                 if not answer.done():
-                    answer.set_exception(EnvironmentDied(f"{self.name} died: {worker.died.result().cause}"))
+                    answer.set_exception(EnvironmentDied(f"{self.name} died: {death.cause}"))
 
 
 class Seated:
@@ -210,10 +222,10 @@ class EnvironmentPool:
         seed: int = 0,
         device: str | None = None,
         log_folder: Path | None = None,
-        on_event: Callable[[str, str], object] = lambda name, detail: None,
+        on_event: EventCallback = lambda name, detail, /, **fields: None,
     ) -> None:
         """``sandboxes``: what makes a worker's pool of them, ``module:function``; ``snapshots``: the folder of parked
-        ones. ``on_event(name, detail)`` is told of workers that can't be started again."""
+        ones. ``on_event`` is told of workers that die, are restarted, or can't be started again."""
         self._launcher = launcher
         self._environment = environment
         self._clock = clock
@@ -225,7 +237,7 @@ class EnvironmentPool:
         self._log_folder = log_folder
         self._on_event = on_event
         shares = enumerate(_shares(sandbox, environment.workers))
-        self._seats = [_Seat(f"environment-{index}", share) for index, share in shares]
+        self._seats = [_Seat(f"environment-{index}", share, clock, on_event) for index, share in shares]
         self._places = asyncio.Semaphore(environment.concurrency) if environment.concurrency else None
         self._next_start_s = 0.0
         self._stopped = False
@@ -260,6 +272,8 @@ class EnvironmentPool:
     async def stop(self) -> None:
         """End all workers, the rollouts in them and their sandboxes."""
         self._stopped = True
+        for seat in self._seats:
+            seat.stopped = True
         if starting := [seat.starting for seat in self._seats if seat.starting is not None]:
             for start in starting:
                 start.cancel()

@@ -255,7 +255,7 @@ def test_check_report_and_ledger_never_load_torch() -> None:
     code = (
         "import sys, headway.orchestrator.preview, headway.report.page, headway.report.live\n"
         "import headway.report.tables\n"
-        "import headway.report.show, headway.report.plan, headway.report.preview, headway.report.progress\n"
+        "import headway.report.show, headway.report.dry_run, headway.report.preview, headway.report.progress\n"
         "import headway.report.trace, headway.runtime.prometheus, headway.runtime.tracker_tensorboard as tracker\n"
         "import headway.runtime.tracker_wandb, headway.runtime.tracker_mlflow\n"
         "tracker._tensorboardx()\n"

@@ -21,7 +21,7 @@ from headway.control.forecast import (
     queue_model,
 )
 from headway.control.lengths import LengthDistribution
-from headway.records.planning import Forecast
+from headway.records.check_report import Forecast
 
 rates = st.floats(0.01, 1e6)
 

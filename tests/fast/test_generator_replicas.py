@@ -122,7 +122,7 @@ def make_pool(clock: Clock, launcher: ScriptedLauncher, replicas: int = 2, **opt
     )
     events: list[str] = []
 
-    def note(name: str, detail: str) -> None:
+    def note(name: str, detail: str, **_: object) -> None:
         if name.startswith("generator"):  # those of the router: test_generator_router.py
             events.append(name)
 
@@ -283,7 +283,7 @@ def test_a_replica_whose_keeper_fails_is_lost_and_holds_nothing(failing):
     """Whatever goes wrong in keeping one, its requests end: here or elsewhere."""
 
     async def main(clock: Clock):
-        def on_event(name: str, detail: str) -> None:
+        def on_event(name: str, detail: str, **_: object) -> None:
             if failing == "event":
                 raise StorageFailed("the disk is full")
 
@@ -317,7 +317,7 @@ def test_a_replica_that_answers_nothing_is_killed_and_replaced():
     async def main(clock: Clock):
         details: list[str] = []
         pool, _ = make_pool(clock, launcher := ScriptedLauncher(), replicas=1)
-        pool._on_event = lambda name, detail: details.append(detail)
+        pool._on_event = lambda name, detail, **_: details.append(detail)
         await pool.start()
         launcher.started[0].update_s = 1e6
         assert await pool.update_weights(published(3)) == []

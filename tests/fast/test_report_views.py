@@ -15,8 +15,8 @@ from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import Distribution, EventRecord, StepRecord
+from headway.report.dry_run import dry_run_rows
 from headway.report.live import LiveState, LiveView, bar, live_view, screen, sparkline
-from headway.report.plan import plan_rows
 from headway.report.progress import SftProgress
 from headway.report.show import Selection, read_samples, select, show_samples, visible
 from headway.report.tables import print_evaluation, print_mapping, print_summary
@@ -272,16 +272,16 @@ def test_evaluation_and_mapping() -> None:
 
 
 def test_plan_names_the_numbers_that_matter() -> None:
-    rows = dict(plan_rows(experiment(groups_per_step=16, budget=3)))
+    rows = dict(dry_run_rows(experiment(groups_per_step=16, budget=3)))
     assert "16 groups × 8 rollouts = 128 samples a step" in rows["batch"]
     assert "at most 64 groups open" in rows["queue"]
-    assert "synchronous" in dict(plan_rows(experiment(budget=0)))["queue"]
+    assert "synchronous" in dict(dry_run_rows(experiment(budget=0)))["queue"]
 
 
 def test_plan_says_what_a_preset_came_to() -> None:
     def objective(**algorithm: object) -> str:
         raw = experiment().model_dump(exclude_unset=True) | {"algorithm": algorithm}
-        return dict(plan_rows(validate_experiment(raw, "test")))["objective"]
+        return dict(dry_run_rows(validate_experiment(raw, "test")))["objective"]
 
     assert objective() == (
         "decoupled_ppo, advantage group_mean_std, clip 0.8 to 1.28, weights at most 2, token_mean, "

@@ -240,7 +240,7 @@ def test_fewer_sandboxes_than_workers_are_refused(monkeypatch: pytest.MonkeyPatc
     assert error.key == "sandbox.live"
 
     async def starting() -> None:
-        async with players_of(used, cast(Any, None), VirtualClock(), lambda name, detail: None):
+        async with players_of(used, cast(Any, None), VirtualClock(), lambda name, detail, **_: None):
             raise AssertionError("it began")
 
     with pytest.raises(ConfigurationError, match=r"sandbox\.live = 3 with environment\.workers = 4"):

@@ -141,7 +141,7 @@ def rollouts_of(folder: Path, scratch: Path, prompt: str, members: int, **model:
         pool = GeneratorPool(LocalLauncher(clock), experiment, clock)
         await pool.start()
         try:
-            async with agents_of(experiment, lambda name, detail: None, scratch / "logs") as agents:
+            async with agents_of(experiment, lambda name, detail, **_: None, scratch / "logs") as agents:
                 rollouts = make_rollouts(experiment, pool.generate, tokenizer, clock, agents, requests=pool)
                 return list(await asyncio.gather(*(rollouts.generate_member(group, m) for m in range(members))))
         finally:

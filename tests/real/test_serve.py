@@ -205,7 +205,7 @@ def test_an_agents_rollouts_are_those_of_the_model(inputs: Path, agent: str, tmp
         pool = GeneratorPool(LocalLauncher(clock), experiment, clock)
         await pool.start()
         try:
-            async with agents_of(experiment, lambda name, detail: None, tmp_path) as agents:
+            async with agents_of(experiment, lambda name, detail, **_: None, tmp_path) as agents:
                 rollouts = make_rollouts(experiment, pool.generate, tokenizer, clock, agents, requests=pool)
                 return list(await asyncio.gather(*(rollouts.generate_member(group, m) for m in range(2))))
         finally:

@@ -70,7 +70,7 @@ def played(inputs: Path, made: list[Task], scratch: Path) -> list[Rollout]:
         pool = GeneratorPool(LocalLauncher(clock), experiment, clock)
         await pool.start()
         try:
-            async with agents_of(experiment, lambda name, detail: None, scratch / "logs") as agents:
+            async with agents_of(experiment, lambda name, detail, **_: None, scratch / "logs") as agents:
                 rollouts = make_rollouts(experiment, pool.generate, tokenizer, clock, agents, requests=pool)
                 groups = [
                     Group(index=i, task=task, prompt_ids=(5,), size=1, admitted_version=0, admitted_s=0.0)
