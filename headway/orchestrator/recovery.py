@@ -77,14 +77,17 @@ async def restore_trainer(run: RunContext, until: int) -> tuple[int, int]:
 
 def restore_records(run: RunContext, recorded: int) -> None:
     """Record the steps from ``recorded`` on, the first whose line the ledger lacks: a kill came between a step's commit
-    and its line. Those whose payloads are released meanwhile stay unrecorded."""
+    and its line, or the ledger was cut or removed. Those whose payloads are released meanwhile stay unrecorded."""
     lost = 0
+    if (gone := min(run.buffer.released_version, run.buffer.completed_steps) - recorded) > 0:
+        what = f"ledger.jsonl lacks the steps from {recorded} on (was it removed, or cut?): the books go on from the "
+        run.event("ledger_incomplete", f"{what}buffer; times and rates of {gone} steps are lost", steps=gone)
     for logged in run.buffer.batches_since(max(recorded, run.buffer.released_version)):
         if logged.outcome == "trained":
             run.record(run.meter.lost_step(logged.step, logged.groups, run.time_s()))
             lost += 1
     if lost:
-        run.event("records_restored", f"of {lost} steps that were completed when the run was killed", steps=lost)
+        run.event("records_restored", f"of {lost} completed steps whose own lines the ledger lacks", steps=lost)
 
 
 def reopen_groups(run: RunContext) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import msgspec
@@ -194,6 +195,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     flow: Flow = Flow()  # all 0: a step whose own record was lost in a kill, or of an older release
     metrics: dict[str, float] = {}  # from the trainer: loss, entropy, grad_norm, clip_fraction, ratio_p01/p50/p99, ...
 
+    @property
+    def measured_solve_rate(self) -> float:
+        """``solve_rate``; NaN when no group finished that it could be measured on."""
+        return self.solve_rate if self.solve_rate or any(self.solve_rate_histogram) else math.nan
+
 
 class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", tag_field="kind"):
     """One evaluation, outside N (it takes no credit)."""
@@ -239,6 +245,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     finished: bool = False
     steps: int = 0
+    untimed_steps: int = 0  # of these, whose own records were lost: no time or rate below has them
     samples_trained: int = 0
     duration_s: float = 0.0
     solve_rate_before: float | None = None

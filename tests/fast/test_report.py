@@ -148,9 +148,9 @@ def test_an_evaluation_whose_every_attempt_failed_measured_nothing() -> None:
     assert judge_learning([lines[0], lines[1], lines[4]])[0] == "unknown"
     summary = summarise(lines)
     assert (summary.solve_rate_before, summary.solve_rate_after) == (None, None)
-    assert "not measured" in page_module._evaluations([lines[0]])
-    assert "not measured" not in page_module._evaluations([lines[1]])
-    assert live.evaluation_line(lines[0]).startswith("validation before: solve rate not measured (500 tasks")
+    assert "<td>–</td>" in page_module._evaluations([lines[0]])
+    assert "<td>–</td>" not in page_module._evaluations([lines[1]])
+    assert live.evaluation_line(lines[0]).startswith("validation before: solve rate – (500 tasks")
     assert scalars(lines[0]) == {}
     plot = next(plot for plot in PLOTS if plot.title == "Solve rate")
     assert render(plot, Evidence(Series([]), [lines[0], lines[4]], 4)) is None
