@@ -217,7 +217,7 @@ def test_sft_prints_what_it_returns(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run_sft(experiment: object, *, on_progress: object) -> dict[str, object]:
-        on_progress({"step": 1, "loss": 2.5})  # type: ignore[operator]
+        on_progress({"step": 1, "steps": 1, "loss": 2.5})  # type: ignore[operator]
         return {"steps": 1, "dropped_too_long": 4}
 
     _stand_in(monkeypatch, "headway.orchestrator.sft", run_sft=run_sft)

@@ -305,11 +305,11 @@ def test_plan_says_what_a_preset_came_to() -> None:
 
 def test_sft_progress_prints_now_and_then_and_evaluations_at_once() -> None:
     out, time_s = Screen(), [0.0]
-    with SftProgress(experiment(), console=out.console, now=lambda: time_s[0]) as progress:
+    with SftProgress(console=out.console, now=lambda: time_s[0]) as progress:
         for step in range(5):
-            progress({"step": step, "loss": 0.5})
+            progress({"step": step, "steps": 1000, "loss": 0.5})
             time_s[0] += 1.0
-        progress({"step": 5, "solve_rate": 0.25})
+        progress({"step": 5, "steps": 1000, "solve_rate": 0.25})
     assert out.text.splitlines() == [
         "step 0/1000 · loss 0.5",
         "step 2/1000 · loss 0.5",

@@ -38,7 +38,9 @@ async def assembled(clock: Clock, folder: Path, stack: ExitStack, lines: list[Le
     )
     costs = ReplicaCosts(token_s=0.02, slots=8, kv_capacity_tokens=2000)
     launcher = FakeLauncher(clock, costs, length_of=lambda one: long_tailed(0, one, 200), update_s=0.05)
-    pool = GeneratorPool(launcher, experiment, clock, on_event=lambda *about, **fields: run.context.event(*about, **fields))
+    pool = GeneratorPool(
+        launcher, experiment, clock, on_event=lambda *about, **fields: run.context.event(*about, **fields)
+    )
     trainer = FakeTrainer(clock, 0.02, publish_s=0.01)
     actors = Actors(
         generator=pool,

@@ -58,7 +58,9 @@ def make_pool(models: list[Path], events: list[str], replicas: int = 2, mode: st
         "test",
     )
     clock = RealClock()
-    return GeneratorPool(LocalLauncher(clock), experiment, clock, on_event=lambda name, detail, **_: events.append(name))
+    return GeneratorPool(
+        LocalLauncher(clock), experiment, clock, on_event=lambda name, detail, **_: events.append(name)
+    )
 
 
 def requests(count: int = 24) -> list[GenerationRequest]:

@@ -70,7 +70,9 @@ def test_a_replica_killed_in_mid_generation_loses_nothing(models: list[Path]) ->
     async def main() -> None:
         events: list[str] = []
         clock = RealClock()
-        pool = GeneratorPool(LocalLauncher(clock), experiment, clock, on_event=lambda name, detail, **_: events.append(name))
+        pool = GeneratorPool(
+            LocalLauncher(clock), experiment, clock, on_event=lambda name, detail, **_: events.append(name)
+        )
         await pool.start()
         undisturbed = await asyncio.gather(*(pool.generate(one) for one in asked))
         jobs = [asyncio.create_task(pool.generate(one)) for one in asked]

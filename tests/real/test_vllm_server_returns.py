@@ -49,7 +49,9 @@ def test_a_server_that_dies_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mo
         async def main() -> None:
             events: list[tuple[str, str]] = []
             clock = RealClock()
-            pool = GeneratorPool(LocalLauncher(clock), experiment, clock, on_event=lambda *event, **_: events.append(event))
+            pool = GeneratorPool(
+                LocalLauncher(clock), experiment, clock, on_event=lambda *event, **_: events.append(event)
+            )
             await pool.start()
             publisher = stack.enter_context(Publisher(f"vllm-returns-{os.getpid()}"))
             await pool.update_weights(publisher.publish(1, weights_of(load_model(folder))))
