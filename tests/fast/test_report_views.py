@@ -16,7 +16,7 @@ from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import Distribution, EventRecord, StepRecord
 from headway.report.dry_run import dry_run_rows
-from headway.report.live import LiveState, LiveView, bar, live_view, screen, sparkline
+from headway.report.live import LiveState, LiveView, bar, live_view, screen, sparkline, step_line
 from headway.report.progress import SftProgress
 from headway.report.show import Selection, read_samples, select, show_samples, visible
 from headway.report.tables import print_evaluation, print_mapping, print_summary
@@ -316,3 +316,13 @@ def test_sft_progress_prints_now_and_then_and_evaluations_at_once() -> None:
         "step 4/1000 · loss 0.5",
         "step 5/1000 · solve rate 0.25",
     ]
+
+
+def test_a_step_in_which_no_group_finished_has_no_solve_rate() -> None:
+    state = LiveState(experiment())
+    state.take(step_record(0, solve_rate=0.5))
+    state.take(step_record(1, solve_rate=0.0, solve_rate_histogram=[0] * 11, reward_mean=0.0))
+    assert "solve –" in step_line(state)
+    text = drawn(state)
+    assert "solve rate – " in text
+    assert "reward" not in text
