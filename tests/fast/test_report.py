@@ -480,6 +480,118 @@ def test_deaths_stalls_and_restarts_are_listed_with_who_why_and_what_they_cost(t
 
 def test_deaths_of_an_older_ledger_are_listed_by_their_names(tmp_path: Path) -> None:
     folder = write_run(tmp_path, synthetic_lines(5))
+    old = b'{"kind":"event","event":"worker_died","detail":"killed","step":3,"data":{"worker":"trainer-0"}}\n'
+    old += b'{"kind":"event","event":"generator_died","detail":"generator-1: signal 9","step":3,"data":{}}\n'
+    with (folder / "ledger.jsonl").open("ab") as file:
+        file.write(b'{"kind":"step","st')
+    text = read_page(report(folder, tmp_path / "out.html")).text
+    assert "stopped before its end" in text
+    assert "Not closed yet" in text
+    assert (tmp_path / "out.html").is_file()
+
+
+def test_page_that_cannot_be_written(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [StepRecord(step=0, version=1)])
+    with pytest.raises(HeadwayError, match="can't be written"):
+        report(folder, tmp_path / "nowhere" / "out.html")
+    with pytest.raises(ConfigurationError, match="holds no run"):
+        report(tmp_path / "nowhere")
+
+
+# --- JSON ------------------------------------------------------------------------------------------------
+
+
+def test_json_has_what_machines_ask_for(tmp_path: Path) -> None:
+    found = as_json(view_run(write_run(tmp_path, synthetic_lines(40))))
+    json.dumps(found, allow_nan=False)
+    expected = {
+        "solve_rate_before": 0.452,
+        "solve_rate_after": 0.93,
+        "max_trajectory_staleness": 3,
+        "books_balanced": True,
+        "length_bias_ks": 0.02,
+        "state": "finished",
+        "staleness_budget": 4,
+        "skipped_steps": 0,
+        "best_version": 40,
+    }
+    assert {key: found[key] for key in expected} == expected
+    assert found["trainer_wait_ratio"] == pytest.approx(0.25)
+    assert 0.03 <= found["generator_wait_ratio"] <= 0.05
+    assert found["verdict"]["balance"] == "generation-bound"
+    assert found["mean_trajectory_staleness"] == pytest.approx(1.3)
+    assert len(found["evaluations"]) == 4
+
+
+def test_mean_token_staleness_weighs_tokens(tmp_path: Path) -> None:
+    long = Distribution(mean=3.0, max=3, histogram={"3": 900})
+    short = Distribution(mean=1.0, max=1, histogram={"1": 100})
+    lines: list[LedgerLine] = [step_record(0, token_staleness=long), step_record(1, token_staleness=short)]
+    found = as_json(view_run(write_run(tmp_path, lines)))
+    assert found["mean_token_staleness"] == pytest.approx(0.9 * 3 + 0.1 * 1)
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    lines = [step_record(0, reward_mean=1.0), evaluation("before", 0, 0.5)]
+    folder = write_run(tmp_path, lines)
+    text = (folder / "ledger.jsonl").read_text().replace('"standard_error":0.02', '"standard_error":null,"x":0.02')
+    (folder / "ledger.jsonl").write_text(text)
+    found = as_json(view_run(folder))
+    json.dumps(found, allow_nan=False)
+    assert found["solve_rate_before_error"] is None
+
+
+def test_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, synthetic_lines(5)[:-4])
+    with RunDirectory(folder) as run:
+        run.acquire()
+        assert as_json(view_run(folder))["state"] == "running"
+    assert as_json(view_run(folder))["state"] == "stopped"
+
+
+def test_what_was_pruned_is_said_where_something_was() -> None:
+    plain = [step_record(step, ended_tokens={"trained": 500}) for step in range(4)]
+    assert judge(plain, summarise(plain), 2).pruning_text == ""
+    figures = PrunerFigures(rollouts=10, dropped=4, saved_tokens=100, audits=3, audited_tokens=900, wrong=1,
+                            reward_bias=0.25)  # fmt: skip
+    pruned = [*plain, step_record(4, pruning={"repetition": figures}, ended_tokens={"trained": 275})]
+    verdict = judge(pruned, summarise(pruned), 2)
+    assert verdict.pruning_text == (
+        "10 rollouts ended early (repetition 10), 4 of them left their group; about 2,275 response tokens saved, 50% "
+        "of what would have been generated. Of 3 audited ones, which ran to their own end, pruning would have been "
+        "wrong about 1 (33%); their reward is +0.250 off what it would have given."
+    )
+    assert verdict.sentences[-1] == ("What was pruned?", verdict.pruning_text)
+    assert "What was pruned?" not in dict(judge(plain, summarise(plain), 2).sentences)
+
+
+def test_deaths_stalls_and_restarts_are_listed_with_who_why_and_what_they_cost(tmp_path: Path) -> None:
+    lines = synthetic_lines(30)
+    lines[20:20] = [
+        EventRecord(
+            event="verifier_died", worker="verifier-0", cause="killed by SIGKILL (9)\nlast output", time_s=21.0,
+            found_by="exit status", lost_samples=3,
+        ),
+        EventRecord(event="worker_stalled", worker="generator-0", found_by="heartbeat", lost_s=7.5),
+        EventRecord(event="worker_answers", worker="generator-0", found_by="heartbeat", lost_s=9.0),
+        EventRecord(event="verifier_restarted", worker="verifier-0", lost_s=1.5),
+        EventRecord(event="trainer_restored", worker="trainer", lost_s=2.0, lost_samples=128),
+    ]  # fmt: skip
+    view = view_run(write_run(tmp_path, lines))
+    assert view.verdict.failures_text == (
+        "Workers: died: verifier-0; stalled: generator-0; 2 brought back; 128 samples trained again; 3 rollouts moved, "
+        "scored or generated again; 12.5 s of workers' time lost."
+    )
+    page = page_module.render_page(view)
+    row = "".join(f"<td{'' if i > 1 else ' class=text'}>{cell}</td>" for i, cell in enumerate(
+        ("verifier_died", "verifier-0", "21.0 s", "0", "exit status", "killed by SIGKILL (9)", "–", "3")
+    ))  # fmt: skip
+    assert row in page
+    assert [event["worker"] for event in as_json(view)["incidents"]][:2] == ["verifier-0", "generator-0"]
+
+
+def test_deaths_of_an_older_ledger_are_listed_by_their_names(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, synthetic_lines(5))
     old = b'{"kind":"event","event":"worker_died","detail":"killed","step":3,"time_s":4.0,"data":{"worker":"trainer-0"}}\n'
     old += (
         b'{"kind":"event","event":"generator_died","detail":"generator-1: signal 9","step":3,"time_s":4.0,"data":{}}\n'
