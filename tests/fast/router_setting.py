@@ -43,7 +43,7 @@ class Setting:
         self.pool = GeneratorPool(self.launcher, experiment, clock, on_event=self._event)
         self.jobs: list[asyncio.Task[GenerationResult]] = []
 
-    def _event(self, name: str, detail: str, /) -> None:
+    def _event(self, name: str, detail: str, /, **_: object) -> None:
         self.events.append(f"{name} {detail.partition(':')[0]}")
 
     def _note(self, request: GenerationRequest) -> None:
