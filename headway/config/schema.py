@@ -255,13 +255,11 @@ class Sft(Section):
     @model_validator(mode="before")
     @classmethod
     def _ended_by_one(cls, raw: Any) -> Any:
-        if not isinstance(raw, dict) or raw.get("steps") is None:
-            return raw
-        if raw.get("epochs") is not None:
-            raise ValueError(
-                f"sft.epochs = {raw['epochs']} and sft.steps = {raw['steps']} both say when it ends; valid: one of them"
-            )
-        return raw | {"epochs": None}
+        given: dict[str, Any] = raw if isinstance(raw, dict) else {}
+        epochs, steps = given.get("epochs"), given.get("steps")
+        if epochs is not None and steps is not None:
+            raise ValueError(f"sft.epochs = {epochs} and sft.steps = {steps} both say when it ends; valid: one of them")
+        return raw if steps is None else given | {"epochs": None}
 
     def total_steps(self, sequences: int) -> int:
         """Optimiser steps of the whole training on so many sequences."""

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -462,8 +463,8 @@ class GeneratorPool:
         self._settle()  # it may have been behind
         return applied
 
-    def _tell(self, name: str, detail: str, /) -> None:
-        self._on_event(name, detail)
+    def _tell(self, name: str, detail: str, /, **fields: Any) -> None:
+        self._on_event(name, detail, **fields)
 
     async def _set_lent(self, lent: bool) -> None:
         self._lent = lent

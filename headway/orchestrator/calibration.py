@@ -158,7 +158,7 @@ class _Calibrating:
             await asyncio.gather(measuring, return_exceptions=True)
             self._dead.cancel()
 
-    def _on_event(self, name: str, detail: str, /, **_: object) -> None:
+    def _on_event(self, name: str, detail: str, /, **fields: object) -> None:
         """A replica that dies would be restarted by its pool; here it ends the calibration."""
         if name in ("generator_died", "generator_lost") and not self._dead.done():
             worker, _, cause = detail.partition(": ")
