@@ -6,7 +6,7 @@ One TOML file holds a whole experiment. Unknown keys are errors (``load.py`` nam
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -255,7 +255,7 @@ class Sft(Section):
     @model_validator(mode="before")
     @classmethod
     def _ended_by_one(cls, raw: Any) -> Any:
-        given: dict[str, Any] = raw if isinstance(raw, dict) else {}
+        given = cast("dict[str, Any]", raw if isinstance(raw, dict) else {})
         epochs, steps = given.get("epochs"), given.get("steps")
         if epochs is not None and steps is not None:
             raise ValueError(f"sft.epochs = {epochs} and sft.steps = {steps} both say when it ends; valid: one of them")
