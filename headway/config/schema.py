@@ -255,11 +255,15 @@ class Sft(Section):
     @model_validator(mode="before")
     @classmethod
     def _ended_by_one(cls, raw: Any) -> Any:
-        given = cast("dict[str, Any]", raw if isinstance(raw, dict) else {})
+        if not isinstance(raw, dict):
+            return raw
+        given = cast("dict[str, Any]", raw)
         epochs, steps = given.get("epochs"), given.get("steps")
-        if epochs is not None and steps is not None:
+        if steps is None:
+            return given
+        if epochs is not None:
             raise ValueError(f"sft.epochs = {epochs} and sft.steps = {steps} both say when it ends; valid: one of them")
-        return raw if steps is None else given | {"epochs": None}
+        return given | {"epochs": None}
 
     def total_steps(self, sequences: int) -> int:
         """Optimiser steps of the whole training on so many sequences."""
