@@ -94,6 +94,6 @@ def sft(
     from headway.report.progress import SftProgress
     from headway.report.tables import print_mapping
 
-    with SftProgress(experiment, quiet=quiet or as_json) as progress:
+    with SftProgress(quiet=quiet or as_json) as progress:
         result = run_sft(experiment, on_progress=progress)
     print_mapping(result, as_json=as_json)

@@ -10,7 +10,7 @@ from headway.cli import experiment_options as experiments
 
 if TYPE_CHECKING:
     from headway.config.schema import Experiment
-    from headway.records.planning import Finding
+    from headway.records.check_report import Finding
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -46,9 +46,9 @@ def train(
     experiment = experiments.load(context, config)
     _check(experiment, resume=resume, complete=dry_run, quiet=as_json)
     if dry_run:
-        from headway.report.plan import print_plan
+        from headway.report.dry_run import print_dry_run
 
-        print_plan(experiment)
+        print_dry_run(experiment)
         typer.echo(f"\nheadway check {config}   predicts memory, rates and staleness")
         return
     from headway.orchestrator.train import train as run

@@ -6,7 +6,7 @@ One TOML file holds a whole experiment. Unknown keys are errors (``load.py`` nam
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -237,11 +237,12 @@ class SftConfig(Section):
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # whose tokens carry loss: docs/inputs.md
     output: str = ""  # folder of the trained model: a new or empty one, or one of an earlier `headway sft`
     device: str = "cpu:0-1"  # cuda:N, cpu:N, cpu:N-M
-    steps: Positive = 1000  # optimiser steps at which it ends
+    epochs: Annotated[float, Field(gt=0)] | None = 3  # passes over the data; fewer if the held-out loss rises
+    steps: Positive | None = None  # optimiser steps at which it ends, in place of sft.epochs; nothing is held out then
     batch_sequences: Positive = 32  # pairs of one step
     learning_rate: Annotated[float, Field(ge=0)] = 2e-3  # peak
     warmup_steps: NonNegative = 20  # steps over which the learning rate rises linearly
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up, over sft.steps
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up, to the last step
     weight_decay: Annotated[float, Field(ge=0)] = 0.0  # AdamW
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # gradients are scaled down to it
     micro_batch_tokens: Positive = 16384  # most tokens in one forward pass
@@ -249,6 +250,23 @@ class SftConfig(Section):
     time_limit_s: Seconds | None = None  # ends it after this many seconds
     evaluate_every_steps: NonNegative = 0  # sampled solve rate on tasks.validation; 0: never
     stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # ends it: RL needs room above it
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ended_by_one(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        given = cast("dict[str, Any]", raw)
+        epochs, steps = given.get("epochs"), given.get("steps")
+        if steps is None:
+            return given
+        if epochs is not None:
+            raise ValueError(f"sft.epochs = {epochs} and sft.steps = {steps} both say when it ends; valid: one of them")
+        return given | {"epochs": None}
+
+    def total_steps(self, sequences: int) -> int:
+        """Optimiser steps of the whole training on so many sequences."""
+        return self.steps or math.ceil((self.epochs or 3) * sequences / self.batch_sequences)
 
 
 class Experiment(Section):

@@ -15,7 +15,7 @@ from statistics import NormalDist
 
 import msgspec
 
-from headway.records.planning import LengthSummary
+from headway.records.check_report import LengthSummary
 
 
 class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,8 +35,8 @@ from headway.records.generation import (
 )
 from headway.records.trace import Span, WorkerState
 from headway.runtime.clock import Clock
-from headway.runtime.worker_slots import OnWorkerEvent, WorkerSlot, live_pids, own_cause, start_all, stop_all
-from headway.runtime.workers import Launcher, Worker
+from headway.runtime.worker_slots import WorkerSlot, live_pids, own_cause, start_all, stop_all
+from headway.runtime.workers import EventCallback, Launcher, Worker
 
 _FORGIVEN_AFTER_S = 300.0  # a replica that was live for so long since a death is forgiven it
 _STOP_GRACE_S = 1.0
@@ -62,7 +62,7 @@ class GeneratorPool:
         experiment: Experiment,
         clock: Clock,
         *,
-        on_event: OnWorkerEvent = lambda name, detail, /, **data: None,
+        on_event: EventCallback = lambda name, detail, /, **data: None,
         log_directory: str | Path | None = None,
         restart_limit: int = 5,
     ) -> None:
@@ -367,6 +367,7 @@ class GeneratorPool:
             prepare=lambda worker: self._prepare(replica),
             restart_arguments={"restarted": True},
             forgiven_after_s=_FORGIVEN_AFTER_S,
+            held=lambda: len(replica.calls),
         )
         replica = Replica(len(self._replicas), slot, self._experiment)
         self._replicas.append(replica)

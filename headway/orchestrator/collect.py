@@ -88,8 +88,10 @@ class Collect:
         state.fruitless_groups += 1
         batches, rest = divmod(state.fruitless_groups, queue.groups_per_step)
         hopeless = batches >= queue.give_up_after_batches
-        if rest or not (hopeless or batches.bit_count() == 1):  # said at 1, 2, 4, 8 ... batches
+        news = batches > state.fruitless_batches_said and batches.bit_count() == 1
+        if rest or not (hopeless or news):  # said at 1, 2, 4, 8 ... batches, each once a run
             return
+        state.fruitless_batches_said = batches
         causes = {rollout.failure.cause for rollout in last.rollouts if rollout.failure is not None}
         what = f"{state.fruitless_groups} groups in a row ended untrained, the last one as {ending} ({reason})"
         what += "".join(f"; {cause}" for cause in sorted(causes)[:3])

@@ -15,11 +15,13 @@ from headway.orchestrator.parking import Parking
 from headway.orchestrator.state import RunState
 from headway.orchestrator.task_selection import TaskSelector
 from headway.records.clients import Generator, PromptCodec, RolloutMaker, Trainer, Verifier, Watch
+from headway.records.errors import WorkerDied
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.records.rollout import Group, Rollout
 from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
 from headway.runtime.clock import Clock
+from headway.runtime.workers import death_fields
 
 Decide = Callable[
     [ControllerState, Sequence[StepRecord], ControlLimits], Coroutine[Any, Any, tuple[Decision, float]]
@@ -70,5 +72,13 @@ class RunContext:
         """Seconds since the run (or its resume) started."""
         return self.clock.now() - self.started_s
 
-    def event(self, name: str, detail: str = "", **data: float | int | str) -> None:
-        self.record(EventRecord(event=name, detail=detail, step=self.state.version, time_s=self.time_s(), data=data))
+    def event(self, name: str, detail: str = "", /, **fields: Any) -> None:
+        """Record an event now; ``fields`` that `EventRecord` doesn't have are its ``data``."""
+        data = {key: value for key, value in fields.items() if key not in EventRecord.__struct_fields__}
+        own = {key: value for key, value in fields.items() if key not in data}
+        at = {"step": self.state.version, "time_s": self.time_s()}
+        self.record(EventRecord(event=name, detail=detail, data=data, **at, **own))
+
+    def died(self, death: WorkerDied) -> None:
+        """Record the death of a worker that no pool keeps: the trainer's, the controller's."""
+        self.event("worker_died", f"{death.worker}: {death.cause}", **death_fields(death))

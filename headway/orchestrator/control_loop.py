@@ -142,7 +142,7 @@ class RateControl:
         try:
             found, cpu_s = ended.result()
         except WorkerDied as death:
-            self._run.event("worker_died", death.cause, worker=death.worker)
+            self._run.died(death)
             assert self._state is not None
             return Decision(state=found_nothing(self._state, version))  # asked again, ever later
         self._look_from_s = self._run.clock.now() + cpu_s / _LOOK_SHARE

@@ -18,7 +18,7 @@ from headway.records.ledger import EvaluationRecord
 from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
 from headway.runtime.clock import Clock
-from headway.telemetry.ledger import EVENT_BEST
+from headway.telemetry.ledger import EVENT_BEST, EVENT_LAST_KEPT
 from headway.tokens.tokenizer import Template
 from headway.trainer.checkpoints import CANDIDATE
 
@@ -127,7 +127,8 @@ class Evaluations:
             retired.rename(best)
         if (best / _JUDGEMENT).exists():
             judgement = json.loads((best / _JUDGEMENT).read_text(encoding="utf-8"))
-            self.best_version, self.best_solve_rate = int(judgement["version"]), float(judgement["solve_rate"])
+            if judgement["solve_rate"] is not None:
+                self.best_version, self.best_solve_rate = int(judgement["version"]), float(judgement["solve_rate"])
 
     async def held(self, split: str, phase: str) -> EvaluationRecord | None:
         """Evaluate with nothing else running and no update under way."""
@@ -135,8 +136,8 @@ class Evaluations:
         return await self._evaluate(split, phase, tasks) if tasks else None
 
     async def after(self) -> None:
-        """Judge the last version by validation, then test the better of it and the best one kept. Without validation
-        tasks the last is the best."""
+        """Judge the last version by validation, then test the better of it and the best one kept. Where validation
+        measured nothing there is no best version, and the last one is kept."""
         run = self._run
         version = run.state.version
         if run.meter.applied_version != version:  # it was not due for publishing
@@ -149,7 +150,7 @@ class Evaluations:
             await run.generator.update_weights(await surviving(run, self._publish_best, version))
         else:
             await self._save_candidate(version)
-            self._keep_best(version, max(rate, 0.0))
+            self._keep(version, rate if last is not None and last.samples else None)
         await self.held("test", "after")
 
     async def _publish_best(self) -> PublishedWeights:
@@ -161,9 +162,9 @@ class Evaluations:
         path = str(self._folder / CANDIDATE)
         await surviving(self._run, lambda: self._run.trainer.save_weights(path), version)
 
-    def _keep_best(self, version: int, solve_rate: float) -> None:
-        """The candidate becomes ``best/``; a kill in between leaves one of the two whole."""
-        self.best_version, self.best_solve_rate = version, solve_rate
+    def _keep(self, version: int, solve_rate: float | None) -> None:
+        """The candidate becomes ``best/``; a kill in between leaves one of the two whole. ``solve_rate`` None: it
+        wasn't judged."""
         candidate, best = self._folder / CANDIDATE, self._folder / "best"
         (candidate / _JUDGEMENT).write_text(json.dumps({"version": version, "solve_rate": solve_rate}))
         retired = self._folder / "best.old"
@@ -172,6 +173,10 @@ class Evaluations:
             best.rename(retired)
         candidate.rename(best)
         shutil.rmtree(retired, ignore_errors=True)
+        if solve_rate is None:
+            self._run.event(EVENT_LAST_KEPT, f"version {version} in best/: none was judged by validation tasks")
+            return
+        self.best_version, self.best_solve_rate = version, solve_rate
         self._run.event(EVENT_BEST, f"solve rate {solve_rate:.3f}", version=version)
 
     def _due(self) -> bool:
@@ -205,7 +210,7 @@ class Evaluations:
     async def _validate(self, version: int) -> None:
         record = await self._evaluate("validation", "during", self._run.evaluation_tasks["validation"])
         if record.samples and record.solve_rate > self.best_solve_rate:
-            self._keep_best(version, record.solve_rate)
+            self._keep(version, record.solve_rate)
         target = self._run.experiment.evaluation.stop_at_solve_rate
         if target is not None and record.solve_rate >= target:
             self.target_reached = True

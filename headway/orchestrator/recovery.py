@@ -23,7 +23,7 @@ async def surviving(run: RunContext, call: Callable[[], Awaitable[Result]], vers
         try:
             return await call()
         except WorkerDied as death:
-            run.event("worker_died", death.cause, worker=death.worker)
+            run.died(death)
             await revive(run, version)
     return await call()
 
@@ -31,56 +31,63 @@ async def surviving(run: RunContext, call: Callable[[], Awaitable[Result]], vers
 async def revive(run: RunContext, version: int) -> int:
     """A new trainer at ``version``, and the generator pointed at what it publishes; returns the replayed steps.
     Raises WorkerDied when it dies again and again on the way there."""
+    died_s = run.clock.now()
     await run.state.finish_update()
     for left in reversed(range(RESTARTS)):
         try:
             await run.trainer.restart()
-            replayed = await restore_trainer(run, until=version)
+            replayed, samples = await restore_trainer(run, until=version)
             weights = await run.trainer.publish(version)
         except WorkerDied as death:
-            run.event("worker_died", death.cause, worker=death.worker)
+            run.died(death)
             if not left:
                 raise
         else:
             await run.generator.update_weights(weights)
             run.state.published_version = version
-            run.event("trainer_restored", f"version {version}", replayed=replayed)
+            lost = {"worker": "trainer", "lost_s": run.clock.now() - died_s, "lost_samples": samples}
+            run.event("trainer_restored", f"version {version}", replayed=replayed, **lost)
             return replayed
     raise AssertionError("unreachable")
 
 
-async def restore_trainer(run: RunContext, until: int) -> int:
-    """Bring a fresh trainer to version ``until``: newest valid checkpoint, then replay; returns the number
-    of replayed steps. Raises CheckpointCorrupt or BufferCorrupt when they don't lead there."""
+async def restore_trainer(run: RunContext, until: int) -> tuple[int, int]:
+    """Bring a fresh trainer to version ``until``: newest valid checkpoint, then replay; returns the numbers
+    of replayed steps and samples. Raises CheckpointCorrupt or BufferCorrupt when they don't lead there."""
     checkpoint = latest_valid(run.directory, on_corrupt=lambda error: run.event("checkpoint_corrupt", str(error)))
     version = 0
     if checkpoint is not None:
         version = await run.trainer.load_checkpoint(str(checkpoint))
         set_aside(run.directory, newer_than=checkpoint)
-    replayed = 0
+    replayed = samples = 0
     for logged in run.buffer.batches_since(version):
         if version >= until:
             break
-        report = await run.trainer.train_step(build_batch(logged.step, logged.groups, run.experiment))
+        batch = build_batch(logged.step, logged.groups, run.experiment)
+        report = await run.trainer.train_step(batch)
         if report.skipped:
             raise CheckpointCorrupt(f"step {logged.step} trained before but is skipped in the replay: {report.reason}")
         version = report.version
         replayed += 1
+        samples += len(batch.samples)
     if version != until:
         raise CheckpointCorrupt(f"checkpoints and batch log lead to version {version}, the run was at {until}")
-    return replayed
+    return replayed, samples
 
 
 def restore_records(run: RunContext, recorded: int) -> None:
     """Record the steps from ``recorded`` on, the first whose line the ledger lacks: a kill came between a step's commit
-    and its line. Those whose payloads are released meanwhile stay unrecorded."""
+    and its line, or the ledger was cut or removed. Those whose payloads are released meanwhile stay unrecorded."""
     lost = 0
+    if (gone := min(run.buffer.released_version, run.buffer.completed_steps) - recorded) > 0:
+        what = f"ledger.jsonl lacks the steps from {recorded} on (was it removed, or cut?): the books go on from the "
+        run.event("ledger_incomplete", f"{what}buffer; times and rates of {gone} steps are lost", steps=gone)
     for logged in run.buffer.batches_since(max(recorded, run.buffer.released_version)):
         if logged.outcome == "trained":
             run.record(run.meter.lost_step(logged.step, logged.groups, run.time_s()))
             lost += 1
     if lost:
-        run.event("records_restored", f"of {lost} steps that were completed when the run was killed", steps=lost)
+        run.event("records_restored", f"of {lost} completed steps whose own lines the ledger lacks", steps=lost)
 
 
 def reopen_groups(run: RunContext) -> None:

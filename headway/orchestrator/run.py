@@ -58,14 +58,15 @@ class Run:
         version = run.state.version
         restore_records(run, version if recorded is None else min(recorded, version))
         try:
-            replayed = await restore_trainer(run, until=version)
+            replayed, samples = await restore_trainer(run, until=version)
             await run.generator.update_weights(await run.trainer.publish(version))
             run.state.published_version = version
         except WorkerDied as death:
-            run.event("worker_died", death.cause, worker=death.worker)
-            replayed = await revive(run, version)
+            run.died(death)
+            replayed, samples = await revive(run, version), 0  # its event has them
         if resumed:
-            run.event("restored", f"version {version}", replayed=replayed, open=run.state.open_groups)
+            lost = {"worker": "trainer", "lost_s": run.time_s(), "lost_samples": samples} if samples else {}
+            run.event("restored", f"version {version}", replayed=replayed, open=run.state.open_groups, **lost)
         run.meter.applied_version = await run.generator.applied_version()
         run.state.resume_gate.set()
         await self._control.go_on_from(last)

@@ -72,6 +72,7 @@ class RunState:
     update: asyncio.Task[None] | None = None  # the weight update under way
     applying: bool = False  # a version of the weights is being applied
     fruitless_groups: int = 0  # that ended untrained since a group was last accepted
+    fruitless_batches_said: int = 0  # the most batches of them that a no_progress event has named
     skipped_steps: int = 0  # in a row
     parkings: int = 0  # members parked since the last step
     interrupted: bool = False  # the user asked to stop: finish what runs, checkpoint, leave

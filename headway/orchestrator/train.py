@@ -179,16 +179,19 @@ async def wire(
     """Start every actor of the run; ``stack`` stops them in reverse order. ``wrap_generate`` is put between
     rollouts and generator (a benchmark sets the lengths there)."""
     sets = load_task_sets(experiment)
-    launcher = LocalLauncher(clock, start_timeout_s=experiment.run.worker_start_timeout_s)
+    run: Run | None = None
+
+    def worker_event(name: str, detail: str, /, **fields: Any) -> None:
+        if run is not None:
+            run.context.event(name, detail, **fields)
+
+    launcher = LocalLauncher(clock, start_timeout_s=experiment.run.worker_start_timeout_s, on_event=worker_event)
     identity = run_identity(directory.path)
     samples = stack.enter_context(LineFile(directory.samples))
 
     def keep_sample(line: dict[str, object]) -> None:
         samples.append(json.dumps(line, ensure_ascii=False).encode())
         observers.sample(line)
-
-    def worker_event(name: str, detail: str, **data: Any) -> None:
-        run.context.event(name, detail, **data)
 
     host = await stack.enter_async_context(open_multi_turn_host(experiment, launcher, clock, worker_event, directory))
     trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs)

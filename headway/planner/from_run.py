@@ -32,6 +32,7 @@ from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, St
 from headway.runtime.devices import lends
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.ledger import EVENT_RESUME, read_ledger
+from headway.telemetry.summary import undisturbed
 
 LEAST_STEPS = 4  # that say something about rates
 TASKS = 10_000  # distinct ones: so many that which of them are drawn makes no difference
@@ -64,13 +65,13 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def steps(self) -> list[StepRecord]:
         """Those that say something about rates."""
-        return usable([line for line in self.lines if isinstance(line, StepRecord)])
+        return usable(undisturbed(self.lines))
 
     @property
     def last_session(self) -> list[StepRecord]:
         """Those since the run was last resumed, which may have been with other settings."""
         resumed = max((i for i, line in enumerate(self.lines) if _is_resume(line)), default=-1)
-        return usable([line for line in self.lines[resumed + 1 :] if isinstance(line, StepRecord)])
+        return usable(undisturbed(self.lines[resumed + 1 :]))
 
 
 def _is_resume(line: LedgerLine) -> bool:

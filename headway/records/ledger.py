@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import msgspec
@@ -194,6 +195,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     flow: Flow = Flow()  # all 0: a step whose own record was lost in a kill, or of an older release
     metrics: dict[str, float] = {}  # from the trainer: loss, entropy, grad_norm, clip_fraction, ratio_p01/p50/p99, ...
 
+    @property
+    def measured_solve_rate(self) -> float:
+        """``solve_rate``; NaN when no group finished that it could be measured on."""
+        return self.solve_rate if self.solve_rate or any(self.solve_rate_histogram) else math.nan
+
 
 class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", tag_field="kind"):
     """One evaluation, outside N (it takes no credit)."""
@@ -226,6 +232,12 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag="event", tag_fi
     step: int = 0
     time_s: float = 0.0
     data: dict[str, float | int | str] = {}
+    # of a death, a stall, a restart or a replay
+    worker: str = ""  # whose it is; "": the event is of no worker
+    cause: str = ""  # exit code or signal, with the last output
+    found_by: str = ""  # exit: its process ended; health: it missed its health checks; call: a call to it failed
+    lost_s: float = 0.0  # seconds that the worker was of no use
+    lost_samples: int = 0  # rollouts to be moved, generated or scored again; samples trained again
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,6 +245,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     finished: bool = False
     steps: int = 0
+    untimed_steps: int = 0  # of these, whose own records were lost: no time or rate below has them
     samples_trained: int = 0
     duration_s: float = 0.0
     solve_rate_before: float | None = None

@@ -21,6 +21,7 @@ from headway.report.preview import BINDS
 from headway.report.run_view import RunView, view_run
 from headway.runtime.devices import lends, parse_device
 from headway.telemetry.ledger import EVENT_SIMULATED
+from headway.telemetry.summary import undisturbed
 
 
 class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +53,7 @@ def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Re
     ranks = experiment.trainer.devices
     lent = sum(lends(device, ranks) for device in experiment.generator.devices)
     free = [rank for rank in ranks if not lends(rank, experiment.generator.devices)]
-    found = diagnose(view.steps, experiment, shape_of(experiment, lent), free)
+    found = diagnose(undisturbed(view.lines), experiment, shape_of(experiment, lent), free)
     if isinstance(found, str):
         raise ConfigurationError(f"{view.path}: {found}")
     simulated = next((event for event in view.events if event.event == EVENT_SIMULATED), None)

@@ -29,5 +29,12 @@ def quantity(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def score(rate: float | None, error: float | None = None) -> str:
+    """A solve rate with its standard error; – without data (None or NaN)."""
+    if rate is None or not math.isfinite(rate):
+        return "–"
+    return f"{rate:.3f}" if error is None else f"{rate:.3f} ± {error:.3f}"
+
+
 def percent(share: float) -> str:
     return f"{share:.1%}" if math.isfinite(share) else "–"

@@ -19,7 +19,7 @@ from headway.config.schema import Experiment
 from headway.control.tuning.drift import environment_share
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, SourceScore, StepRecord
 from headway.records.rollout import ENDINGS
-from headway.report.formats import duration, percent, quantity
+from headway.report.formats import duration, percent, quantity, score
 from headway.report.verdict import judge_balance
 from headway.telemetry.ledger import EVENT_END
 
@@ -58,7 +58,8 @@ class LiveState:
         if isinstance(line, StepRecord):
             self.last = line
             self.recent.append(line)
-            self.solve_rates.append(line.solve_rate)
+            if math.isfinite(line.measured_solve_rate):
+                self.solve_rates.append(line.solve_rate)
             self.worst_staleness = max(self.worst_staleness, int(line.trajectory_staleness.max))
             for ending, count in line.endings.items():
                 self.endings[ending] = self.endings.get(ending, 0) + count
@@ -97,7 +98,7 @@ def step_line(state: LiveState) -> str:
     parts = [
         f"step {step.version}/{state.experiment.run.steps}",
         duration(step.time_s) + (f" ({duration(left)} left)" if left is not None else ""),
-        f"solve {step.solve_rate:.3f}",
+        f"solve {score(step.measured_solve_rate)}",
         f"waits: trainer {state.recent_mean(lambda s: s.trainer_wait_ratio):.0%}, "
         f"generator {state.recent_mean(lambda s: s.generator_wait_ratio):.0%}",
         f"stale {step.trajectory_staleness.mean:.1f}, worst {state.worst_staleness} of {state.experiment.queue.budget}",
@@ -114,13 +115,13 @@ def evaluation_line(record: EvaluationRecord) -> str:
         f"version {record.first_version}" if record.held else f"versions {record.first_version}–{record.last_version}"
     )
     failed = f", {record.failed} failed" if record.failed else ""
-    rate = f"{record.solve_rate:.3f} ± {record.standard_error:.3f}" if record.samples else "not measured"
-    sources = "".join(f"; {label} {shown_score(score)}" for label, score in record.by_source.items())
+    rate = score(record.solve_rate if record.samples else None, record.standard_error)
+    sources = "".join(f"; {label} {shown_score(source)}" for label, source in record.by_source.items())
     return f"{record.split} {record.phase}: solve rate {rate} ({record.tasks} tasks, {versions}{failed}){sources}"
 
 
-def shown_score(score: SourceScore) -> str:
-    return f"{score.solve_rate:.3f} ± {score.standard_error:.3f}" if score.samples else "not measured"
+def shown_score(source: SourceScore) -> str:
+    return score(source.solve_rate if source.samples else None, source.standard_error)
 
 
 def event_line(event: EventRecord) -> str:
@@ -238,14 +239,15 @@ def _staleness(state: LiveState, step: StepRecord) -> Text:
 def _learning(state: LiveState, step: StepRecord) -> Text:
     loss = step.metrics.get("loss")
     entropy = step.metrics.get("entropy")
-    details = [f"reward {step.reward_mean:.3f}", f"no variance {step.zero_variance_share:.0%}"]
+    measured = math.isfinite(step.measured_solve_rate)
+    details = [f"reward {step.reward_mean:.3f}", f"no variance {step.zero_variance_share:.0%}"] if measured else []
     details += [f"loss {loss:+.4f}"] if loss is not None else []
     details += [f"entropy {entropy:.3f}"] if entropy is not None else []
     details.append(f"length {step.length_mean:.0f}, p99 {step.length_p99:.0f}")
     if state.before is not None:
         details.append(f"before {state.before.solve_rate:.3f}")
     return Text.assemble(
-        f"solve rate {step.solve_rate:.3f} ",
+        f"solve rate {score(step.measured_solve_rate)} ",
         (sparkline(list(state.solve_rates), 30), "green"),
         "\n" + " · ".join(details),
     )

@@ -11,12 +11,14 @@ from pathlib import Path
 from headway.records.errors import HeadwayError
 from headway.records.ledger import EvaluationRecord, EventRecord
 from headway.report.curriculum_plots import CURRICULUM_PLOTS
-from headway.report.formats import duration, percent, quantity
+from headway.report.formats import duration, percent, quantity, score
+from headway.report.incidents import HEADS, incident_rows
 from headway.report.live import shown_score
 from headway.report.plots import PLOTS, TRAINER, Plot, PlotData, metric_plot, render
 from headway.report.run_view import RunView, view_run
 from headway.report.sandboxes import SANDBOX_PLOTS, SECTION, latency_rows, sandbox_sentences
 from headway.report.series import Series
+from headway.report.tables import steps_time
 
 MAX_EVENTS = 200
 _BAD = ("NO,", "NOT BALANCED", "BUDGET BROKEN")
@@ -94,6 +96,7 @@ def render_page(view: RunView) -> str:
         _tiles(view),
         _evaluations(view.evaluations),
         *_plots(view),
+        _incidents(view),
         _events(view.events),
         _configuration(view),
     ]
@@ -113,7 +116,7 @@ def _state(view: RunView) -> str:
     summary = view.summary
     return (
         f"{escape(str(view.path))} · {words[view.state]} · {summary.steps:,} steps, {summary.samples_trained:,} "
-        f"samples in {duration(summary.duration_s)}"
+        f"samples in {steps_time(summary)}"
     )
 
 
@@ -166,21 +169,19 @@ def _evaluations(records: Sequence[EvaluationRecord]) -> str:
             versions + (" (held)" if record.held else ""),
             f"{record.tasks:,}",
             f"{record.samples:,}",
-            *(_scores(record) if record.samples else ("not measured", "–", "–")),
+            *(_scores(record) if record.samples else ("–", "–", "–")),
             f"{record.failed:,}",
             duration(record.duration_s),
         ]
         rows.append(_row(cells, text_columns=2))
-        for label, score in record.by_source.items():
-            rate = shown_score(score)
-            part = ["", label, "", f"{score.tasks:,}", f"{score.samples:,}", rate, "", "", "", ""]
+        for label, source in record.by_source.items():
+            part = ["", label, "", f"{source.tasks:,}", f"{source.samples:,}", shown_score(source), "", "", "", ""]
             rows.append(_row(part, text_columns=2))
     return "<h2>Evaluations</h2>" + _table(heads, rows, text_columns=2)
 
 
 def _scores(record: EvaluationRecord) -> tuple[str, str, str]:
-    solve_rate = f"{record.solve_rate:.3f} ± {record.standard_error:.3f}"
-    return solve_rate, f"{record.reward_mean:.3f}", f"{record.length_mean:.1f}"
+    return score(record.solve_rate, record.standard_error), f"{record.reward_mean:.3f}", f"{record.length_mean:.1f}"
 
 
 def _plots(view: RunView) -> list[str]:
@@ -217,6 +218,11 @@ def _further_metrics(series: Series) -> list[Plot]:
     shown = {"loss", "entropy", "grad_norm", "clip_fraction", "mismatch_k3", "mismatch_max", "learning_rate"}
     names = [name for name in series.metric_names() if name not in shown and not name.startswith("ratio_")]
     return [Plot("Optimiser", name, "As the trainer reports it.", metric_plot((name, TRAINER, name))) for name in names]
+
+
+def _incidents(view: RunView) -> str:
+    rows = [_row(cells, text_columns=2) for cells in incident_rows(view.lines)[-MAX_EVENTS:]]
+    return "<h2>Deaths, stalls, restarts, replays</h2>" + _table(HEADS, rows, text_columns=2) if rows else ""
 
 
 def _events(events: Sequence[EventRecord]) -> str:

@@ -152,7 +152,7 @@ def metric_plot(*curves: tuple[str, str, str], log: bool = False) -> Callable[[A
 
 def _solve_rate(axes: Axes, evidence: PlotData) -> bool:
     series = evidence.series
-    drawn = _line(axes, series, series.mean(lambda step: step.solve_rate), GREY, "training tasks (as sampled)")
+    drawn = _line(axes, series, series.mean(lambda step: step.measured_solve_rate), GREY, "training tasks (as sampled)")
     for split, colour, marker in (("validation", TRAINER, "o"), ("test", ALARM, "s")):
         records = [record for record in evidence.evaluations if record.split == split and record.samples]
         if records:

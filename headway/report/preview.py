@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.config.schema import Experiment
-from headway.records.planning import Calibration, CheckReport, Forecast, LengthSummary, MemoryPlace, MemoryUse
+from headway.records.check_report import Calibration, CheckReport, Forecast, LengthSummary, MemoryPlace, MemoryUse
 from headway.report.formats import duration, quantity
 
 BINDS = {

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from rich.console import Console
 from rich.text import Text
 
-from headway.config.schema import Experiment
 from headway.report.formats import quantity
 
 LINE_EVERY_S = 2.0
@@ -20,13 +19,11 @@ class SftProgress:
 
     def __init__(
         self,
-        experiment: Experiment,
         *,
         quiet: bool = False,
         console: Console | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._steps = experiment.sft.steps
         self._console = None if quiet else console or Console(highlight=False)
         self._now = now
         self._printed_s = -float("inf")
@@ -47,8 +44,8 @@ class SftProgress:
 
     def _line(self, measured: Mapping[str, float | int | str]) -> str:
         rest = dict(measured)
-        step = rest.pop("step", None)
-        parts = [f"step {step}/{self._steps}"] if step is not None else []
+        step, steps = rest.pop("step", None), rest.pop("steps", None)
+        parts = [f"step {step}" + (f"/{steps}" if steps else "")] if step is not None else []
         for name, value in rest.items():
             shown = quantity(value) if isinstance(value, float) else str(value)
             parts.append(f"{name.replace('_', ' ')} {shown}")

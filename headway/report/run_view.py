@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, RunSummary, StepRecord
+from headway.report.incidents import incidents
 from headway.report.verdict import Judgement, judge
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.ledger import EVENT_RESUME, read_ledger
@@ -103,6 +104,7 @@ def as_json(view: RunView) -> dict[str, Any]:
         "skipped_steps": sum(step.skipped for step in steps),
         "resumes": sum(event.event == EVENT_RESUME for event in view.events),
         "failures": view.verdict.failures,
+        "incidents": [msgspec.to_builtins(event) for event in incidents(view.lines)],
         "evaluations": [msgspec.to_builtins(record) for record in view.evaluations],
     }
     return _without_nan(result)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.records.ledger import EvaluationRecord, RunSummary
-from headway.report.formats import duration, percent, quantity
+from headway.report.formats import duration, percent, quantity, score
 from headway.report.live import evaluation_line
 from headway.report.run_view import view_run
 
@@ -39,10 +39,10 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     rows = [
         (
             "steps",
-            f"{summary.steps:,} in {duration(summary.duration_s)}" + ("" if summary.finished else ", not finished"),
+            f"{summary.steps:,} in {steps_time(summary)}" + ("" if summary.finished else ", not finished"),
         ),
         ("samples trained", f"{summary.samples_trained:,} ({quantity(summary.trained_per_s)}/s)"),
-        ("solve rate", f"{_rate(summary.solve_rate_before)} before → {_rate(summary.solve_rate_after)} after"),
+        ("solve rate", f"{score(summary.solve_rate_before)} before → {score(summary.solve_rate_after)} after"),
         (
             "waits",
             f"trainer {percent(summary.trainer_wait_ratio)}, generator {percent(summary.generator_wait_ratio)}",
@@ -61,7 +61,15 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
         rows.insert(0, ("simulated", "no model was trained: rates and waits are those of a scenario"))
     if summary.best_version is not None:
         rows.insert(3, ("best version", f"{summary.best_version:,}"))
+    elif summary.finished and not summary.simulated:
+        rows.insert(3, ("best version", "none was judged: best/ holds the last"))
     return rows
+
+
+def steps_time(summary: RunSummary) -> str:
+    """What the steps took, as far as the ledger knows."""
+    lost = f" and the time of {summary.untimed_steps:,} that the ledger has lost" if summary.untimed_steps else ""
+    return duration(summary.duration_s) + lost
 
 
 def print_evaluation(record: EvaluationRecord, *, as_json: bool = False, console: Console | None = None) -> None:
@@ -99,7 +107,3 @@ def print_mapping(values: Mapping[str, Any], *, as_json: bool = False, console: 
 
 def _print_json(console: Console, value: Any) -> None:
     console.print(Text(msgspec.json.encode(value).decode()), soft_wrap=True)
-
-
-def _rate(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.3f}"

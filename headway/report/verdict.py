@@ -10,6 +10,7 @@ import msgspec
 
 from headway.control.tuning.drift import environment_share
 from headway.records.ledger import EvaluationRecord, LedgerLine, PrunerFigures, RunSummary, StepRecord
+from headway.report.incidents import incident_text
 from headway.telemetry.summary import books_event, evaluations, held_evaluation
 
 Balance = Literal[
@@ -89,7 +90,7 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
         learning_text=learning_text,
         books_text=_books_text(lines, summary),
         failures=failures,
-        failures_text=_failures_text(failures, summary),
+        failures_text=" ".join(filter(None, (_failures_text(failures, summary), incident_text(lines)))) or "Nothing.",
         pruning_text=_pruning_text(steps),
     )
 
@@ -198,7 +199,7 @@ def _evaluation_pair(lines: Sequence[LedgerLine]) -> tuple[EvaluationRecord, Eva
 
 
 def _training_trend(lines: Sequence[LedgerLine]) -> str:
-    steps = [line for line in lines if isinstance(line, StepRecord) and line.samples]
+    steps = [line for line in lines if isinstance(line, StepRecord) and math.isfinite(line.measured_solve_rate)]
     if len(steps) < 10:
         return "Too early to tell: no two evaluations to compare."
     fifth = len(steps) // 5
@@ -230,7 +231,7 @@ def _books_text(lines: Sequence[LedgerLine], summary: RunSummary) -> str:
 
 def _failures_text(failures: dict[str, int], summary: RunSummary) -> str:
     if not failures:
-        return "Nothing."
+        return ""
     total = sum(summary.endings.values())
     share = f" of {total:,} rollouts" if total else ""
     parts = ", ".join(f"{count:,} at the {boundary}" for boundary, count in sorted(failures.items()))

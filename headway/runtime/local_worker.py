@@ -172,10 +172,10 @@ class LocalWorker:
             self._kill(f"not built within {timeout_s:g} s")
             raise await self._died from None
 
-    def watch(self, clock: Clock, interval_s: float, timeout_s: float) -> None:
-        """Begin health checks."""
+    def watch(self, clock: Clock, interval_s: float, timeout_s: float, on_event: Callable[..., object]) -> None:
+        """Begin health checks; ``on_event`` is an `EventCallback`."""
         if self.alive:
-            self._spawn(self._check_health(clock, interval_s, timeout_s))
+            self._spawn(self._check_health(clock, interval_s, timeout_s, on_event))
 
     # Sending: as much as the socket takes at once, the rest when it is writable.
 
@@ -299,10 +299,19 @@ class LocalWorker:
 
     # Health and death.
 
-    async def _check_health(self, clock: Clock, interval_s: float, timeout_s: float) -> None:
-        """Ping; kill it after ``timeout_s`` of silence. Our own stalls and back-pressure don't count as its silence."""
+    async def _check_health(
+        self, clock: Clock, interval_s: float, timeout_s: float, on_event: Callable[..., object]
+    ) -> None:
+        """Ping; report the worker stalled after half of ``timeout_s`` of silence, kill it after all of it. Our own
+        stalls and back-pressure don't count as its silence."""
         ping = encode(Kind.PING, 0, None)
         silent_s = 0.0
+        stalled = False
+
+        def report(event: str, what: str) -> None:
+            fields = {"worker": self._name, "cause": "no heartbeat", "found_by": "health", "lost_s": silent_s}
+            on_event(event, f"{self._name}: {what} {silent_s:.1f} s", **fields)
+
         while True:
             if not self._outgoing:  # bytes it has not taken ask for a sign of life as well as a ping does
                 self._send(ping)
@@ -310,12 +319,17 @@ class LocalWorker:
             await clock.sleep(interval_s)
             silent_s += min(clock.now() - before_s, 2 * interval_s)
             if self._heard or self._held:
-                silent_s = 0.0
+                if stalled:
+                    report("worker_answers", "after a silence of")
+                silent_s, stalled = 0.0, False
                 self._heard = False
             elif silent_s >= timeout_s:
                 self._silent_s = silent_s
                 self._kill(f"no heartbeat for {silent_s:.1f} s", "health")
                 return
+            elif silent_s >= timeout_s / 2 and not stalled:
+                stalled = True
+                report("worker_stalled", "no heartbeat for")
 
     def _kill(self, reason: str, found_by: FoundBy = "exit") -> None:
         if self._process.returncode is not None:

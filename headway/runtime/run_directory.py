@@ -13,7 +13,7 @@ import msgspec
 
 from headway.config.load import require_resumable, validate_experiment
 from headway.config.schema import Experiment
-from headway.records.errors import ConfigurationError, HeadwayError
+from headway.records.errors import BufferCorrupt, ConfigurationError, HeadwayError
 from headway.runtime.file_lock import FileLock
 
 
@@ -100,8 +100,8 @@ class RunDirectory:
         """Lock the folder, make its layout and store ``experiment``; returns what was stored before.
 
         Raises RunLocked when another process holds it, ConfigurationError when a new run would overwrite an old
-        one, when there is nothing to resume, or when a key changed that may not change on resume. After an error
-        the folder is unlocked and holds what it held.
+        one, when there is nothing to resume, or when a key changed that may not change on resume; BufferCorrupt when
+        the buffer of a run that has trained is gone. After an error the folder is unlocked and holds what it held.
         """
         self.acquire()
         try:
@@ -125,7 +125,19 @@ class RunDirectory:
             )
         stored = self.read_experiment()
         require_resumable(stored, experiment)
+        if not self.buffer.is_file() and self._has_trained():
+            raise BufferCorrupt(
+                f"{self.buffer} is missing, and the run can't be resumed without it: its batches and open groups are "
+                f"there. Put it back, or start in another run.directory, from a checkpoint's weights if you like: "
+                f"--model.path={self.path}/checkpoints/step_N/model"
+            )
         return stored
+
+    def _has_trained(self) -> bool:
+        """Whether the run has made a step, by its checkpoints and its ledger."""
+        if any(self.checkpoints.glob("step_*")):
+            return True
+        return self.ledger.is_file() and b'"kind":"step"' in self.ledger.read_bytes()
 
     def withdraw(self) -> None:
         """Take back ``begin`` of a new run that failed before it did anything: the folder holds no run then."""

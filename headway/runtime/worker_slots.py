@@ -11,22 +11,16 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from headway.records.errors import FoundBy, HeadwayError, RemoteError, WorkerDied
 from headway.records.trace import WorkerState
 from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock
-from headway.runtime.workers import Launcher, Worker, WorkerSpec
+from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec, death_fields
 
 _FIRST_PAUSE_S = 0.5  # before a start that follows two failures in a row; doubled for each further one
 _LONGEST_PAUSE_S = 30.0
-
-
-class OnWorkerEvent(Protocol):
-    """Receives a pool's events: a name, a line of text, and of an outage the fields of ``WorkerOutage``."""
-
-    def __call__(self, name: str, detail: str, /, **data: Any) -> object: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,9 +40,14 @@ class WorkerOutage:
 
 class OutageReporter:
     """Reports the outages of one worker and its successors as events: "NAME_died", "NAME_restart_failed",
-    "NAME_restarted" and "NAME_lost", where NAME is the worker's without its number."""
+    "NAME_restarted" and "NAME_lost", where NAME is the worker's without its number. The last two have the seconds that
+    the worker was away."""
 
-    def __init__(self, worker: str, on_event: OnWorkerEvent, now: Callable[[], float]) -> None:
+    def __init__(
+        self, worker: str, on_event: EventCallback, now: Callable[[], float], held: Callable[[], int] = lambda: 0
+    ) -> None:
+        """``held()``: the rollouts that the worker has, which its death costs."""
+        self._held = held
         self.restarts = 0
         self._worker = worker
         self._on_event = on_event
@@ -68,15 +67,19 @@ class OutageReporter:
 
     def died(self, death: WorkerDied) -> None:
         self._death, self._down_since_s = death, self._now() - death.silent_s
-        self.report("died", f"{self._worker}: {death.cause}")
+        self.report("died", f"{self._worker}: {death.cause}", lost_samples=self._held())
 
     def restarted(self) -> None:
         self.restarts += 1
         self.report("restarted", f"{self._worker}: after {self._now() - self._down_since_s:.1f} s")
 
-    def report(self, stage: str, detail: str) -> None:
-        data = {"worker": self._worker} if self.outage is None else dataclasses.asdict(self.outage)
-        self._on_event(f"{self._worker.rstrip('-0123456789')}_{stage}", detail, **data)
+    def report(self, stage: str, detail: str, lost_samples: int = 0) -> None:
+        fields: dict[str, Any] = {"worker": self._worker}
+        if self._death is not None and (outage := self.outage) is not None:
+            fields = {**death_fields(self._death, lost_samples), "restarts": outage.restarts}
+            if stage in ("restarted", "lost"):
+                fields["lost_s"] = outage.down_s
+        self._on_event(f"{self._worker.rstrip('-0123456789')}_{stage}", detail, **fields)
 
 
 class WorkerSlot:
@@ -96,22 +99,24 @@ class WorkerSlot:
         spec: WorkerSpec,
         launcher: Launcher,
         clock: Clock,
-        on_event: OnWorkerEvent = lambda name, detail, /, **data: None,
+        on_event: EventCallback = lambda name, detail, /, **data: None,
         *,
         limit: int | None = None,
         prepare: Callable[[Worker], Awaitable[None]] | None = None,
         restart_arguments: Mapping[str, Any] | None = None,
         forgiven_after_s: float = math.inf,
+        held: Callable[[], int] = lambda: 0,
     ) -> None:
         """``limit``: failures in a row beyond which the slot is ``exhausted``. ``prepare(worker)`` makes a started
-        worker ready; what it raises counts as a failed start. ``restart_arguments``: a successor gets them besides."""
+        worker ready; what it raises counts as a failed start. ``restart_arguments``: a successor gets them besides.
+        ``held()``: the rollouts that the worker has."""
         self.spec = spec
         self.worker: Worker | None = None  # the last one, dead or alive; None after a failed start
         self.fault: Exception | None = None  # of the last death or failed start
         self.lost: WorkerDied | None = None
         self._launcher = launcher
         self._clock = clock
-        self._reporter = OutageReporter(spec.name, on_event, clock.now)
+        self._reporter = OutageReporter(spec.name, on_event, clock.now, held)
         self._limit = limit
         self._prepare = prepare
         self._restart_arguments = dict(restart_arguments or {})

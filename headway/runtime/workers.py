@@ -83,6 +83,19 @@ class Worker(Protocol):
         ...
 
 
+class EventCallback(Protocol):
+    """Called with what happens to workers. ``fields``: those of `EventRecord` (worker, cause, found_by, lost_s,
+    lost_samples); others are its ``data``."""
+
+    def __call__(self, name: str, detail: str, /, **fields: Any) -> object: ...
+
+
+def death_fields(death: WorkerDied, lost_samples: int = 0) -> dict[str, Any]:
+    """The fields of an event that reports ``death``, for an EventCallback."""
+    cause, found_by = death.cause, death.found_by
+    return {"worker": death.worker, "cause": cause, "found_by": found_by, "lost_samples": lost_samples}
+
+
 class Launcher(Protocol):
     """Starts workers."""
 
@@ -131,13 +144,17 @@ class LocalLauncher:
         heartbeat_timeout_s: float = 15.0,
         start_timeout_s: float = 600.0,
         events_capacity: int = 256,
+        on_event: EventCallback = lambda name, detail, /, **fields: None,
     ) -> None:
-        """``start_timeout_s``: a worker that isn't built after so long is killed."""
+        """``start_timeout_s``: a worker that isn't built after so long is killed. ``on_event`` is called when a worker
+        gives no sign of life for half of ``heartbeat_timeout_s`` (``worker_stalled``), and when it gives one again
+        (``worker_answers``)."""
         self._clock = clock
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._start_timeout_s = start_timeout_s
         self._events_capacity = events_capacity
+        self._on_event = on_event
 
     async def start(self, spec: WorkerSpec) -> LocalWorker:
         """See :meth:`Launcher.start`. Health checks begin once the worker is built."""
@@ -157,7 +174,7 @@ class LocalLauncher:
             with contextlib.suppress(asyncio.CancelledError):
                 await worker.died
             raise
-        worker.watch(self._clock, self._heartbeat_interval_s, self._heartbeat_timeout_s)
+        worker.watch(self._clock, self._heartbeat_interval_s, self._heartbeat_timeout_s, self._on_event)
         return worker
 
 

@@ -117,8 +117,12 @@ async def _serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Cal
     async with _until_interrupted() as stopped, AsyncExitStack() as stack:
         listener = stack.enter_context(closing(listening(experiment.endpoint.address)))
         tokenizer = Tokenizer.load(experiment.model.path)
-        launcher = LocalLauncher(clock, start_timeout_s=experiment.run.worker_start_timeout_s)
-        pool = GeneratorPool(launcher, experiment, clock, on_event=lambda name, detail, **data: on_event(name, detail))
+
+        def worker_event(name: str, detail: str, /, **_: object) -> None:
+            on_event(name, detail)
+
+        launcher = LocalLauncher(clock, start_timeout_s=experiment.run.worker_start_timeout_s, on_event=worker_event)
+        pool = GeneratorPool(launcher, experiment, clock, on_event=worker_event)
         record = None
         if wanted.record is not None:
             file = stack.enter_context(LineFile(wanted.record))

@@ -26,6 +26,7 @@ EVENT_RESUME = "resume"  # a run goes on: steps recorded after it may repeat ear
 EVENT_BOOKS = "books"  # data: balanced 0/1, open, and a count under each ending's name
 EVENT_CONTROL = "control"  # the controller; data: kind, knob, old, new, predicted, measured (rate ratios), mode
 EVENT_BEST = "best"  # data: version of the checkpoint that is now the best
+EVENT_LAST_KEPT = "last_kept"  # nothing was judged by validation: best/ holds the last version
 EVENT_END = "end"  # the run ended in order
 EVENT_SIMULATED = "simulated"  # nothing of it happened: detail names the scenario
 
@@ -160,7 +161,11 @@ def _parse(data: bytes, path: Path) -> tuple[list[LedgerLine], int]:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if data.find(b"\n", end + 1) < 0 and not data[end + 1 :].strip():
                 break  # the last line: a machine that lost power may have kept its length but not its bytes
-            raise ConfigurationError(f"{path}, line {len(lines) + 1} is damaged: {error}") from None
+            number = len(lines) + 1
+            raise ConfigurationError(
+                f"{path}, line {number} is damaged: {error}; remove it (sed -i {number}d {path}): reports and --resume "
+                "need none of the lines, and are without what this one said"
+            ) from None
         position = end + 1
     return lines, position
 

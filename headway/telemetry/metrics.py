@@ -125,7 +125,7 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
                 yield f"evaluation_by_source/{line.split}_{names[label]}_solve_rate", score.solve_rate
     elif isinstance(line, StepRecord):
         for name, (field, _) in STEP_METRICS.items():
-            yield name, float(getattr(line, field))
+            yield name, float(getattr(line, field)) if field != "solve_rate" else line.measured_solve_rate
         for name, field in STALENESS.items():
             distribution: Distribution = getattr(line, field)
             kind = name.removesuffix("_steps")

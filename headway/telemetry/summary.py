@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, RunSummary, StepRecord
 from headway.records.rollout import ENDINGS
-from headway.telemetry.ledger import EVENT_BEST, EVENT_BOOKS, EVENT_END, EVENT_RESUME, EVENT_SIMULATED, EVENT_START
+from headway.telemetry.ledger import (
+    EVENT_BEST,
+    EVENT_BOOKS,
+    EVENT_END,
+    EVENT_LAST_KEPT,
+    EVENT_RESUME,
+    EVENT_SIMULATED,
+    EVENT_START,
+)
 
 
 def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
@@ -17,14 +25,17 @@ def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
     said so: a killed run has ``books_balanced = False`` and ``finished = False``.
     """
     steps = [line for line in lines if isinstance(line, StepRecord)]
+    timed = [step for step in steps if step.step_s > 0 and not step.skipped]
     total_s = sum(step.step_s for step in steps)
-    samples = sum(step.samples for step in steps if not step.skipped)
+    samples = sum(step.samples for step in timed)
     wait_s = sum(step.trainer_wait_s for step in steps)
     books = books_event(lines)
+    endings = _endings(steps, books)
     return RunSummary(
         finished=is_finished(lines),
         steps=recorded_steps(steps),
-        samples_trained=samples,
+        untimed_steps=recorded_steps(steps) - len({step.version for step in timed}),
+        samples_trained=max(sum(step.samples for step in steps if not step.skipped), endings.get("trained", 0)),
         duration_s=duration_s(lines),
         solve_rate_before=_solve_rate(lines, "before"),
         solve_rate_after=_solve_rate(lines, "after"),
@@ -41,7 +52,7 @@ def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
             sum(step.effective_production_per_s * step.step_s for step in steps), total_s
         ),
         trained_per_s=_share(samples, total_s),
-        endings=_endings(steps, books),
+        endings=endings,
         simulated=any(isinstance(line, EventRecord) and line.event == EVENT_SIMULATED for line in lines),
     )
 
@@ -49,6 +60,26 @@ def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
 def recorded_steps(lines: Sequence[LedgerLine]) -> int:
     """The version after the last step recorded."""
     return max((line.version for line in lines if isinstance(line, StepRecord)), default=0)
+
+
+def is_incident(event: EventRecord) -> bool:
+    """Whether ``event`` is a death, a stall, a restart or a replay. A ledger of an older release names no worker in its
+    events: those are known by the events' names."""
+    return bool(event.worker) or event.event.endswith(("_died", "_restarted", "_lost"))
+
+
+def undisturbed(lines: Sequence[LedgerLine]) -> list[StepRecord]:
+    """The steps without those that an incident or a resume fell into and the one after each: what they measured is not
+    the run's rate."""
+    kept: list[StepRecord] = []
+    left_out = 0
+    for line in lines:
+        if isinstance(line, EventRecord) and (is_incident(line) or line.event == EVENT_RESUME):
+            left_out = 2
+        elif isinstance(line, StepRecord):
+            kept += [] if left_out else [line]
+            left_out = max(0, left_out - 1)
+    return kept
 
 
 def last_step(lines: Sequence[LedgerLine]) -> StepRecord | None:
@@ -106,6 +137,8 @@ def _solve_rate(lines: Sequence[LedgerLine], phase: str) -> float | None:
 
 def _best_version(lines: Sequence[LedgerLine]) -> int | None:
     for line in reversed(lines):
+        if isinstance(line, EventRecord) and line.event == EVENT_LAST_KEPT:
+            return None
         if isinstance(line, EventRecord) and line.event == EVENT_BEST and "version" in line.data:
             return int(line.data["version"])
     return None

@@ -38,6 +38,13 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     schedule: dict[str, float | int | str] = {}  # of the learning rate; a function of the version
     metrics: dict[str, float] = {}  # e.g. the score the best model was chosen by
     files: dict[str, str] = {}  # relative path -> xxh3-128 of every other file
+    checksum: str = ""  # xxh3-128 of all of the above; "": written by a release before 0.2, which had none
+
+    def sealed(self) -> CheckpointState:
+        """The same with its checksum."""
+        open_state = msgspec.structs.replace(self, checksum="")
+        checksum = xxhash.xxh3_128_hexdigest(msgspec.json.encode(open_state))
+        return msgspec.structs.replace(self, checksum=checksum)
 
 
 def checkpoint_path(run: str | Path, version: int) -> Path:
@@ -60,7 +67,7 @@ def write_folder(path: str | Path, fill: Callable[[Path], None], state: Checkpoi
         fill(scratch)
         files = {str(file.relative_to(scratch)): _checksum(file) for file in _files(scratch) if file != mark}
         (scratch / STATE_FILE).write_bytes(
-            msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(state, files=files)), indent=1)
+            msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(state, files=files).sealed()), indent=1)
         )
         mark.unlink()  # from here on `state.json` says what is ours
         for file in _files(scratch):
@@ -111,15 +118,21 @@ def read_state(path: str | Path) -> CheckpointState:
     """``state.json`` of a folder. Raises CheckpointCorrupt naming it."""
     file = Path(path) / STATE_FILE
     try:
-        return msgspec.json.decode(file.read_bytes(), type=CheckpointState)
-    except (OSError, msgspec.DecodeError) as error:
+        state = msgspec.json.decode(file.read_bytes(), type=CheckpointState)
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise CheckpointCorrupt(f"{file}: {error}") from None
+    if state.checksum and state.checksum != (expected := state.sealed().checksum):
+        raise CheckpointCorrupt(f"{file}: checksum {state.checksum}, expected {expected}")
+    return state
 
 
 def verify(path: str | Path) -> CheckpointState:
-    """Check every file of a folder against its checksum. Raises CheckpointCorrupt naming the first bad file."""
+    """Check every file of a folder against its checksum, and the version of a checkpoint against its folder's name.
+    Raises CheckpointCorrupt naming the first bad file."""
     folder = Path(path)
     state = read_state(folder)
+    if _NAME.fullmatch(folder.name) and state.version != version_of(folder):
+        raise CheckpointCorrupt(f"{folder / STATE_FILE}: version {state.version}, in the folder of another version")
     for name, expected in sorted(state.files.items()):
         file = folder / name
         try:

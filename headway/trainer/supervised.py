@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from headway.algorithms.packing import pack
@@ -62,15 +63,35 @@ class SupervisedService:
         self._token_ids_n = np.zeros(0, np.int32)
         self._learned_n = np.zeros(0, np.bool_)
         self._lengths_s = self._starts_s = np.zeros(0, np.int64)
+        self._held_out: list[int] = []
+        self._trained = 0  # sequences
         self._order: Iterator[int] = iter(())
 
     def prepare(
-        self, token_ids_n: npt.NDArray[np.int32], learned_n: npt.NDArray[np.bool_], lengths_s: npt.NDArray[np.int64]
+        self,
+        token_ids_n: npt.NDArray[np.int32],
+        learned_n: npt.NDArray[np.bool_],
+        lengths_s: npt.NDArray[np.int64],
+        held_out: int = 0,
     ) -> None:
-        """Take the sequences, one behind the other, with the tokens that carry loss (orchestrator/jobs/sft_data.py)."""
+        """Take the sequences, one behind the other, with the tokens that carry loss (orchestrator/jobs/sft_data.py).
+        ``held_out`` of them, drawn by the seed, are not trained on: see `held_out_loss`."""
         self._token_ids_n, self._learned_n = token_ids_n, learned_n
         self._lengths_s, self._starts_s = lengths_s, np.cumsum(lengths_s) - lengths_s
-        self._order = _shuffled_for_ever(len(lengths_s), self.experiment.run.seed)
+        count, seed = len(lengths_s), self.experiment.run.seed
+        self._held_out = sorted(np.random.default_rng([seed, count]).permutation(count)[:held_out].tolist())
+        trained = np.delete(np.arange(count), self._held_out)
+        self._trained = len(trained)
+        self._order = (int(trained[i]) for i in _shuffled_for_ever(self._trained, seed))
+
+    def held_out_loss(self) -> float:
+        """Mean cross-entropy over the loss tokens of the sequences held out."""
+        arrays, total = self._arrays(self._held_out), 0.0
+        with torch.no_grad():
+            for chosen in pack((arrays.lengths_s - 1).tolist(), self.settings.micro_batch_tokens)[0]:
+                logprobs_m, _ = self.learner.logprobs(slice_micro_batch(arrays, chosen), arrays, 1.0)
+                total -= float(logprobs_m.sum())
+        return total / arrays.loss_tokens
 
     def steps(self, count: int) -> dict[str, float]:
         """Take ``count`` optimiser steps.
@@ -109,7 +130,7 @@ class SupervisedService:
             "flops": flops,
             "seconds": seconds,
             "skipped": self.skipped,
-            "epochs": (self.version + self.skipped) * self.settings.batch_sequences / len(self._lengths_s),
+            "epochs": (self.version + self.skipped) * self.settings.batch_sequences / self._trained,
         }
 
     def _count(self, update: Update) -> None:
@@ -183,7 +204,7 @@ class SupervisedService:
             peak=settings.learning_rate,
             schedule=settings.schedule,
             warmup_steps=settings.warmup_steps,
-            total_steps=settings.steps,
+            total_steps=settings.total_steps(self._trained),
         )
 
 

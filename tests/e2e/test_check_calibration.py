@@ -16,7 +16,7 @@ from headway.models.configuration import DecoderConfig
 from headway.models.initialise import initialise_model
 from headway.orchestrator.preflight.memory import memory_uses
 from headway.orchestrator.preflight.preview import preview
-from headway.records.planning import CheckReport
+from headway.records.check_report import CheckReport
 
 pytestmark = pytest.mark.real
 

@@ -10,7 +10,7 @@ import pytest
 
 from headway.config.load import validate_experiment
 from headway.orchestrator.preflight.check import check
-from headway.records.planning import Finding
+from headway.records.check_report import Finding
 
 pytestmark = pytest.mark.real
 

@@ -247,6 +247,61 @@ def test_a_corrupt_checkpoint_is_replaced_by_an_older_one_and_the_log(inputs: An
     assert "optimizer.safetensors" in refusal
 
 
+def test_a_resume_without_its_ledger_or_its_buffer(inputs: Any, tmp_path: Path) -> None:
+    config = tiny_run.write_experiment(tmp_path, run={"steps": 6}, checkpoint={"every_steps": 2}, **inputs)
+    run = tmp_path / "run"
+    assert tiny_run.train(config).process.returncode == 0
+    (find_checkpoints(run)[-1] / "state.json").write_text(
+        (find_checkpoints(run)[-1] / "state.json").read_text().replace('"version": 6', '"version": 7')
+    )
+    (run / "ledger.jsonl").unlink()
+    command = tiny_run.train(config, "--resume", "--run.steps=8")
+    assert command.process.returncode == 0, command.output
+    (lost,) = tiny_run.events_of(run, "ledger_incomplete")
+    assert "ledger.jsonl lacks the steps from 0 on (was it removed, or cut?)" in lost.detail
+    (corrupt,) = tiny_run.events_of(run, "checkpoint_corrupt")
+    assert "step_00000006/state.json: checksum" in corrupt.detail
+    assert tiny_run.events_of(run, "books")[-1].data["balanced"] == 1
+    report = tiny_run.audited(run)
+    assert (report.completed_steps, report.rollouts["trained"]) == (8, 8 * 16)
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["untimed_steps"], summary["samples_trained"]) == (8, 6, 8 * 16)
+
+    (run / "buffer.db").rename(tmp_path / "buffer.db")
+    before, ledger = sorted(run.rglob("*")), (run / "ledger.jsonl").read_bytes()
+    assert "buffer.db is missing" in tiny_run.refused("train", config, "--quiet", "--resume", "--run.steps=9")
+    assert sorted(run.rglob("*")) == before
+    assert (run / "ledger.jsonl").read_bytes() == ledger
+
+
+def test_killed_and_stopped_workers_are_in_the_ledger_and_the_report(inputs: Any, tmp_path: Path) -> None:
+    config = tiny_run.write_experiment(tmp_path, run={"steps": ENDLESS}, **inputs)
+    run = tmp_path / "run"
+    with tiny_run.headway("train", config, "--quiet", run=run) as command:
+        for worker in ("verifier-0", "trainer-0"):
+            done = len(tiny_run.steps_of(run))
+            command.until(lambda done=done: len(tiny_run.steps_of(run)) > done, "a step")
+            os.kill(command.pid_of(worker), signal.SIGKILL)
+        command.until(lambda: tiny_run.events_of(run, "trainer_restored"), "a new trainer")
+        os.kill(command.pid_of("generator-0"), signal.SIGSTOP)
+        command.until(lambda: tiny_run.events_of(run, "worker_stalled"), "a word about the stopped worker")
+        os.kill(command.pid_of("generator-0"), signal.SIGCONT)
+        command.until(lambda: tiny_run.events_of(run, "worker_answers"), "a word about its return")
+        command.process.send_signal(signal.SIGINT)
+        assert command.wait() == 130, command.output
+    (verifier,) = tiny_run.events_of(run, "verifier_died")
+    assert (verifier.worker, verifier.found_by) == ("verifier-0", "exit")
+    assert verifier.cause.startswith("killed by SIGKILL (9)")
+    assert tiny_run.events_of(run, "verifier_restarted")[0].lost_s > 0
+    (trainer,) = tiny_run.events_of(run, "worker_died")
+    assert trainer.detail.startswith("trainer-0: killed by SIGKILL (9)")
+    (stopped,) = tiny_run.events_of(run, "worker_answers")
+    assert (stopped.worker, stopped.found_by) == ("generator-0", "health")
+    assert stopped.lost_s >= 7.5
+    text = " ".join(tiny_run.output_of("report", run).split())
+    assert "Workers: died: trainer-0, verifier-0; stalled: generator-0; 2 brought back" in text
+
+
 def test_a_verifier_that_raises_hangs_and_returns_nan(inputs: Any, tmp_path: Path) -> None:
     verifier = {"name": "tiny_verifiers:troubled", "parameters.folder": str(tmp_path), "timeout_s": 1.0}
     config = tiny_run.write_experiment(tmp_path, run={"steps": 5}, verifier=verifier, **inputs)

@@ -21,8 +21,7 @@ from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import RealClock
-from headway.runtime.worker_slots import OnWorkerEvent
-from headway.runtime.workers import LocalLauncher
+from headway.runtime.workers import EventCallback, LocalLauncher
 from headway.tasks.sources import load_tasks
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(60)]
@@ -38,7 +37,7 @@ async def pool(
     timeout_s: float = TIMEOUT_S,
     launcher: LocalLauncher | None = None,
     named: dict[str, VerifierSettings] | None = None,
-    on_event: OnWorkerEvent = lambda name, detail, /, **data: None,
+    on_event: EventCallback = lambda name, detail, /, **data: None,
     **verifier: Any,
 ) -> AsyncIterator[Any]:
     fields = {"name": "verifier_functions:score", "parameters": {"folder": str(folder)}, **verifier}

@@ -83,11 +83,33 @@ def test_a_stopped_or_wedged_worker_is_killed(method: str, tmp_path: Path):
             assert death.found_by == "health"
             assert death.silent_s == pytest.approx(1.0, abs=0.2)
             assert "SIGKILL" in death.cause
+            assert death.found_by == "health"
             with pytest.raises(WorkerDied, match="no heartbeat"):
                 await call
             assert reaped(worker.pid)
 
     run(main)
+
+
+def test_a_stall_is_an_event_at_half_the_limit_and_so_is_its_end():
+    events: list[tuple[str, dict[str, object]]] = []
+
+    def note(name: str, detail: str, **fields: object) -> None:
+        events.append((name, fields))
+
+    async def main() -> None:
+        async with running(heartbeat_interval_s=0.05, heartbeat_timeout_s=4.0, on_event=note) as worker:
+            os.kill(worker.pid, signal.SIGSTOP)
+            await until(lambda: [name for name, _ in events] == ["worker_stalled"])
+            os.kill(worker.pid, signal.SIGCONT)
+            await until(lambda: [name for name, _ in events] == ["worker_stalled", "worker_answers"])
+            assert worker.alive
+            worker.kill("it is stuck")
+            assert (await worker.died).found_by == "call"
+
+    run(main)
+    assert all(fields["worker"] == "w" and fields["found_by"] == "health" for _, fields in events)
+    assert all(2.0 <= float(str(fields["lost_s"])) < 4.0 for _, fields in events)
 
 
 def test_a_stall_of_the_parent_kills_nobody():

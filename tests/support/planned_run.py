@@ -6,7 +6,7 @@ from typing import Any
 
 from headway.control.lengths import LengthDistribution, length_distribution
 from headway.control.tuning.forecast import RunShape
-from headway.records.planning import Calibration
+from headway.records.check_report import Calibration
 
 
 def lengths_of(ended: list[int] | None = None, *, limit: int = 40, cut: list[int] | None = None) -> LengthDistribution:

@@ -21,11 +21,11 @@ from headway.config.load import changed_experiment
 from headway.config.schema import Experiment
 from headway.control.tuning.drift import RECENT, environment_share, find_drift
 from headway.control.tuning.forecast import RANK_ERROR, WORTH_IT, RunShape, binding_constraint, token_s_with
-from headway.control.tuning.ledger_model import LedgerModel, as_recorded, estimate, usable
+from headway.control.tuning.ledger_model import LedgerModel, as_recorded, estimate, training_s, usable
 from headway.control.tuning.queue_model import QueueModel, needed_budget, simulate_or_still
+from headway.records.check_report import Change, Constraint, QueueOutcome
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
-from headway.records.planning import Change, Constraint, QueueOutcome
 
 LEAST_STEPS = 8  # usable records, those in which the queue was filling not counted
 _MOST_STEPS = 60
@@ -34,6 +34,7 @@ _ROLLOUTS = 2000
 _SHOWN = 3
 _ACTING = 0.30  # share of the rollouts' time in their environments, beyond which more of them at once is tried
 _FULL = 0.9  # of the slots held: more rollouts would only wait for one
+_BELIEVED = 2.0  # times the best that a device of the run has shown, beyond which a prediction is refused
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +82,8 @@ def diagnose(
     if len(steps) < LEAST_STEPS:
         return (
             f"{len(steps)} of the {LEAST_STEPS} steps in steady state that a diagnosis needs are recorded (the first "
-            f"{shape.budget + 1} only fill the queue, skipped ones and those rebuilt after a kill say nothing)"
+            f"{shape.budget + 1} only fill the queue; skipped ones, those rebuilt after a kill and those around a "
+            "worker's restart say nothing)"
         )
     shape = as_recorded(shape, steps)
     found = estimate(steps, shape)
@@ -90,6 +92,12 @@ def diagnose(
     now = _outcomes(found.model)
     if not all(one.samples_per_s for one in now):
         return "the queue that this ledger describes would stand still: nothing can be predicted from it"
+    simulated, shown = fmean(one.samples_per_s for one in now), _shown_per_s(steps, found)
+    if simulated > _BELIEVED * shown:
+        return (
+            f"steps {steps[0].step} to {steps[-1].step} describe a queue of {simulated:.3g} samples/s, and the run's "
+            f"devices have shown {shown:.3g} at most: their times can't be right, and nothing is predicted from them"
+        )
     needed = needed_budget(
         longest_tokens=found.lengths.at(0.99),
         concurrency=max(1, round(found.in_generation)),
@@ -98,6 +106,11 @@ def diagnose(
     )
     acting = environment_share(steps)
     changes = _recommendations(found, experiment, shape, needed, shared_devices, now, acting)
+    for one in [one for one in changes if one.samples_per_s > _BELIEVED**2 * shown]:  # it may double a device, too
+        changes.remove(one)
+        found.unidentified[next(iter(one.settings))] = (
+            f"{one.samples_per_s:.3g} samples/s would be predicted: the run's devices have shown {shown:.3g} at most"
+        )
     relieving = [
         Change(key=next(iter(one.settings)), value="", constraint=one.relieves, gain=one.gain) for one in changes
     ]
@@ -114,7 +127,7 @@ def diagnose(
         samples_per_s=found.samples_per_s,
         useful_per_s=found.useful_per_s,
         error=found.noise,
-        simulated_per_s=fmean(one.samples_per_s for one in now),
+        simulated_per_s=simulated,
         binding=binding,
         reason=reason.replace("would wait", "waits"),
         trainer_wait=found.trainer_wait,
@@ -128,6 +141,15 @@ def diagnose(
         changes=changes[:_SHOWN],
         unidentified=found.unidentified,
     )
+
+
+def _shown_per_s(steps: Sequence[StepRecord], found: LedgerModel) -> float:
+    """The most samples per second that trainer and generators have both reached in one of ``steps`` while they
+    computed."""
+    trained = max(r.samples / training_s(r) for r in steps)
+    generating = [(r.flow.generated_tokens, r.flow.generator_busy_s) for r in steps if r.flow.generator_busy_s > 0]
+    tokens_per_s = max((tokens / busy_s for tokens, busy_s in generating), default=math.inf)
+    return min(trained, tokens_per_s * found.model.replicas / found.lengths.mean_tokens)
 
 
 def steady_steps(records: Sequence[StepRecord], budget: int) -> list[StepRecord]:

@@ -14,7 +14,7 @@ import msgspec
 from headway.control.lengths import LengthDistribution
 from headway.control.staleness import OverduePolicy
 from headway.control.tuning.queue_model import QueueModel, needed_budget, simulate
-from headway.records.planning import BudgetShare, Calibration, Change, Constraint, Forecast, QueueOutcome
+from headway.records.check_report import BudgetShare, Calibration, Change, Constraint, Forecast, QueueOutcome
 
 LEAST_GROUPS = 8  # fewer that ended say nothing about how many will be filtered
 WORTH_IT = 0.03  # smaller gains are within what a simulation of some dozen steps can tell apart

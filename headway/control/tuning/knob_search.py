@@ -13,8 +13,8 @@ from headway.config.schema import Experiment
 from headway.control.tuning.forecast import RunShape
 from headway.control.tuning.ledger_model import LedgerModel, shape_of
 from headway.control.tuning.queue_model import QueueModel, simulate_or_still
+from headway.records.check_report import QueueOutcome
 from headway.records.control import Knobs
-from headway.records.planning import QueueOutcome
 
 KNOBS: tuple[KnobName, ...] = get_args(KnobName)
 LEAST_GAIN = 0.03  # in samples/s, relative: less is within what simulation and measurement can tell apart

@@ -18,7 +18,7 @@ import msgspec
 
 from headway.control.admission import credit
 from headway.control.staleness import OpenGroup, OverduePolicy, select_batch
-from headway.records.planning import QueueOutcome
+from headway.records.check_report import QueueOutcome
 
 _ROUNDING = 1e-9  # tokens of work
 _EVENTS = {"applied": 0, "acted": 1, "verified": 2, "trained": 3, "published": 4}  # at the same moment, in this order

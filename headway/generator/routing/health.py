@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from headway.config.router import RouterConfig
 from headway.generator.routing.replica import Replica
-from headway.generator.routing.router import EventCallback, Router
+from headway.generator.routing.router import Router
 from headway.records.errors import RemoteError, WorkerDied
 from headway.runtime.clock import Clock
+from headway.runtime.workers import EventCallback
 
 
 class Health:

@@ -11,9 +11,9 @@ from typing import NoReturn
 
 from headway.config.router import RouterConfig
 from headway.control.routing.rate_limit import RateLimit, RateLimited
-from headway.generator.routing.router import EventCallback
 from headway.records.errors import Overloaded
 from headway.runtime.clock import Clock
+from headway.runtime.workers import EventCallback
 
 _QUIET_S = 60.0  # refusals are told of once in this time
 _ROUNDING_S = 1e-6  # a timer may come this much too early

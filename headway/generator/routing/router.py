@@ -8,7 +8,6 @@ import heapq
 import itertools
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -20,15 +19,10 @@ from headway.records.clients import Watch
 from headway.records.errors import RemoteError, WorkerDied
 from headway.records.generation import GenerationRequest, RouterStatistics, TokenDelta
 from headway.runtime.clock import Clock
+from headway.runtime.workers import EventCallback
 
 _TAKING: tuple[Standing, ...] = ("serving", "lent", "resting")
 _ROUNDING_S = 1e-6  # a timer may come this much too early
-
-
-class EventCallback(Protocol):
-    """Told of what happens to a replica: death, restart, loss; its breaker, its place behind the others."""
-
-    def __call__(self, name: str, detail: str, /) -> object: ...
 
 
 class Router:

@@ -11,14 +11,14 @@ from headway.generator.recording.sessions import Sessions
 from headway.rollout.hosting.agents.processes import AgentProcesses
 from headway.rollout.makers.agent import Agents
 from headway.rollout.verifiers_environment import PLAYER
-from headway.runtime.worker_slots import OnWorkerEvent
+from headway.runtime.workers import EventCallback
 from headway.tokens.continuing import Chat
 from headway.tokens.tokenizer import Tokenizer
 
 
 @asynccontextmanager
 async def agents_of(
-    experiment: Experiment, on_event: OnWorkerEvent, logs: Path | None = None
+    experiment: Experiment, on_event: EventCallback, logs: Path | None = None
 ) -> AsyncIterator[Agents | None]:
     """The server and the host, up inside the block; None where ``environment.name`` asks for no agents. ``logs``: the
     folder of what agents print. Raises ConfigurationError: an address that isn't free, a function that can't be

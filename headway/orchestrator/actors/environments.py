@@ -14,8 +14,7 @@ from headway.rollout.makers.environment import Environments
 from headway.rollout.makers.select import MultiTurnHost
 from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
-from headway.runtime.worker_slots import OnWorkerEvent
-from headway.runtime.workers import Launcher
+from headway.runtime.workers import EventCallback, Launcher
 from headway.tokens.continuing import Chat
 from headway.tokens.tokenizer import Tokenizer
 
@@ -27,7 +26,7 @@ async def open_multi_turn_host(
     experiment: Experiment,
     launcher: Launcher,
     clock: Clock,
-    on_event: OnWorkerEvent,
+    on_event: EventCallback,
     directory: RunDirectory | None = None,
 ) -> AsyncIterator[MultiTurnHost | None]:
     """The host of the experiment's agents or environments, running inside the block; None where ``environment.name``

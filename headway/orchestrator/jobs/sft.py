@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -25,14 +26,18 @@ _SERVICE = "headway.trainer.supervised:SupervisedService"
 # of the last steps, as progress: the whole report is in the result
 _SHOWN = (
     "step",
+    "steps",
     "loss_mean",
     "learning_rate",
     "skipped",
+    "held_out_loss",
     "tokens_per_s",
     "effective_token_share",
     "solve_rate",
     "standard_error",
+    "ended",
 )
+_HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 1000  # demonstrations, where training ends by epochs
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -41,10 +46,12 @@ def run_sft(experiment: Experiment, *, on_progress: Progress | None = None) -> d
     """`headway sft`: train on sft.data, write the model to sft.output.
 
     Every ``sft.evaluate_every_steps`` the sampled solve rate on tasks.validation is measured (training pauses
-    meanwhile); training ends at ``sft.steps``, ``sft.time_limit_s`` or ``sft.stop_at_solve_rate``. Returns
-    what was dropped, the last step's statistics and the last solve rate. Raises ConfigurationError before anything
-    is started, for an output that holds something else too; RunLocked while another process trains the same output;
-    NoProgress when steps are skipped without end.
+    meanwhile); training ends at ``sft.epochs`` or ``sft.steps``, ``sft.time_limit_s`` or ``sft.stop_at_solve_rate``.
+    Where it ends by epochs, some demonstrations are held out: once their loss is higher after an epoch than it was
+    before, training ends, and the model of the lowest loss is what is written. Returns what was dropped, the last
+    step's statistics and the last solve rate, and under ``ended`` why it ended early. Raises ConfigurationError before
+    anything is started, for an output that holds something else too; RunLocked while another process trains the same
+    output; NoProgress when steps are skipped without end.
     """
     _require_inputs(experiment)
     folder = Path(experiment.sft.output).resolve()
@@ -87,32 +94,49 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
         launcher = LocalLauncher(clock, start_timeout_s=experiment.run.worker_start_timeout_s)
         trainer = await launcher.start(spec)
         stack.push_async_callback(trainer.stop)
-        await trainer.call("prepare", data.token_ids_n, data.learned_n, data.lengths_s)
+        count = len(data.lengths_s)
+        held_out = 0 if settings.steps else min(_MOST_HELD_OUT, round(_HELD_OUT_SHARE * count))
+        await trainer.call("prepare", data.token_ids_n, data.learned_n, data.lengths_s, held_out)
         scorer: Scorer | None = None
         if settings.evaluate_every_steps:
             scorer = Scorer(experiment, "validation")
             await scorer.start(stack)
-        started, result = clock.now(), dict[str, Any](data.counts)
-        step = 0
-        while step < settings.steps:
-            chunk = min(settings.evaluate_every_steps or 25, settings.steps - step)
+        started, result = clock.now(), dict[str, Any](data.counts) | {"held_out": held_out}
+        total, epoch = settings.total_steps(count - held_out), (count - held_out) / settings.batch_sequences
+        step, lowest, lowest_step = 0, math.inf, 0
+        while step < total:
+            shown_every = min(25, math.ceil(epoch)) if held_out else 25
+            chunk = min(settings.evaluate_every_steps or shown_every, total - step)
             report: dict[str, Any] = await trainer.call("steps", chunk)
             step += chunk
-            report |= {"step": step, "time_s": clock.now() - started}
+            report |= {"step": step, "steps": total, "time_s": clock.now() - started}
             if scorer is not None:
                 weights: PublishedWeights = await trainer.call("publish", step)
                 await scorer.generator.update_weights(weights)
                 record = await scorer.score("during", step)
                 if record.samples:  # else every attempt failed, and nothing was measured
                     report |= {"solve_rate": record.solve_rate, "standard_error": record.standard_error}
+            if held_out and report["version"] and (step == total or step // epoch > (step - chunk) // epoch):
+                report["held_out_loss"] = loss = await trainer.call("held_out_loss")
+                if loss <= lowest:
+                    lowest, lowest_step = loss, step
+                    await trainer.call("save", settings.output)
+                else:
+                    rise = f"from {lowest:.4g} to {loss:.4g}"
+                    report["ended"] = f"the held-out loss rose {rise}: the model of step {lowest_step} is kept"
             result |= report
             on_progress({key: report[key] for key in _SHOWN if key in report})
+            if "ended" in report:
+                break
             target = settings.stop_at_solve_rate
             if target is not None and report.get("solve_rate", 0.0) >= target:
+                result["ended"] = f"the solve rate has reached sft.stop_at_solve_rate = {target:g}"
                 break
             if settings.time_limit_s is not None and clock.now() - started >= settings.time_limit_s:
+                result["ended"] = f"sft.time_limit_s = {settings.time_limit_s:g} have passed"
                 break
         if not result["version"]:
             raise NoProgress(f"all {step} steps were skipped: no loss or gradient was finite; nothing was saved")
-        await trainer.call("save", settings.output)
+        if lowest_step < step and "ended" not in report:
+            await trainer.call("save", settings.output)
         return result | {"output": settings.output}

@@ -21,9 +21,9 @@ from headway.orchestrator.preflight.load import Load
 from headway.orchestrator.preflight.memory import peak_resident_bytes
 from headway.orchestrator.preflight.step_timing import StepTimes, time_steps
 from headway.orchestrator.task_sets import named_verifiers
+from headway.records.check_report import Calibration
 from headway.records.errors import HeadwayError, Interrupted, NoProgress, WorkerDied
 from headway.records.generation import EngineStatistics, GenerationRequest, SamplingParameters
-from headway.records.planning import Calibration
 from headway.records.task import Task
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock

@@ -21,8 +21,8 @@ from headway.orchestrator.preflight.functions import function_problems
 from headway.orchestrator.preflight.memory import existing, memory_findings, memory_places, memory_uses
 from headway.orchestrator.preflight.sandboxes import sandbox_findings
 from headway.orchestrator.task_sets import SPLITS, generated_apart, named_verifiers, require_template
+from headway.records.check_report import Finding
 from headway.records.errors import ConfigurationError, HeadwayError, RemoteError
-from headway.records.planning import Finding
 from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.runtime.addresses import is_loopback, require_free

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headway.config.schema import Experiment
+from headway.records.check_report import Finding
 from headway.records.errors import ConfigurationError
-from headway.records.planning import Finding
 from headway.runtime.addresses import is_loopback, require_free
 
 

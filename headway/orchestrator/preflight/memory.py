@@ -28,7 +28,7 @@ from pathlib import Path
 
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
-from headway.records.planning import Finding, MemoryPlace, MemoryUse
+from headway.records.check_report import Finding, MemoryPlace, MemoryUse
 from headway.runtime.devices import cpu_multiplies_bfloat16, parse_device
 from headway.weights.leftovers import SHARED_MEMORY
 

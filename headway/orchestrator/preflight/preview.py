@@ -15,7 +15,7 @@ from headway.orchestrator.preflight.calibration import SECONDS, OnProgress, cali
 from headway.orchestrator.preflight.check import check
 from headway.orchestrator.preflight.memory import gibibytes, memory_places, memory_uses
 from headway.orchestrator.task_sets import load_task_sets
-from headway.records.planning import Calibration, CheckReport, Finding, Forecast, MemoryUse
+from headway.records.check_report import Calibration, CheckReport, Finding, Forecast, MemoryUse
 from headway.records.task import Task
 from headway.runtime.devices import cuda_device_count, machine_cores, parse_device
 

@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 from headway.config.schema import Experiment
+from headway.records.check_report import Finding
 from headway.records.errors import ConfigurationError
-from headway.records.planning import Finding
 from headway.records.sandbox import SandboxFinding
 from headway.rollout.hosting.service import load_environment
 from headway.sandbox import preflight

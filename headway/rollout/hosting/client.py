@@ -21,8 +21,8 @@ from headway.records.trace import WorkerState
 from headway.runtime.channel import ChannelClosed
 from headway.runtime.clock import Clock
 from headway.runtime.devices import every_core
-from headway.runtime.worker_slots import OnWorkerEvent, WorkerSlot, start_all, stop_all
-from headway.runtime.workers import Launcher, Worker, WorkerSpec
+from headway.runtime.worker_slots import WorkerSlot, start_all, stop_all
+from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec
 
 _FACTORY = "headway.rollout.hosting.service:EnvironmentService"
 _STOP_GRACE_S = 25.0  # sandboxes end in that time
@@ -39,10 +39,12 @@ class EnvironmentDied(HeadwayError):
 class _Seat:
     """One worker: its requests, and what became of them."""
 
-    def __init__(self, spec: WorkerSpec, launcher: Launcher, clock: Clock, on_event: OnWorkerEvent) -> None:
-        self.slot = WorkerSlot(spec, launcher, clock, on_event, limit=_STARTS, prepare=self._take)
-        self.name = spec.name
+    def __init__(self, spec: WorkerSpec, launcher: Launcher, clock: Clock, on_event: EventCallback) -> None:
         self.episodes = 0
+        self.slot = WorkerSlot(
+            spec, launcher, clock, on_event, limit=_STARTS, prepare=self._take, held=lambda: self.episodes
+        )
+        self.name = spec.name
         self.late = False  # its start takes long
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -192,7 +194,7 @@ class EnvironmentPool:
         seed: int = 0,
         device: str | None = None,
         log_folder: Path | None = None,
-        on_event: OnWorkerEvent = lambda name, detail, /, **data: None,
+        on_event: EventCallback = lambda name, detail, /, **data: None,
     ) -> None:
         """``sandboxes``: what makes a worker's pool of them, ``module:function``; ``snapshots``: the folder of parked
         ones. ``on_event`` receives deaths, restarts and losses of workers."""

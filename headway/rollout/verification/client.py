@@ -19,8 +19,8 @@ from headway.runtime.backoff import backoff_s
 from headway.runtime.channel import Channel, ChannelClosed, ChannelStatistics
 from headway.runtime.clock import Clock
 from headway.runtime.devices import every_core
-from headway.runtime.worker_slots import OnWorkerEvent, WorkerSlot, live_pids, start_all, stop_all
-from headway.runtime.workers import Launcher, Worker, WorkerSpec
+from headway.runtime.worker_slots import WorkerSlot, live_pids, start_all, stop_all
+from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec
 
 _FACTORY = "headway.rollout.verification.service:VerifierService"
 _BACKSTOP_GRACE_S = 5.0  # the worker's own watchdog comes first; the parent's limit is for a worker that is stuck
@@ -71,7 +71,7 @@ class VerifierPool:
         retries: int = 2,
         queue_groups: int | None = None,
         observe: Callable[[Span], None] | None = None,
-        on_event: OnWorkerEvent = lambda name, detail, /, **data: None,
+        on_event: EventCallback = lambda name, detail, /, **data: None,
     ) -> None:
         """``observe`` receives every call of a worker, ``on_event`` deaths and restarts of workers."""
         self._observe = observe
@@ -95,7 +95,18 @@ class VerifierPool:
             )
             for name in names
         ]
-        self._slots = [WorkerSlot(spec, launcher, clock, on_event, limit=retries + 1) for spec in specs]
+        self._scoring: dict[str, int] = {}  # worker -> responses it is given and hasn't answered
+        self._slots = [
+            WorkerSlot(
+                spec,
+                launcher,
+                clock,
+                on_event,
+                limit=retries + 1,
+                held=lambda name=spec.name: self._scoring.get(name, 0),
+            )
+            for spec in specs
+        ]
         self._feeders: list[asyncio.Task[None]] = []
         self._open: set[asyncio.Future[list[Verdict]]] = set()
 
@@ -212,9 +223,11 @@ class VerifierPool:
         worker = await self._worker(slot)
         started = self._clock.now()
         backstop_s = 1.1 * self._timeout_s(task) * len(responses) + _BACKSTOP_GRACE_S
+        self._scoring[slot.name] = len(responses)
         try:
             async with asyncio.timeout(backstop_s):
                 verdicts = await worker.call("score", task, responses)
+            self._scoring[slot.name] = 0
             if self._observe is not None:
                 ended = self._clock.now()
                 name = f"score {len(responses)}"
@@ -243,6 +256,7 @@ class VerifierPool:
             if slot.exhausted:
                 slot.forgive()  # the next job tries again
                 raise HeadwayError(f"{slot.name} could not be restarted: {slot.fault}") from slot.fault
+            self._scoring[slot.name] = 0
             await slot.restart()
         slot.forgive()
         return worker

@@ -31,7 +31,7 @@ ERROR = struct.Struct("=i")  # the system's number of one; 0: none
 CANT_RUN, NOT_FOUND = 126, 127  # what shells return
 
 
-class Command:
+class RunningCommand:
     """One that runs, or has just ended.
 
     Lifecycle: *running* -> its process ended -> *drained* (all pipes at their end, or the grace over) -> reported.
@@ -123,15 +123,15 @@ class Commands:
         self._poll = poll
         self._prepare = prepare
         self._kills = kills
-        self._running: dict[int, Command] = {}  # by process
-        self._by_pipe: dict[int, Command] = {}
+        self._running: dict[int, RunningCommand] = {}  # by process
+        self._by_pipe: dict[int, RunningCommand] = {}
         self._held: list[int] = []  # pipes of commands that were reported: somebody else still writes to them
         self._stopped_s: float | None = None
 
     def start(self, number: int, wanted: dict[str, Any], stdin: bytes | None) -> None:
         if wanted["exclusive"]:
             self.kill_all()
-        command = Command(number, wanted, stdin)
+        command = RunningCommand(number, wanted, stdin)
         command.others = _processes()
         command.kills_before = self._kills()
         for other in self._running.values():
@@ -139,7 +139,7 @@ class Commands:
         self._spawn(command, wanted)
         self._running[command.pid] = command
 
-    def _spawn(self, command: Command, wanted: dict[str, Any]) -> None:
+    def _spawn(self, command: RunningCommand, wanted: dict[str, Any]) -> None:
         inputs = os.pipe() if command.stdin else (os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), -1)
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         try:
@@ -208,7 +208,7 @@ class Commands:
                 for pipe in list(command.pipes):
                     self._drain(command, pipe)
 
-    def _drain(self, command: Command, pipe: int) -> None:
+    def _drain(self, command: RunningCommand, pipe: int) -> None:
         """Take what its process has left. A daemon that writes as fast as this reads must not make it endless."""
         for _ in range(2 * (1 << 20) // READ_BYTES):  # as much as a pipe can be made to hold, and more
             if not command.read(pipe):
@@ -216,7 +216,7 @@ class Commands:
         if pipe not in command.pipes:
             self._forget(pipe)
 
-    def done(self) -> list[Command]:
+    def done(self) -> list[RunningCommand]:
         """Those to be reported, taken out."""
         now = time.monotonic()
         over = [c for c in self._running.values() if c.status is not None and (not c.pipes or now >= c.deadline_s())]
@@ -248,7 +248,7 @@ class Commands:
             return float("inf")
         return min((command.deadline_s() for command in self._running.values()), default=float("inf"))
 
-    def _kill(self, command: Command) -> None:
+    def _kill(self, command: RunningCommand) -> None:
         """It and everything it has started; what hides in sessions of its own is found by being newer than it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(command.pid, signal.SIGKILL)
@@ -301,7 +301,7 @@ class Commands:
 
 
 def _become(
-    command: Command, wanted: dict[str, Any], streams: tuple[int, int, int], prepare: Callable[[], None]
+    command: RunningCommand, wanted: dict[str, Any], streams: tuple[int, int, int], prepare: Callable[[], None]
 ) -> None:
     """In the child: turn into the command, or say on its own stderr why not. What fails before that is none of the
     command's doing, and is told to init. Never returns."""

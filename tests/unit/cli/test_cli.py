@@ -217,7 +217,7 @@ def test_sft_prints_what_it_returns(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run_sft(experiment: object, *, on_progress: object) -> dict[str, object]:
-        on_progress({"step": 1, "loss": 2.5})  # type: ignore[operator]
+        on_progress({"step": 1, "steps": 1, "loss": 2.5})  # type: ignore[operator]
         return {"steps": 1, "dropped_too_long": 4}
 
     _stand_in(monkeypatch, "headway.orchestrator.jobs.sft", run_sft=run_sft)
@@ -255,7 +255,7 @@ def test_check_report_and_ledger_never_load_torch() -> None:
     code = (
         "import sys, headway.orchestrator.preflight.preview, headway.report.page, headway.report.live\n"
         "import headway.report.tables\n"
-        "import headway.report.show, headway.report.plan, headway.report.preview, headway.report.progress\n"
+        "import headway.report.show, headway.report.dry_run, headway.report.preview, headway.report.progress\n"
         "import headway.report.trace, headway.telemetry.exporters.prometheus\n"
         "import headway.telemetry.exporters.tensorboard as tracker\n"
         "import headway.telemetry.exporters.wandb, headway.telemetry.exporters.mlflow\n"

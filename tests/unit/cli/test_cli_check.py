@@ -18,7 +18,7 @@ from headway.config.sources import TaskSource
 from headway.orchestrator.preflight import check as checking
 from headway.orchestrator.preflight import memory
 from headway.orchestrator.preflight.check import check
-from headway.records.planning import Finding
+from headway.records.check_report import Finding
 from headway.records.task import Task
 from headway.runtime.run_directory import RunDirectory
 from headway.tasks.sources import TaskSet

@@ -19,8 +19,8 @@ from headway.config.schema import Experiment
 from headway.control.lengths import LengthDistribution
 from headway.control.tuning.forecast import forecast
 from headway.orchestrator.preflight import preview as previewing
+from headway.records.check_report import Calibration, CheckReport, Finding, MemoryPlace, MemoryUse
 from headway.records.errors import WorkerDied
-from headway.records.planning import Calibration, CheckReport, Finding, MemoryPlace, MemoryUse
 from headway.report.preview import CalibrationProgress, print_preview
 
 GIB = 2**30

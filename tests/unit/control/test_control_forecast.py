@@ -21,7 +21,7 @@ from headway.control.tuning.forecast import (
     production_rate,
     queue_model,
 )
-from headway.records.planning import Forecast
+from headway.records.check_report import Forecast
 
 rates = st.floats(0.01, 1e6)
 

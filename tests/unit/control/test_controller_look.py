@@ -107,7 +107,8 @@ def test_a_model_that_dies_is_reported_asked_again_ever_later_and_does_no_harm()
     outcome = run_of(of)
     assert len(outcome.steps) == 60
     assert not outcome.audit
-    assert [event.detail for event in events(outcome, "worker_died")] == ["killed by signal 9"] * len(asked)
+    assert [event.detail for event in events(outcome, "worker_died")] == ["controller: killed by signal 9"] * len(asked)
+    assert {event.worker for event in events(outcome, "worker_died")} == {"controller"}
     assert 2 <= len(asked) <= 5
     gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
     assert gaps == sorted(gaps)

@@ -477,3 +477,26 @@ def test_a_replica_that_rests_no_more_takes_requests_again():
         await pool.stop()
 
     run_virtual(main)
+
+
+def test_a_death_says_who_why_and_how_many_requests_moved_and_the_restart_what_it_took():
+    events: list[tuple[str, dict[str, Any]]] = []
+
+    async def main(clock: Clock):
+        pool, _ = make_pool(clock, launcher := ScriptedLauncher())
+        pool._on_event = lambda name, detail, **fields: events.append((name, fields))
+        await pool.start()
+        jobs = [asyncio.create_task(pool.generate(request(f"r{i}"))) for i in range(4)]
+        await clock.sleep(1)
+        launcher.started[0].kill("killed by SIGKILL (9)")
+        await clock.sleep(1)
+        launcher.started[1].finish_all()
+        await asyncio.gather(*jobs)
+        await clock.sleep(30)
+        await pool.stop()
+
+    run_virtual(main)
+    died, back = (fields for name, fields in events if name in ("generator_died", "generator_restarted"))
+    assert died["worker"] == back["worker"] == "generator-0"
+    assert (died["cause"], died["found_by"], died["lost_samples"]) == ("killed by SIGKILL (9)", "exit", 2)
+    assert back["lost_s"] >= 0

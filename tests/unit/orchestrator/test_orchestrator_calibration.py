@@ -19,9 +19,9 @@ from headway.orchestrator.preflight import calibration, step_timing
 from headway.orchestrator.preflight.calibration import CalibrationInterval, decode_cost, lent_replicas
 from headway.orchestrator.preflight.load import Load
 from headway.orchestrator.preflight.step_timing import StepTimes, time_steps
+from headway.records.check_report import Calibration
 from headway.records.errors import Interrupted
 from headway.records.generation import EngineStatistics
-from headway.records.planning import Calibration
 from headway.records.rollout import Rollout
 from headway.records.task import Task
 from headway.records.training import TrainBatch

@@ -18,6 +18,7 @@ from headway.records.rollout import Group
 from headway.records.task import Task
 from headway.runtime.clock import RealClock
 from headway.telemetry.ledger import resolve_replays
+from headway.telemetry.summary import summarise
 from headway.trainer.fake import FakeTrainer
 from tests.support.simulated_run import Outcome, experiment_of, simulate
 
@@ -163,3 +164,31 @@ def test_a_step_is_recorded_before_its_checkpoint_is_written():
     checkpoint = next(line for line in outcome.lines if isinstance(line, EventRecord) and line.event == "checkpoint")
     before = outcome.lines[: outcome.lines.index(checkpoint)]
     assert 5 in [step.version for step in outcome.steps if step in before]
+
+
+def test_a_trainers_death_and_replay_say_who_why_and_what_it_cost():
+    outcome = run_of(after=True, spoil=dying("train_step"), checkpoint_steps=100)
+    died, restored = outcome.event("worker_died"), outcome.event("trainer_restored")
+    assert died.detail == "trainer-0: killed in train_step"
+    assert (died.worker, died.cause, died.found_by) == ("trainer-0", "killed in train_step", "exit")
+    assert restored.worker == "trainer"
+    assert restored.lost_samples == 8 * int(restored.data["replayed"])
+
+
+def test_fruitless_groups_are_said_once_at_each_size():
+    """Groups of task 3 alone are accepted: every stretch between two of them is fruitless."""
+    outcome = run_of(
+        {"filter_zero_variance": True, "give_up_after_batches": 1000},
+        reward=lambda task, response: float(int(task.task_id) % 10 == 3 and int(response) % 2),
+    )
+    said = [event.data["groups"] for event in outcome.lines if getattr(event, "event", "") == "no_progress"]
+    assert said
+    assert len(said) == len(set(said))
+
+
+def test_without_validation_tasks_there_is_no_best_version():
+    outcome = run_of(after=True)
+    assert "best" not in names(outcome)
+    kept = outcome.event("last_kept")
+    assert kept.detail == "version 8 in best/: none was judged by validation tasks"
+    assert summarise(outcome.lines).best_version is None

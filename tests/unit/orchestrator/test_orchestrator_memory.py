@@ -13,7 +13,7 @@ from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig, SlidingWindow
 from headway.orchestrator.preflight import memory
 from headway.orchestrator.preflight.memory import memory_findings, memory_places, memory_uses, parameter_count
-from headway.records.planning import Finding, MemoryPlace, MemoryUse
+from headway.records.check_report import Finding, MemoryPlace, MemoryUse
 from headway.weights.leftovers import SHARED_MEMORY
 
 GIB = 2**30

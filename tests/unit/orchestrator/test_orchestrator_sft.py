@@ -49,3 +49,15 @@ def test_an_output_that_holds_something_else(tmp_path: Path) -> None:
 def test_measuring_a_solve_rate_without_tasks_to_measure_it_on(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"sft\.evaluate_every_steps = 5 needs tasks\.validation"):
         sft.run_sft(experiment(tmp_path, evaluate_every_steps=5))
+
+
+def test_steps_and_epochs_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"sft\.epochs = 2 and sft\.steps = 5 both say when it ends; valid: one"
+    ):
+        experiment(tmp_path, epochs=2, steps=5)
+    assert experiment(tmp_path, steps=5).sft.epochs is None
+    default = experiment(tmp_path)
+    assert (default.sft.epochs, default.sft.total_steps(400)) == (3, 38)
+    for given in (default, experiment(tmp_path, steps=5)):  # as the worker is given it
+        assert validate_experiment(given.model_dump(mode="json"), "again") == given

@@ -27,10 +27,11 @@ def experiment(folder: Path, **section: Any) -> Experiment:
 
 
 class Trainer:
-    """Stands for the worker: it applies no step but the ``applied`` first."""
+    """Stands for the worker: it applies no step but the ``applied`` first. ``held_out``: losses, one after another."""
 
     def __init__(self, applied: int) -> None:
         self.applied = applied
+        self.held_out: list[float] = []
         self.steps = 0
         self.saved: list[str] = []
 
@@ -46,7 +47,7 @@ class Trainer:
             return {"version": version, "skipped": self.steps - version, "loss_mean": 1.0}
         if method == "save":
             self.saved.append(arguments[0])
-        return None
+        return self.held_out.pop(0) if method == "held_out_loss" else None
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_a_model_that_learnt_nothing_is_not_saved(tmp_path: Path, trainer: Train
     shown: list[dict[str, Any]] = []
     assert sft.run_sft(experiment(tmp_path, steps=5), on_progress=shown.append)["skipped"] == 4
     assert trainer.saved == [str(tmp_path / "out")]
-    assert shown[-1] == {"step": 5, "loss_mean": 1.0, "skipped": 4}
+    assert shown[-1] == {"step": 5, "steps": 5, "loss_mean": 1.0, "skipped": 4}
 
 
 def test_what_a_save_left_when_it_was_killed_is_cleared_away(tmp_path: Path, trainer: Trainer) -> None:
@@ -136,3 +137,30 @@ def test_an_evaluation_that_measured_nothing_is_not_a_solve_rate_of_0(
     result = sft.run_sft(given, on_progress=shown.append)
     assert [line.get("solve_rate") for line in shown[1:]] == [0.25, None]
     assert result["solve_rate"] == 0.25
+
+
+def test_training_ends_when_the_held_out_loss_rises_and_keeps_the_lowest(
+    tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    four_hundred = SftTokens(
+        token_ids_n=np.zeros(800, np.int32),
+        learned_n=np.ones(800, bool),
+        lengths_s=np.full(400, 2),
+        counts={"kept": 400},
+    )
+    monkeypatch.setattr(sft, "read_sft_tokens", lambda experiment: four_hundred)
+    trainer.applied, trainer.held_out = 1000, [2.0, 1.5, 1.75, 1.0]
+    shown: list[dict[str, Any]] = []
+    result = sft.run_sft(experiment(tmp_path, epochs=10), on_progress=shown.append)
+    assert result["held_out"] == 20
+    assert trainer.steps == result["step"] == 36  # of 119: three epochs of 380 sequences
+    assert len(trainer.saved) == 2  # after the first epoch and the second, not after the third
+    assert result["ended"] == "the held-out loss rose from 1.5 to 1.75: the model of step 24 is kept"
+    assert shown[-1]["ended"] == result["ended"]
+
+    trainer.steps, trainer.saved, trainer.held_out = 0, [], [2.0, 1.5, 1.25]
+    assert "ended" not in sft.run_sft(experiment(tmp_path))
+    assert trainer.steps == 36  # three epochs are the default
+    trainer.steps = 0
+    assert sft.run_sft(experiment(tmp_path, steps=30))["held_out"] == 0
+    assert trainer.steps == 30

@@ -17,7 +17,7 @@ from headway.config.schema import Experiment
 from headway.control.tuning.diagnosis import Diagnosis, _as_configured, _Candidate, _more_in_environments, diagnose
 from headway.control.tuning.ledger_model import estimate, shape_of
 from headway.records.errors import ConfigurationError
-from headway.records.ledger import LedgerLine, StepRecord
+from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.report.doctor import costs_of, examine, print_report
 from headway.runtime.clock import RealClock
 from headway.telemetry.ledger import Ledger
@@ -38,7 +38,8 @@ def diagnosis(outcome: Outcome, shared: Sequence[str] = ()) -> Diagnosis:
 
 def recorded(outcome: Outcome, folder: Path, steps: int | None = None) -> Path:
     """The run's folder as the doctor finds it."""
-    lines: list[LedgerLine] = [line for line in outcome.lines if isinstance(line, StepRecord)][:steps]
+    lines: list[LedgerLine] = [line for line in outcome.lines if isinstance(line, StepRecord | EventRecord)][:steps]
+    folder.mkdir(exist_ok=True)
     with Ledger(folder, RealClock()) as ledger:
         for line in lines:
             ledger.record(line)
@@ -172,3 +173,40 @@ def test_more_rollouts_in_environments_get_room_there_too() -> None:
         "environment.concurrency": "80"
     }
     assert settings({}, live=64) == rollouts, "a function of tokens has no sandboxes of ours"
+
+
+def test_steps_around_a_restart_say_nothing_of_the_rates(tmp_path: Path) -> None:
+    """A tenth of the steps take thirty times as long, because a worker was away."""
+    outcome = run(budget=1, sample_s=0.005)
+    steps = [line for line in outcome.lines if isinstance(line, StepRecord)]
+    undisturbed = examine(recorded(outcome, tmp_path / "undisturbed")).diagnosis
+    lines: list[LedgerLine] = []
+    for step in steps:
+        if step.step % 10 == 5:
+            lines.append(EventRecord(event="generator_restarted", worker="generator-0", lost_s=1.0))
+            step = msgspec.structs.replace(step, step_s=30 * step.step_s)
+        lines.append(step)
+    outcome.lines = lines
+    found = examine(recorded(outcome, tmp_path / "killed")).diagnosis
+    assert found.samples_per_s == pytest.approx(undisturbed.samples_per_s, rel=0.1)
+    assert found.simulated_per_s == pytest.approx(undisturbed.simulated_per_s, rel=0.1)
+
+
+def test_a_model_beyond_what_any_device_has_shown_is_refused() -> None:
+    outcome = run(budget=1, sample_s=0.005)
+
+    def timeless(step: StepRecord) -> StepRecord:
+        flow = {
+            "trained_tokens": 0,
+            "generator_busy_s": 0.0,
+            "decode_tokens": 0,
+            "decode_steps": 0,
+            "generating_s": 0.0,
+        }
+        none = {"publish_s": 0.0, "apply_s": 0.0, "apply_pause_s": 0.0, "verify_s": 0.0}
+        return msgspec.structs.replace(step, flow=msgspec.structs.replace(step.flow, **flow), **none)
+
+    steps = [timeless(step) for step in outcome.steps]
+    found = diagnose(steps, outcome.experiment, shape_of(outcome.experiment))
+    assert isinstance(found, str)
+    assert "and the run's devices have shown 178 at most" in found

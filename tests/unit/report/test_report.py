@@ -24,6 +24,7 @@ from headway.report.page import report
 from headway.report.plots import PLOTS, PlotData, render
 from headway.report.run_view import as_json, view_run
 from headway.report.series import Series, pooled_histogram, smoothed
+from headway.report.tables import summary_rows
 from headway.report.verdict import judge, judge_balance, judge_learning
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.metrics import scalars
@@ -148,9 +149,9 @@ def test_an_evaluation_whose_every_attempt_failed_measured_nothing() -> None:
     assert judge_learning([lines[0], lines[1], lines[4]])[0] == "unknown"
     summary = summarise(lines)
     assert (summary.solve_rate_before, summary.solve_rate_after) == (None, None)
-    assert "not measured" in page_module._evaluations([lines[0]])
-    assert "not measured" not in page_module._evaluations([lines[1]])
-    assert live.evaluation_line(lines[0]).startswith("validation before: solve rate not measured (500 tasks")
+    assert "<td>–</td>" in page_module._evaluations([lines[0]])
+    assert "<td>–</td>" not in page_module._evaluations([lines[1]])
+    assert live.evaluation_line(lines[0]).startswith("validation before: solve rate – (500 tasks")
     assert scalars(lines[0]) == {}
     plot = next(plot for plot in PLOTS if plot.title == "Solve rate")
     assert render(plot, PlotData(Series([]), [lines[0], lines[4]], 4)) is None
@@ -450,3 +451,50 @@ def test_what_was_pruned_is_said_where_something_was() -> None:
     )
     assert verdict.sentences[-1] == ("What was pruned?", verdict.pruning_text)
     assert "What was pruned?" not in dict(judge(plain, summarise(plain), 2).sentences)
+
+
+def test_deaths_stalls_and_restarts_are_listed_with_who_why_and_what_they_cost(tmp_path: Path) -> None:
+    lines = synthetic_lines(30)
+    lines[20:20] = [
+        EventRecord(
+            event="verifier_died", worker="verifier-0", cause="killed by SIGKILL (9)\nlast output", time_s=21.0,
+            found_by="exit", lost_samples=3,
+        ),
+        EventRecord(event="worker_stalled", worker="generator-0", found_by="health", lost_s=7.5),
+        EventRecord(event="worker_answers", worker="generator-0", found_by="health", lost_s=9.0),
+        EventRecord(event="verifier_restarted", worker="verifier-0", lost_s=1.5),
+        EventRecord(event="trainer_restored", worker="trainer", lost_s=2.0, lost_samples=128),
+    ]  # fmt: skip
+    view = view_run(write_run(tmp_path, lines))
+    assert view.verdict.failures_text == (
+        "Workers: died: verifier-0; stalled: generator-0; 2 brought back; 128 samples trained again; 3 rollouts moved, "
+        "scored or generated again; 12.5 s of workers' time lost."
+    )
+    page = page_module.render_page(view)
+    row = "".join(f"<td{'' if i > 1 else ' class=text'}>{cell}</td>" for i, cell in enumerate(
+        ("verifier_died", "verifier-0", "21.0 s", "0", "exit", "killed by SIGKILL (9)", "–", "3")
+    ))  # fmt: skip
+    assert row in page
+    assert [event["worker"] for event in as_json(view)["incidents"]][:2] == ["verifier-0", "generator-0"]
+
+
+def test_deaths_of_an_older_ledger_are_listed_by_their_names(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, synthetic_lines(5))
+    old = b'{"kind":"event","event":"worker_died","detail":"killed","step":3,"data":{"worker":"trainer-0"}}\n'
+    old += b'{"kind":"event","event":"generator_died","detail":"generator-1: signal 9","step":3,"data":{}}\n'
+    with (folder / "ledger.jsonl").open("ab") as file:
+        file.write(old)
+    assert "died: generator-1, trainer-0" in view_run(folder).verdict.failures_text
+
+
+def test_a_solve_rate_without_data_is_a_dash_everywhere() -> None:
+    none_finished = step_record(30, solve_rate=0.0, solve_rate_histogram=[0] * 11, reward_mean=0.0)
+    assert math.isnan(none_finished.measured_solve_rate)
+    assert step_record(30, solve_rate=0.0, solve_rate_histogram=[8] + [0] * 10).measured_solve_rate == 0.0
+    assert "reward/solve_rate" not in scalars(none_finished)
+    lines = [step_record(step, solve_rate=0.5) for step in range(20)]
+    lines += [msgspec.structs.replace(none_finished, step=step, version=step + 1) for step in range(20, 40)]
+    assert "from 0.500 (first fifth of the steps) to 0.500 (last fifth)" in judge_learning(lines)[3]
+    rows = dict(summary_rows(summarise([*lines, EventRecord(event="end")])))
+    assert rows["solve rate"] == "– before → – after"
+    assert rows["best version"] == "none was judged: best/ holds the last"

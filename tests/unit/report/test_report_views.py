@@ -15,8 +15,8 @@ from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import Distribution, EventRecord, StepRecord
-from headway.report.live import LiveState, LiveView, bar, live_view, screen, sparkline
-from headway.report.plan import plan_rows
+from headway.report.dry_run import dry_run_rows
+from headway.report.live import LiveState, LiveView, bar, live_view, screen, sparkline, step_line
 from headway.report.progress import SftProgress
 from headway.report.show import SampleSelection, read_samples, select, show_samples, visible
 from headway.report.tables import print_evaluation, print_mapping, print_summary
@@ -272,16 +272,16 @@ def test_evaluation_and_mapping() -> None:
 
 
 def test_plan_names_the_numbers_that_matter() -> None:
-    rows = dict(plan_rows(experiment(groups_per_step=16, budget=3)))
+    rows = dict(dry_run_rows(experiment(groups_per_step=16, budget=3)))
     assert "16 groups × 8 rollouts = 128 samples a step" in rows["batch"]
     assert "at most 64 groups open" in rows["queue"]
-    assert "synchronous" in dict(plan_rows(experiment(budget=0)))["queue"]
+    assert "synchronous" in dict(dry_run_rows(experiment(budget=0)))["queue"]
 
 
 def test_plan_says_what_a_preset_came_to() -> None:
     def objective(**algorithm: object) -> str:
         raw = experiment().model_dump(exclude_unset=True) | {"algorithm": algorithm}
-        return dict(plan_rows(validate_experiment(raw, "test")))["objective"]
+        return dict(dry_run_rows(validate_experiment(raw, "test")))["objective"]
 
     assert objective() == (
         "decoupled_ppo, advantage group_mean_std, clip 0.8 to 1.28, weights at most 2, token_mean, "
@@ -305,14 +305,24 @@ def test_plan_says_what_a_preset_came_to() -> None:
 
 def test_sft_progress_prints_now_and_then_and_evaluations_at_once() -> None:
     out, time_s = Screen(), [0.0]
-    with SftProgress(experiment(), console=out.console, now=lambda: time_s[0]) as progress:
+    with SftProgress(console=out.console, now=lambda: time_s[0]) as progress:
         for step in range(5):
-            progress({"step": step, "loss": 0.5})
+            progress({"step": step, "steps": 1000, "loss": 0.5})
             time_s[0] += 1.0
-        progress({"step": 5, "solve_rate": 0.25})
+        progress({"step": 5, "steps": 1000, "solve_rate": 0.25})
     assert out.text.splitlines() == [
         "step 0/1000 · loss 0.5",
         "step 2/1000 · loss 0.5",
         "step 4/1000 · loss 0.5",
         "step 5/1000 · solve rate 0.25",
     ]
+
+
+def test_a_step_in_which_no_group_finished_has_no_solve_rate() -> None:
+    state = LiveState(experiment())
+    state.take(step_record(0, solve_rate=0.5))
+    state.take(step_record(1, solve_rate=0.0, solve_rate_histogram=[0] * 11, reward_mean=0.0))
+    assert "solve –" in step_line(state)
+    text = drawn(state)
+    assert "solve rate – " in text
+    assert "reward" not in text

@@ -244,3 +244,37 @@ def test_without_workers_a_rollout_ends_the_run() -> None:
 
     with pytest.raises(WorkerDied, match="gave up after 5 starts"):
         play(Environment(), ["a"], pool_of=NoneLeft)
+
+
+def test_a_death_is_an_event_with_the_rollouts_it_cost_and_so_is_the_restart() -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+    workers: list[Answering] = []
+
+    class Launcher:
+        async def start(self, spec: Any) -> Any:
+            workers.append(Answering())
+            return workers[-1]
+
+    async def main() -> None:
+        clock = VirtualClock()
+        settings = EnvironmentConfig(name="mine:Mine")
+        pool = EnvironmentPool(
+            cast("Any", Launcher()),
+            settings,
+            SandboxConfig(),
+            clock,
+            sandboxes="none:none",
+            on_event=lambda name, detail, **fields: events.append((name, fields)),
+        )
+        await pool.start()
+        async with pool.seated("1-0"), pool.seated("1-1"):
+            workers[0].kill("killed by SIGKILL (9)")
+            await clock.sleep(4.0)
+        await played(pool, "1-2")
+        await pool.stop()
+
+    run_virtual(main())
+    assert [name for name, _ in events] == ["environment_died", "environment_restarted"]
+    died, back = (fields for _, fields in events)
+    assert (died["worker"], died["cause"], died["lost_samples"]) == ("environment-0", "killed by SIGKILL (9)", 2)
+    assert back["lost_s"] == pytest.approx(4.0)  # the first restart has no pause before it

@@ -375,3 +375,21 @@ class TestFakeVerifier:
                 await fake.verify(TASK, ["a"])
 
         run_virtual(main)
+
+
+def test_deaths_and_restarts_are_events_with_who_cause_and_cost():
+    events: list[tuple[str, dict[str, Any]]] = []
+
+    async def main(pool: VerifierPool, launcher: ScriptedLauncher, clock: Clock) -> None:
+        launcher.workers[0].kill("killed by SIGKILL (9)")  # while it has nothing to do
+        await clock.sleep(3.0)
+        assert [name for name, _ in events] == ["verifier_died"]
+        await pool.verify(TASK, ["good", "crash once", "bad"])
+
+    play(main, on_event=lambda name, detail, **fields: events.append((name, fields)))
+    assert [name for name, _ in events] == ["verifier_died", "verifier_restarted"] * 2  # and none for the stop
+    assert {fields["worker"] for _, fields in events} == {"verifier-0"}
+    idle, back, busy, _ = (fields for _, fields in events)
+    assert (idle["cause"], idle["found_by"], idle["lost_samples"]) == ("killed by SIGKILL (9)", "exit", 0)
+    assert back["lost_s"] == pytest.approx(3.2)
+    assert (busy["cause"], busy["lost_samples"]) == ("killed by SIGSEGV (-11)", 3)

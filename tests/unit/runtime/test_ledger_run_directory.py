@@ -13,7 +13,7 @@ import pytest
 
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
-from headway.records.errors import ConfigurationError, HeadwayError, RunLocked
+from headway.records.errors import BufferCorrupt, ConfigurationError, HeadwayError, RunLocked
 from headway.runtime import file_lock
 from headway.runtime.run_directory import RunDirectory
 
@@ -129,3 +129,21 @@ def test_a_path_that_is_a_file_or_damaged_is_a_clear_error(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigurationError, match="damaged"):
         RunDirectory(tmp_path).read_experiment()
+
+
+def test_a_resume_without_the_buffer_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as run:
+        run.begin(experiment(tmp_path), resume=False)
+    with RunDirectory(tmp_path) as run:  # killed before its first step: nothing is lost
+        run.begin(experiment(tmp_path), resume=True)
+    (tmp_path / "ledger.jsonl").write_text('{"kind":"step","step":0,"version":1}\n')
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(
+        BufferCorrupt, match=r"buffer\.db is missing, and the run can't be resumed without it.*Put it back"
+    ):
+        RunDirectory(tmp_path).begin(experiment(tmp_path), resume=True)
+    (tmp_path / "ledger.jsonl").unlink()
+    (tmp_path / "checkpoints" / "step_00000005").mkdir()
+    with pytest.raises(BufferCorrupt, match=r"buffer\.db is missing"):
+        RunDirectory(tmp_path).begin(experiment(tmp_path), resume=True)
+    assert sorted([*(path.name for path in tmp_path.iterdir()), "ledger.jsonl"]) == before

@@ -94,18 +94,17 @@ def test_an_outage_is_reported_with_who_how_it_was_found_its_cause_and_its_lengt
                     "worker": "w-0",
                     "cause": "no heartbeat for 15.0 s",
                     "found_by": "health",
-                    "down_s": 15.0,
+                    "lost_samples": 3,
                     "restarts": 0,
                 },
             )
         ]
         assert await one.slot.restart() is one.slot.live is one.launcher.workers[1]
-        assert one.events[1:] == [
-            ("w_restarted", "w-0: after 21.0 s", {**one.events[0][2], "down_s": 21.0, "restarts": 1})
-        ]
+        after = {**one.events[0][2], "lost_samples": 0, "lost_s": 21.0, "restarts": 1}
+        assert one.events[1:] == [("w_restarted", "w-0: after 21.0 s", after)]
         assert one.slot.state.restarts == 1
 
-    playing(scene)
+    playing(scene, held=lambda: 3)
 
 
 def test_pauses_grow_with_failures_in_a_row_and_work_forgives_them() -> None:
@@ -118,7 +117,7 @@ def test_pauses_grow_with_failures_in_a_row_and_work_forgives_them() -> None:
         starts_s = [second - began_s for second in one.launcher.started_s[1:]]
         assert starts_s == [0.0, 2.5, 5.5, 9.5]  # 2 s each, and pauses of 0, 0.5, 1 and 2 s
         assert one.names == ["w_died", *["w_restart_failed"] * 3, "w_restarted"]
-        assert [data["down_s"] for _, _, data in one.events] == [0.0, 2.0, 4.5, 7.5, 11.5]
+        assert [data.get("lost_s") for _, _, data in one.events] == [*[None] * 4, 11.5], "told once, at the end"
         assert one.slot.failures == 4
         one.slot.forgive()
         one.launcher.workers[1].die()
@@ -154,7 +153,7 @@ def test_a_slot_beyond_its_limit_is_exhausted_and_lost_once() -> None:
         first, again = one.slot.lose("gave up"), one.slot.lose("gave up again")
         assert first is again
         assert one.names[-2:] == ["w_restart_failed", "w_lost"]
-        assert one.events[-1][2]["down_s"] == 4.5
+        assert one.events[-1][2]["lost_s"] == 4.5
 
     playing(scene, limit=2)
 

@@ -15,6 +15,7 @@ from synthetic_run import evaluation, step_record, synthetic_lines
 
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
+from headway.report.tables import summary_rows
 from headway.runtime import line_file
 from headway.runtime.line_file import LineFile
 from headway.telemetry.ledger import Ledger, read_ledger, resolve_replays
@@ -130,7 +131,7 @@ def test_an_end_of_zero_bytes_is_cut_off(tmp_path: Path) -> None:
 def test_damage_inside_is_an_error_that_names_the_line(tmp_path: Path) -> None:
     good = msgspec.json.encode(step_record(0))
     (tmp_path / "ledger.jsonl").write_bytes(good + b"\n{broken\n" + good + b"\n")
-    with pytest.raises(ConfigurationError, match=r"ledger\.jsonl, line 2 is damaged"):
+    with pytest.raises(ConfigurationError, match=r"ledger\.jsonl, line 2 is damaged.*remove it \(sed -i 2d "):
         read_ledger(tmp_path)
     with pytest.raises(ConfigurationError, match="line 2"):
         open_ledger(tmp_path)
@@ -303,3 +304,18 @@ def test_skipped_steps_train_nothing_but_take_time() -> None:
     summary = summarise(lines)
     assert summary.samples_trained == 8
     assert summary.trained_per_s == pytest.approx(4.0)
+
+
+def test_steps_whose_own_lines_are_lost_have_no_rate() -> None:
+    """The ledger was removed after 20 steps: two were rebuilt from the buffer, three went as they should."""
+    lines: list[LedgerLine] = [EventRecord(event="resume")]
+    lines += [StepRecord(step=step, version=step + 1, samples=16) for step in (20, 21)]
+    lines += [
+        StepRecord(step=step, version=step + 1, samples=16, step_s=0.8, time_s=step - 21.2) for step in (22, 23, 24)
+    ]
+    lines.append(EventRecord(event="books", data={"balanced": 1, "trained": 25 * 16}))
+    summary = summarise([*lines, EventRecord(event="end", time_s=2.8)])
+    assert (summary.steps, summary.untimed_steps) == (25, 22)
+    assert summary.samples_trained == 25 * 16
+    assert summary.trained_per_s == pytest.approx(20.0)
+    assert dict(summary_rows(summary))["steps"] == "25 in 2.8 s and the time of 22 that the ledger has lost"

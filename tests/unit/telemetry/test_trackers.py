@@ -35,6 +35,8 @@ def run_with(tmp_path: Path, *, resume: bool = False, first_step: int = 0, **led
     """Export two steps, an evaluation and a table to ``ledger.trackers``; returns their ids."""
     experiment: Experiment = experiment_of(tmp_path / "run", ledger={"table_every_steps": 1, **ledger})
     directory = RunDirectory(tmp_path / "run")
+    if resume:
+        directory.buffer.touch()  # a run that trained has one
     directory.begin(experiment, resume=resume)
     with directory, Ledger(directory.path, ManualClock()) as ledger_file:
         with start_exports(experiment, directory, ledger_file, resume=resume) as exports:

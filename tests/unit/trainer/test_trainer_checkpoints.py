@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from tiny_trainer import Context, make_batch, make_experiment, make_model
@@ -291,3 +293,40 @@ def test_best_is_a_model_folder_with_state(experiment: dict, tmp_path: Path) -> 
     trainer.load_weights(str(best))
     assert all(torch.equal(a, b) for a, b in zip(after, parameters(trainer), strict=True))
     assert trainer.version == 2
+
+
+def test_a_flipped_bit_of_state_json_is_found(tmp_path: Path) -> None:
+    """Of the version, an admission index, a checksum, a key: whatever is still JSON is refused, or changes nothing."""
+    older, newer = write(tmp_path, 1), write(tmp_path, 2)
+    file = newer / "state.json"
+    whole, state = file.read_bytes(), verify(newer)
+    for position in range(len(whole)):
+        for bit in range(8):
+            flipped = bytearray(whole)
+            flipped[position] ^= 1 << bit
+            file.write_bytes(bytes(flipped))
+            try:
+                found = verify(newer)
+            except CheckpointCorrupt:
+                continue
+            assert msgspec.structs.replace(found, checksum=state.checksum) == state
+    file.write_bytes(whole.replace(b'"version": 2', b'"version": 3'))
+    told: list[CheckpointCorrupt] = []
+    assert latest_valid(tmp_path, told.append) == older
+    assert "state.json: checksum" in str(told[0])
+
+
+def test_a_state_of_another_folders_version_is_refused_with_or_without_a_checksum(tmp_path: Path) -> None:
+    older, newer = write(tmp_path, 1), write(tmp_path, 2)
+    shutil.rmtree(newer)
+    older.rename(newer)
+    with pytest.raises(CheckpointCorrupt, match=r"state\.json: version 1, in the folder of another version"):
+        verify(newer)
+    path = write(tmp_path, 3)
+    raw = json.loads((path / "state.json").read_text())
+    del raw["checksum"]  # as releases before this one wrote it: still loaded
+    (path / "state.json").write_text(json.dumps(raw))
+    assert verify(path).version == 3
+    (path / "state.json").write_text(json.dumps(raw | {"version": 4}))
+    with pytest.raises(CheckpointCorrupt, match="version 4"):
+        verify(path)

@@ -160,3 +160,23 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("headway.trainer.service.save_model", full)
     with pytest.raises(StorageFailed, match=f"{tmp_path}/out can't be written: .*No space"):
         service.save(str(tmp_path / "out"))
+
+
+def test_what_is_held_out_is_not_trained_on_and_its_loss_is_the_mean_over_its_tokens(tmp_path: Path) -> None:
+    service = make(tmp_path, PAIRS, batch_sequences=10)
+    data = read_sft_tokens(service.experiment)
+    service.prepare(data.token_ids_n, data.learned_n, data.lengths_s, 6)
+    order = [next(service._order) for _ in range(30)]
+    assert len(set(order)) == 30
+    held_out = sorted(set(range(36)) - set(order))
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for one in held_out:
+            sequence = service._arrays([one])
+            ids = sequence.token_ids_n.tolist()
+            logprobs = torch.log_softmax(service.learner.model(torch.tensor(ids), [len(ids)]), -1)
+            targets = np.flatnonzero(sequence.loss_mask_n)
+            total -= sum(float(logprobs[i - 1, ids[i]]) for i in targets)
+            count += len(targets)
+    assert service.held_out_loss() == pytest.approx(total / count, rel=1e-5)
+    assert service.steps(3)["epochs"] == pytest.approx(1.0)

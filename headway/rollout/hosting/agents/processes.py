@@ -22,7 +22,8 @@ from typing import Any
 from headway.records.errors import ConfigurationError, WorkerDied
 from headway.rollout.hosting.agents.host import MARK, kill_marked
 from headway.runtime.scratch import ScratchFolder
-from headway.runtime.worker_slots import OnWorkerEvent, OutageReporter
+from headway.runtime.worker_slots import OutageReporter
+from headway.runtime.workers import EventCallback
 
 _HOST = "headway.rollout.hosting.agents.host"
 _START_S = 120.0  # the user's module is imported
@@ -61,7 +62,7 @@ class AgentProcesses:
         logs: Path | None = None,
         log_bytes: int = 1_000_000,
         grace_s: float = 2.0,
-        on_event: OnWorkerEvent = lambda name, detail, /, **data: None,
+        on_event: EventCallback = lambda name, detail, /, **data: None,
     ) -> None:
         """``function``: module:function that agents are, "" where they are commands. ``settings`` (JSON types): it
         makes the agent out of them. ``logs``: the folder of their output, of each the first ``log_bytes`` and a few of
@@ -82,7 +83,7 @@ class AgentProcesses:
         self._writer: asyncio.StreamWriter | None = None
         self._listening: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
-        self._reporter = OutageReporter("agents", on_event, time.monotonic)
+        self._reporter = OutageReporter("agents", on_event, time.monotonic, lambda: len(self._exits))
         self._stopping = False
         self._exits: dict[str, asyncio.Future[Exit]] = {}
 

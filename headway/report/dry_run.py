@@ -13,7 +13,7 @@ from headway.config.sources import TaskSource
 from headway.report.formats import duration
 
 
-def plan_rows(experiment: Experiment) -> list[tuple[str, str]]:
+def dry_run_rows(experiment: Experiment) -> list[tuple[str, str]]:
     """(what, how) of the run, in the order things happen."""
     run, rollout, queue = experiment.run, experiment.rollout, experiment.queue
     samples = queue.groups_per_step * rollout.group_size
@@ -55,11 +55,11 @@ def plan_rows(experiment: Experiment) -> list[tuple[str, str]]:
     ]
 
 
-def print_plan(experiment: Experiment, console: Console | None = None) -> None:
+def print_dry_run(experiment: Experiment, console: Console | None = None) -> None:
     table = Table.grid(padding=(0, 3))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    for what, how in plan_rows(experiment):
+    for what, how in dry_run_rows(experiment):
         table.add_row(what, Text(how))
     (console or Console(highlight=False)).print(table)
 

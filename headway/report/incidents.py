@@ -1,0 +1,65 @@
+"""Deaths, stalls, restarts and replays of a run's workers, as `headway report` lists them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from headway.records.ledger import EventRecord, LedgerLine
+from headway.report.formats import duration
+from headway.telemetry.summary import is_incident
+
+HEADS = ("what", "worker", "when", "version", "found by", "cause", "lost time", "rollouts or samples again")
+
+
+def incidents(lines: Sequence[LedgerLine]) -> list[EventRecord]:
+    """The events of ``lines`` about workers, in order."""
+    return [line for line in lines if isinstance(line, EventRecord) and is_incident(line)]
+
+
+def incident_text(lines: Sequence[LedgerLine]) -> str:
+    """How often which worker died, stalled and was replaced, and what that cost; "" when nothing happened."""
+    found = incidents(lines)
+    if not found:
+        return ""
+    died = Counter(_worker(event) for event in found if event.event.endswith("_died"))
+    stalled = Counter(_worker(event) for event in found if event.event == "worker_stalled")
+    back = sum(event.event.endswith(("_restarted", "_restored")) for event in found)
+    replays = sum(event.lost_samples for event in found if event.event.endswith("restored"))
+    moved = sum(event.lost_samples for event in found) - replays
+    parts = [f"{verb}: {_counts(workers)}" for verb, workers in (("died", died), ("stalled", stalled)) if workers]
+    parts += [f"{back} brought back"] if back else []
+    parts += [f"{replays:,} samples trained again"] if replays else []
+    parts += [f"{moved:,} rollouts moved, scored or generated again"] if moved else []
+    lost_s = sum(event.lost_s for event in found if event.event != "worker_stalled")  # its end has the whole of it
+    parts += [f"{duration(lost_s)} of workers' time lost"] if lost_s else []
+    return "Workers: " + "; ".join(parts) + "."
+
+
+def incident_rows(lines: Sequence[LedgerLine]) -> list[list[str]]:
+    """Cells under `HEADS`, a row for each incident."""
+    return [
+        [
+            event.event,
+            _worker(event),
+            duration(event.time_s),
+            f"{event.step:,}",
+            event.found_by or "–",
+            _first_line(event.cause or event.detail),
+            duration(event.lost_s) if event.lost_s else "–",
+            f"{event.lost_samples:,}" if event.lost_samples else "–",
+        ]
+        for event in incidents(lines)
+    ]
+
+
+def _worker(event: EventRecord) -> str:
+    return event.worker or str(event.data.get("worker", "")) or event.detail.partition(":")[0]
+
+
+def _counts(workers: Counter[str]) -> str:
+    return ", ".join(name if count == 1 else f"{name} {count} times" for name, count in sorted(workers.items()))
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0] if text else ""
