@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headway.generator.recorder import Call, Recorder
 from headway.records.conversations import ClientSampling, RequestRefused, Sample, Wanted
@@ -31,7 +31,7 @@ class Answering:
         self.call = call
         self.error: Exception | None = None
         self.partials: list[PartialResponse] = []  # of each choice, all tokens so far
-        self.streamed: list[tuple[int, ...]] = [()] * call.request.choices  # those whose text a client was given
+        self.streamed: list[Sequence[int]] = [()] * call.request.choices  # those whose text a client was given
         self.task: asyncio.Task[None] | None = None  # None: it was answered before
         self._recorder = recorder
         self._listeners: set[Callable[[], object]] = set()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any, Literal
 from headway.generator.recorded import Turn, branches_of, ids_to
 from headway.records.conversations import Cause, HistoryReasoning, RecordedConversation, RequestRefused
 from headway.records.generation import GenerationResult
+from headway.records.tokens import TokenIds
 from headway.tokens.continuing import Chat
 from headway.tokens.messages import Message, canonical_value, history_keys, next_key
 
@@ -61,13 +61,13 @@ class Call:
 
     number: int
     request: Request
-    prompt_ids: tuple[int, ...]  # what is to be generated from
+    prompt_ids: TokenIds  # what is to be generated from
     max_tokens: int  # of each choice, at least 1
     purposes: tuple[str, ...]  # of each choice's random numbers: by what is asked, not by when
     cause: Cause
     parent: Turn | None
     text: str  # of the prompt, behind the parent's
-    context_ids: tuple[int, ...]  # of the prompt, behind the parent's answer
+    context_ids: TokenIds  # of the prompt, behind the parent's answer
     keys: list[bytes]  # of the conversation up to each message
     fingerprint: str = ""
     state: Literal["open", "answered", "abandoned"] = "open"
@@ -85,7 +85,7 @@ class Planned:
 
     parent: Turn | None
     text: str
-    context_ids: tuple[int, ...]
+    context_ids: TokenIds
     cause: Cause
     keys: list[bytes]
 
@@ -169,7 +169,7 @@ class Recorder:
     def _begin(self, request: Request, fingerprint: str, planned: Planned | None) -> Call:
         self._require_room()
         planned = planned or self._planned(request)
-        prompt_ids = (*ids_to(planned.parent), *planned.context_ids)
+        prompt_ids = TokenIds.joined((ids_to(planned.parent), planned.context_ids))
         call = Call(
             number=self._begun,
             request=request,
@@ -252,7 +252,7 @@ class Recorder:
     def _planned(self, request: Request) -> Planned:
         keys = history_keys(_root_key(request), request.messages)
         parent, text, context_ids, cause = self._continued(request, keys)
-        return Planned(parent=parent, text=text, context_ids=context_ids, cause=cause, keys=keys)
+        return Planned(parent=parent, text=text, context_ids=TokenIds(context_ids), cause=cause, keys=keys)
 
     def _continued(self, request: Request, keys: list[bytes]) -> tuple[Turn | None, str, tuple[int, ...], Cause]:
         """(answer it goes on from, text and token ids of its prompt behind that, why there)."""
@@ -388,7 +388,7 @@ class Recorder:
             if used >= most:
                 raise RequestRefused(f"this rollout has had its {most} {what}", code="rollout_limit_exceeded")
 
-    def _room(self, prompt_ids: tuple[int, ...], request: Request) -> int:
+    def _room(self, prompt_ids: TokenIds, request: Request) -> int:
         """Tokens that a response may have."""
         if not prompt_ids:
             raise RequestRefused("the prompt has no token", param=request.param)
@@ -408,10 +408,10 @@ class Recorder:
                 code="context_length_exceeded",
             )
 
-    def _purposes(self, prompt_ids: tuple[int, ...], request: Request) -> tuple[str, ...]:
+    def _purposes(self, prompt_ids: TokenIds, request: Request) -> tuple[str, ...]:
         """By the prompt's tokens, the client's seed, and how often just that was asked before: calls side by side get
         the same random numbers in whatever order they come, and a client's fixed seed makes no two rollouts equal."""
-        asked = f"{_digest(array('q', prompt_ids).tobytes())}:{'' if request.seed is None else request.seed}"
+        asked = f"{_digest(prompt_ids.array.astype('<i8').tobytes())}:{'' if request.seed is None else request.seed}"
         first = self._siblings[asked]
         self._siblings[asked] += request.choices
         return tuple(f"{asked}:{first + choice}" for choice in range(request.choices))
@@ -462,7 +462,7 @@ class Recorder:
             own_limit=len(response.ids) == call.request.max_tokens,
             messages=len(call.request.messages) + 1,
         )
-        if tuple(ids_to(turn)) != (*call.prompt_ids, *response.ids):
+        if ids_to(turn) != TokenIds.joined((call.prompt_ids, response.ids)):
             raise AssertionError(f"call {call.number}: the path to its answer isn't what the engine was given")
         self._turns.append(turn)
         self.kept_tokens += len(turn.context_ids) + len(response.ids)

@@ -11,6 +11,7 @@ import torch
 
 from headway.generator.requests import EngineRequest
 from headway.generator.sampling import RowSampling, counter_uniform
+from headway.records.tokens import TokenIds
 
 UNLIMITED = 2**31 - 1
 
@@ -118,14 +119,14 @@ class SlotTable:
         self.logprobs[rows, place] = logprobs
         self.pending[:count] = tokens
 
-    def response_ids(self, slot: int) -> tuple[int, ...]:
-        return tuple(self.sequence[slot, self.prompt[slot] : self.position[slot] + 1].tolist())
+    def response_ids(self, slot: int) -> TokenIds:
+        return TokenIds(self.sequence[slot, self.prompt[slot] : self.position[slot] + 1])
 
-    def take_unsent(self, slot: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Tokens and log-probabilities not yet in a delta; marks them sent."""
+    def take_unsent(self, slot: int) -> tuple[bytes, bytes]:
+        """Tokens and log-probabilities not yet in a delta, as a delta has them; marks them sent."""
         first, end = int(self.sent[slot]), int(self.position[slot]) + 1
         self.sent[slot] = end
-        return tuple(self.sequence[slot, first:end].tolist()), tuple(self.logprobs[slot, first:end].tolist())
+        return self.sequence[slot, first:end].tobytes(), self.logprobs[slot, first:end].tobytes()
 
     def row_sampling(self, rows: int, device: torch.device) -> RowSampling:
         """What the next token of the first ``rows`` rows is sampled with, on ``device``."""

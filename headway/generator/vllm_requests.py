@@ -15,6 +15,7 @@ from headway.config.engines import VLLM_TEMPERATURES
 from headway.generator.open_requests import OpenRequests
 from headway.generator.requests import EngineRequest
 from headway.records.generation import FinishReason, GenerationRequest, TokenDelta
+from headway.records.tokens import TokenIds, TokenLogprobs
 from headway.tokens.tokenizer import Tokenizer
 
 
@@ -133,7 +134,7 @@ class VllmRequests(OpenRequests[VllmRequest]):
     def _forget_ticket(self, entry: VllmRequest) -> None:
         del self._given[entry.ticket]
         entry.ticket, entry.own = "", None
-        entry.response += tuple(entry.sampled)
+        entry.response += entry.sampled
         entry.sampled.clear()
 
     # --- what vLLM says -----------------------------------------------------------------------------------------
@@ -194,15 +195,16 @@ class VllmRequests(OpenRequests[VllmRequest]):
     def _emit(
         self, entry: VllmRequest, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
     ) -> None:
-        ids, logprobs = tuple(entry.unsent), tuple(entry.logprobs)
+        id_data = TokenIds(entry.unsent).array.tobytes()
+        logprob_data = TokenLogprobs(entry.logprobs).array.tobytes()
         entry.unsent.clear()
         entry.logprobs.clear()
         self._deltas.append(
             TokenDelta(
                 request_id=entry.request_id,
-                ids=ids,
-                logprobs=logprobs,
-                version=entry.version if ids else -1,
+                id_data=id_data,
+                logprob_data=logprob_data,
+                version=entry.version if id_data else -1,
                 finish_reason=finish_reason,
                 error=error,
                 refused=refused,

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from headway.records.tokens import IdSequence, LogprobSequence, TokenIds, TokenLogprobs
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 UpdateMode = Literal["keep", "recompute", "abort"]  # what a weight update does to requests in flight (DESIGN rule 4)
 
@@ -32,8 +34,8 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens a response has so far; enough to go on elsewhere."""
 
-    ids: tuple[int, ...] = ()  # [N] sampled token ids
-    logprobs: tuple[float, ...] = ()  # [N] behaviour log-probabilities (DESIGN rule 5)
+    ids: IdSequence = TokenIds()  # [N] sampled token ids
+    logprobs: LogprobSequence = TokenLogprobs()  # [N] behaviour log-probabilities (DESIGN rule 5)
     versions: tuple[VersionSpan, ...] = ()  # spans that cover the N tokens
 
 
@@ -41,7 +43,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One model call."""
 
     request_id: str  # unique among open requests
-    prompt_ids: tuple[int, ...]  # [P] ids of everything before the response
+    prompt_ids: IdSequence  # [P] ids of everything before the response
     sampling: SamplingParameters
     priority: int = 0  # lower is served first; rollouts use their group's admission index (oldest first)
     partial: PartialResponse = PartialResponse()  # tokens already sampled: continue after them
@@ -49,18 +51,29 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""  # requests of one name extend one another: they go where its KV is; "": none
 
 
-class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens a request gained since the last delta; all sampled under one version."""
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """Tokens a request gained since the last delta; all sampled under one version.
+
+    They travel as plain bytes, which `TokenBlock.append` takes as they are; ``ids`` and ``logprobs`` read them.
+    """
 
     request_id: str
-    ids: tuple[int, ...] = ()  # [N] new token ids
-    logprobs: tuple[float, ...] = ()  # [N] behaviour log-probabilities
+    id_data: bytes = b""  # [N] new token ids, little-endian int32
+    logprob_data: bytes = b""  # [N] behaviour log-probabilities, little-endian float32
     version: int = -1  # version of these tokens (-1 when there are none)
     finish_reason: FinishReason | None = None  # set on the request's last delta
     error: str = ""  # cause, when finish_reason is "error"
     refused: bool = False  # ... which lies in what was asked: every replica would say the same
     reprefilled: bool = False  # the KV behind these tokens was recomputed since the last delta
     void: bool = False  # an "error" which says: nothing gained since the request was submitted is to be believed
+
+    @property
+    def ids(self) -> TokenIds:
+        return TokenIds.view(self.id_data)
+
+    @property
+    def logprobs(self) -> TokenLogprobs:
+        return TokenLogprobs.view(self.logprob_data)
 
 
 class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):

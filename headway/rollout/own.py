@@ -12,9 +12,11 @@ import msgspec
 from headway.records.clients import TextCodec
 from headway.records.environment import SavedEpisode
 from headway.records.errors import ConfigurationError, HookFailed
-from headway.records.generation import FinishReason, PartialResponse, VersionSpan
+from headway.records.generation import FinishReason, PartialResponse
 from headway.records.rollout import Failure, Group, Pruned, Rollout
 from headway.records.task import Task
+from headway.records.token_block import TokenBlock
+from headway.records.tokens import TokenIds
 from headway.rollout.attempts import Attempts
 from headway.rollout.single_turn import SingleTurn, Stop
 from headway.runtime.hooks import Hook, finite_number, load_hook, shown
@@ -54,7 +56,8 @@ class Attempt:
         self.group = group
         self.member = member
         self._turns: list[Rollout] = []  # as the generator gave them
-        self._observed: list[tuple[int, ...]] = []  # after each
+        self._block = TokenBlock()  # all tokens after the prompt
+        self._ends: list[int] = []  # of each turn and what was observed after it
         self._rewards: list[float | None] = []
         self._environment_s = 0.0  # between turns
         self._cut = False  # at the limit of tokens
@@ -65,15 +68,14 @@ class Attempt:
         return self.group.task
 
     @property
-    def response_ids(self) -> tuple[int, ...]:
+    def response_ids(self) -> TokenIds:
         """All tokens after the prompt so far, sampled and observed."""
-        parts = zip(self._turns, self._observed, strict=True)
-        return tuple(token for turn, said in parts for token in (*turn.response_ids, *said))
+        return self._block.ids
 
     @property
     def tokens_left(self) -> int:
         """Until `rollout.max_response_tokens`, which observed tokens count towards."""
-        return self._rollouts.max_response_tokens - len(self.response_ids)
+        return self._rollouts.max_response_tokens - len(self._block)
 
     async def run(self) -> None:
         """Call the function."""
@@ -97,7 +99,8 @@ class Attempt:
             self._environment_s += self._rollouts.now() - self._turns[-1].generated_s
         turn = await self._rollouts.turn(self.group, self.member, len(self._turns), self.response_ids, limit, begun)
         self._turns.append(turn)
-        self._observed.append(())
+        self._block.extend(turn.response_ids, turn.response_logprobs, turn.versions)
+        self._ends.append(len(self._block))
         self._rewards.append(None)
         if self.over:
             raise RolloutOver("the rollout was stopped" if turn.failure is None else turn.failure.cause)
@@ -114,7 +117,8 @@ class Attempt:
         if len(ids) > self.tokens_left:
             self._cut = True
             raise RolloutOver(f"{len(ids)} tokens were observed where {self.tokens_left} are left")
-        self._observed[-1] += tuple(ids)
+        self._block.append_reply(ids)
+        self._ends[-1] = len(self._block)
 
     def reward(self, value: float) -> None:
         """Reward the turn sampled last: algorithm.turn_discount says how it reaches those before it."""
@@ -138,31 +142,20 @@ class Attempt:
             cause = f"{KEY} = {self._rollouts.hook.name!r} sampled nothing"
             failure = failure or Failure(boundary="environment", cause=cause, infrastructure=False)
             return _empty(self.group, self.member, now, failure)
-        last, ids = self._turns[-1], self.response_ids
-        logprobs: list[float] = []
-        mask: list[bool] = []
-        versions: list[VersionSpan] = []
-        ends: list[int] = []
-        for turn, said in zip(self._turns, self._observed, strict=True):
-            logprobs += [*turn.response_logprobs, *(0.0 for _ in said)]
-            mask += [*(True for _ in turn.response_ids), *(False for _ in said)]
-            versions += turn.versions
-            if said and versions:  # an environment's tokens carry the version of the token before
-                versions.append(VersionSpan(version=versions[-1].version, tokens=len(said)))
-            ends.append(len(mask))
+        last, block = self._turns[-1], self._block
         rewarded = any(reward is not None for reward in self._rewards)
         return msgspec.structs.replace(
             last,
             group=self.group.index,
             prompt_ids=self.group.prompt_ids,
-            response_ids=ids,
-            response_logprobs=tuple(logprobs),
-            response_mask=tuple(mask),
-            versions=_joined(versions),
+            response_ids=block.ids,
+            response_logprobs=block.logprobs,
+            response_mask=block.mask,
+            versions=block.versions,
             failure=failure or last.failure,
             finish_reason="error" if failure is not None else self._finish_reason(last),
             pruned=self.stopped if isinstance(self.stopped, Pruned) else last.pruned,
-            turn_ends=tuple(ends),
+            turn_ends=tuple(self._ends),
             turn_rewards=tuple(reward or 0.0 for reward in self._rewards) if rewarded else (),
             turns=len(self._turns),
             environment_s=self._environment_s + max(0.0, now - last.generated_s),
@@ -236,7 +229,7 @@ class OwnRollouts(Attempts):
         group: Group,
         member: int,
         number: int,
-        before: tuple[int, ...],
+        before: TokenIds,
         max_tokens: int,
         environment_version: int,
     ) -> Rollout:
@@ -250,7 +243,7 @@ class OwnRollouts(Attempts):
         twin._settings = self._settings.model_copy(
             update={"max_prompt_tokens": len(before) + self._settings.max_prompt_tokens}
         )
-        asked = msgspec.structs.replace(group, prompt_ids=(*group.prompt_ids, *before))
+        asked = msgspec.structs.replace(group, prompt_ids=TokenIds.joined((group.prompt_ids, before)))
         return await SingleTurn.generate_member(twin, asked, member)
 
 
@@ -278,14 +271,3 @@ def _empty(group: Group, member: int, now: float, failure: Failure) -> Rollout:
         finished_s=now,
         turns=0,
     )
-
-
-def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Neighbours of one version as one span."""
-    joined: list[VersionSpan] = []
-    for span in spans:
-        if joined and joined[-1].version == span.version:
-            joined[-1] = VersionSpan(version=span.version, tokens=joined[-1].tokens + span.tokens)
-        else:
-            joined.append(span)
-    return tuple(joined)

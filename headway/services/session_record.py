@@ -10,6 +10,7 @@ import msgspec
 
 from headway.generator.sessions import Session
 from headway.records.errors import HeadwayError
+from headway.records.tokens import plain
 from headway.runtime.line_file import LineFile
 
 _MOST_KEPT_BYTES = 256 << 20  # of lines that there is no room for
@@ -83,4 +84,4 @@ def recorded_line(session: Session) -> bytes | None:
     recorded = session.seal()
     if not recorded.branches:
         return None
-    return msgspec.json.encode({"rollout": session.rollout, **msgspec.to_builtins(recorded)})
+    return msgspec.json.encode({"rollout": session.rollout, **msgspec.to_builtins(recorded, enc_hook=plain)})
