@@ -18,6 +18,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from headway.records.generation import (
     TokenDelta,
 )
 from headway.records.rollout import Rollout, Sample
-from headway.records.tokens import TokenIds, TokenLogprobs, decoder, encoder
+from headway.records.tokens import TokenIds, TokenLogprobs, decoder, encoder, sampled
 from headway.records.training import TrainBatch
 from headway.runtime.framing import FrameReader, Kind, encode
 
@@ -51,13 +52,11 @@ _reader = FrameReader()  # of one connection
 def deltas_of(request_id: str, tokens: int, seed: int) -> list[TokenDelta]:
     """What an engine says of one response, ``DELTA_TOKENS`` at a time."""
     numbers = np.random.default_rng(seed)
-    ids = TokenIds.view(numbers.integers(0, 32_000, tokens, dtype=np.int32))
-    logprobs = TokenLogprobs.view(-numbers.random(tokens, dtype=np.float32))
+    tokens_n = sampled(TokenIds(numbers.integers(0, 32_000, tokens)), TokenLogprobs(-numbers.random(tokens)))
     return [
         TokenDelta(
             request_id=request_id,
-            id_data=ids.array[at : at + DELTA_TOKENS].tobytes(),
-            logprob_data=logprobs.array[at : at + DELTA_TOKENS].tobytes(),
+            data=tokens_n[at : at + DELTA_TOKENS].tobytes(),
             version=3 + at // 512,
             finish_reason="stop" if at + DELTA_TOKENS >= tokens else None,
         )
@@ -65,17 +64,18 @@ def deltas_of(request_id: str, tokens: int, seed: int) -> list[TokenDelta]:
     ]
 
 
-def through_frame(message: object) -> tuple[object, int]:
+def through_frame(message: object) -> tuple[Any, int]:
     """The message as its receiver has it, and the bytes that went over."""
-    data = memoryview(b"".join(encode(Kind.EVENT, 0, message)))
-    at = 0
-    while True:
-        target = _reader.target()
-        part = data[at : at + len(target)]
-        target[: len(part)] = part
-        at += len(part)
-        if frames := _reader.received(len(part)):
-            return frames[0].load(), len(data)
+    chunks = [memoryview(chunk) for chunk in encode(Kind.EVENT, 0, message)]
+    for chunk in chunks:
+        while chunk:
+            target = _reader.target()
+            taken = min(len(target), len(chunk))
+            target[:taken] = chunk[:taken]
+            chunk = chunk[taken:]
+            if frames := _reader.received(taken):
+                return frames[0].load(), sum(map(len, chunks))
+    raise AssertionError("a frame has an end")
 
 
 def stream(events: Sequence[Sequence[TokenDelta]], calls: dict[str, Call]) -> int:

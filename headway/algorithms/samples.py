@@ -79,14 +79,14 @@ def build_arrays(batch: TrainBatch) -> SampleArrays:
     longest = int(prompts_s.max(initial=0))
     unlearnt, unsampled = TokenMask.filled(False, longest), TokenLogprobs.filled(0.0, longest)
 
-    token_ids_n = TokenIds.joined(ids for r in rollouts for ids in (r.prompt_ids, r.response_ids)).array
-    loss_mask_n = TokenMask.joined(
+    token_ids_n = TokenIds.concatenated((ids for r in rollouts for ids in (r.prompt_ids, r.response_ids)), np.int64)
+    loss_mask_n = TokenMask.concatenated(
         mask for r in rollouts for mask in (unlearnt[: len(r.prompt_ids)], r.response_mask)
-    ).array.copy()
+    )
     loss_mask_n[(np.cumsum(lengths_s) - lengths_s)[lengths_s > 0]] = False  # only matters where a prompt is empty
-    behaviour_logprobs_n = TokenLogprobs.joined(
+    behaviour_logprobs_n = TokenLogprobs.concatenated(
         logprobs for r in rollouts for logprobs in (unsampled[: len(r.prompt_ids)], r.response_logprobs)
-    ).array
+    )
     versions: list[tuple[int, int]] = []  # and how many tokens have each
     advantages: list[tuple[float, int]] = []
     for sample, sequence in zip(owners, rollouts, strict=True):
@@ -96,7 +96,7 @@ def build_arrays(batch: TrainBatch) -> SampleArrays:
         advantages += _advantages(sample, sequence)
     weights = [sample.weight for sample in owners]
     return SampleArrays(
-        token_ids_n=token_ids_n.astype(np.int64),
+        token_ids_n=token_ids_n,
         loss_mask_n=loss_mask_n,
         behaviour_logprobs_n=behaviour_logprobs_n,
         advantages_n=_repeated(advantages, np.float32),

@@ -86,10 +86,10 @@ class Call:
             self.reprefills += 1
         if delta.void:
             self._start_over()
-        if id_data := delta.id_data:
+        if data := delta.data:
             if not self.first_token_s:
                 self.first_token_s = now
-            self._block.append(id_data, delta.logprob_data, delta.version)
+            self._block.append(data, delta.version)
 
     def tell(self) -> None:
         """Tell who watches, when there is enough to tell."""

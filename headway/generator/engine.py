@@ -263,13 +263,12 @@ class TorchEngine(OpenRequests[EngineRequest]):
     def _emit(
         self, entry: EngineRequest, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
     ) -> None:
-        id_data, logprob_data = self._table.take_unsent(entry.slot) if entry.slot >= 0 else (b"", b"")
+        data = self._table.take_unsent(entry.slot) if entry.slot >= 0 else b""
         self._deltas.append(
             TokenDelta(
                 request_id=entry.request_id,
-                id_data=id_data,
-                logprob_data=logprob_data,
-                version=self.version if id_data else -1,
+                data=data,
+                version=self.version if data else -1,
                 finish_reason=finish_reason,
                 error=error,
                 reprefilled=entry.reprefilled,

@@ -23,7 +23,7 @@ from headway.records.generation import (
     TokenDelta,
     UpdateMode,
 )
-from headway.records.tokens import TokenIds, TokenLogprobs, decoder, encoder
+from headway.records.tokens import decoder, encoder
 from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock
 from headway.runtime.local_worker import Death
@@ -317,10 +317,10 @@ class _Streamed:
             if end > first:
                 ids, logprobs = made_up(entry, first, end, ended if number == len(spans) else None)
                 found.append(
-                    TokenDelta(
-                        request_id=entry.request.request_id,
-                        id_data=TokenIds(ids).array.tobytes(),
-                        logprob_data=TokenLogprobs(logprobs).array.tobytes(),
+                    TokenDelta.of(
+                        entry.request.request_id,
+                        ids,
+                        logprobs,
                         version=version,
                         reprefilled=entry.reprefills > self.reprefills,
                     )

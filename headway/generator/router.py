@@ -382,7 +382,7 @@ class Router:
             replica.outstanding_tokens -= gained
             self._used_tokens -= gained
             failed = delta.finish_reason == "error" and not delta.refused
-            if failed or (delta.id_data and call.probe) or delta.finish_reason in ("stop", "length"):
+            if failed or (delta.data and call.probe) or delta.finish_reason in ("stop", "length"):
                 probe, call.probe = call.probe, False
                 if failed:
                     self._note_failure(replica, probe, delta.error)

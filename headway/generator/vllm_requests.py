@@ -15,7 +15,6 @@ from headway.config.engines import VLLM_TEMPERATURES
 from headway.generator.open_requests import OpenRequests
 from headway.generator.requests import EngineRequest
 from headway.records.generation import FinishReason, GenerationRequest, TokenDelta
-from headway.records.tokens import TokenIds, TokenLogprobs
 from headway.tokens.tokenizer import Tokenizer
 
 
@@ -195,20 +194,18 @@ class VllmRequests(OpenRequests[VllmRequest]):
     def _emit(
         self, entry: VllmRequest, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
     ) -> None:
-        id_data = TokenIds(entry.unsent).array.tobytes()
-        logprob_data = TokenLogprobs(entry.logprobs).array.tobytes()
-        entry.unsent.clear()
-        entry.logprobs.clear()
         self._deltas.append(
-            TokenDelta(
-                request_id=entry.request_id,
-                id_data=id_data,
-                logprob_data=logprob_data,
-                version=entry.version if id_data else -1,
+            TokenDelta.of(
+                entry.request_id,
+                entry.unsent,
+                entry.logprobs,
+                version=entry.version if entry.unsent else -1,
                 finish_reason=finish_reason,
                 error=error,
                 refused=refused,
                 reprefilled=entry.reprefilled,
             )
         )
+        entry.unsent.clear()
+        entry.logprobs.clear()
         entry.reprefilled = False

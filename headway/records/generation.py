@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
-from headway.records.tokens import IdSequence, LogprobSequence, TokenIds, TokenLogprobs
+from headway.records.tokens import SAMPLED, IdSequence, LogprobSequence, TokenIds, TokenLogprobs, sampled
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 UpdateMode = Literal["keep", "recompute", "abort"]  # what a weight update does to requests in flight (DESIGN rule 4)
@@ -54,12 +56,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Tokens a request gained since the last delta; all sampled under one version.
 
-    They travel as plain bytes, which `TokenBlock.append` takes as they are; ``ids`` and ``logprobs`` read them.
+    They travel as plain bytes, which `TokenBlock.append` takes as they are.
     """
 
     request_id: str
-    id_data: bytes = b""  # [N] new token ids, little-endian int32
-    logprob_data: bytes = b""  # [N] behaviour log-probabilities, little-endian float32
+    data: bytes = b""  # [N] new tokens and their behaviour log-probabilities (records.tokens.SAMPLED)
     version: int = -1  # version of these tokens (-1 when there are none)
     finish_reason: FinishReason | None = None  # set on the request's last delta
     error: str = ""  # cause, when finish_reason is "error"
@@ -67,13 +68,18 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     reprefilled: bool = False  # the KV behind these tokens was recomputed since the last delta
     void: bool = False  # an "error" which says: nothing gained since the request was submitted is to be believed
 
+    @classmethod
+    def of(cls, request_id: str, ids: Sequence[int], logprobs: Sequence[float], **fields: Any) -> TokenDelta:
+        """A delta of these tokens; ``fields``: the others."""
+        return cls(request_id=request_id, data=sampled(ids, logprobs).tobytes(), **fields)
+
     @property
     def ids(self) -> TokenIds:
-        return TokenIds.view(self.id_data)
+        return TokenIds(np.frombuffer(self.data, SAMPLED)["id"])
 
     @property
     def logprobs(self) -> TokenLogprobs:
-        return TokenLogprobs.view(self.logprob_data)
+        return TokenLogprobs(np.frombuffer(self.data, SAMPLED)["logprob"])
 
 
 class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from headway.records.generation import PartialResponse, VersionSpan
-from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
-
-_ID_BYTES = TokenIds.dtype.itemsize
+from headway.records.tokens import SAMPLED, TokenIds, TokenLogprobs, TokenMask, sampled
 
 
 class TokenBlock:
@@ -22,17 +20,16 @@ class TokenBlock:
 
         block.extend((5, 6), (-0.5, -1.0), (VersionSpan(version=3, tokens=2),))
         block.append_reply((9,))
-        block.append(delta.id_data, delta.logprob_data, version=4)  # one token
+        block.append(delta.data, version=4)  # one token
         block.mask == (True, True, False, True)
         block.versions == (VersionSpan(version=3, tokens=3), VersionSpan(version=4, tokens=1))
     """
 
-    __slots__ = ("_ids", "_logprobs", "_replies", "_spans", "_version")
+    __slots__ = ("_data", "_replies", "_spans", "_version")
 
     def __init__(self, begun: PartialResponse | None = None) -> None:
         """``begun``: the tokens it begins with."""
-        self._ids = bytearray()
-        self._logprobs = bytearray()
+        self._data = bytearray()  # of SAMPLED
         self._replies: list[tuple[int, int]] = []  # [first, behind) of each
         self._spans: list[tuple[int, int]] = []  # (version, first token)
         self._version: int | None = None  # of the last one
@@ -40,41 +37,38 @@ class TokenBlock:
             self.extend(begun.ids, begun.logprobs, begun.versions)
 
     def __len__(self) -> int:
-        return len(self._ids) // _ID_BYTES
+        return len(self._data) // SAMPLED.itemsize
 
-    def append(self, id_data: bytes | memoryview, logprob_data: bytes | memoryview, version: int) -> None:
+    def append(self, data: bytes, version: int) -> None:
         """Sampled tokens of one version, at least one, as a `TokenDelta` has them."""
         if version != self._version:
             self._spans.append((version, len(self)))
             self._version = version
-        self._ids += id_data
-        self._logprobs += logprob_data
+        self._data += data
 
     def extend(self, ids: Sequence[int], logprobs: Sequence[float], versions: Iterable[VersionSpan]) -> None:
         """Sampled tokens of several versions. Raises ValueError where the parts differ in length."""
-        versions, id_data, logprob_data = tuple(versions), TokenIds(ids).array.data, TokenLogprobs(logprobs).array.data
-        if not len(ids) == len(logprobs) == sum(span.tokens for span in versions):
-            raise ValueError(f"{len(ids)} ids, {len(logprobs)} log-probabilities, {versions}: equal numbers are needed")
-        at = 0
+        tokens, at = sampled(ids, logprobs), 0
         for span in versions:
-            behind = at + span.tokens
-            self.append(id_data[at:behind], logprob_data[at:behind], span.version)
-            at = behind
+            at, first = at + span.tokens, at
+            self.append(tokens[first:at].tobytes(), span.version)
+        if at != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens, and version spans of {at}: as many are needed")
 
     def append_reply(self, ids: Sequence[int]) -> None:
         """Tokens of an environment's reply: no loss, and the version of the token before (-1 where there is none)."""
         if ids:
             first, version = len(self), -1 if self._version is None else self._version
-            self.append(TokenIds(ids).array.data, bytes(TokenLogprobs.dtype.itemsize * len(ids)), version)
+            self.append(sampled(ids, TokenLogprobs.filled(0.0, len(ids))).tobytes(), version)
             self._replies.append((first, len(self)))
 
     @property
     def ids(self) -> TokenIds:
-        return TokenIds.view(bytes(self._ids))
+        return TokenIds(np.frombuffer(bytes(self._data), SAMPLED)["id"])
 
     @property
     def logprobs(self) -> TokenLogprobs:
-        return TokenLogprobs.view(bytes(self._logprobs))
+        return TokenLogprobs(np.frombuffer(bytes(self._data), SAMPLED)["logprob"])
 
     @property
     def mask(self) -> TokenMask:

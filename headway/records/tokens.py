@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+SAMPLED = np.dtype([("id", "<i4"), ("logprob", "<f4")])  # a sampled token with its log-probability, as deltas have it
+
 T = TypeVar("T", int, float, bool, covariant=True)
 
 
@@ -43,8 +45,8 @@ class TokenArray(Sequence[T]):
             and not -(2**31) <= raw.min() <= raw.max() < 2**31
         ):
             raise ValueError(f"{type(self).__name__}: {raw.min()} to {raw.max()}: 32 bits are needed to hold each")
-        writable = raw is given and raw.flags.writeable  # by its owner
-        array = raw.astype(self.dtype, order="C", copy=writable)
+        shared = raw is given and (raw.flags.writeable or not raw.flags.c_contiguous)  # by its owner, or strided
+        array = raw.astype(self.dtype, order="C", copy=shared)
         array.setflags(write=False)
         self.array = array
         self._hash: int | None = None
@@ -67,8 +69,13 @@ class TokenArray(Sequence[T]):
     @classmethod
     def joined(cls, parts: Iterable[Sequence[Any]]) -> Self:
         """The items of all ``parts``, one after another."""
-        arrays = [part.array if isinstance(part, TokenArray) else cls(part).array for part in parts]
-        return cls.view(np.concatenate(arrays, dtype=cls.dtype)) if arrays else cls()
+        return cls.view(cls.concatenated(parts))
+
+    @classmethod
+    def concatenated(cls, parts: Iterable[Sequence[Any]], kind: DTypeLike = None) -> NDArray[Any]:
+        """The same as an array of one's own, of another width where ``kind`` says so."""
+        arrays = [part.array if isinstance(part, cls) else cls(part).array for part in parts]
+        return np.concatenate(arrays or [cls().array], dtype=kind or cls.dtype)
 
     def __len__(self) -> int:
         return len(self.array)
@@ -157,6 +164,15 @@ if TYPE_CHECKING:  # a record may be made of anything that reads like a tuple; r
     MaskSequence = Sequence[bool]
 else:
     IdSequence, LogprobSequence, MaskSequence = TokenIds, TokenLogprobs, TokenMask
+
+
+def sampled(ids: Sequence[int], logprobs: Sequence[float]) -> NDArray[Any]:
+    """Tokens and their log-probabilities side by side, [N] of SAMPLED. Raises ValueError where their numbers differ."""
+    found = np.empty(len(ids), SAMPLED)
+    if len(logprobs) != len(ids):
+        raise ValueError(f"{len(ids)} token ids and {len(logprobs)} log-probabilities: as many are needed")
+    found["id"], found["logprob"] = TokenIds(ids).array, TokenLogprobs(logprobs).array
+    return found
 
 
 def _viewed(kind: type[TokenArray[Any]], data: bytes | bytearray | memoryview) -> TokenArray[Any]:

@@ -19,6 +19,7 @@ from headway.generator.sessions import KeyRefused, NoSuchRollout, Session
 from headway.records.conversations import ClientSampling, RecordedConversation
 from headway.records.errors import ConfigurationError
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
+from headway.records.tokens import restored
 from headway.runtime.clock import Clock, run_virtual
 from headway.services.serve import ServedSessions, sampling, serving_of
 from headway.services.session_record import recorded_line
@@ -116,7 +117,7 @@ def test_a_session_is_over_when_it_is_not_used_for_long() -> None:
     assert line is not None
     data = json.loads(line)
     assert (data.pop("rollout"), data["calls"]) == ("used", 1)
-    assert msgspec.convert(data, RecordedConversation) == over[1].seal()
+    assert msgspec.convert(data, RecordedConversation, dec_hook=restored) == over[1].seal()
 
 
 def test_the_client_says_how_it_is_sampled() -> None:
