@@ -7,6 +7,7 @@ To a reader each is a tuple of Python numbers; in memory, in frames and in the b
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import total_ordering
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex, TypeVar, overload
 
@@ -19,9 +20,10 @@ SAMPLED = np.dtype([("id", "<i4"), ("logprob", "<f4")])  # a sampled token with 
 T = TypeVar("T", int, float, bool, covariant=True)
 
 
+@total_ordering
 class TokenArray(Sequence[T]):
     """An immutable sequence over ``array``, a read-only one-dimensional NumPy array. Items are Python numbers, slices
-    are views, truth is being non-empty, and it equals (and hashes like) the tuple of its items.
+    are views, truth is being non-empty, and it equals, orders and hashes like the tuple of its items.
 
     Example: ``ids = TokenIds((5, 6, 7)); ids[1:] == (6, 7) and list(ids) == [5, 6, 7] and ids.array.sum() == 18``
     """
@@ -112,6 +114,9 @@ class TokenArray(Sequence[T]):
             items: list[Any] = other.tolist() if isinstance(other, np.ndarray) else list(other)  # pyright: ignore[reportUnknownArgumentType]
             return len(self) == len(items) and self.array.tolist() == items
         return NotImplemented
+
+    def __lt__(self, other: Sequence[Any]) -> bool:
+        return tuple(self) < tuple(other)
 
     def __hash__(self) -> int:
         if self._hash is None:

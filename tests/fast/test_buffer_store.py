@@ -378,7 +378,7 @@ def test_parked_members_are_kept_until_their_group_finishes(path, tmp_path):
     owners = [group(0), group(1)]
     for owner in owners:
         buffer.admit(owner)
-    part = PartialResponse(ids=(7, 8), logprobs=(-0.1, -0.2), versions=(VersionSpan(version=3, tokens=2),))
+    part = PartialResponse(ids=(7, 8), logprobs=(-0.125, -0.25), versions=(VersionSpan(version=3, tokens=2),))
     first = Parked(group=0, member=1, response=PartialResponse(), resumes=0)
     again = Parked(group=0, member=1, response=part, resumes=1, environment_version=3)
     for parked in (first, again, Parked(group=1, member=0, response=part, resumes=0)):
