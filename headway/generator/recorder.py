@@ -252,13 +252,13 @@ class Recorder:
     def _planned(self, request: Request) -> Planned:
         keys = history_keys(_root_key(request), request.messages)
         parent, text, context_ids, cause = self._continued(request, keys)
-        return Planned(parent=parent, text=text, context_ids=TokenIds(context_ids), cause=cause, keys=keys)
+        return Planned(parent=parent, text=text, context_ids=context_ids, cause=cause, keys=keys)
 
-    def _continued(self, request: Request, keys: list[bytes]) -> tuple[Turn | None, str, tuple[int, ...], Cause]:
+    def _continued(self, request: Request, keys: list[bytes]) -> tuple[Turn | None, str, TokenIds, Cause]:
         """(answer it goes on from, text and token ids of its prompt behind that, why there)."""
         chat, most = self.chat, self._limits.context_tokens
         if isinstance(request.prompt, tuple):
-            return self._continued_ids(request.prompt)
+            return self._continued_ids(TokenIds(request.prompt))
         raw = request.prompt is not None
         if request.prompt is not None:
             text, candidates = request.prompt, self._raw_candidates()
@@ -277,17 +277,17 @@ class Recorder:
             if not answered:  # its prompt, and something else behind
                 more = chat.encode_behind(turn.context_ids[-1] if turn.context_ids else None, text[at:], most)
                 cause: Cause = "rewritten" if rewritten else "branched" if more else "sibling"
-                return turn.parent, text[turn.start :], (*turn.context_ids, *more), cause
+                return turn.parent, text[turn.start :], turn.context_ids + more, cause
             behind = chat.behind(turn.answer, text, at, exactly=raw)
             if behind is None:
                 rewritten |= not raw
                 continue
-            ids = tuple(chat.encode_behind(turn.answer.ids[-1], text[behind:], most))
+            ids = TokenIds(chat.encode_behind(turn.answer.ids[-1], text[behind:], most))
             return turn, text[at:], ids, "rewritten" if rewritten else "branched" if turn.children else "continued"
         whole = chat.tokenizer.encode(text, add_special_tokens=True, most=most) if raw else chat.encode(text, most)
-        return None, text, tuple(whole), "rewritten" if rewritten else "branched" if self._roots else "start"
+        return None, text, TokenIds(whole), "rewritten" if rewritten else "branched" if self._roots else "start"
 
-    def _continued_ids(self, prompt: tuple[int, ...]) -> tuple[Turn | None, str, tuple[int, ...], Cause]:
+    def _continued_ids(self, prompt: TokenIds) -> tuple[Turn | None, str, TokenIds, Cause]:
         """Of a prompt in token ids: the longest path that it begins with."""
         best, taken = None, 0
         further = [(turn, 0) for turn in self._roots]

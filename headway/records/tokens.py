@@ -74,7 +74,7 @@ class TokenArray(Sequence[T]):
         return cls.view(cls.concatenated(parts))
 
     @classmethod
-    def concatenated(cls, parts: Iterable[Sequence[Any]], kind: DTypeLike = None) -> NDArray[Any]:
+    def concatenated(cls, parts: Iterable[Sequence[Any]], kind: DTypeLike | None = None) -> NDArray[Any]:
         """The same as an array of one's own, of another width where ``kind`` says so."""
         arrays = [part.array if isinstance(part, cls) else cls(part).array for part in parts]
         return np.concatenate(arrays or [cls().array], dtype=kind or cls.dtype)
