@@ -94,12 +94,6 @@ class TokenArray(Sequence[T]):
             return self.view(np.ascontiguousarray(self.array[key]))
         return self.array.item(key.__index__())
 
-    def __contains__(self, value: object) -> bool:
-        return value in self.array.tolist()
-
-    def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
-        return self.array.tolist().index(value, start, len(self) if stop is None else stop)
-
     def __add__(self, other: Sequence[Any]) -> Self:
         return self.joined((self, other))
 
@@ -128,9 +122,6 @@ class TokenArray(Sequence[T]):
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         return np.array(self.array, dtype=dtype, copy=copy)
-
-    def __copy__(self) -> Self:
-        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
