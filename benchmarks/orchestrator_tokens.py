@@ -43,6 +43,7 @@ DELTA_TOKENS = 16
 PROMPT_TOKENS = 32
 ROLLOUTS = 64  # take the way side by side: eight groups of eight, as a replica's event and a batch have them
 ROUNDS = 30
+WARM_UP = 3  # rounds that don't count
 
 _deltas = decoder(list[TokenDelta])
 _encoder = encoder()
@@ -161,16 +162,16 @@ def one_round(tokens: int, connection: sqlite3.Connection) -> tuple[dict[str, fl
         loop.close()
 
 
-def token_costs(rounds: int = ROUNDS) -> dict[str, float | dict[str, float]]:
+def token_costs(rounds: int = ROUNDS) -> dict[str, Any]:
     """``ns_per_token``, ``bytes_per_token`` and their parts, marginal between SHORT and LONG."""
     connection = sqlite3.connect(":memory:", isolation_level=None)
     connection.execute("CREATE TABLE payloads (id INTEGER PRIMARY KEY, body BLOB NOT NULL)")
     taken: dict[int, list[dict[str, float]]] = {SHORT: [], LONG: []}
     sizes: dict[int, dict[str, int]] = {}
-    for number in range(rounds + 5):  # the first ones warm up
+    for number in range(WARM_UP + rounds):
         for tokens in (SHORT, LONG):
             seconds, sizes[tokens] = one_round(tokens, connection)
-            if number >= 5:
+            if number >= WARM_UP:
                 taken[tokens].append(seconds)
     connection.close()
     more = ROLLOUTS * (LONG - SHORT)

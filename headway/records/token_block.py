@@ -33,7 +33,7 @@ class TokenBlock:
         self._replies: list[tuple[int, int]] = []  # [first, behind) of each
         self._spans: list[tuple[int, int]] = []  # (version, first token)
         self._version: int | None = None  # of the last one
-        if begun is not None:
+        if begun is not None and begun.ids:
             self.extend(begun.ids, begun.logprobs, begun.versions)
 
     def __len__(self) -> int:

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.orchestrator_tokens import token_costs
 from headway.records.generation import PartialResponse, TokenDelta, VersionSpan
 from headway.records.token_block import TokenBlock
 from headway.records.tokens import TokenArray, TokenIds, TokenLogprobs, TokenMask, decoder, encoder, plain, restored
@@ -190,3 +191,10 @@ def test_a_delta_takes_eight_bytes_a_token() -> None:
     assert long <= 16 * 12
     assert (deltas[0].ids, deltas[0].logprobs) == (tuple(range(8)), (-0.5,) * 8)
     assert operator.eq(decoder(TokenDelta).decode(encoder().encode(deltas[0])), deltas[0])
+
+
+def test_a_token_takes_at_most_sixteen_bytes_in_every_message() -> None:
+    """From an engine's deltas to the trainer's arrays, through the code that runs use; times are the benchmark's."""
+    costs = token_costs(rounds=1)
+    assert set(costs["bytes_by_message"]) == {"frame", "row", "batch"}
+    assert 9.0 <= costs["bytes_per_token"] <= 16.0
