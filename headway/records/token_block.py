@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.records.generation import PartialResponse, VersionSpan
 from headway.records.tokens import SAMPLED, TokenIds, TokenLogprobs, TokenMask, sampled
@@ -25,11 +27,12 @@ class TokenBlock:
         block.versions == (VersionSpan(version=3, tokens=3), VersionSpan(version=4, tokens=1))
     """
 
-    __slots__ = ("_data", "_replies", "_spans", "_version")
+    __slots__ = ("_pieces", "_replies", "_size", "_spans", "_version")
 
     def __init__(self, begun: PartialResponse | None = None) -> None:
         """``begun``: the tokens it begins with."""
-        self._data = bytearray()  # of SAMPLED
+        self._pieces: list[bytes] = []  # of SAMPLED, joined when somebody looks
+        self._size = 0  # their bytes
         self._replies: list[tuple[int, int]] = []  # [first, behind) of each
         self._spans: list[tuple[int, int]] = []  # (version, first token)
         self._version: int | None = None  # of the last one
@@ -37,14 +40,15 @@ class TokenBlock:
             self.extend(begun.ids, begun.logprobs, begun.versions)
 
     def __len__(self) -> int:
-        return len(self._data) // SAMPLED.itemsize
+        return self._size // SAMPLED.itemsize
 
     def append(self, data: bytes, version: int) -> None:
         """Sampled tokens of one version, at least one, as a `TokenDelta` has them."""
         if version != self._version:
             self._spans.append((version, len(self)))
             self._version = version
-        self._data += data
+        self._pieces.append(data)
+        self._size += len(data)
 
     def extend(self, ids: Sequence[int], logprobs: Sequence[float], versions: Iterable[VersionSpan]) -> None:
         """Sampled tokens of several versions. Raises ValueError where the parts differ in length."""
@@ -62,13 +66,18 @@ class TokenBlock:
             self.append(sampled(ids, TokenLogprobs.filled(0.0, len(ids))).tobytes(), version)
             self._replies.append((first, len(self)))
 
+    def _tokens(self) -> NDArray[Any]:
+        if len(self._pieces) != 1:
+            self._pieces = [b"".join(self._pieces)]
+        return np.frombuffer(self._pieces[0], SAMPLED)
+
     @property
     def ids(self) -> TokenIds:
-        return TokenIds(np.frombuffer(bytes(self._data), SAMPLED)["id"])
+        return TokenIds.view(self._tokens()["id"].copy())
 
     @property
     def logprobs(self) -> TokenLogprobs:
-        return TokenLogprobs(np.frombuffer(bytes(self._data), SAMPLED)["logprob"])
+        return TokenLogprobs.view(self._tokens()["logprob"].copy())
 
     @property
     def mask(self) -> TokenMask:
