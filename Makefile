@@ -7,14 +7,18 @@ AGENTS_BIN := $(AGENTS_VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 SEED ?= 0
+PYTEST := $(BIN)/python -m pytest
+# Need environments of their own: make test-vllm, make test-agents.
+EXCEPT_ENGINES := --ignore-glob '*test_vllm_*' --ignore-glob '*test_mini_swe_agent*'
 
-.PHONY: help system-packages install install-agents install-vllm quickstart test test-fast test-real test-sandboxes test-agents test-hostile test-vllm lint clean
+.PHONY: help system-packages install install-agents install-vllm quickstart test test-fast test-main test-slow test-long test-agents test-hostile test-vllm lint clean
 
 help:
 	@echo "make quickstart   set up, then train a small model by RL on this machine (5 to 13 min)"
-	@echo "make test         set up, then linters, fast tests, real-component tests (15 to 25 min)"
-	@echo "make test-fast    set up, then the fast tests alone (< 5 min)"
-	@echo "make test-sandboxes  set up, then the tests of sandboxes and environments (5 min)"
+	@echo "make test         set up, then linters and all tests but the slow ones (12 min on two quiet cores)"
+	@echo "make test-fast    set up, then the unit tests and golden numbers alone (< 4 min)"
+	@echo "make test-slow    set up, then learning runs, random kills, benchmarks in short (CI runs them too)"
+	@echo "make test-long    by hand, hours: chaos in bulk, studies, mutations"
 	@echo "make test-agents  set up, with mini-swe-agent in an environment of its own, then the tests that start it"
 	@echo "make test-vllm    set up an environment with vLLM (3.5 GB), then the tests of the vLLM engine"
 	@echo "make system-packages  as root, on Debian: what the tests of two sandbox backends need; they are skipped without"
@@ -62,25 +66,29 @@ lint: install
 	$(BIN)/lint-imports
 
 test-fast: install
-	$(BIN)/python -m pytest tests/fast tests/golden --numprocesses auto --maxprocesses 8 --dist loadfile
+	$(PYTEST) tests/unit tests/golden --numprocesses 2 --dist loadfile
 
-# Two at a time: a run trains on one core and generates on the other, and half of the time one of them waits.
-test-real: install
-	$(BIN)/python -m pytest tests/real --ignore-glob '*test_sandbox_*' --ignore-glob '*test_environment_*' --numprocesses 2 --dist loadfile --timeout 600 --durations 10
+# Three at a time on two cores: a run trains on one and generates on the other, and half of the time one of them waits.
+test-main: install
+	$(PYTEST) tests/unit tests/golden tests/e2e $(EXCEPT_ENGINES) -m 'not slow and not long' --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 15
 
-test-sandboxes: install
-	$(BIN)/python -m pytest tests/real/test_sandbox_*.py tests/real/test_environment_*.py --numprocesses 3 --timeout 600 --durations 8
+test-slow: install
+	$(PYTEST) tests/e2e tests/slow $(EXCEPT_ENGINES) -m 'slow and not long' --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
+
+test-long: install
+	$(PYTEST) tests/e2e tests/slow $(EXCEPT_ENGINES) -m long --durations 0
+	$(BIN)/python tests/support/mutations.py
 
 test-hostile: install
-	HEADWAY_ALL_BACKENDS=1 $(BIN)/python -m pytest tests/real/test_sandbox_hostile*.py --numprocesses 3 --timeout 600
+	HEADWAY_ALL_BACKENDS=1 $(BIN)/python -m pytest tests/e2e/test_sandbox_hostile*.py --numprocesses 3 --timeout 600
 
 test-agents: install install-agents
-	HEADWAY_MINI=$(abspath $(AGENTS_BIN)/mini) $(BIN)/python -m pytest tests/real/test_mini_swe_agent.py --timeout 600 --durations 10
+	HEADWAY_MINI=$(abspath $(AGENTS_BIN)/mini) $(BIN)/python -m pytest tests/e2e/test_mini_swe_agent.py --timeout 600 --durations 10
 
 test-vllm: install-vllm
-	$(VLLM_BIN)/python -m pytest tests/real/test_vllm_*.py --timeout 600 --durations 10
+	$(VLLM_BIN)/python -m pytest tests/e2e/test_vllm_*.py --timeout 600 --durations 10
 
-test: lint test-fast test-real test-sandboxes
+test: lint test-main
 
 clean:
 	rm -rf $(VENV) $(AGENTS_VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -25,10 +25,10 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
-from trained_run import ARITHMETIC, CONFIG, headway, train_once
+from parts.trained_run import ARITHMETIC, CONFIG, headway, train_once
 
 from headway.records.ledger import EvaluationRecord, StepRecord
-from headway.runtime.ledger import read_ledger
+from headway.telemetry.ledger import read_ledger
 
 SHARES = {"trivial": 550, "impossible": 200, "productive": 250}  # training tasks
 HELD_OUT = 512  # productive ones

@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from machine_speed import Speedometer
-from pipeline_load import Placement, Shape, apart, experiment, prepare
-from pipeline_system import measure
+from parts.pipeline_load import Placement, Shape, apart, experiment, prepare
+from parts.pipeline_system import measure
 
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
-from headway.control.diagnosis import Recommendation
+from headway.control.tuning.diagnosis import Recommendation
 from headway.report.doctor import examine, print_report
 
 RIGHT = 0.15

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from simulated_runs import Result, held, run
+from parts.simulated_runs import Result, held, run
 
 from headway.records.control import Knobs
 

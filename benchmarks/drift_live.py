@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline_load import GROUPS_PER_STEP, Shape, apart, experiment, prepare
-from pipeline_system import measure
-from simulated_runs import Result, held, merged
+from parts.pipeline_load import GROUPS_PER_STEP, Shape, apart, experiment, prepare
+from parts.pipeline_system import measure
+from parts.simulated_runs import Result, held, merged
 
 from headway.config.load import validate_experiment
 from headway.records.control import Knobs

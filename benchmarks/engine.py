@@ -51,7 +51,7 @@ if __name__ == "__main__" and os.environ.keys().isdisjoint(ALLOCATOR_ENVIRONMENT
 import numpy as np
 import torch
 
-from headway.generator.engine import TorchEngine
+from headway.generator.engines.torch.engine import TorchEngine
 from headway.models.configuration import DecoderConfig
 from headway.models.initialise import initialise_parameters
 from headway.models.loading import build, load_for_generation, save_model, weights_of

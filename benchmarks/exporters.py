@@ -26,10 +26,10 @@ from headway.records.ledger import Distribution, StepRecord
 from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.records.task import Task
 from headway.runtime.clock import RealClock
-from headway.runtime.exporters import start_exports
-from headway.runtime.ledger import Ledger
 from headway.runtime.run_directory import RunDirectory
-from headway.runtime.trace_file import TraceFile
+from headway.telemetry.exporters.exporters import start_exports
+from headway.telemetry.ledger import Ledger
+from headway.telemetry.trace_file import TraceFile
 
 LINES, ROUNDS = 200, 5
 GROUP_SIZE, GROUPS = 8, 1000

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_load import (
+from parts.gpu_load import (
     CHARACTERS,
     Context,
     Settings,
@@ -31,7 +31,7 @@ from gpu_load import (
 )
 
 from headway.config.schema import Experiment
-from headway.generator.engine import TorchEngine
+from headway.generator.engines.torch.engine import TorchEngine
 from headway.generator.service import GeneratorService
 from headway.models.configuration import DecoderConfig
 from headway.models.decoder import Decoder
@@ -330,8 +330,8 @@ taken: list[Any] = []  # what update_weights returned
 
 def loop(settings: Settings) -> None:
     """The real orchestrator over real processes on one device."""
-    from pipeline_load import Shape
-    from pipeline_system import Steady, measure
+    from parts.pipeline_load import Shape
+    from parts.pipeline_system import Steady, measure
 
     load = load_of(settings)
     shape = Shape(0, 0, 0, 0, load.prompt_tokens, load.median_tokens, 0.894, load.longest_tokens)
@@ -365,7 +365,7 @@ def loop(settings: Settings) -> None:
 
 def _steps_done(wanted: Experiment) -> str:
     from headway.records.ledger import StepRecord
-    from headway.runtime.ledger import read_ledger
+    from headway.telemetry.ledger import read_ledger
 
     steps = [line for line in read_ledger(Path(wanted.run.directory)) if isinstance(line, StepRecord)]
     if not steps:

@@ -24,15 +24,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from http_load import PASS, pin
+from parts.fakes import FakeLauncher
 
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.generator.fake_replica import ReplicaCosts
-from headway.generator.fake_worker import FakeLauncher
 from headway.records.generation import GenerationRequest
 from headway.runtime.clock import RealClock
-from headway.runtime.collector import short_collections
+from headway.runtime.garbage_collection import short_collections
 from headway.services.serve import served_pool
 from headway.tokens.tokenizer import Tokenizer
 from headway.tokens.training import BYTES, train_byte_fallback_tokenizer

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from trained_run import ARITHMETIC, standard_error, steps_and_end, train_once
+from parts.trained_run import ARITHMETIC, standard_error, steps_and_end, train_once
 
 from headway.report.plots import STYLE
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from headway.algorithms.samples import SampleArrays, build_arrays
 from headway.buffer.rows import payload_id, read_rollouts
-from headway.generator.calls import Call
+from headway.generator.routing.calls import OpenRequest
 from headway.records.counted import all_finite, sampled_mask
 from headway.records.generation import (
     GenerationRequest,
@@ -79,7 +79,7 @@ def through_frame(message: object) -> tuple[Any, int]:
     raise AssertionError("a frame has an end")
 
 
-def stream(events: Sequence[Sequence[TokenDelta]], calls: dict[str, Call]) -> int:
+def stream(events: Sequence[Sequence[TokenDelta]], calls: dict[str, OpenRequest]) -> int:
     """Engine to open requests: each event a frame of one delta for every request. Returns the bytes sent."""
     total = 0
     for deltas in events:
@@ -135,7 +135,7 @@ def one_round(tokens: int, connection: sqlite3.Connection) -> tuple[dict[str, fl
     try:
         futures: list[asyncio.Future[GenerationResult]] = [loop.create_future() for _ in range(ROLLOUTS)]
         calls = {
-            f"0-{m}.0.0": Call(
+            f"0-{m}.0.0": OpenRequest(
                 GenerationRequest(request_id=f"0-{m}.0.0", prompt_ids=_PROMPT, sampling=sampling), futures[m]
             )
             for m in range(ROLLOUTS)

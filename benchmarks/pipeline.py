@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline_load import (
+from parts.pipeline_load import (
     BATCH,
     GROUPS_PER_STEP,
     Placement,
@@ -54,8 +54,8 @@ from pipeline_load import (
     prepare,
     together,
 )
-from pipeline_machine import Usage, load, wait_until_quiet
-from pipeline_system import Steady, measure, serialisation_ms
+from parts.pipeline_machine import Usage, load, wait_until_quiet
+from parts.pipeline_system import Steady, measure, serialisation_ms
 
 from headway.config.schema import Experiment
 from headway.records.training import TrainBatch

@@ -33,11 +33,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from machine_speed import Speedometer
-from pipeline_machine import load
-from trained_run import ARITHMETIC, train_alone
+from parts.pipeline_machine import load
+from parts.trained_run import ARITHMETIC, train_alone
 
 from headway.records.ledger import EvaluationRecord, StepRecord
-from headway.runtime.ledger import FILE_NAME, read_ledger
+from headway.telemetry.ledger import FILE_NAME, read_ledger
 
 SYNCHRONOUS, PLAIN, CONTROLLER = "synchronous", "asynchronous", "controller"
 ASYNCHRONOUS = ("--queue.budget=8",)

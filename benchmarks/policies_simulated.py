@@ -20,7 +20,7 @@ import math
 import statistics
 from typing import Any, NamedTuple
 
-from simulated_runs import Raw, held, run
+from parts.simulated_runs import Raw, held, run
 
 from headway.records.control import Knobs
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from trained_run import ARITHMETIC, CONFIG, headway, standard_error, steps_and_end, train_once
+from parts.trained_run import ARITHMETIC, CONFIG, headway, standard_error, steps_and_end, train_once
 
 from headway.records.ledger import PrunerFigures
 

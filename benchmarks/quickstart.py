@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headway.records.ledger import EvaluationRecord
-from headway.runtime.ledger import read_ledger
+from headway.telemetry.ledger import read_ledger
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "examples" / "arithmetic" / "quickstart.py"
 

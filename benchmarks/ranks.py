@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from doctor import CASES, shape_of
-from pipeline_load import Placement, alone_consumption, alone_production, apart, experiment, prepare
+from parts.pipeline_load import Placement, alone_consumption, alone_production, apart, experiment, prepare
 
 ONE, TWO = ("cpu:0",), ("cpu:0", "cpu:1")
 

@@ -52,12 +52,12 @@ from typing import Any
 
 from http_edge import write_requests
 from http_load import drive, pin, quantile
+from parts.fakes import FakeLauncher
 from soak import watched
 
 from headway.config.load import validate_experiment
 from headway.generator.client import GeneratorPool
 from headway.generator.fake_replica import ReplicaCosts
-from headway.generator.fake_worker import FakeLauncher
 from headway.records.generation import GenerationRequest, SamplingParameters
 from headway.runtime.clock import RealClock
 

@@ -14,8 +14,8 @@ are those that got none. Docker is asked for an eighth of all these.
 can be asked for, so `bwrap_start_and_exec_ms_p50` compares with the sum of cold start and command; it limits neither
 memory nor processes nor the disk.
 
-The daemon and the image are those of the tests (`tests/real/sandbox_docker.py`): DOCKER_HOST, the machine's own, or one
-that is started for this.
+The daemon and the image are those of the tests (`tests/support/sandbox_docker.py`): DOCKER_HOST, the machine's own, or
+one that is started for this.
 
 Last line: one JSON object, the local backend's numbers at its top, the others' below their names; null: not measured
 here.
@@ -35,15 +35,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headway.records.sandbox import MIB, Limits, SandboxSpec
+from headway.records.sandbox import MIB, ResourceLimits, SandboxSpec
 from headway.runtime.clock import RealClock
-from headway.sandbox import cgroups
-from headway.sandbox.docker import DockerBackend, DockerSettings
-from headway.sandbox.local import LocalBackend
+from headway.sandbox.docker.backend import DockerBackend, DockerSettings
+from headway.sandbox.linux import cgroups
+from headway.sandbox.local.backend import LocalBackend
+from headway.sandbox.local.zygote_process import LocalSettings
 from headway.sandbox.pool import PoolSettings, SandboxPool
-from headway.sandbox.zygote_process import LocalSettings
 
-SPEC = SandboxSpec(limits=Limits(memory_bytes=256 * MIB, disk_bytes=64 * MIB))
+SPEC = SandboxSpec(limits=ResourceLimits(memory_bytes=256 * MIB, disk_bytes=64 * MIB))
 BWRAP = ["--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
 BWRAP_FILES = ["--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/lib", "/lib"]
 BWRAP_REST = [
@@ -198,7 +198,7 @@ def _ms(times: list[float], share: float) -> float:
 def made(name: str, folder: str) -> LocalBackend | None:
     """A backend, or None: there is none here."""
     if name == "docker":
-        sys.path.append(str(Path(__file__).parents[1] / "tests" / "real"))
+        sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
         from sandbox_docker import IMAGE, reached
 
         url, why = reached()

@@ -8,7 +8,7 @@ replied). Start-up, ledger, buffer and summary count. Last line, one JSON object
 `single_turn_rollouts_per_min` and `multi_turn_events_per_min`, and `ledgers_equal` (every run of a scenario wrote the
 same ledger to the byte).
 
-``--live``: not that, but live runs on this machine beside their simulations (simulate_live.py), ``--rounds`` times.
+``--live``: live runs on this machine beside their simulations instead (parts/simulate_live.py), ``--rounds`` times.
 Last line, one JSON object: `simulated_to_live`, the median over the rounds of simulated / live trained samples/s, with
 least and most, for each row, `self` (its own ledger simulated) and `cross` (predicted from the ledgers of two other
 rows), and in how many of the predicted rows it is within 10 %. ``--directory`` keeps the runs, and goes on with them.
@@ -24,7 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import simulate_live
+from parts import simulate_live
 
 from headway.planner.outcome import SimulationOutcome
 from headway.planner.scenario import load_scenario

@@ -23,7 +23,7 @@ class PeerSettings:
 
     model: str  # folder
     tasks: str  # JSONL with "prompt" and "answer", in the order they are used
-    reward: str  # of trl_task.REWARDS
+    reward: str  # of parts.trl_task.REWARDS
     steps: int
     warmup_steps: int  # steps before the measured window; of `steps`
     max_completion: int  # tokens
@@ -57,7 +57,7 @@ def main() -> None:
     settings = PeerSettings(**json.loads(Path(sys.argv[1]).read_text()))
     prepare_environment(settings)
     watch = train(settings)
-    from pipeline_machine import between
+    from parts.pipeline_machine import between
 
     usage = between(*watch.snapshots)
     first = settings.warmup_steps
@@ -112,10 +112,10 @@ def train(settings: PeerSettings) -> Watch:
     """Train ``settings.steps`` steps."""
     import torch
     from datasets import Dataset
-    from pipeline_machine import snapshot
+    from parts.pipeline_machine import snapshot
+    from parts.trl_task import REWARDS
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOTrainer
-    from trl_task import REWARDS
 
     torch.set_num_threads(settings.threads)
     watch = Watch()

@@ -45,9 +45,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline_load import Shape
-from pipeline_system import Steady, measure
-from vs_trl_sides import BATCH, BETA2, CLIP, GROUP, HERE, PeerFailed, experiment, headway, run_peer
+from parts.pipeline_load import Shape
+from parts.pipeline_system import Steady, measure
+from parts.vs_trl_sides import BATCH, BETA2, CLIP, GROUP, HERE, PeerFailed, experiment, headway, run_peer
 
 from headway.runtime.devices import cpu_multiplies_bfloat16, machine_cores
 
@@ -308,12 +308,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    # The verifier's process finds trl_task here.
+    # The verifier's process finds parts/trl_task.py from here.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     folder = Path(tempfile.mkdtemp(prefix="headway-vs-trl-"))
     try:
         if arguments.part == "learning":
-            from vs_trl_learning import learn
+            from parts.vs_trl_learning import learn
 
             result = learn(arguments, folder)
         else:

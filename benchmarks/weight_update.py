@@ -46,7 +46,7 @@ if __name__ == "__main__" and os.environ.keys().isdisjoint(ALLOCATOR_ENVIRONMENT
 import torch
 from engine import CONTEXT_TOKENS, SIZES, machine, prompts_of
 
-from headway.generator.engines import Engine, EngineSettings, SubscribedTorchEngine, build_engine
+from headway.generator.engines.select import Engine, EngineSettings, SubscribedTorchEngine, build_engine
 from headway.models.configuration import DecoderConfig
 from headway.models.initialise import initialise_parameters
 from headway.models.loading import build, save_model, weights_of
@@ -101,12 +101,12 @@ def watched(engine: Engine) -> Parts:
     parts = Parts()
     if isinstance(engine, SubscribedTorchEngine):
         return parts
-    from headway.generator import vllm_worker
+    from headway.generator.engines.select.vllm import worker
 
     core: Any = engine._core  # type: ignore[attr-defined]
-    parts.watch(vllm_worker.Subscriber, "fetch", "fetch")
-    parts.watch(vllm_worker, "repack_tied_heads", "repack")
-    parts.watch(vllm_worker, "load_weights", "load")
+    parts.watch(worker.Subscriber, "fetch", "fetch")
+    parts.watch(worker, "repack_tied_heads", "repack")
+    parts.watch(worker, "load_weights", "load")
     parts.watch(core, "differing_module", "modules")
     parts.watch(core, "reference_logprobs", "reference")
     parts.watch(core, "step", "sequence")

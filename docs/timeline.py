@@ -3,7 +3,7 @@
     python -m docs.timeline            # print them
     python -m docs.timeline --write    # put them into docs/async.md
 
-The wiring is that of tests/fast/simulated_run.py. Nothing is drawn by hand and nothing is random from run to run:
+The wiring is that of tests/support/simulated_run.py. Nothing is drawn by hand and nothing is random from run to run:
 the clock jumps from event to event, and a response's length depends on its seed alone.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from headway.records.rollout import Rollout
 from headway.records.training import TrainBatch
-from tests.fast.simulated_run import Outcome, experiment_of, simulate
+from tests.support.simulated_run import Outcome, experiment_of, simulate
 
 PAGE = Path(__file__).parent / "async.md"
 COLUMN_S = 0.5  # seconds one character stands for

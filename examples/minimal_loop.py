@@ -11,18 +11,19 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from headway.algorithms.groups.batches import build_batch
+from headway.algorithms.groups.outcome import group_outcome
 from headway.config.load import load_experiment
 from headway.config.schema import Experiment
 from headway.control.admission import may_open
-from headway.control.learning_signal import group_outcome
 from headway.control.staleness import OpenGroup, select_batch
 from headway.generator.client import GeneratorPool
-from headway.orchestrator.batches import build_batch
 from headway.records.rollout import FinishedGroup, Group
 from headway.records.training import StepReport
-from headway.rollout.single_turn import SingleTurn, apply_verdict
-from headway.rollout.verdicts import to_verdict
-from headway.rollout.verifiers import resolve_verifier
+from headway.rollout.makers.single_turn import SingleTurn
+from headway.rollout.makers.turn_sampler import TurnSampler
+from headway.rollout.verification.verdicts import apply_verdict, to_verdict
+from headway.rollout.verification.verifiers import resolve_verifier
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 from headway.tasks.cursor import TaskCursor
@@ -42,7 +43,9 @@ async def minimal_loop(experiment: Experiment) -> list[StepReport]:
     tokenizer = Tokenizer.load(experiment.model.path)
     tasks = TaskCursor(load_tasks(experiment.tasks.train, experiment.run.seed), experiment.run.seed)
     verify = resolve_verifier(experiment.verifier)
-    rollouts = SingleTurn(generator.generate, tokenizer, experiment.rollout, clock, run_seed=experiment.run.seed)
+    seed = experiment.run.seed
+    sampler = TurnSampler(generator.generate, tokenizer, experiment.rollout, clock, run_seed=seed)
+    rollouts = SingleTurn(sampler)
     queue, size = experiment.queue, experiment.rollout.group_size
 
     running: dict[int, Group] = {}
@@ -55,7 +58,7 @@ async def minimal_loop(experiment: Experiment) -> list[StepReport]:
     async def attempt(group: Group) -> None:
         """All members of one group, from prompt to reward."""
         members = await asyncio.gather(*(rollouts.generate_member(group, member) for member in range(size)))
-        verdicts = [to_verdict(verify(group.task, rollouts.text(r))) for r in members]
+        verdicts = [to_verdict(verify(group.task, sampler.text(r))) for r in members]
         judged = [apply_verdict(r, verdict, clock.now()) for r, verdict in zip(members, verdicts, strict=True)]
         outcome = group_outcome(judged, size=size, limits=queue)
         del running[group.index]

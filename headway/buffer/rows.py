@@ -10,8 +10,8 @@ import msgspec
 
 from headway.control.books import Books
 from headway.control.length_bias import LengthBias
-from headway.records.curriculum import Draw, DrawnGroup, Evidence
-from headway.records.environment import Parked
+from headway.records.curriculum import Draw, DrawnGroup, TaskEvidence
+from headway.records.environment import PartialRollout
 from headway.records.errors import BufferCorrupt
 from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.records.task import Task
@@ -23,7 +23,7 @@ MEMBER_BITS = 16  # a group has fewer than 2 ** 16 members
 INSERT_ROLLOUT = "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 _rollout_decoder = decoder(Rollout)
-_parked_decoder = decoder(Parked)
+_parked_decoder = decoder(PartialRollout)
 _task_decoder = msgspec.json.Decoder(Task)
 _draw_decoder = msgspec.json.Decoder(Draw)
 _ids_decoder = decoder(TokenIds)
@@ -44,7 +44,7 @@ class OpenRecord(msgspec.Struct, frozen=True, kw_only=True):
     group: Group
     state: Literal["open", "buffered", "batched"]
     rollouts: tuple[Rollout, ...]  # failed ones included; none while it is open
-    parked: tuple[Parked, ...] = ()  # what its members had when they were parked, while it is open
+    parked: tuple[PartialRollout, ...] = ()  # what its members had when they were parked, while it is open
 
     @property
     def finished(self) -> FinishedGroup | None:
@@ -108,7 +108,7 @@ def read_rollouts(connection: sqlite3.Connection, index: int) -> tuple[Rollout, 
     return tuple(_rollout_decoder.decode(body) for (body,) in rows)
 
 
-def read_parked(connection: sqlite3.Connection, index: int) -> tuple[Parked, ...]:
+def read_parked(connection: sqlite3.Connection, index: int) -> tuple[PartialRollout, ...]:
     """What the members of an open group had when they were last parked, by member."""
     rows = connection.execute("SELECT body FROM partials WHERE id BETWEEN ? AND ? ORDER BY id", payload_ids(index))
     return tuple(_parked_decoder.decode(body) for (body,) in rows)
@@ -167,7 +167,7 @@ def read_drawn_groups(connection: sqlite3.Connection) -> list[DrawnGroup]:
             step=step,
             evidence=None
             if order is None
-            else Evidence(group=index, solved=solved, valid=valid, zero_variance=bool(flat), version=version),
+            else TaskEvidence(group=index, solved=solved, valid=valid, zero_variance=bool(flat), version=version),
             finished_as=order or 0,
         )
         for index, task_id, size, admitted, draw, ending, reason, step, order, solved, valid, flat, version in rows

@@ -32,8 +32,8 @@ from headway.buffer.rows import (
 )
 from headway.control.books import Books
 from headway.control.length_bias import LengthBias
-from headway.records.curriculum import Draw, DrawnGroup, Evidence
-from headway.records.environment import Parked
+from headway.records.curriculum import Draw, DrawnGroup, TaskEvidence
+from headway.records.environment import PartialRollout
 from headway.records.errors import BooksUnbalanced, BufferCorrupt, BufferFull, HeadwayError
 from headway.records.rollout import ENDINGS, Batch, Ending, FinishedGroup, Group, Rollout
 from headway.records.tokens import encoder
@@ -174,7 +174,7 @@ class GroupBuffer:
         finished: FinishedGroup,
         ending: Ending | None = None,
         reason: str = "",
-        evidence: Evidence | None = None,
+        evidence: TaskEvidence | None = None,
     ) -> None:
         """Commit the members; those that left (failed, filtered, pruned) end here. The group is then buffered, or ends
         at once with ``ending`` (failed, filtered, pruned). Raises BooksUnbalanced when the group isn't open or a member
@@ -207,7 +207,7 @@ class GroupBuffer:
         else:
             del self._entries[index]
 
-    def park(self, parked: Parked) -> None:
+    def park(self, parked: PartialRollout) -> None:
         """Keep what a member of an open group has so far, until its group finishes or ends; replaces what was kept.
         Raises BooksUnbalanced when the group isn't open."""
         entry = self._entry(parked.group, "open")

@@ -90,7 +90,7 @@ def sft(
     Any key of the experiment file can be given as --section.key=value.
     """
     experiment = experiments.load(context, config)
-    from headway.orchestrator.sft import run_sft
+    from headway.orchestrator.jobs.sft import run_sft
     from headway.report.progress import SftProgress
     from headway.report.tables import print_mapping
 

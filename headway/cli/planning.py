@@ -80,7 +80,7 @@ def _simulate_run(
     from headway.planner.agreement import agreement, print_agreement
     from headway.planner.from_run import read_run, scenario_of, window
     from headway.planner.table import print_outcome
-    from headway.runtime.ledger import read_ledger
+    from headway.telemetry.ledger import read_ledger
 
     recorded = read_run(path)
     chosen = window(recorded, _asked(context, steps))

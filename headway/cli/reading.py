@@ -69,9 +69,9 @@ def show(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object a line."),
 ) -> None:
     """Page through prompts, responses, rewards and versions of rollouts: ledger.samples_per_step of each step."""
-    from headway.report.show import Selection, show_samples
+    from headway.report.show import SampleSelection, show_samples
 
-    show_samples(run, Selection(step=step, group=group, solved=solved, limit=limit), as_json=as_json)
+    show_samples(run, SampleSelection(step=step, group=group, solved=solved, limit=limit), as_json=as_json)
 
 
 def explain_task(
@@ -83,7 +83,7 @@ def explain_task(
     """Why a task was drawn, what came of it, and what would be drawn next; without TASK, the whole curriculum."""
     import msgspec
 
-    from headway.orchestrator.explain import RunHistory
+    from headway.orchestrator.jobs.explain_task import RunHistory
     from headway.planner.simulate import simulated_tasks
     from headway.report.explain import overview_text, task_text
 

@@ -15,7 +15,7 @@ from headway.records.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from headway.records.sandbox_statistics import Reaped
-    from headway.sandbox.image_store import Store
+    from headway.sandbox.images.store import Store
     from headway.sandbox.leftovers import SandboxRecord
 
 STORE = typer.Option(None, "--store", help="Folder of unpacked images, sandbox.store [default: this user's].")
@@ -29,7 +29,7 @@ def add_commands(app: typer.Typer) -> None:
     group.command("list")(list_)
     group.command("reap")(reap)
     group.command("check", context_settings=experiments.OVERRIDES)(check)
-    group.command("images")(images)
+    group.command("images")(resolve)
     group.command("prune")(prune)
     app.add_typer(group, name="sandboxes")
 
@@ -55,9 +55,9 @@ def reap(state: Path | None = STATE, backend: str = BACKEND) -> None:
 
     reaped = leftovers.reap(state or leftovers.default_state())
     with contextlib.suppress(ImportError):  # without its library nothing of ours is in Docker
-        from headway.sandbox import docker_daemon
+        from headway.sandbox.docker import daemon
 
-        reaped += docker_daemon.where_reachable(docker_daemon.reap)
+        reaped += daemon.where_reachable(daemon.reap)
     if backend:
         reaped += asyncio.run(_reap_hosted(backend))
     for owner in reaped:
@@ -72,20 +72,20 @@ def _recorded(state: Path | None) -> list[tuple[SandboxRecord, bool]]:
 
     found = list(leftovers.records(state or leftovers.default_state()))
     with contextlib.suppress(ImportError):
-        from headway.sandbox import docker_daemon
+        from headway.sandbox.docker import daemon
 
-        found += docker_daemon.where_reachable(docker_daemon.records)
+        found += daemon.where_reachable(daemon.records)
     return found
 
 
 async def _reap_hosted(name: str) -> list[Reaped]:
-    from headway.config.sandbox import Sandbox
+    from headway.config.sandbox import SandboxConfig
     from headway.sandbox.backends import HOSTED, backend_of
-    from headway.sandbox.hosted import HostedBackend
+    from headway.sandbox.hosted.backend import HostedBackend
 
     if name not in HOSTED:
         raise ConfigurationError(f"--backend {name}: valid: {', '.join(HOSTED)}")
-    backend = backend_of(Sandbox.model_validate({"backend": name}))
+    backend = backend_of(SandboxConfig.model_validate({"backend": name}))
     assert isinstance(backend, HostedBackend)
     try:
         return await backend.reap()
@@ -106,13 +106,13 @@ def check(
 
     Any key of the experiment file can be given as --section.key=value.
     """
-    from headway.config.sandbox import Sandbox
+    from headway.config.sandbox import SandboxConfig
     from headway.records.sandbox import SandboxFinding
     from headway.sandbox.backends import backend_of, spec_of
-    from headway.sandbox.local import LocalBackend
+    from headway.sandbox.local.backend import LocalBackend
     from headway.sandbox.preflight import findings
 
-    settings, needed = Sandbox(image=image, store=str(store or "")), 1
+    settings, needed = SandboxConfig(image=image, store=str(store or "")), 1
     if config:
         experiment = experiments.load(context, config)
         settings, needed = experiment.sandbox, experiment.concurrent_rollouts
@@ -137,7 +137,7 @@ def check(
     typer.echo("sandboxes work here, with all limits" if not settings.allow_unbounded else "sandboxes work here")
 
 
-def images(store: Path | None = STORE) -> None:
+def resolve(store: Path | None = STORE) -> None:
     """One line for each unpacked image, the longest unused first: size, last use, whether one uses it, its file."""
     opened = _store(store)
     found = opened.images() if opened is not None else []
@@ -170,13 +170,14 @@ def prune(
 
 def _store(folder: Path | None) -> Store | None:
     """None: this user has none yet."""
-    from headway.sandbox import image_store, images
-    from headway.sandbox.image_tree import ImageError
+    from headway.sandbox.images import resolve
+    from headway.sandbox.images import store as image_store
+    from headway.sandbox.images.tree import ImageError
 
-    if folder is None and not images.default_store().exists():
+    if folder is None and not resolve.default_store().exists():
         return None
     try:
-        return image_store.Store.existing(folder or images.default_store())
+        return image_store.Store.existing(folder or resolve.default_store())
     except ImageError as error:
         raise ConfigurationError(f"--store: {error}") from None
 

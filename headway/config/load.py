@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from headway.config.consistency import require_consistent
 from headway.config.schema import Experiment, is_resumable
 from headway.records.errors import ConfigurationError
 
@@ -66,12 +67,17 @@ def validate_experiment(raw: dict[str, Any], origin: str) -> Experiment:
 
 
 def validate(raw: dict[str, Any], origin: str, schema: type[Schema]) -> Schema:
-    """Validate a raw mapping as ``schema``; ``origin`` names it in errors."""
+    """Validate a raw mapping as ``schema``, each key by itself and then all of them together; ``origin`` names it in
+    errors. Raises ConfigurationError."""
     try:
-        return schema.model_validate(raw)
+        experiment = schema.model_validate(raw)
+        require_consistent(experiment)
+        return experiment
     except ValidationError as error:
         lines = [_explain({**item, "loc": _written(raw, item["loc"])}, schema) for item in error.errors()]
         raise ConfigurationError(f"{origin}: " + "; ".join(lines)) from None
+    except ValueError as error:
+        raise ConfigurationError(f"{origin}: {error}") from None
 
 
 def _written(raw: object, location: tuple[str | int, ...]) -> tuple[str | int, ...]:

@@ -97,7 +97,7 @@ class GroupBound(Section):
     mode: Literal["drop"] = "drop"  # half a response would be scored as none, and look like a difference
 
 
-class Pruning(Section):
+class PruningConfig(Section):
     """Rollouts that end early (docs/pruning.md). Each table below is a pruner, off unless it is there."""
 
     every_tokens: Positive = 16  # new tokens after which a rollout is looked at again

@@ -11,7 +11,7 @@ from headway.config.section import NonNegative, Positive, Seconds, Section
 Rate = Annotated[float, Field(gt=0)]
 
 
-class Router(Section):
+class RouterConfig(Section):
     """Which replica takes a request. The limits at the end bind foreign callers; rollouts of a run wait instead."""
 
     affinity: Annotated[float, Field(ge=0)] = 1.0  # tokens of load accepted for a prompt token in the KV; 0: load alone
@@ -35,7 +35,7 @@ class Router(Section):
     queue_s: Seconds = 30.0  # one that waits for longer is refused
 
     @model_validator(mode="after")
-    def _possible(self) -> Router:
+    def _possible(self) -> RouterConfig:
         if self.longest_cool_down_s < self.cool_down_s:
             raise ValueError(
                 f"longest_cool_down_s = {self.longest_cool_down_s:g} is below cool_down_s = {self.cool_down_s:g}: "

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from headway.config.section import NonNegative, Positive, Seconds, Section
 from headway.records.errors import ConfigurationError
 from headway.records.network import allow_list
-from headway.records.sandbox import LEAST_MEMORY_BYTES, MIB, Limits, SandboxSpec
+from headway.records.sandbox import LEAST_MEMORY_BYTES, MIB, ResourceLimits, SandboxSpec
 
 BackendName = Literal["local", "bubblewrap", "docker", "modal", "e2b", "prime"]
 
@@ -23,7 +23,7 @@ class SandboxLimits(Section):
     open_files: Annotated[int, Field(ge=32)] = 1024  # of one process
 
 
-class Sandbox(Section):
+class SandboxConfig(Section):
     """Where untrusted code runs: docs/sandboxes.md. An environment that needs none makes none."""
 
     backend: BackendName = "local"  # local, bubblewrap: no root, no daemon; the last three: an account
@@ -47,7 +47,7 @@ class Sandbox(Section):
     settings: dict[str, Any] = {}  # further ones of the backend: docs/sandboxes.md
 
     @model_validator(mode="after")
-    def _possible(self) -> Sandbox:
+    def _possible(self) -> SandboxConfig:
         try:
             self.spec.limits.check()
             allow_list(self.network)
@@ -66,7 +66,7 @@ class Sandbox(Section):
     def spec(self) -> SandboxSpec:
         """What one is made of; its root is the image's, once that is unpacked."""
         return SandboxSpec(
-            limits=Limits(**self.limits.model_dump()),
+            limits=ResourceLimits(**self.limits.model_dump()),
             network=self.network,
             environment=self.variables,
             ttl_s=self.ttl_s,

@@ -10,15 +10,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from headway.config.consistency import require_consistent
-from headway.config.control import Control
-from headway.config.curriculum import Curriculum
-from headway.config.endpoint import Endpoint, Environment
-from headway.config.hooks import Hooks
+from headway.config.control import ControlConfig
+from headway.config.curriculum import CurriculumConfig
+from headway.config.endpoint import EndpointConfig, EnvironmentConfig
+from headway.config.hooks import HooksConfig
 from headway.config.presets import apply_preset
-from headway.config.pruning import Pruning
-from headway.config.router import Router
-from headway.config.sandbox import Sandbox
+from headway.config.pruning import PruningConfig
+from headway.config.router import RouterConfig
+from headway.config.sandbox import SandboxConfig
 from headway.config.section import NonNegative, Positive, Seconds, Section
 from headway.config.sources import SftData, TaskSources, VerifierSettings
 
@@ -32,7 +31,7 @@ Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 Preset = Literal["grpo", "dr_grpo", "dapo", "reinforce++", "reinforce++-baseline", "rloo", "gspo", "cispo", "areal"]
 
 
-class Run(Section):
+class RunConfig(Section):
     directory: str  # everything the run writes; one run at a time may hold it
     seed: int = 0  # of task order and sampling; rollouts are keyed (seed, group, member, position)
     steps: Positive = 100  # completed training steps at which the run ends
@@ -41,19 +40,19 @@ class Run(Section):
     worker_start_timeout_s: Seconds = 600.0  # a process that is not up by then (its model loaded) is killed
 
 
-class Model(Section):
+class ModelConfig(Section):
     path: str  # folder with config.json, *.safetensors and the tokenizer (Hugging Face layout)
     template: Literal["raw", "chat"] = "raw"  # how a task's prompt becomes tokens
     reference: str = ""  # folder of the model a KL penalty holds on to; default: path
 
 
-class Tasks(Section):
+class TasksConfig(Section):
     train: TaskSources
     validation: TaskSources | None = None  # evaluated during the run; the best checkpoint is chosen by it
     test: TaskSources | None = None  # evaluated with held weights before and after
 
     @model_validator(mode="after")
-    def _own_keys(self) -> Tasks:
+    def _own_keys(self) -> TasksConfig:
         for name, sources in (("train", self.train), ("validation", self.validation), ("test", self.test)):
             for source in sources or ():
                 for key in ("seed", "size"):
@@ -63,13 +62,13 @@ class Tasks(Section):
         return self
 
 
-class Verifier(VerifierSettings):
+class VerifierConfig(VerifierSettings):
     """Scores the responses to every task that chooses no other."""
 
     workers: Positive = 1  # processes; each can score with every verifier
 
 
-class Rollout(Section):
+class RolloutConfig(Section):
     group_size: Positive = 8  # attempts at one task; advantages compare them: 1 only with batch_mean_std
     max_prompt_tokens: Positive = 512  # longer prompts are refused by `check`, and fail their group
     max_response_tokens: Positive = 256  # a longer response is cut, and counted as truncated
@@ -81,7 +80,7 @@ class Rollout(Section):
     retries: NonNegative = 2  # of infrastructure failures, of the engine's and of the verifier's
 
 
-class Generator(Section):
+class GeneratorConfig(Section):
     engine: Literal["torch", "vllm", "vllm-server"] = "torch"  # own; vLLM 0.32 in a replica, or served: docs/vllm.md
     engine_arguments: dict[str, Any] = {}  # of vLLM's EngineArgs, passed on as they are: docs/vllm.md
     probe_every_updates: NonNegative = 1  # vLLM: one update in so many is proved to be what is sampled from; 0: none
@@ -96,7 +95,7 @@ class Generator(Section):
     update_mode: Literal["keep", "recompute", "abort"] = "keep"  # of requests in flight: docs/async.md
 
 
-class Queue(Section):
+class QueueConfig(Section):
     """Admission, staleness and what enters a batch."""
 
     groups_per_step: Positive = 8  # groups of one batch
@@ -120,7 +119,7 @@ class Queue(Section):
     give_up_after_batches: Positive = 100  # the run ends when groups of so many batches in a row end untrained
 
 
-class Algorithm(Section):
+class AlgorithmConfig(Section):
     preset: Preset | None = None  # a published method: fills in keys that aren't given (config/presets.py)
     advantage: str = "group_mean_std"  # in a group or _batch: algorithms/advantages.py, or your own module:function
     loss: str = "decoupled_ppo"  # trainer/losses.py, or your own module:function
@@ -160,7 +159,7 @@ class Algorithm(Section):
         return value
 
 
-class Trainer(Section):
+class TrainerConfig(Section):
     devices: tuple[str, ...] = ("cpu:1",)  # one rank each
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward and backward; the optimiser is float32
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5  # peak; 0 changes nothing (a control run)
@@ -180,17 +179,17 @@ class Trainer(Section):
     optimizer_steps_per_batch: Positive = 1  # a batch is split by group into so many updates
 
 
-class Weights(Section):
+class WeightsConfig(Section):
     transport: Literal["shared_memory"] = "shared_memory"  # between processes of one machine
     steps_per_publish: Positive = 1  # publish one version in so many; queue.budget must be >= this - 1
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     every_steps: Positive = 50  # and one at the end
     keep_last: Positive = 2  # older ones are removed
 
 
-class Evaluation(Section):
+class EvaluationConfig(Section):
     every_steps: NonNegative = 0  # validation during the run; 0: never
     every_s: Seconds | None = None  # ... or by time
     before: bool = True  # test with held weights before training
@@ -200,7 +199,7 @@ class Evaluation(Section):
     stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # end early once validation reaches it
 
 
-class Ledger(Section):
+class LedgerConfig(Section):
     """What a run says of itself, beside RUN/ledger.jsonl: docs/monitoring.md."""
 
     trackers: tuple[Tracker, ...] = (
@@ -231,7 +230,7 @@ class Ledger(Section):
         return value
 
 
-class Sft(Section):
+class SftConfig(Section):
     """Supervised cold start (`headway sft`)."""
 
     data: SftData = None  # a JSONL file, or a table: rows with "prompt" and "solution", or with "messages"
@@ -255,39 +254,34 @@ class Sft(Section):
 class Experiment(Section):
     """The whole experiment file."""
 
-    run: Run
-    model: Model
-    tasks: Tasks
-    verifier: Verifier = Verifier()
+    run: RunConfig
+    model: ModelConfig
+    tasks: TasksConfig
+    verifier: VerifierConfig = VerifierConfig()
     verifiers: dict[str, VerifierSettings] = {}
-    rollout: Rollout = Rollout()
-    environment: Environment = Environment()
-    sandbox: Sandbox = Sandbox()
-    endpoint: Endpoint = Endpoint()
-    generator: Generator = Generator()
-    router: Router = Router()
-    queue: Queue = Queue()
-    hooks: Hooks = Hooks()
-    curriculum: Curriculum = Curriculum()
-    pruning: Pruning = Pruning()
-    algorithm: Algorithm = Algorithm()
-    trainer: Trainer = Trainer()
-    weights: Weights = Weights()
-    checkpoint: Checkpoint = Checkpoint()
-    evaluation: Evaluation = Evaluation()
-    ledger: Ledger = Ledger()
-    control: Control = Control()
-    sft: Sft = Sft()
+    rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    endpoint: EndpointConfig = EndpointConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    router: RouterConfig = RouterConfig()
+    queue: QueueConfig = QueueConfig()
+    hooks: HooksConfig = HooksConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
+    pruning: PruningConfig = PruningConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    ledger: LedgerConfig = LedgerConfig()
+    control: ControlConfig = ControlConfig()
+    sft: SftConfig = SftConfig()
 
     @model_validator(mode="before")
     @classmethod
     def _filled_by_preset(cls, raw: Any) -> Any:
         return apply_preset(raw)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Experiment:
-        require_consistent(self)
-        return self
 
     @property
     def surplus_groups(self) -> int:

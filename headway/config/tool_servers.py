@@ -9,7 +9,7 @@ from pydantic import field_validator, model_validator
 from headway.config.section import Positive, Seconds, Section
 
 
-class ToolServer(Section):
+class ToolServerConfig(Section):
     """A server whose tools the policy may call, beside its environment's own."""
 
     name: str  # what errors and logs call it
@@ -35,7 +35,7 @@ class ToolServer(Section):
         return value
 
     @model_validator(mode="after")
-    def _one_way(self) -> ToolServer:
+    def _one_way(self) -> ToolServerConfig:
         if bool(self.command) == bool(self.url):
             raise ValueError("either command = ['program', ...] or url = 'https://...' is needed")
         given = [key for key in ("variables", "passes") if getattr(self, key)] if self.url else []

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from headway.records.ledger import Distribution
 
+SOLVE_RATE_BINS = 11
+
 
 def quantile(values: Sequence[float], q: float) -> float:
     """The q-quantile (0 <= q <= 1) by linear interpolation between order statistics; 0.0 of nothing.
@@ -53,3 +55,24 @@ def bucket_width(length: int) -> int:
 def _bucket_end(length: int) -> int:
     width = bucket_width(length)
     return -(-length // width) * width
+
+
+def solve_rate_bin(solved: int, valid: int) -> int:
+    """Bin of one group: 0 for none solved, 10 for all, else ceil(10 x rate) capped at 9.
+
+    So the bins are 0, (0, .1], (.1, .2], ... (.7, .8], (.8, 1), 1. Raises ValueError for counts out of range.
+    """
+    if valid < 1 or not 0 <= solved <= valid:
+        raise ValueError(f"{solved} solved of {valid}")
+    if solved == valid:
+        return SOLVE_RATE_BINS - 1
+    return min(SOLVE_RATE_BINS - 2, -(-10 * solved // valid))
+
+
+def solve_rate_histogram(groups: Iterable[tuple[int, int]]) -> list[int]:
+    """[11] groups by share solved, from (solved, valid) pairs; groups without a valid member are left out."""
+    histogram = [0] * SOLVE_RATE_BINS
+    for solved, valid in groups:
+        if valid:
+            histogram[solve_rate_bin(solved, valid)] += 1
+    return histogram

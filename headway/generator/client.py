@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 
 from headway.config.schema import Experiment
-from headway.generator.counters import accumulated
-from headway.generator.health import Health
-from headway.generator.limiter import Limiter
-from headway.generator.replica import Replica, activity_of, call_replica, own_cause, raise_but_deaths
-from headway.generator.router import EventCallback, Router
+from headway.generator.routing.counters import accumulated
+from headway.generator.routing.health import Health
+from headway.generator.routing.limiter import Limiter
+from headway.generator.routing.replica import Replica, activity_of, call_replica, own_cause, raise_but_deaths
+from headway.generator.routing.router import EventCallback, Router
 from headway.records.clients import Watch
 from headway.records.errors import (
     ConfigurationError,

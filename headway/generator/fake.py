@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Collection, Sequence
 
-from headway.control.routing import ReplicaLoad, choose_replica
+from headway.control.routing.replicas import ReplicaLoad, choose_replica
 from headway.generator.fake_replica import FakeReplica, FakeRequest, ReplicaCosts
 from headway.records.clients import Watch
 from headway.records.errors import HeadwayError

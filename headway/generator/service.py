@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from headway.generator.activity import Activity, ActivitySpan
-from headway.generator.engines import EngineSettings, build_engine
+from headway.generator.engines.select import EngineSettings, build_engine
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,

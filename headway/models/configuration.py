@@ -13,7 +13,7 @@ from headway.models.families import FAMILIES, Family, family_of, read_window, re
 from headway.models.rope import RopeScaling, frequencies, read_rope
 from headway.records.errors import ConfigurationError
 
-__all__ = ["DecoderConfig", "LayerKind", "Mixture", "RopeScaling", "Scores", "SlidingWindow", "read_json"]
+__all__ = ["DecoderConfig", "LayerKind", "ExpertMixture", "RopeScaling", "Scores", "SlidingWindow", "read_json"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class SlidingWindow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture:
+class ExpertMixture:
     """A mixture of experts: each token goes through the ``per_token`` experts its router finds likeliest."""
 
     experts: int
@@ -78,7 +78,7 @@ class DecoderConfig:
     query_scale: float | None = None  # scores are divided by its square root; None: by that of head_dim
     attention_softcap: float | None = None  # of the scores
     final_softcap: float | None = None  # c: a logit z becomes c tanh(z / c)
-    mixture: Mixture | None = None
+    mixture: ExpertMixture | None = None
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
@@ -370,7 +370,7 @@ def _positive(raw: dict[str, Any], key: str, default: float | None) -> float | N
     return float(value)
 
 
-def _mixture(raw: dict[str, Any], family: Family, layers: int) -> Mixture | None:
+def _mixture(raw: dict[str, Any], family: Family, layers: int) -> ExpertMixture | None:
     if family.experts is None:
         return None
     key = "num_experts" if raw.get("num_local_experts") is None else "num_local_experts"  # transformers 4, 5
@@ -379,7 +379,7 @@ def _mixture(raw: dict[str, Any], family: Family, layers: int) -> Mixture | None
     step = int(raw.get("decoder_sparse_step") or 1)
     dense = {int(index) for index in raw.get("mlp_only_layers") or ()}
     normalised = family.expert_size_key == "intermediate_size" or bool(raw.get("norm_topk_prob", False))
-    return Mixture(
+    return ExpertMixture(
         experts=_integer(raw, key),
         per_token=_integer(raw, "num_experts_per_tok"),
         intermediate=_integer(raw, family.expert_size_key),

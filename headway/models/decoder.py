@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from headway.models.attention import AttentionPlan, packed_attention
+from headway.models.attention import packed_attention
+from headway.models.attention_plan import AttentionPlan
 from headway.models.configuration import DecoderConfig
 from headway.models.experts import mix, mix_in_fixed_shapes, route
 from headway.models.kernels import GATED, linear, norm_rotate, rms_norm, with_offset

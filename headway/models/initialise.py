@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from headway.models.configuration import DecoderConfig, Mixture, SlidingWindow
+from headway.models.configuration import DecoderConfig, ExpertMixture, SlidingWindow
 from headway.models.decoder import Decoder
 from headway.models.families import Family, family_named
 from headway.models.loading import build, remove_scratch, save_model
@@ -135,10 +135,10 @@ def _window(kind: Family, tokens: int | None, layers: int, max_positions: int) -
     return SlidingWindow(tokens=tokens, layers=tuple(index for index in range(layers) if (index + 1) % every))
 
 
-def _mixture(kind: Family, experts: int, per_token: int, intermediate: int) -> Mixture | None:
+def _mixture(kind: Family, experts: int, per_token: int, intermediate: int) -> ExpertMixture | None:
     if kind.experts is None:
         return None
-    return Mixture(experts=experts, per_token=per_token, intermediate=intermediate)
+    return ExpertMixture(experts=experts, per_token=per_token, intermediate=intermediate)
 
 
 def initialise_parameters(model: Decoder, seed: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway.models import native
+from headway.models.cpu import native
 
 Sizes = tuple[int, int, int, float]  # query heads, key/value heads, head dimension, norm epsilon
 

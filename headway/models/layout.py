@@ -11,7 +11,7 @@ from headway.models.decoder import Decoder, DecoderLayer
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """Hugging Face's name and shape of a tensor, and the view of the parameter that holds it in that order."""
 
     name: str
@@ -19,7 +19,7 @@ class Entry:
     view: Tensor  # as many elements, in the same order when flattened; not contiguous where rotary pairs are reordered
 
 
-def hugging_face_entries(model: Decoder) -> Iterator[Entry]:
+def hugging_face_entries(model: Decoder) -> Iterator[TensorEntry]:
     """Every tensor of the model under Hugging Face's name. A tied head is not repeated."""
     yield _entry("model.embed_tokens.weight", model.embedding_weight)
     for prefix, layer in _layers(model):
@@ -31,7 +31,7 @@ def hugging_face_entries(model: Decoder) -> Iterator[Entry]:
         yield _entry("lm_head.weight", model.head_weight)
 
 
-def fused_expert_entries(model: Decoder) -> Iterator[tuple[Entry, list[str]]]:
+def fused_expert_entries(model: Decoder) -> Iterator[tuple[TensorEntry, list[str]]]:
     """The tensors of mixtures as transformers 5 holds them in memory, all experts of a layer in one, each with the
     names of the tensors on disk whose place it takes."""
     for prefix, layer in _layers(model):
@@ -52,17 +52,17 @@ def _layers(model: Decoder) -> Iterator[tuple[str, DecoderLayer]]:
         yield f"model.layers.{index}.", layer
 
 
-def _entry(name: str, parameter: Tensor, rotary_dim: int | None = None) -> Entry:
+def _entry(name: str, parameter: Tensor, rotary_dim: int | None = None) -> TensorEntry:
     """``rotary_dim``: the head dimension, where the first axis runs over heads whose rotary pairs are neighbours
     here, and first and second halves in Hugging Face's order."""
     view = parameter.detach()
     shape = tuple(view.shape)
     if rotary_dim is not None:
         view = view.unflatten(0, (-1, rotary_dim // 2, 2)).transpose(1, 2)
-    return Entry(name, shape, view)
+    return TensorEntry(name, shape, view)
 
 
-def _layer_entries(layer: DecoderLayer, prefix: str) -> Iterator[Entry]:
+def _layer_entries(layer: DecoderLayer, prefix: str) -> Iterator[TensorEntry]:
     config, sparse = layer.config, layer.kind.sparse
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
     for name, theirs in layer.family.norm_names().items():
@@ -89,7 +89,7 @@ def _layer_entries(layer: DecoderLayer, prefix: str) -> Iterator[Entry]:
         yield _entry(prefix + "self_attn.k_norm.weight", layer.k_norm, config.head_dim)
 
 
-def _expert_entries(layer: DecoderLayer, prefix: str) -> Iterator[Entry]:
+def _expert_entries(layer: DecoderLayer, prefix: str) -> Iterator[TensorEntry]:
     names = layer.family.experts
     assert names is not None
     yield _entry(prefix + names.router, layer.router_weight)

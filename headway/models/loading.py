@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headway.models.configuration import DecoderConfig, read_json
 from headway.models.decoder import Decoder
-from headway.models.layout import Entry, fused_expert_entries, hugging_face_entries
+from headway.models.layout import TensorEntry, fused_expert_entries, hugging_face_entries
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import cpu_multiplies_bfloat16
 
@@ -84,7 +84,7 @@ def build(config: DecoderConfig, dtype: str | torch.dtype = "float32", device: s
         return Decoder(config).to(parse_dtype(dtype))
 
 
-def _fill(targets: Mapping[str, Entry], names: list[str], content: Any, file: Path) -> None:
+def _fill(targets: Mapping[str, TensorEntry], names: list[str], content: Any, file: Path) -> None:
     for name in names:
         target, stored = targets[name], content.get_tensor(name)
         if tuple(stored.shape) != target.shape:
@@ -112,7 +112,7 @@ def _stored_tensors(folder: Path) -> dict[str, Path]:
     return where
 
 
-def _targets(model: Decoder, stored: Mapping[str, Path]) -> dict[str, Entry]:
+def _targets(model: Decoder, stored: Mapping[str, Path]) -> dict[str, TensorEntry]:
     """What is to be read, by name: mixtures expert by expert, or as one tensor where that is what is stored."""
     targets = {entry.name: entry for entry in hugging_face_entries(model)}
     for fused, replaced in fused_expert_entries(model):

@@ -11,22 +11,23 @@ from pathlib import Path
 from headway.algorithms.advantages import resolve as resolve_advantage
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
-from headway.control.knob_search import first_knobs
+from headway.control.tuning.knob_search import first_knobs
 from headway.orchestrator.context import Decide, RunContext, no_sandboxes
-from headway.orchestrator.drawing import drawing_of
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
-from headway.orchestrator.pruning import Pruning
+from headway.orchestrator.pruning import Pruner
 from headway.orchestrator.run import Run
 from headway.orchestrator.state import RunState
+from headway.orchestrator.task_selection import drawing_of
 from headway.orchestrator.task_sets import training_weights
-from headway.records.clients import Generator, PromptCodec, Trainer, Verifier
+from headway.records.clients import Generator, PromptCodec, RolloutMaker, Trainer, Verifier, Watch
 from headway.records.ledger import LedgerLine
+from headway.records.rollout import Group
 from headway.records.task import Task
 from headway.records.trace import TraceLine
-from headway.rollout.episodes import Environments
-from headway.rollout.makers import Players, rollout_maker
-from headway.rollout.single_turn import Generate, SingleTurn, WatchOf
+from headway.rollout.makers.environment import Environments
+from headway.rollout.makers.select import MultiTurnHost, make_rollouts
+from headway.rollout.makers.turn_sampler import Generate, TurnSampler
 from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
 
@@ -47,10 +48,8 @@ class Actors:
     keep_sample: Callable[[dict[str, object]], None] = lambda line: None
     observe: Callable[[TraceLine], None] | None = None  # told who ran when
     cpu_s: Callable[[], float] = time.process_time  # CPU seconds of this process, for the ledger
-    rollouts: Callable[..., SingleTurn] | None = (
-        None  # makes them, with SingleTurn's arguments; None: as the experiment says
-    )
-    players: Players = None  # agents or environments, where environment.name asks for them
+    rollouts: Callable[[TurnSampler], RolloutMaker] | None = None  # None: as the experiment says
+    host: MultiTurnHost | None = None  # of agents or environments, where environment.name asks for them
     wrap_generate: WrapGenerate | None = None  # put between rollouts and generator (a benchmark sets lengths there)
     look: Decide | None = None  # see RunContext
 
@@ -70,23 +69,22 @@ def assemble(
     stack.enter_context(closing(buffer))
     drawing = drawing_of(experiment, actors.train_tasks, training_weights(experiment))
     parking = Parking(state, buffer, queue, RunDirectory(experiment.run.directory).sandboxes)
-    make = actors.rollouts or rollout_maker(experiment, actors.players)
 
-    def rollouts(temperature: float | None = None, watch_of: WatchOf | None = None) -> SingleTurn:
-        return make(
-            generate,
-            actors.tokenizer,
-            experiment.rollout,
-            clock,
-            run_seed=experiment.run.seed,
-            temperature=temperature,
-            max_resumes=queue.max_resumes,
-            resume_gate=parking.wait,
-            begin_gate=parking.begin,
-            requests=actors.generator,
-            watch_of=watch_of,
-        )
+    def watch_of(group: Group, member: int) -> Watch | None:
+        return None if context.pruning is None else context.pruning.watch_of(group, member)
 
+    sampler = TurnSampler(
+        generate,
+        actors.tokenizer,
+        experiment.rollout,
+        clock,
+        run_seed=experiment.run.seed,
+        max_resumes=queue.max_resumes,
+        resume_gate=parking.wait,
+        begin_gate=parking.begin,
+        requests=actors.generator,
+        watch_of=watch_of,
+    )
     context = RunContext(
         experiment=experiment,
         clock=clock,
@@ -97,7 +95,7 @@ def assemble(
         buffer=buffer,
         drawing=drawing,
         tokenizer=actors.tokenizer,
-        rollouts=rollouts(),
+        rollouts=actors.rollouts(sampler) if actors.rollouts else make_rollouts(experiment, sampler, actors.host),
         parking=parking,
         meter=Meter(experiment, clock, observe=actors.observe, curriculum=drawing.take_step, cpu_s=actors.cpu_s),
         record=actors.record,
@@ -106,9 +104,8 @@ def assemble(
         evaluation_tasks=dict(actors.evaluation_tasks),
         started_s=clock.now(),
         look=actors.look,
-        sandboxes=actors.players.pool.sandboxes if isinstance(actors.players, Environments) else no_sandboxes,
+        sandboxes=actors.host.pool.sandboxes if isinstance(actors.host, Environments) else no_sandboxes,
     )
     if experiment.pruning.on:
-        context.pruning = Pruning(context)
-        context.rollouts = rollouts(watch_of=context.pruning.watch_of)
-    return Run(context, rollouts(experiment.evaluation.temperature))
+        context.pruning = Pruner(context)
+    return Run(context)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from headway.orchestrator.accounts import end_finished, end_leavers
+from headway.algorithms.groups.filters import GroupFilters
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.dispatch import Generated
-from headway.orchestrator.drawing import evidence_of
-from headway.orchestrator.leaving import Leaving
+from headway.orchestrator.endings import end_finished, end_leavers
+from headway.orchestrator.task_selection import evidence_of
 from headway.records.clients import TextCodec, Verifier
-from headway.records.curriculum import Evidence
+from headway.records.curriculum import TaskEvidence
 from headway.records.errors import HookFailed, NoProgress
 from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
 from headway.records.task import Task
-from headway.rollout.single_turn import apply_verdict
+from headway.rollout.verification.verdicts import apply_verdict
 from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock
 
@@ -31,7 +31,7 @@ class Collect:
     def __init__(self, run: RunContext, generated: Channel[Generated]) -> None:
         self._run = run
         self._generated = generated
-        self._leaving = Leaving(run.experiment, lambda rollout: run.tokenizer.decode(rollout.judged_ids))
+        self._leaving = GroupFilters(run.experiment, lambda rollout: run.tokenizer.decode(rollout.judged_ids))
         self._told: set[str] = set()  # hooks whose failure is in the ledger
 
     async def loop(self) -> None:
@@ -74,7 +74,7 @@ class Collect:
             self._told.add(problem.key)
             self._run.event("hook_failed", str(problem), hook=problem.key)
 
-    def _learn(self, evidence: Evidence | None) -> None:
+    def _learn(self, evidence: TaskEvidence | None) -> None:
         """Tell the curriculum, which may move its band."""
         move = None if evidence is None else self._run.drawing.learn(evidence)
         if move is not None:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
-from headway.control.controller import ControllerState, Decision
-from headway.control.knob_search import ControlLimits
-from headway.orchestrator.drawing import Drawing
+from headway.control.tuning.controller import ControllerState, Decision
+from headway.control.tuning.knob_search import ControlLimits
 from headway.orchestrator.meter import Meter
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.state import RunState
-from headway.records.clients import Generator, PromptCodec, Trainer, Verifier
+from headway.orchestrator.task_selection import TaskSelector
+from headway.records.clients import Generator, PromptCodec, RolloutMaker, Trainer, Verifier, Watch
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
+from headway.records.rollout import Group, Rollout
 from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
-from headway.rollout.single_turn import SingleTurn
 from headway.runtime.clock import Clock
-
-if TYPE_CHECKING:  # it works with the context
-    from headway.orchestrator.pruning import Pruning
 
 Decide = Callable[
     [ControllerState, Sequence[StepRecord], ControlLimits], Coroutine[Any, Any, tuple[Decision, float]]
@@ -32,6 +29,16 @@ Decide = Callable[
 async def no_sandboxes() -> SandboxStatistics:
     """What a run without sandboxes says of them."""
     return SandboxStatistics()
+
+
+class EarlyPruning(Protocol):
+    """Ends rollouts early while their group generates (orchestrator/pruning.py)."""
+
+    def watch_of(self, group: Group, member: int) -> Watch: ...
+
+    async def finished(self, group: Group, rollout: Rollout) -> Rollout: ...
+
+    def forget(self, group: int) -> None: ...
 
 
 @dataclass
@@ -45,16 +52,16 @@ class RunContext:
     trainer: Trainer
     verifier: Verifier
     buffer: GroupBuffer
-    drawing: Drawing
+    drawing: TaskSelector
     tokenizer: PromptCodec
-    rollouts: SingleTurn
+    rollouts: RolloutMaker
     parking: Parking
     meter: Meter
     record: Callable[[LedgerLine], None]
     keep_sample: Callable[[dict[str, object]], None]
     directory: str
     evaluation_tasks: dict[str, list[Task]] = field(default_factory=dict)  # split -> tasks
-    pruning: Pruning | None = None  # None: no rollout is ended early
+    pruning: EarlyPruning | None = None  # None: no rollout is ended early
     look: Decide | None = None  # asks the controller's model elsewhere; None: here, which the loops wait for
     sandboxes: Callable[[], Awaitable[SandboxStatistics]] = no_sandboxes  # all of them, as they are now
     started_s: float = 0.0  # clock when this process began the run

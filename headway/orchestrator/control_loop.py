@@ -8,8 +8,8 @@ from collections import deque
 import msgspec
 
 from headway.config.control import KnobName
-from headway.control.controller import Action, ControllerState, Decision, decide, found_nothing, set_at
-from headway.control.knob_search import limits_of
+from headway.control.tuning.controller import Action, ControllerState, Decision, decide, found_nothing, set_at
+from headway.control.tuning.knob_search import limits_of
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.state import Signal
 from headway.records.control import Knobs
@@ -17,13 +17,13 @@ from headway.records.errors import WorkerDied
 from headway.records.ledger import StepRecord
 from headway.runtime.channel import Channel
 from headway.runtime.devices import lends
-from headway.runtime.ledger import EVENT_CONTROL
+from headway.telemetry.ledger import EVENT_CONTROL
 
 _LOOK_SHARE = 0.02  # of one core's time, at most, goes into looks at the model
 _RECORDS = 40  # kept for the controller: its window, and room for skipped steps
 
 
-class Control:
+class ControlLoop:
     """Writes each step's record; then, as ``control.mode`` says, lets the controller set the knobs.
 
     Consumes: the records of completed steps (train loop's channel); adds what the engines and the sandboxes say.

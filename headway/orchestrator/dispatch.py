@@ -8,10 +8,8 @@ from headway.control.admission import credit
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.group_timeout import generate_in_time
 from headway.orchestrator.state import RunningGroup
-from headway.records.environment import Parked, SavedEpisode
-from headway.records.generation import PartialResponse
 from headway.records.rollout import Failure, Group, Rollout
-from headway.rollout.single_turn import TOO_STALE
+from headway.rollout.makers.turn_sampler import TOO_STALE
 from headway.runtime.channel import Channel
 
 Generated = tuple[Group, tuple[Rollout, ...]]
@@ -124,8 +122,8 @@ class Dispatch:
             if how == "fail":
                 rollout = _too_stale(entry.group, position, self._run.clock.now())
             else:
-                begun = _resumed(parked if how == "continue" else None)
-                rollout = await self._run.rollouts.generate_member(entry.group, position, *begun)
+                parked = parked if how == "continue" else None
+                rollout = await self._run.rollouts.generate_member(entry.group, position, parked)
             entry.unfinished -= 1
             own_end = rollout.finish_reason in ("stop", "length")
             entry.lengths[position] = rollout.response_tokens, own_end
@@ -144,11 +142,6 @@ class Dispatch:
             if pruning is not None:
                 pruning.forget(entry.group.index)
         await self._generated.put((entry.group, rollouts))
-
-
-def _resumed(parked: Parked | None) -> tuple[PartialResponse, int, SavedEpisode | None]:
-    """What a member goes on from."""
-    return (parked.response, parked.resumes + 1, parked.episode) if parked else (PartialResponse(), 0, None)
 
 
 def _too_stale(group: Group, member: int, now: float) -> Rollout:

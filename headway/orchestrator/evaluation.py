@@ -12,14 +12,13 @@ from headway.orchestrator.collect import verify_rollouts
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.recovery import surviving
 from headway.orchestrator.source_scores import clustered_standard_error, source_scores
-from headway.records.clients import PromptCodec, Verifier
+from headway.records.clients import PromptCodec, RolloutMaker, Verifier
 from headway.records.generation import PublishedWeights
 from headway.records.ledger import EvaluationRecord
 from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
-from headway.rollout.single_turn import SingleTurn
 from headway.runtime.clock import Clock
-from headway.runtime.ledger import EVENT_BEST
+from headway.telemetry.ledger import EVENT_BEST
 from headway.tokens.tokenizer import Template
 from headway.trainer.checkpoints import CANDIDATE
 
@@ -34,7 +33,7 @@ def evaluation_prefix(split: str) -> str:
 async def attempt_tasks(
     tasks: Sequence[Task],
     *,
-    rollouts: SingleTurn,
+    rollouts: RolloutMaker,
     verifier: Verifier,
     tokenizer: PromptCodec,
     clock: Clock,
@@ -111,9 +110,8 @@ def evaluation_record(
 class Evaluations:
     """Validation during the run, the best checkpoint by it, and the held test before and after."""
 
-    def __init__(self, run: RunContext, rollouts: SingleTurn) -> None:
+    def __init__(self, run: RunContext) -> None:
         self._run = run
-        self._rollouts = rollouts
         self._running: asyncio.Task[None] | None = None
         self._last_step = 0
         self._last_s = run.clock.now()
@@ -214,16 +212,16 @@ class Evaluations:
             self._run.state.changed.notify()
 
     async def _evaluate(self, split: str, phase: str, tasks: Sequence[Task]) -> EvaluationRecord:
-        run = self._run
+        run, evaluation = self._run, self._run.experiment.evaluation
         step, started = run.state.version, run.clock.now()
         rollouts = await attempt_tasks(
             tasks,
-            rollouts=self._rollouts.prefixed(evaluation_prefix(split)),
+            rollouts=run.rollouts.for_evaluation(evaluation_prefix(split), evaluation.temperature),
             verifier=run.verifier,
             tokenizer=run.tokenizer,
             clock=run.clock,
             template=run.experiment.model.template,
-            samples_per_task=run.experiment.evaluation.samples_per_task,
+            samples_per_task=evaluation.samples_per_task,
             version=run.meter.applied_version,
             concurrent=run.experiment.concurrent_rollouts,
         )

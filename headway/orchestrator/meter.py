@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from headway.algorithms.groups.outcome import is_zero_variance
 from headway.config.schema import Experiment
-from headway.control.knob_search import first_knobs
-from headway.control.learning_signal import is_zero_variance, solve_rate_histogram
 from headway.control.length_bias import LengthBias, LengthBiasStatistics
-from headway.control.pruning import pruner_figures
-from headway.control.summaries import distribution, length_histogram, quantile
+from headway.control.pruning.rules import pruner_figures
+from headway.control.summaries import distribution, length_histogram, quantile, solve_rate_histogram
+from headway.control.tuning.knob_search import first_knobs
 from headway.orchestrator.flow import flow_of
 from headway.orchestrator.source_scores import source_scores
 from headway.orchestrator.state import RunState
@@ -34,7 +34,7 @@ _TYPICAL_STEPS = 8  # newest steps whose durations say what a step takes
 
 
 @dataclass
-class Interval:
+class StepInterval:
     """What happened since the last step's record."""
 
     started_s: float
@@ -85,8 +85,8 @@ class Meter:
         self._sandboxes = SandboxStatistics()
         self._engines_s = clock.now()  # when they were asked
 
-    def _fresh(self) -> Interval:
-        return Interval(started_s=self._clock.now(), cpu_s=self._cpu_s())
+    def _fresh(self) -> StepInterval:
+        return StepInterval(started_s=self._clock.now(), cpu_s=self._cpu_s())
 
     def restart_interval(
         self, engines: Sequence[EngineStatistics], sandboxes: SandboxStatistics = SandboxStatistics()

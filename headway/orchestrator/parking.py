@@ -6,12 +6,13 @@ from collections.abc import Awaitable, Iterable
 from pathlib import Path
 
 from headway.buffer.store import GroupBuffer
-from headway.config.schema import Queue
+from headway.config.schema import QueueConfig
 from headway.control.staleness import resumption
 from headway.orchestrator.state import RunState
-from headway.records.environment import Parked
-from headway.rollout.single_turn import Resumption, SingleTurn
-from headway.sandbox.snapshot_folder import drop, remove_others
+from headway.records.clients import RolloutMaker
+from headway.records.environment import PartialRollout
+from headway.rollout.makers.turn_sampler import Resumption
+from headway.sandbox.snapshot_store import drop, remove_others
 
 
 class Parking:
@@ -22,7 +23,7 @@ class Parking:
     and goes on when the gate opens: the engines serve the oldest group first.
     """
 
-    def __init__(self, state: RunState, buffer: GroupBuffer, queue: Queue, sandboxes: Path | None = None) -> None:
+    def __init__(self, state: RunState, buffer: GroupBuffer, queue: QueueConfig, sandboxes: Path | None = None) -> None:
         """``sandboxes``: the folder that has the files of parked rollouts' sandboxes."""
         self._state = state
         self._buffer = buffer
@@ -30,7 +31,7 @@ class Parking:
         self._sandboxes = sandboxes
         self._snapshots: dict[int, dict[int, str]] = {}  # of members, by group: that the buffer names
 
-    async def wait(self, parked: Parked) -> Resumption:
+    async def wait(self, parked: PartialRollout) -> Resumption:
         """Until the member may go on; returns how (DESIGN rule 2, environment-state staleness)."""
         entry = self._state.running.get(parked.group)
         if entry is None:  # an evaluation's, in no books
@@ -47,12 +48,12 @@ class Parking:
             entry.parked -= 1
         return self.resumption(parked)
 
-    def resumption(self, parked: Parked) -> Resumption:
+    def resumption(self, parked: PartialRollout) -> Resumption:
         """How a parked member goes on now, in this process or, after another one's end, in the next."""
         limit, policy = self._queue.max_environment_staleness, self._queue.stale_environment
         return resumption(parked.environment_version, self._state.version, limit, policy)
 
-    def reopen(self, parked: Iterable[Parked]) -> None:
+    def reopen(self, parked: Iterable[PartialRollout]) -> None:
         """What a former process left parked. Other snapshots belong to nothing any more, and are removed."""
         for one in parked:
             self._name_snapshot(one)
@@ -60,7 +61,7 @@ class Parking:
         if self._sandboxes is not None:
             remove_others(self._sandboxes, named)
 
-    def _name_snapshot(self, parked: Parked) -> None:
+    def _name_snapshot(self, parked: PartialRollout) -> None:
         """It replaces the member's earlier one."""
         members = self._snapshots.setdefault(parked.group, {})
         earlier = members.pop(parked.member, None)
@@ -98,7 +99,7 @@ class Parking:
         if not self._state.applying and not self.engine_is_kept_empty:
             self._state.resume_gate.set()
 
-    def park_all(self, rollouts: SingleTurn) -> None:
+    def park_all(self, rollouts: RolloutMaker) -> None:
         """Close the gate and park every member that is generating, but for those that were parked often enough."""
         self._state.resume_gate.clear()
         for index, entry in self._state.running.items():

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headway.config.pruning import Pruning as Settings
+from headway.config.pruning import PruningConfig
 from headway.control.lengths import LengthDistribution, length_distribution
-from headway.control.pruning import (
+from headway.control.pruning.repetition import NgramWindow, loop_period
+from headway.control.pruning.rules import (
     agreement,
     chance_to_end,
     due_in_s,
@@ -21,14 +22,13 @@ from headway.control.pruning import (
     rewards_agree,
     solve_probability,
 )
-from headway.control.repetition import NgramWindow, loop_period
 from headway.orchestrator.context import RunContext
 from headway.records.clients import Watch
 from headway.records.errors import HeadwayError
 from headway.records.generation import PartialResponse
 from headway.records.rollout import Group, Pruned, Rollout, Verdict
-from headway.rollout.single_turn import apply_verdict
-from headway.rollout.verifiers import PRUNER_KEY
+from headway.rollout.verification.verdicts import apply_verdict
+from headway.rollout.verification.verifiers import PRUNER_KEY
 
 _LENGTHS = 2048  # newest lengths that estimates are made of
 _FRESH = 32  # ... made again after so many more
@@ -67,7 +67,7 @@ class _Siblings:
     decided: bool = False
 
 
-class Pruning:
+class Pruner:
     """What ``[pruning]`` asks for, in one run. Evaluations are never pruned.
 
     A member is looked at (``watch_of``) about every ``every_tokens``; the first pruner that hits it decides, in the
@@ -82,7 +82,7 @@ class Pruning:
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
-        self._settings: Settings = run.experiment.pruning
+        self._settings: PruningConfig = run.experiment.pruning
         self._groups: dict[int, _Siblings] = {}
         self._observed: deque[tuple[int, bool]] = deque(maxlen=_LENGTHS)
         self._fresh = 0

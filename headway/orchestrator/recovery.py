@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from headway.orchestrator.batches import build_batch
+from headway.algorithms.groups.batches import build_batch
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.state import RunningGroup
 from headway.records.errors import CheckpointCorrupt, WorkerDied

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from headway.orchestrator.collect import Collect
 from headway.orchestrator.context import RunContext
-from headway.orchestrator.control_loop import Control
+from headway.orchestrator.control_loop import ControlLoop
 from headway.orchestrator.dispatch import Dispatch, Generated
 from headway.orchestrator.evaluation import Evaluations
 from headway.orchestrator.recovery import reopen_groups, restore_records, restore_trainer, revive
-from headway.orchestrator.train_loop import Train
+from headway.orchestrator.train_loop import TrainLoop
 from headway.records.errors import BooksUnbalanced, WorkerDied
 from headway.records.ledger import StepRecord
 from headway.records.rollout import ENDINGS
-from headway.rollout.single_turn import SingleTurn
 from headway.runtime.channel import Channel
-from headway.runtime.ledger import EVENT_BOOKS, EVENT_END, EVENT_RESUME, EVENT_START
 from headway.runtime.supervision import supervise
+from headway.telemetry.ledger import EVENT_BOOKS, EVENT_END, EVENT_RESUME, EVENT_START
 
 
 class Run:
@@ -29,15 +28,15 @@ class Run:
     virtual clock.
     """
 
-    def __init__(self, context: RunContext, evaluation_rollouts: SingleTurn) -> None:
+    def __init__(self, context: RunContext) -> None:
         self.context = context
         self._generated: Channel[Generated] = Channel(capacity=1024, name="generated", clock=context.clock)
         self._completed: Channel[StepRecord] = Channel(capacity=64, name="completed", clock=context.clock)
-        self._evaluations = Evaluations(context, evaluation_rollouts)
+        self._evaluations = Evaluations(context)
         self._dispatch = Dispatch(context, self._generated)
         self._collect = Collect(context, self._generated)
-        self._train = Train(context, self._completed, self._evaluations)
-        self._control = Control(context, self._completed)
+        self._train = TrainLoop(context, self._completed, self._evaluations)
+        self._control = ControlLoop(context, self._completed)
 
     def interrupt(self) -> None:
         """Close admission and end after the running step, with everything that runs finished and kept."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from headway.control.books import Books
 from headway.control.staleness import OpenGroup
 from headway.records.control import Knobs
-from headway.records.environment import Parked
+from headway.records.environment import PartialRollout
 from headway.records.rollout import FinishedGroup, Group
 from headway.runtime.clock import Clock
 
@@ -42,7 +42,9 @@ class RunningGroup:
     unfinished: int  # members still generating or parked
     oldest_version: int = 0  # reopened by a resume: no token of it is older, as none is older than its admission
     parked: int = 0  # members waiting to be resumed: they hold no slot
-    partials: dict[int, Parked] = field(default_factory=dict)  # what its members had when a former process parked them
+    partials: dict[int, PartialRollout] = field(
+        default_factory=dict
+    )  # what its members had when a former process parked them
     # response tokens of the members that are generated, and whether generation came to its own end
     lengths: dict[int, tuple[int, bool]] = field(default_factory=dict)
     runner: asyncio.Task[None] | None = None

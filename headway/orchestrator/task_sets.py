@@ -9,7 +9,7 @@ from headway.config.schema import Experiment
 from headway.config.sources import TaskSource, VerifierSettings
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
-from headway.rollout.verifiers import PRUNER_KEY, VERIFIERS
+from headway.rollout.verification.verifiers import PRUNER_KEY, VERIFIERS
 from headway.tasks.sources import load_tasks, require_disjoint, without_prompts_of
 
 SPLITS = ("train", "validation", "test")

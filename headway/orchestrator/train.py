@@ -15,25 +15,25 @@ from typing import Any
 
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
+from headway.orchestrator.actors.controller_process import ControllerProcess
+from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
-from headway.orchestrator.environments import players_of
-from headway.orchestrator.looking import Looking
 from headway.orchestrator.pulse import pulsing
 from headway.orchestrator.run import Run
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
 from headway.records.errors import Interrupted
 from headway.records.ledger import LedgerLine, RunSummary
 from headway.records.trace import Pulse, TraceLine, WorkerState
-from headway.rollout.client import VerifierPool
-from headway.rollout.episodes import Environments
+from headway.rollout.makers.environment import Environments
+from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
-from headway.runtime.exporters import start_exports
-from headway.runtime.ledger import Ledger, read_ledger
 from headway.runtime.line_file import LineFile
 from headway.runtime.run_directory import RunDirectory
-from headway.runtime.summary import last_step, recorded_steps, summarise
-from headway.runtime.trace_file import TraceFile
 from headway.runtime.workers import LocalLauncher
+from headway.telemetry.exporters.exporters import start_exports
+from headway.telemetry.ledger import Ledger, read_ledger
+from headway.telemetry.summary import last_step, recorded_steps, summarise
+from headway.telemetry.trace_file import TraceFile
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.checkpoints import remove_leftovers
 from headway.trainer.client import TrainerClient
@@ -190,7 +190,7 @@ async def wire(
     def worker_event(name: str, detail: str, **data: Any) -> None:
         run.context.event(name, detail, **data)
 
-    players = await stack.enter_async_context(players_of(experiment, launcher, clock, worker_event, directory))
+    host = await stack.enter_async_context(open_multi_turn_host(experiment, launcher, clock, worker_event, directory))
     trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs)
     generator = GeneratorPool(launcher, experiment, clock, on_event=worker_event, log_directory=directory.logs)
     retries = experiment.rollout.retries
@@ -204,7 +204,7 @@ async def wire(
         retries=retries,
         observe=observe,
     )
-    looking = Looking(launcher, directory.logs)
+    looking = ControllerProcess(launcher, directory.logs)
     actors = Actors(
         generator=generator,
         trainer=trainer,
@@ -215,7 +215,7 @@ async def wire(
         record=ledger.record,
         keep_sample=keep_sample,
         observe=observe,
-        players=players,
+        host=host,
         wrap_generate=wrap_generate,
         look=looking,
     )
@@ -227,7 +227,7 @@ async def wire(
     if observe is not None:
 
         def workers() -> list[WorkerState]:
-            environments = players.pool.worker_states if isinstance(players, Environments) else []
+            environments = host.pool.worker_states if isinstance(host, Environments) else []
             return [*generator.worker_states, *trainer.worker_states, *verifier.worker_states, *environments]
 
         await stack.enter_async_context(pulsing(run.context, observe, generator.activity, workers))

@@ -6,10 +6,10 @@ import asyncio
 
 import msgspec
 
+from headway.algorithms.groups.batches import build_batch, useful_samples
 from headway.control.staleness import select_batch
-from headway.orchestrator.accounts import end_finished, end_running
-from headway.orchestrator.batches import build_batch, useful_samples
 from headway.orchestrator.context import RunContext
+from headway.orchestrator.endings import end_finished, end_running
 from headway.orchestrator.evaluation import Evaluations
 from headway.orchestrator.recovery import surviving
 from headway.records.errors import NoProgress
@@ -23,7 +23,7 @@ from headway.trainer.checkpoints import checkpoint_path, find_checkpoints, versi
 _SURPLUS = "surplus: a batch was full"
 
 
-class Train:
+class TrainLoop:
     """Forms batches under the budget, trains on them, publishes the versions.
 
     Consumes: finished groups (buffer).

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from headway.control.ledger_model import usable
+from headway.planner.figures import Figures, figures, steady
+from headway.planner.from_run import RunScenario
 from headway.records.errors import HeadwayError
 from headway.records.ledger import LedgerLine, StepRecord
 
-if TYPE_CHECKING:
-    from headway.planner.from_run import RunScenario
-
 _NO_CHANGE = ("run.steps=", "run.seed=", "run.directory=", "ledger.")  # of what is compared
-
-
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of some steps of a run."""
-
-    samples_per_s: float  # trained
-    trainer_wait: float  # share of the time
-    generator_wait: float
-    staleness_mean: float  # of trained trajectories, versions
-    length_mean: float  # response tokens of finished rollouts
-    acceptance: float  # finished groups that entered the buffer
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,24 +33,6 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
         return self.simulated.samples_per_s / self.live.samples_per_s
 
 
-def figures(records: Sequence[StepRecord]) -> Figures | None:
-    """None where no step trained."""
-    steps = usable(records)
-    if not steps:
-        return None
-    seconds, samples = sum(r.step_s for r in steps), sum(r.samples for r in steps)
-    lengths = [(sum(r.length_histogram.values()), r.length_mean) for r in steps]
-    finished = sum(r.flow.finished_groups for r in steps)
-    return Figures(
-        samples_per_s=samples / seconds,
-        trainer_wait=sum(r.trainer_wait_s for r in steps) / seconds,
-        generator_wait=sum(r.generator_wait_ratio * r.step_s for r in steps) / seconds,
-        staleness_mean=sum(r.trajectory_staleness.mean * r.samples for r in steps) / samples,
-        length_mean=sum(n * mean for n, mean in lengths) / max(1, sum(n for n, _ in lengths)),
-        acceptance=sum(r.flow.accepted_groups for r in steps) / finished if finished else 1.0,
-    )
-
-
 def agreement(found: RunScenario, simulated: Sequence[LedgerLine], overrides: Sequence[str]) -> Agreement:
     """``found`` beside the ledger of its simulation. Raises HeadwayError where that trained nothing."""
     scenario = found.scenario
@@ -82,12 +50,6 @@ def agreement(found: RunScenario, simulated: Sequence[LedgerLine], overrides: Se
         changed=[override for override in overrides if not override.lstrip("-").startswith(_NO_CHANGE)],
         unidentified=found.unidentified,
     )
-
-
-def steady(records: Sequence[StepRecord], budget: int, steps: int) -> list[StepRecord]:
-    """Without those in which the queue was filling, and those of a run of ``steps`` in which it ran empty: no step is
-    left then that groups could be opened for."""
-    return [r for r in usable(records) if budget < r.step < steps - budget - 1]
 
 
 def print_agreement(found: Agreement, console: Console | None = None) -> None:

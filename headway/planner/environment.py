@@ -11,7 +11,7 @@ import msgspec
 from headway.generator.fake import FakeGenerator
 from headway.planner.quantities import mix, uniform
 from headway.planner.scenario import Scenario
-from headway.planner.workload import Plan, Turn, WorkloadModel
+from headway.planner.workload import Plan, TurnProfile, WorkloadModel
 from headway.records.clients import Watch
 from headway.records.counted import CountedTokens, Repeated, joined
 from headway.records.generation import (
@@ -227,7 +227,7 @@ class EnvironmentGenerator:
         counts.started += 1
         return ""
 
-    async def call_tool(self, life: _Life, turn: Turn, key: int) -> str:
+    async def call_tool(self, life: _Life, turn: TurnProfile, key: int) -> str:
         """Returns why it failed, or ""; early when the rollout is cut."""
         self.counts.tool_calls += 1
         began_s = self._clock.now()
@@ -332,14 +332,14 @@ class _Turns:
             return "length"
         return result.finish_reason
 
-    async def _tool_call(self, turn: Turn) -> tuple[FinishReason, str]:
+    async def _tool_call(self, turn: TurnProfile) -> tuple[FinishReason, str]:
         began_s = self._owner.now()
         try:
             return await self._replied_by(turn)
         finally:
             self._life.environment_s += self._owner.now() - began_s
 
-    async def _replied_by(self, turn: Turn) -> tuple[FinishReason, str]:
+    async def _replied_by(self, turn: TurnProfile) -> tuple[FinishReason, str]:
         """The sandbox's reply; "abort" when somebody cancelled meanwhile, which comes before the reply."""
         life = self._life
         if life.cut:

@@ -1,7 +1,7 @@
 """A run as a scenario: what its ledger says of hardware and workload, beside what its experiment asks for.
 
-Rates are those of a window of steps. What a ledger doesn't tell is taken as ``control/ledger_model.py`` takes it, and
-named in ``RunScenario.unidentified``.
+Rates are those of a window of steps. What a ledger doesn't tell is taken as ``control/tuning/ledger_model.py`` takes
+it, and named in ``RunScenario.unidentified``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import msgspec
 from headway.config.hooks import HOOKS
 from headway.config.load import overridden, validate
 from headway.config.schema import Experiment
-from headway.control.ledger_model import LedgerModel, estimate, shape_of, usable
 from headway.control.lengths import length_distribution
 from headway.control.summaries import bucket_width
-from headway.planner.agreement import Figures, figures, steady
-from headway.planner.interference import Costs, costs, costs_apart
+from headway.control.tuning.ledger_model import LedgerModel, estimate, shape_of, usable
+from headway.planner.figures import Figures, figures, steady
+from headway.planner.interference import InterferenceCosts, costs, costs_apart
 from headway.planner.quantities import Quantity
 from headway.planner.scenario import Scenario
 from headway.planner.simulate import SCENARIO_FILE, is_simulated
@@ -30,8 +30,8 @@ from headway.planner.solve_rates import solve_rates
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, StepRecord
 from headway.runtime.devices import lends
-from headway.runtime.ledger import EVENT_RESUME, read_ledger
 from headway.runtime.run_directory import RunDirectory
+from headway.telemetry.ledger import EVENT_RESUME, read_ledger
 
 LEAST_STEPS = 4  # that say something about rates
 TASKS = 10_000  # distinct ones: so many that which of them are drawn makes no difference
@@ -281,7 +281,9 @@ def _left_out(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel) ->
 # --- what the ledger says --------------------------------------------------------------------------------
 
 
-def _hardware(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel, taken: Costs) -> dict[str, Any]:
+def _hardware(
+    run: Recorded, steps: Sequence[StepRecord], model: LedgerModel, taken: InterferenceCosts
+) -> dict[str, Any]:
     found, decode, train = model.model, taken.decode, taken.train
     generator: dict[str, Any] = {
         "replicas": run.replicas,

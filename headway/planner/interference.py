@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headway.control.ledger_model import Line, decode_line, training_line, training_s
+from headway.control.tuning.ledger_model import Line, decode_line, training_line, training_s
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
 
@@ -20,14 +20,14 @@ LEAST_DIFFERENCE = 0.25  # of the overlap in the two runs
 _MOST = 10.0
 
 
-class Overlap(msgspec.Struct, frozen=True, kw_only=True):
+class PhaseOverlap(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of the time, 0 to 1, of some steps of a run."""
 
     of_generator: float  # of the time it computed: the trainer did so too
     of_trainer: float  # of the time it didn't wait: the generator computed
 
 
-class Costs(msgspec.Struct, frozen=True, kw_only=True):
+class InterferenceCosts(msgspec.Struct, frozen=True, kw_only=True):
     """What the sides take, and how much longer while the other computes (1 or more)."""
 
     decode: Line  # seconds of a decode step over a replica's requests, with what the engine does between two
@@ -37,14 +37,16 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     untold: tuple[str, ...] = ()  # sides that meet the other about equally in both runs: as they were, beside 1
 
 
-def costs(steps: Sequence[StepRecord], replicas: int, even: float) -> Costs:
+def costs(steps: Sequence[StepRecord], replicas: int, even: float) -> InterferenceCosts:
     """As they were in ``steps``, whatever the sides cost each other. ``even``: of ``decode_line``."""
     decode, busy_s = decode_line(steps, even)[0], sum(r.flow.generator_busy_s for r in steps)
     between = _at_work_s(steps, replicas) / busy_s if busy_s else 1.0
-    return Costs(decode=_times(decode, between), train=training_line(steps))
+    return InterferenceCosts(decode=_times(decode, between), train=training_line(steps))
 
 
-def costs_apart(steps: Sequence[StepRecord], others: Sequence[StepRecord], replicas: int, even: float) -> Costs:
+def costs_apart(
+    steps: Sequence[StepRecord], others: Sequence[StepRecord], replicas: int, even: float
+) -> InterferenceCosts:
     """Those of the run of ``steps``, with what the sides cost each other told apart by the run of ``others``, whose
     generator has as many replicas. How costs grow with their load is read where the sides met less. Raises
     ConfigurationError where they met about equally in both."""
@@ -73,7 +75,7 @@ def costs_apart(steps: Sequence[StepRecord], others: Sequence[StepRecord], repli
         here.of_trainer,
         there.of_trainer,
     )
-    return Costs(
+    return InterferenceCosts(
         decode=_times(decode, generator[0]),
         train=_times(train, trainer[0]),
         generator_beside=generator[1],
@@ -82,13 +84,13 @@ def costs_apart(steps: Sequence[StepRecord], others: Sequence[StepRecord], repli
     )
 
 
-def overlap(steps: Sequence[StepRecord]) -> Overlap:
+def overlap(steps: Sequence[StepRecord]) -> PhaseOverlap:
     """From the waits: where neither side waits, both compute. A side seldom waits while the other does."""
     seconds = sum(r.step_s for r in steps)
     trainer = sum(r.step_s - r.trainer_wait_s - r.flow.update_wait_s for r in steps) / seconds
     generator = sum(r.step_s * (1.0 - r.generator_wait_ratio - r.generator_lent_ratio) for r in steps) / seconds
     both = max(0.0, trainer + generator - 1.0)
-    return Overlap(
+    return PhaseOverlap(
         of_generator=min(1.0, both / generator) if generator > 0 else 0.0,
         of_trainer=min(1.0, both / trainer) if trainer > 0 else 0.0,
     )

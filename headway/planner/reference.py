@@ -18,7 +18,7 @@ from headway.config.load import section_of
 from headway.config.reference import comments_of, valid_values
 from headway.planner import quantities, scenario
 from headway.planner.quantities import Quantity
-from headway.planner.scenario import Drift, Environment, GeneratorHardware, Hardware, TrainerHardware, Workload
+from headway.planner.scenario import Drift, GeneratorHardware, Hardware, ScenarioEnvironment, TrainerHardware, Workload
 
 PAGE = Path(__file__).parents[2] / "docs" / "simulation.md"
 SECTIONS: dict[str, type[BaseModel]] = {
@@ -26,7 +26,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "[hardware.generator]": GeneratorHardware,
     "[hardware.trainer]": TrainerHardware,
     "[workload]": Workload,
-    "[environment]": Environment,
+    "[environment]": ScenarioEnvironment,
     "[[drift]]": Drift,
     "a quantity": Quantity,
 }

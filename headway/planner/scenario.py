@@ -10,7 +10,15 @@ from pydantic import Field, field_validator, model_validator
 
 from headway.config import endpoint
 from headway.config.load import load_file
-from headway.config.schema import Checkpoint, Evaluation, Experiment, Ledger, Model, Run, Tasks
+from headway.config.schema import (
+    CheckpointConfig,
+    EvaluationConfig,
+    Experiment,
+    LedgerConfig,
+    ModelConfig,
+    RunConfig,
+    TasksConfig,
+)
 from headway.config.section import NonNegative, Positive, Section
 from headway.planner.quantities import Quantity, constant
 
@@ -97,7 +105,7 @@ class Workload(Section):
         return self
 
 
-class Environment(endpoint.Environment):
+class ScenarioEnvironment(endpoint.EnvironmentConfig):
     """Sandboxes of rollouts with several turns. Their failures are retried rollout.retries times."""
 
     start_s: Quantity = constant(0.0)  # until a sandbox is up
@@ -158,15 +166,15 @@ _NOT_SIMULATED = {
 class Scenario(Experiment):
     """The whole scenario file."""
 
-    run: Run = Run(directory="runs/simulated")
-    model: Model = Model(path="simulated")
-    tasks: Tasks = Tasks.model_validate({"train": {"path": "simulated"}})
-    evaluation: Evaluation = Evaluation(before=False, after=False)
-    checkpoint: Checkpoint = Checkpoint(every_steps=1_000_000)
-    ledger: Ledger = Ledger(trackers=(), trace=False)
+    run: RunConfig = RunConfig(directory="runs/simulated")
+    model: ModelConfig = ModelConfig(path="simulated")
+    tasks: TasksConfig = TasksConfig.model_validate({"train": {"path": "simulated"}})
+    evaluation: EvaluationConfig = EvaluationConfig(before=False, after=False)
+    checkpoint: CheckpointConfig = CheckpointConfig(every_steps=1_000_000)
+    ledger: LedgerConfig = LedgerConfig(trackers=(), trace=False)
     hardware: Hardware = Hardware()
     workload: Workload = Workload()
-    environment: Environment = Environment()
+    environment: ScenarioEnvironment = ScenarioEnvironment()
     drift: tuple[Drift, ...] = ()
 
     @model_validator(mode="before")
@@ -179,7 +187,7 @@ class Scenario(Experiment):
             if section in filled:
                 raise ValueError(f"[{section}] has no place in a scenario: {why}")
         given = filled.get("environment", {})
-        for key in endpoint.Environment.model_fields:
+        for key in endpoint.EnvironmentConfig.model_fields:
             if isinstance(given, dict) and key in given:
                 raise ValueError(f"environment.{key} has no place in a scenario: turns are described by [workload]")
         defaults = {"run": {"directory": "runs/simulated"}, "ledger": {"trackers": [], "trace": False}}
@@ -235,7 +243,7 @@ def load_scenario(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
     """Read and validate a scenario, as ``config.load.load_experiment`` does an experiment. The run's folder is by
     default runs/simulated/NAME, after the file. Raises ConfigurationError."""
     scenario = load_file(path, overrides, Scenario)
-    if scenario.run.directory == Run(directory="runs/simulated").directory:
+    if scenario.run.directory == RunConfig(directory="runs/simulated").directory:
         run = scenario.run.model_copy(update={"directory": f"runs/simulated/{Path(path).stem}"})
         scenario = scenario.model_copy(update={"run": run})
     return scenario

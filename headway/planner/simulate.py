@@ -28,11 +28,11 @@ from headway.records.task import Task
 from headway.records.training import TrainBatch
 from headway.rollout.fake import FakeRollout, FakeVerifier
 from headway.runtime.clock import Clock, run_virtual
-from headway.runtime.ledger import EVENT_SIMULATED, Ledger, read_ledger
 from headway.runtime.line_file import LineFile
 from headway.runtime.run_directory import RunDirectory
-from headway.runtime.summary import summarise
-from headway.runtime.trace_file import TraceFile
+from headway.telemetry.ledger import EVENT_SIMULATED, Ledger, read_ledger
+from headway.telemetry.summary import summarise
+from headway.telemetry.trace_file import TraceFile
 from headway.trainer.fake import FakeTrainer
 
 OnLine = Callable[[LedgerLine], None]

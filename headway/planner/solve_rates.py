@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headway.control.learning_signal import SOLVE_RATE_BINS, solve_rate_bin
+from headway.control.summaries import SOLVE_RATE_BINS, solve_rate_bin
 from headway.planner.quantities import Quantity, constant
 
 _GRID = tuple(index / 20 for index in range(21))

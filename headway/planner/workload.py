@@ -16,7 +16,7 @@ _TASK, _PROMPT, _SHARED, _TURNS, _TURN, _REPLY, _TOOL, _SOLVED, _RATE, _KIND = r
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnProfile:
     """One model call and what it leads to."""
 
     tokens: int  # sampled
@@ -28,7 +28,7 @@ class Turn:
 class Plan:
     """What a rollout will do if nobody interrupts it."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[TurnProfile, ...]
 
     @property
     def tokens(self) -> int:
@@ -72,7 +72,7 @@ class WorkloadModel:
         if not self._several:
             score = self._score(key, shared)
             tokens = self._valued(self._workload.response_tokens, "workload.response_tokens", score)
-            return Plan(turns=(Turn(tokens=max(1, round(tokens))),))
+            return Plan(turns=(TurnProfile(tokens=max(1, round(tokens))),))
         score = self._score(mix(key, _TURNS), shared)
         count = max(1, round(self._valued(self._workload.turns, "workload.turns", score)))
         return Plan(
@@ -98,15 +98,15 @@ class WorkloadModel:
     def verify_s(self, seed: int) -> float:
         return max(0.0, self._drawn(self._workload.verify_s, "workload.verify_s", mix(self._seed, seed)))
 
-    def _turn(self, key: int, shared: float, last: bool) -> Turn:
+    def _turn(self, key: int, shared: float, last: bool) -> TurnProfile:
         workload = self._workload
         score = self._score(key, shared)
         tokens = max(1, round(self._valued(workload.turn_tokens, "workload.turn_tokens", score)))
         if last:
-            return Turn(tokens=tokens)
+            return TurnProfile(tokens=tokens)
         reply = self._drawn(workload.reply_tokens, "workload.reply_tokens", mix(key, _REPLY))
         tool_s = self._drawn(workload.tool_s, "workload.tool_s", mix(key, _TOOL))
-        return Turn(tokens=tokens, reply_tokens=max(1, round(reply)), tool_s=max(0.0, tool_s))
+        return TurnProfile(tokens=tokens, reply_tokens=max(1, round(reply)), tool_s=max(0.0, tool_s))
 
     def _score(self, key: int, shared: float) -> float:
         """Standard normal; scores of one group have the correlation that the scenario says (a Gaussian copula)."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from headway.records.environment import PartialRollout
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
@@ -18,9 +19,11 @@ from headway.records.generation import (
     PublishedWeights,
     RouterStatistics,
 )
-from headway.records.rollout import Verdict
+from headway.records.rollout import Failure, Group, Pruned, Rollout, Verdict
 from headway.records.task import Task
 from headway.records.training import CheckpointInfo, StepReport, TrainBatch
+
+Stop = Pruned | Failure | Literal["park"]  # why a member is stopped
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,33 @@ class Verifier(Protocol):
         ...
 
     async def stop(self) -> None: ...
+
+
+class RolloutMaker(Protocol):
+    """Makes rollouts, one member of a group at a time; any number may be in the making."""
+
+    async def generate_member(self, group: Group, member: int, parked: PartialRollout | None = None) -> Rollout:
+        """Member ``member`` of ``group``, finished or failed but not verified; raises nothing but cancellation.
+        ``parked``: where a former process parked the member, which resumes there."""
+        ...
+
+    def stop(self, group: int, member: int, why: Stop) -> None:
+        """Stop a member of the group with this admission index, as soon as the generator returns its tokens.
+
+        Pruned: it ends with them, to be verified as it stands. Failure: it ends failed. "park": it waits at the resume
+        gate and continues from them, unless it was parked often enough. No-op for one that isn't being made, that has
+        nothing to park or that was stopped.
+        """
+        ...
+
+    def reached(self, group: int, member: int) -> int:
+        """Response tokens of a member that is generating or parked, as far as they are known here; else 0."""
+        ...
+
+    def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> RolloutMaker:
+        """A maker of the same rollouts at ``temperature`` (None: the run's) beside this one, in no books and not
+        pruned. ``request_prefix`` keeps its requests and random numbers apart."""
+        ...
 
 
 class TextCodec(Protocol):

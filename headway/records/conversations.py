@@ -25,7 +25,7 @@ Refusal = Literal[
     "rollout_closed",
     "reward_refused",
 ]  # rollout_busy may pass: its caller waits and tries again
-Told = Callable[[PartialResponse], None]  # of all tokens of a response so far
+OnTokens = Callable[[PartialResponse], None]  # of all tokens of a response so far
 
 
 class RequestRefused(Exception):
@@ -47,7 +47,7 @@ class ClientSampling(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One answer that is to be sampled."""
 
     prompt_ids: IdSequence  # of everything before it
@@ -57,17 +57,17 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     client: ClientSampling = ClientSampling()
 
 
-class Sample(Protocol):
+class SampleTurn(Protocol):
     """How a conversation reaches the generator."""
 
-    def __call__(self, wanted: Wanted, told: Told, /) -> Awaitable[GenerationResult]:
+    def __call__(self, wanted: TurnRequest, told: OnTokens, /) -> Awaitable[GenerationResult]:
         """Sample it; ``told`` hears of its tokens meanwhile, and of none at first: then it isn't refused any more. A
         failure is a result with finish_reason "error"; being cancelled ends the request in the engine. Raises
         Overloaded where it is refused for now."""
         ...
 
 
-class Said(msgspec.Struct, frozen=True, kw_only=True):
+class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """An answer, as in OpenAI's chat API."""
 
     message: dict[str, Any]
@@ -94,7 +94,7 @@ class OpenConversation(Protocol):
         *,
         stop: tuple[str, ...] = (),
         max_tokens: int | None = None,
-    ) -> Said:
+    ) -> ChatAnswer:
         """A call from this process: the whole conversation and its tools, as in OpenAI's chat API. Raises
         RequestRefused, and what else a call may fail with."""
         ...
@@ -107,7 +107,7 @@ class OpenConversation(Protocol):
         *,
         stop: tuple[str, ...] = (),
         max_tokens: int | None = None,
-    ) -> Said:
+    ) -> ChatAnswer:
         """Record a call that `ask` was answered with ``result``, in this process or one before. Raises as `ask`."""
         ...
 
@@ -124,7 +124,7 @@ class Conversations(Protocol):
         """Of the server, say http://127.0.0.1:8000; the API is below it, at /v1."""
         ...
 
-    def open(self, rollout: str, sample: Sample) -> OpenConversation:
+    def open(self, rollout: str, sample: SampleTurn) -> OpenConversation:
         """Take calls for the rollout of this name, until it is sealed."""
         ...
 

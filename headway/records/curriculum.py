@@ -27,7 +27,7 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     size: int  # attempts
 
 
-class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+class TaskEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """What a finished group shows of its task. Groups that failed show nothing."""
 
     group: int  # admission index
@@ -69,7 +69,7 @@ class DrawnGroup(msgspec.Struct, frozen=True, kw_only=True):
     ending: str | None  # None: it has not ended
     reason: str = ""  # of its ending
     step: int | None = None  # it was or is trained at
-    evidence: Evidence | None = None  # once it has finished, unless it failed
+    evidence: TaskEvidence | None = None  # once it has finished, unless it failed
     finished_as: int = 0  # the how-manieth group with evidence it was to finish
 
 

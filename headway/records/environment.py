@@ -11,7 +11,7 @@ from headway.records.rollout import Failure, Verdict
 from headway.records.sandbox import Snapshot
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class NextTurn(msgspec.Struct, frozen=True, kw_only=True):
     """What a model is to answer next: how its conversation goes on from its last answer."""
 
     said: tuple[dict[str, Any], ...]  # messages, as in OpenAI's chat API
@@ -26,23 +26,23 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """What an environment says to an answer, or at the beginning. Exactly one of ``asked``, ``over`` and ``failure`` is
     set."""
 
-    asked: Asked | None = None  # the next turn
+    asked: NextTurn | None = None  # the next turn
     over: str = ""  # why there is none
     failure: Failure | None = None  # why the rollout has failed
     reward: float | None = None  # of the turn that was answered
 
 
-class Scored(msgspec.Struct, frozen=True, kw_only=True):
+class EpisodeScore(msgspec.Struct, frozen=True, kw_only=True):
     """What an environment says of a rollout that is over."""
 
     verdict: Verdict | None = None  # None: its turns' rewards say what it is worth, or else ``[verifier]``
     reward: float | None = None  # of its last turn, besides what the reply to that one said
 
 
-class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A turn that is over: what was asked, what was sampled, and what the environment rewarded it with."""
 
-    asked: Asked
+    asked: NextTurn
     result: GenerationResult
     reward: float | None = None
 
@@ -65,13 +65,13 @@ class EnvironmentState(msgspec.Struct, frozen=True, kw_only=True):
 class SavedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout of several turns as it was parked in the middle of one."""
 
-    exchanges: tuple[Exchange, ...]  # turns that were over
-    asked: Asked  # the turn it was in; `Parked.response` has what was sampled of it
+    exchanges: tuple[TurnRecord, ...]  # turns that were over
+    asked: NextTurn  # the turn it was in; `Parked.response` has what was sampled of it
     environment: EnvironmentState
     environment_s: float = 0.0  # between its turns, so far
 
 
-class Parked(msgspec.Struct, frozen=True, kw_only=True):
+class PartialRollout(msgspec.Struct, frozen=True, kw_only=True):
     """What a parked member has: enough to go on from, in this process or in the next one."""
 
     group: int

@@ -29,8 +29,8 @@ class SourceScore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums over one step from which the parameters of its queue are estimated (``control/ledger_model.py``). "Finished"
-    is what finished since the step before, whenever it began."""
+    """Sums over one step from which the parameters of its queue are estimated (``control/tuning/ledger_model.py``).
+    "Finished" is what finished since the step before, whenever it began."""
 
     open_groups: int = 0  # knobs in effect at the end of the step (records/control.py); 0: all that admission allows
     concurrent_rollouts: int = 0
@@ -60,7 +60,7 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrunerFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What one pruner did to the groups that finished since the last step (control/pruning.py)."""
+    """What one pruner did to the groups that finished since the last step (control/pruning/rules.py)."""
 
     rollouts: int = 0  # ended early
     dropped: int = 0  # ... of these, left their group; the others were scored as they stood, and train

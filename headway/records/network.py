@@ -27,7 +27,7 @@ _CARRIES_IPV4 = ipaddress.IPv6Network("64:ff9b::/96")  # translated on its way (
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-class Entry(msgspec.Struct, frozen=True):
+class AllowedHost(msgspec.Struct, frozen=True):
     """One line of a list."""
 
     host: str  # as `host_of` gives it
@@ -42,7 +42,7 @@ class AllowList(msgspec.Struct, frozen=True):
     """What a sandbox may reach, as it was written and as it is compared."""
 
     written: tuple[str, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[AllowedHost, ...]
 
     def allows(self, host: str, port: int) -> bool:
         """``host``: as `host_of` gives it."""
@@ -54,7 +54,7 @@ def allow_list(written: Sequence[str]) -> AllowList:
     return AllowList(tuple(written), tuple(_entry(one) for one in written))
 
 
-def _entry(written: str) -> Entry:
+def _entry(written: str) -> AllowedHost:
     below = written.startswith("*.")
     host, port = authority_of(written[2:] if below else written)
     if host is None or (below and is_address(host)):
@@ -62,7 +62,7 @@ def _entry(written: str) -> Entry:
             f"sandbox network {written!r}: valid: NAME, *.NAME, an IPv4 address or an [IPv6 address], each with or"
             " without :PORT; no scheme, no path, names in ASCII"
         )
-    return Entry(host, below, DEFAULT_PORTS if port is None else (port,))
+    return AllowedHost(host, below, DEFAULT_PORTS if port is None else (port,))
 
 
 def authority_of(text: str) -> tuple[str | None, int | None]:

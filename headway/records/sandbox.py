@@ -15,7 +15,7 @@ LEAST_MEMORY_BYTES = 16 * MIB  # its own init needs about two
 FailureCause = Literal["model_code", "environment", "infrastructure"]
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class ResourceLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What one sandbox may use, all its processes and files together."""
 
     memory_bytes: int = 512 * MIB  # processes and files: its files lie in memory too
@@ -44,7 +44,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a sandbox is made of. Equal specs make equal sandboxes."""
 
     root: str | None = None  # directory with its root file system, or what its backend names so; None: the host's
-    limits: Limits = Limits()
+    limits: ResourceLimits = ResourceLimits()
     network: tuple[str, ...] = ()  # hosts it may reach; none: a loopback of its own and nothing else
     environment: dict[str, str] = {}  # of every command, over PATH, HOME, LANG and TMPDIR; nothing of the host's
     workdir: str = "/work"  # where commands run unless told otherwise; made when it isn't there

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from headway.records.curriculum import DRAW_REASONS, REGIONS, CurriculumStep
-from headway.report.plots import ALARM, GREY, THIRD, TRAINER, Evidence, Plot
+from headway.report.plots import ALARM, GREY, THIRD, TRAINER, Plot, PlotData
 
 _COLOURS = {
     **{"unseen": "#d5d8dc", "unsolved": ALARM, "band": THIRD, "trivial": "#9ecae1"},
@@ -21,8 +21,8 @@ _COLOURS = {
 
 def _stack(
     labels: tuple[str, ...], values: Callable[[CurriculumStep], Mapping[str, float]], ylabel: str, *, shares: bool
-) -> Callable[[Axes, Evidence], bool]:
-    def draw(axes: Axes, evidence: Evidence) -> bool:
+) -> Callable[[Axes, PlotData], bool]:
+    def draw(axes: Axes, evidence: PlotData) -> bool:
         series = evidence.series
         if not any(step.curriculum.tasks for step in series.steps):
             return False

@@ -12,18 +12,18 @@ from rich.text import Text
 
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
-from headway.control.diagnosis import Diagnosis, Recommendation, diagnose
-from headway.control.ledger_model import shape_of
+from headway.control.tuning.diagnosis import Diagnosis, Recommendation, diagnose
+from headway.control.tuning.ledger_model import shape_of
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
 from headway.report.formats import duration, percent, quantity
 from headway.report.preview import BINDS
 from headway.report.run_view import RunView, view_run
 from headway.runtime.devices import lends, parse_device
-from headway.runtime.ledger import EVENT_SIMULATED
+from headway.telemetry.ledger import EVENT_SIMULATED
 
 
-class Costs(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Where the devices' time went, over all steps of the run. Hours are of one device."""
 
     devices: int  # that either side computes on
@@ -39,7 +39,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     state: str  # running | finished | stopped
-    costs: Costs
+    costs: DeviceCosts
     diagnosis: Diagnosis
 
 
@@ -74,7 +74,7 @@ def costs_of(
     usd_per_device_hour: float | None,
     per_replica: int = 1,
     trained_on: int | None = None,
-) -> Costs:
+) -> DeviceCosts:
     """Device-hours of all steps, and those lost by cause. ``per_replica``: devices of a replica; ``trained_on``: those
     of the trainer, by default one for each rank."""
     generator, ranks = experiment.generator.devices, experiment.trainer.devices
@@ -99,7 +99,7 @@ def costs_of(
         if ending != "trained" and tokens:
             lost[f"generator: rollouts that ended {ending}"] = per_replica * busy_s * count / tokens
     hours = {cause: lost_s / 3600 for cause, lost_s in lost.items() if lost_s > 0.0005 * seconds}
-    return Costs(
+    return DeviceCosts(
         devices=devices,
         duration_s=seconds,
         device_h=device_h,
@@ -161,14 +161,14 @@ def print_report(report: Report, usd_per_device_hour: float | None, console: Con
         _print_rows(console, list(found.unidentified.items()))
 
 
-def _cost_text(costs: Costs, usd_per_device_hour: float | None) -> str:
+def _cost_text(costs: DeviceCosts, usd_per_device_hour: float | None) -> str:
     text = f"{costs.device_h:.3g} device-hours so far: {costs.devices} devices for {duration(costs.duration_s)}"
     if costs.usd is None:
         return text
     return f"{text}; {costs.usd:,.2f} USD at {usd_per_device_hour:g} an hour"
 
 
-def _lost_text(hours: float, costs: Costs) -> str:
+def _lost_text(hours: float, costs: DeviceCosts) -> str:
     money = "" if costs.usd is None else f", {costs.usd * hours / costs.device_h:,.2f} USD"
     return f"{hours:.3g} h, {hours / costs.device_h:.0%}{money}"
 

@@ -16,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.config.schema import Experiment
-from headway.control.drift import environment_share
+from headway.control.tuning.drift import environment_share
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, SourceScore, StepRecord
 from headway.records.rollout import ENDINGS
 from headway.report.formats import duration, percent, quantity
 from headway.report.verdict import judge_balance
-from headway.runtime.ledger import EVENT_END
+from headway.telemetry.ledger import EVENT_END
 
 WINDOW = 20  # steps that "now" is averaged over
 REDRAW_EVERY_S = 0.5  # drawing costs the orchestrator's core a few milliseconds

@@ -13,7 +13,7 @@ from headway.records.ledger import EvaluationRecord, EventRecord
 from headway.report.curriculum_plots import CURRICULUM_PLOTS
 from headway.report.formats import duration, percent, quantity
 from headway.report.live import shown_score
-from headway.report.plots import PLOTS, TRAINER, Evidence, Plot, metric_plot, render
+from headway.report.plots import PLOTS, TRAINER, Plot, PlotData, metric_plot, render
 from headway.report.run_view import RunView, view_run
 from headway.report.sandboxes import SANDBOX_PLOTS, SECTION, latency_rows, sandbox_sentences
 from headway.report.series import Series
@@ -184,7 +184,7 @@ def _scores(record: EvaluationRecord) -> tuple[str, str, str]:
 
 
 def _plots(view: RunView) -> list[str]:
-    evidence = Evidence(Series(view.steps), view.evaluations, view.budget)
+    evidence = PlotData(Series(view.steps), view.evaluations, view.budget)
     if not len(evidence.series) and not view.evaluations:
         return ["<p>No step is recorded yet.</p>"]
     figures: dict[str, list[str]] = {}

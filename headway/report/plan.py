@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.config.schema import Algorithm, Experiment
+from headway.config.schema import AlgorithmConfig, Experiment
 from headway.config.sources import TaskSource
 from headway.report.formats import duration
 
@@ -127,7 +127,7 @@ def _objective(experiment: Experiment) -> str:
     return ", ".join(parts)
 
 
-def _bounds(algorithm: Algorithm) -> list[str]:
+def _bounds(algorithm: AlgorithmConfig) -> list[str]:
     """The limits that the loss reads (all of them for a user's own)."""
     loss = algorithm.loss
     bounds: list[str] = []

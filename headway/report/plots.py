@@ -42,7 +42,7 @@ STYLE = {
 }
 
 
-class Evidence(NamedTuple):
+class PlotData(NamedTuple):
     """What the plots draw from."""
 
     series: Series
@@ -56,10 +56,10 @@ class Plot(NamedTuple):
     section: str
     title: str
     caption: str  # how to read it
-    draw: Callable[[Axes, Evidence], bool]  # False: nothing to show
+    draw: Callable[[Axes, PlotData], bool]  # False: nothing to show
 
 
-def render(plot: Plot, evidence: Evidence) -> str | None:
+def render(plot: Plot, evidence: PlotData) -> str | None:
     """The plot as an ``<svg>`` element that needs nothing from outside; None when there is nothing to show."""
     # The salt keeps ids of different plots on one page apart, and equal from one rendering to the next.
     style: Any = {**STYLE, "svg.hashsalt": plot.title}
@@ -115,10 +115,10 @@ def curves(
     top: float | None = None,
     ylabel: str = "",
     skip_zero: bool = True,
-) -> Callable[[Axes, Evidence], bool]:
+) -> Callable[[Axes, PlotData], bool]:
     """A plot of the means of (label, colour, column). ``skip_zero``: a curve that is zero throughout isn't drawn."""
 
-    def draw(axes: Axes, evidence: Evidence) -> bool:
+    def draw(axes: Axes, evidence: PlotData) -> bool:
         drawn = False
         for label, colour, column in curves:
             values = evidence.series.mean(column)
@@ -132,10 +132,10 @@ def curves(
     return draw
 
 
-def metric_plot(*curves: tuple[str, str, str], log: bool = False) -> Callable[[Axes, Evidence], bool]:
+def metric_plot(*curves: tuple[str, str, str], log: bool = False) -> Callable[[Axes, PlotData], bool]:
     """A plot of trainer metrics (label, colour, metric name)."""
 
-    def draw(axes: Axes, evidence: Evidence) -> bool:
+    def draw(axes: Axes, evidence: PlotData) -> bool:
         drawn = False
         for label, colour, name in curves:
             values = evidence.series.metric(name)
@@ -150,7 +150,7 @@ def metric_plot(*curves: tuple[str, str, str], log: bool = False) -> Callable[[A
     return draw
 
 
-def _solve_rate(axes: Axes, evidence: Evidence) -> bool:
+def _solve_rate(axes: Axes, evidence: PlotData) -> bool:
     series = evidence.series
     drawn = _line(axes, series, series.mean(lambda step: step.solve_rate), GREY, "training tasks (as sampled)")
     for split, colour, marker in (("validation", TRAINER, "o"), ("test", ALARM, "s")):
@@ -174,7 +174,7 @@ def _solve_rate(axes: Axes, evidence: Evidence) -> bool:
     return drawn
 
 
-def _reward(axes: Axes, evidence: Evidence) -> bool:
+def _reward(axes: Axes, evidence: PlotData) -> bool:
     series = evidence.series
     mean = series.mean(lambda step: step.reward_mean)
     std = series.mean(lambda step: step.reward_std)
@@ -184,7 +184,7 @@ def _reward(axes: Axes, evidence: Evidence) -> bool:
     return drawn
 
 
-def _solve_rate_histogram(axes: Axes, evidence: Evidence) -> bool:
+def _solve_rate_histogram(axes: Axes, evidence: PlotData) -> bool:
     steps = [step for step in evidence.series.steps if step.solve_rate_histogram]
     if not steps:
         return False
@@ -205,7 +205,7 @@ def _solve_rate_histogram(axes: Axes, evidence: Evidence) -> bool:
     return True
 
 
-def _queue(axes: Axes, evidence: Evidence) -> bool:
+def _queue(axes: Axes, evidence: PlotData) -> bool:
     series = evidence.series
     drawn = _line(axes, series, series.mean(lambda step: step.running_groups), GENERATOR, "running")
     drawn |= _line(axes, series, series.mean(lambda step: step.buffered_groups), TRAINER, "buffered")
@@ -219,7 +219,7 @@ def _queue(axes: Axes, evidence: Evidence) -> bool:
     return drawn
 
 
-def _staleness(axes: Axes, evidence: Evidence) -> bool:
+def _staleness(axes: Axes, evidence: PlotData) -> bool:
     series = evidence.series
     drawn = _line(axes, series, series.max(lambda s: s.trajectory_staleness.max), ALARM, "trajectory, worst")
     drawn |= _line(axes, series, series.mean(lambda s: s.trajectory_staleness.mean), TRAINER, "trajectory, mean")
@@ -230,7 +230,7 @@ def _staleness(axes: Axes, evidence: Evidence) -> bool:
     return drawn
 
 
-def _staleness_histogram(axes: Axes, evidence: Evidence) -> bool:
+def _staleness_histogram(axes: Axes, evidence: PlotData) -> bool:
     drawn = False
     for offset, (label, colour, tables) in enumerate(
         (
@@ -252,7 +252,7 @@ def _staleness_histogram(axes: Axes, evidence: Evidence) -> bool:
     return drawn
 
 
-def _endings(axes: Axes, evidence: Evidence) -> bool:
+def _endings(axes: Axes, evidence: PlotData) -> bool:
     series = evidence.series
     known = [*ENDINGS, *sorted({e for step in series.steps for e in step.endings} - set(ENDINGS))]
     means = {ending: series.mean(lambda step, e=ending: step.endings.get(e, 0)) for ending in known}
@@ -265,7 +265,7 @@ def _endings(axes: Axes, evidence: Evidence) -> bool:
     return True
 
 
-def _step_time(axes: Axes, evidence: Evidence) -> bool:
+def _step_time(axes: Axes, evidence: PlotData) -> bool:
     series = evidence.series
     total = series.mean(lambda step: step.step_s)
     if not np.nan_to_num(total).any():
@@ -286,7 +286,7 @@ def _step_time(axes: Axes, evidence: Evidence) -> bool:
     return True
 
 
-def _ratio_quantiles(axes: Axes, evidence: Evidence) -> bool:
+def _ratio_quantiles(axes: Axes, evidence: PlotData) -> bool:
     series = evidence.series
     names = [name for name in series.metric_names() if name.startswith("ratio_")]
     colours = [GREY, THIRD, ALARM, TRAINER, GENERATOR, "black"]

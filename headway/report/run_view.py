@@ -12,9 +12,9 @@ import msgspec
 
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, RunSummary, StepRecord
 from headway.report.verdict import Judgement, judge
-from headway.runtime.ledger import EVENT_RESUME, read_ledger
 from headway.runtime.run_directory import RunDirectory
-from headway.runtime.summary import evaluations, held_evaluation, summarise
+from headway.telemetry.ledger import EVENT_RESUME, read_ledger
+from headway.telemetry.summary import evaluations, held_evaluation, summarise
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class KeptSample(msgspec.Struct, frozen=True, kw_only=True):
         return sum(tokens for _, tokens in self.versions)
 
 
-class Selection(msgspec.Struct, frozen=True, kw_only=True):
+class SampleSelection(msgspec.Struct, frozen=True, kw_only=True):
     """Which samples to show; None doesn't filter."""
 
     step: int | None = None
@@ -75,13 +75,13 @@ def read_samples(run_dir: str | Path) -> list[KeptSample]:
     return list(samples.values())
 
 
-def select(samples: Sequence[KeptSample], selection: Selection) -> list[KeptSample]:
+def select(samples: Sequence[KeptSample], selection: SampleSelection) -> list[KeptSample]:
     chosen = [sample for sample in samples if selection.takes(sample)]
     return chosen if selection.limit is None else chosen[-selection.limit :]
 
 
 def show_samples(
-    run_dir: str | Path, selection: Selection, *, as_json: bool = False, console: Console | None = None
+    run_dir: str | Path, selection: SampleSelection, *, as_json: bool = False, console: Console | None = None
 ) -> None:
     """Print the chosen samples; on a terminal, through its pager. Raises ConfigurationError when none is chosen."""
     samples = read_samples(run_dir)

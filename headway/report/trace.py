@@ -15,7 +15,7 @@ from headway.records.trace import GroupEnd, GroupTrace, Mark, Pulse, Span, StepT
 from headway.report.formats import duration
 from headway.report.trace_events import TraceEvents
 from headway.report.trace_groups import GroupLife, draw_groups
-from headway.runtime.trace_file import read_trace
+from headway.telemetry.trace_file import read_trace
 
 STEPS = 30  # shown unless asked for others
 GROUPS = 20_000  # the newest; a browser gets slow beyond

@@ -8,9 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from headway.control.drift import environment_share
+from headway.control.tuning.drift import environment_share
 from headway.records.ledger import EvaluationRecord, LedgerLine, PrunerFigures, RunSummary, StepRecord
-from headway.runtime.summary import books_event, evaluations, held_evaluation
+from headway.telemetry.summary import books_event, evaluations, held_evaluation
 
 Balance = Literal[
     "matched",

@@ -1,7 +1,7 @@
 """Environments: what a rollout of several turns is played in. Write one by extending `Environment`.
 
 The policy answers, the environment replies, until it says that the rollout is over; then it scores it. Environments
-live in worker processes (rollout/environment_service.py), one object for all rollouts of a worker; what is a rollout's
+live in worker processes (rollout/hosting/service.py), one object for all rollouts of a worker; what is a rollout's
 own is in its `Episode`. Tokens never come here: what was sampled stays token-exact where it is recorded.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headway.records.environment import Asked
+from headway.records.environment import NextTurn
 from headway.records.task import Task
 from headway.rollout.episode_sandbox import EpisodeSandbox
 from headway.rollout.fixed_models import FixedModels
@@ -76,7 +76,7 @@ class Episode:
         self.held = ""  # what it needs that no other process has
         self._models = models
         self._pending: dict[str, list[dict[str, Any]]] = {}  # said, but not asked with yet
-        self._next = Asked(said=())
+        self._next = NextTurn(said=())
         self._reward: float | None = None
 
     @property
@@ -104,7 +104,7 @@ class Episode:
         """The policy answers next as ``speaker``, in that role's own conversation. ``learned`` False: without loss.
         ``tools`` None: the environment's."""
         schemas = self._next.tools if tools is None else tuple(tool.schema for tool in tools)
-        self._next = Asked(
+        self._next = NextTurn(
             said=(), speaker=speaker, learned=learned, tools=schemas, stop=tuple(stop), max_tokens=max_tokens
         )
 
@@ -142,12 +142,12 @@ class Episode:
         self.messages.setdefault(answer.speaker, []).append(answer.message)
         self.turns, self.turns_left = self.turns + 1, self.turns_left - 1
 
-    def take_next(self) -> Asked:
+    def take_next(self) -> NextTurn:
         """What is to be answered, with all that was said to whoever answers it."""
         said = self._pending.pop(self.speaker, [])
         self.messages.setdefault(self.speaker, []).extend(said)
         asked = self._next
-        return Asked(
+        return NextTurn(
             said=tuple(said),
             speaker=asked.speaker,
             tools=asked.tools,
@@ -175,7 +175,9 @@ class Episode:
             "reward": self._reward,
         }
 
-    def restore(self, kept: Mapping[str, Any], asked: Asked, messages: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+    def restore(
+        self, kept: Mapping[str, Any], asked: NextTurn, messages: Mapping[str, Sequence[dict[str, Any]]]
+    ) -> None:
         """``asked``: what it was parked in, already among ``messages``."""
         self.state = dict(kept["own"])
         self.turns, self.turns_left = kept["turns"], kept["turns_left"]

@@ -21,7 +21,7 @@ from headway.records.sandbox import (
 from headway.runtime.supervision import to_its_end
 from headway.sandbox.pool import SandboxPool
 from headway.sandbox.protocol import FILE_BYTES, OUTPUT_BYTES, Sandbox
-from headway.sandbox.snapshot_folder import drop
+from headway.sandbox.snapshot_store import drop
 
 T = TypeVar("T")
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from headway.records.environment import Parked, SavedEpisode
+from headway.records.environment import PartialRollout
 from headway.records.errors import HeadwayError
-from headway.records.generation import PartialResponse
 from headway.records.rollout import Group, Rollout, Verdict
 from headway.records.task import Task
+from headway.rollout.makers.single_turn import SingleTurn
+from headway.rollout.makers.turn_sampler import ModelCall, Resumption, TurnSampler
 from headway.rollout.seeds import rollout_seed
-from headway.rollout.single_turn import ResumeGate, Resumption, SingleTurn
-from headway.rollout.verdicts import to_verdict
+from headway.rollout.verification.verdicts import to_verdict
 from headway.runtime.clock import Clock
 
 
@@ -95,35 +95,32 @@ class FakeEnvironment(Protocol):
 
 
 class FakeRollout(SingleTurn):
-    """The life of a simulated rollout: a failure of its sandbox is the sandbox's, and its turns are counted."""
+    """Makes simulated rollouts: a failure of the sandbox is the sandbox's, and turns are counted (`RolloutMaker`)."""
 
-    def __init__(self, *args: Any, environment: FakeEnvironment, resume_gate: ResumeGate | None, **named: Any) -> None:
-        async def gate(parked: Parked) -> Resumption:
-            assert resume_gate is not None
-            seed = rollout_seed(self._run_seed, parked.group, parked.member, self._prefix)
-            version = environment.state_version(seed)
-            how = await resume_gate(msgspec.structs.replace(parked, environment_version=version))
+    def __init__(self, sampler: TurnSampler, *, environment: FakeEnvironment) -> None:
+        super().__init__(sampler)
+        self._environment = environment
+
+    def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> FakeRollout:
+        sampler = self._sampler.for_evaluation(request_prefix, temperature)
+        return FakeRollout(sampler, environment=self._environment)
+
+    async def generate_member(self, group: Group, member: int, parked: PartialRollout | None = None) -> Rollout:
+        sampler, environment = self._sampler, self._environment
+        seed = rollout_seed(sampler.run_seed, group.index, member, sampler.request_prefix)
+
+        async def gate(now: PartialRollout) -> Resumption:
+            now = msgspec.structs.replace(now, environment_version=environment.state_version(seed))
+            how = "continue" if sampler.resume_gate is None else await sampler.resume_gate(now)
             environment.resume(seed, anew=how == "restart")
             return how
 
-        super().__init__(*args, resume_gate=gate if resume_gate is not None else None, **named)
-        self._environment = environment
-
-    async def generate_member(
-        self,
-        group: Group,
-        member: int,
-        partial: PartialResponse = PartialResponse(),
-        resumes: int = 0,
-        saved: SavedEpisode | None = None,
-    ) -> Rollout:
-        """See SingleTurn."""
-        seed = rollout_seed(self._run_seed, group.index, member, self._prefix)
+        call = msgspec.structs.replace(ModelCall.first(group, member, parked), resume_gate=gate)
         lived = Lived()
         try:
-            rollout = await super().generate_member(group, member, partial, resumes)
+            rollout = sampler.refused(call) or await sampler.sample(call)
         finally:
-            lived = self._environment.forget(seed)
+            lived = environment.forget(seed)
         failure = rollout.failure
         if failure is not None and failure.cause.startswith(SANDBOX):
             failure = msgspec.structs.replace(failure, boundary="sandbox")

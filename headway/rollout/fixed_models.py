@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headway.config.fixed_models import FixedModel
+from headway.config.fixed_models import FixedModelConfig
 from headway.records.errors import ConfigurationError
 from headway.rollout.chat_model import ChatModel, Spent, completions_url
-from headway.rollout.environments.lane import Lane
+from headway.rollout.lane import Lane
 
 KEY = "environment.models"
 
@@ -18,7 +18,7 @@ KEY = "environment.models"
 class FixedModels:
     """Those of a worker, by name."""
 
-    def __init__(self, settings: Mapping[str, FixedModel]) -> None:
+    def __init__(self, settings: Mapping[str, FixedModelConfig]) -> None:
         """Raises ConfigurationError for a key that isn't there."""
         self._models = {name: _model(name, one) for name, one in settings.items()}
         self._places = {name: asyncio.Semaphore(one.concurrency) for name, one in settings.items()}
@@ -35,7 +35,7 @@ class FixedModels:
                 lane.end()
 
 
-def require_models(settings: Mapping[str, FixedModel], wanted: Sequence[str], timeout_s: float) -> None:
+def require_models(settings: Mapping[str, FixedModelConfig], wanted: Sequence[str], timeout_s: float) -> None:
     """Raise ConfigurationError: one of those that are ``wanted`` isn't there or has no key, or one may take longer than
     its environment has (``timeout_s``)."""
     for name in wanted:
@@ -52,7 +52,7 @@ def require_models(settings: Mapping[str, FixedModel], wanted: Sequence[str], ti
             )
 
 
-def _model(name: str, settings: FixedModel) -> ChatModel:
+def _model(name: str, settings: FixedModelConfig) -> ChatModel:
     key = os.environ.get(settings.api_key_env, "") if settings.api_key_env else ""
     if settings.api_key_env and not key:
         raise ConfigurationError(f"{KEY}.{name}.api_key_env: the environment has no {settings.api_key_env}")

@@ -1,8 +1,9 @@
 """Rollouts that are episodes of an environment of the package verifiers (0.4): docs/agents.md.
 
 Each episode is played in a process of its own, forked from one that has the environment loaded
-(rollout/agent_host.py). There the environment's harness calls the run's endpoint, as any agent does, so the recorder
-has its tokens; what the package scores is the rollout's reward. The package is imported where it is needed alone.
+(rollout/hosting/agents/host.py). There the environment's harness calls the run's endpoint, as any agent does, so the
+recorder has its tokens; what the package scores is the rollout's reward. The package is imported only
+where it is needed.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ PR_SET_PDEATHSIG = 1
 class WorkerContext:
     """What a worker object is given as its first argument."""
 
-    def __init__(self, name: str, device: Device, connection: Connection) -> None:
+    def __init__(self, name: str, device: Device, connection: ParentConnection) -> None:
         self.name = name
         self.device = device
         self.log = logging.getLogger(name)
@@ -47,7 +47,7 @@ class WorkerContext:
         self._connection.send(encode(Kind.EVENT, 0, event))
 
 
-class Connection:
+class ParentConnection:
     """The socket to the parent; whole frames only, from any thread."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -94,10 +94,10 @@ class Connection:
         return self._frames.pop()
 
 
-class Server:
+class CallServer:
     """Runs the calls of one worker object on the main thread."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: ParentConnection) -> None:
         self._connection = connection
         self._calls: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -177,7 +177,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(EXIT_PARENT_GONE)
 
 
-def _build(server: Server, connection: Connection, device_name: str, cores: list[int]) -> Any:
+def _build(server: CallServer, connection: ParentConnection, device_name: str, cores: list[int]) -> Any:
     """Apply the device, then import and construct. Returns the object, or None after reporting why not."""
     try:
         device = parse_device(device_name)
@@ -206,8 +206,8 @@ def main(arguments: list[str]) -> int:
     os.set_inheritable(int(descriptor), False)  # a grandchild must not keep the connection open
     sock = socket.socket(fileno=int(descriptor))
     widen(sock)
-    connection = Connection(sock)
-    server = Server(connection)
+    connection = ParentConnection(sock)
+    server = CallServer(connection)
     worker = _build(server, connection, device, [int(core) for core in cores.split(",") if core])
     if worker is None:
         return EXIT_FAILED

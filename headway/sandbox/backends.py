@@ -13,15 +13,15 @@ from typing import Any
 
 import msgspec
 
-from headway.config.sandbox import Sandbox
+from headway.config.sandbox import SandboxConfig
 from headway.records.errors import ConfigurationError
 from headway.records.sandbox import SandboxSpec
-from headway.sandbox import images
-from headway.sandbox.hosted import HostedBackend
-from headway.sandbox.local import LocalBackend
+from headway.sandbox.hosted.backend import HostedBackend
+from headway.sandbox.hosted.provider import HostedSettings, Provider
+from headway.sandbox.images import resolve
+from headway.sandbox.local.backend import LocalBackend
+from headway.sandbox.local.zygote_process import LocalSettings
 from headway.sandbox.protocol import Backend
-from headway.sandbox.provider import HostedSettings, Provider
-from headway.sandbox.zygote_process import LocalSettings
 
 HOSTED = ("modal", "e2b", "prime")
 
@@ -41,10 +41,10 @@ class DaemonSettings(msgspec.Struct, frozen=True):
 
 BUBBLEWRAP = 0, 8  # the first that can forbid user namespaces within
 
-_in_use: list[images.Image] = []  # of this process: its sandboxes may start at any time
+_in_use: list[resolve.Image] = []  # of this process: its sandboxes may start at any time
 
 
-async def spec_of(settings: Sandbox) -> SandboxSpec:
+async def spec_of(settings: SandboxConfig) -> SandboxSpec:
     """What its sandboxes are made of: the image unpacked, if it wasn't, and in use until this process ends. Raises
     ConfigurationError: what is wrong with the image, and what would be valid."""
     if not settings.image or settings.backend not in ("local", "bubblewrap"):
@@ -52,7 +52,7 @@ async def spec_of(settings: Sandbox) -> SandboxSpec:
     stop = threading.Event()
     try:
         image = await asyncio.to_thread(
-            images.prepare, settings.image, settings.store, store_bytes=settings.store_bytes, stop=stop
+            resolve.prepare, settings.image, settings.store, store_bytes=settings.store_bytes, stop=stop
         )
     finally:
         stop.set()  # whoever is cancelled doesn't wait
@@ -61,7 +61,7 @@ async def spec_of(settings: Sandbox) -> SandboxSpec:
     return msgspec.structs.replace(settings.spec, root=str(image.root), environment=variables)
 
 
-def backend_of(settings: Sandbox, *, run: str = "", snapshots: Path | None = None) -> Backend:
+def backend_of(settings: SandboxConfig, *, run: str = "", snapshots: Path | None = None) -> Backend:
     """The one that ``settings`` name, not yet started. ``run``: whose sandboxes they are; ``snapshots``: the folder of
     those that are parked. Raises ConfigurationError: a backend that isn't installed."""
     if settings.backend == "local":
@@ -77,17 +77,17 @@ def backend_of(settings: Sandbox, *, run: str = "", snapshots: Path | None = Non
     return HostedBackend(_provider_of(settings), run=run, snapshots=snapshots)
 
 
-def _provider_of(settings: Sandbox) -> Provider:
+def _provider_of(settings: SandboxConfig) -> Provider:
     """The adapter, imported here alone: its SDK may not be installed."""
     if settings.backend == "e2b":
-        from headway.sandbox.e2b_backend import E2BProvider, E2BSettings
+        from headway.sandbox.hosted.e2b import E2BProvider, E2BSettings
 
         return E2BProvider(_own(settings, E2BSettings))
     if settings.backend == "prime":
-        from headway.sandbox.prime_backend import PrimeProvider, PrimeSettings
+        from headway.sandbox.hosted.prime import PrimeProvider, PrimeSettings
 
         return PrimeProvider(_own(settings, PrimeSettings))
-    from headway.sandbox.modal_backend import ModalProvider, ModalSettings
+    from headway.sandbox.hosted.modal import ModalProvider, ModalSettings
 
     return ModalProvider(_own(settings, ModalSettings))
 
@@ -109,9 +109,9 @@ def _bubblewrap(wanted: str) -> str:
     return program
 
 
-def _docker(settings: Sandbox, run: str, snapshots: Path | None) -> Backend:
+def _docker(settings: SandboxConfig, run: str, snapshots: Path | None) -> Backend:
     try:
-        from headway.sandbox.docker import DockerBackend, DockerSettings
+        from headway.sandbox.docker.backend import DockerBackend, DockerSettings
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"sandbox.backend = 'docker': {error.name} isn't installed: pip install 'headway[docker]'"
@@ -128,7 +128,7 @@ def _docker(settings: Sandbox, run: str, snapshots: Path | None) -> Backend:
     return DockerBackend(run=run, snapshots=snapshots, snapshot_bytes=settings.snapshot_bytes, settings=made)
 
 
-def _own(settings: Sandbox, kind: type[Any]) -> Any:
+def _own(settings: SandboxConfig, kind: type[Any]) -> Any:
     """``sandbox.settings`` as the backend's own. Raises ConfigurationError, naming what is valid."""
     given = dict(settings.settings)
     for key in given:

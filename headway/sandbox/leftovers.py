@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from headway.records.sandbox_statistics import Reaped
-from headway.sandbox import cgroups
+from headway.sandbox.linux import cgroups
 
 OWNER = re.compile(r"owner-(\d+)-(\d+)(?:-\d+)?(?:-([0-9a-f-]{36})-(\d+)(?:-([0-9a-f]{16}))?)?")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from headway.records.sandbox import MIB, SandboxFinding, SandboxSpec
-from headway.sandbox import cgroups
+from headway.sandbox.linux import cgroups
 
 LEAST_BYTES = 6 * MIB  # of one that runs a small command
 LEAST_PROCESSES = 4  # its first one, a shell and what that runs; the zygote's spares go along

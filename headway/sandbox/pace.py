@@ -36,7 +36,7 @@ class Pace:
             self._next_s += self._every_s
 
 
-class SharedPace:
+class SharedRateLimit:
     """The same for all processes of a machine that name the same file: an account has one limit, whoever uses it.
 
     The file holds when the next one would go, by the machine's monotonic clock; a place is taken under its lock.

@@ -27,15 +27,15 @@ from headway.records.sandbox import (
 from headway.records.sandbox_statistics import Latencies, PoolStatistics
 from headway.runtime.clock import Clock
 from headway.runtime.supervision import to_its_end
+from headway.sandbox.fair_semaphore import FairSemaphore
 from headway.sandbox.leased import CommandCounts, LeasedSandbox
-from headway.sandbox.places import Places
 from headway.sandbox.protocol import Backend
 
 RECENT_STARTS = 512  # by which a straggler is told
 
 
-class Breaker(Protocol):
-    """Whether a backend that fails may be asked again: control/breaker.py, injected by whoever makes the pool."""
+class StartBreaker(Protocol):
+    """Decides whether a failing backend may be tried again (control/routing/breaker.py, injected with the pool)."""
 
     def allows(self, now: float) -> bool: ...
 
@@ -68,7 +68,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
-def pool_settings(settings: config.Sandbox) -> PoolSettings:
+def pool_settings(settings: config.SandboxConfig) -> PoolSettings:
     """As an experiment has them."""
     return PoolSettings(
         live=settings.live,
@@ -100,7 +100,7 @@ class SandboxPool:
     """
 
     def __init__(
-        self, backend: Backend, settings: PoolSettings, clock: Clock, *, breaker: Breaker | None = None
+        self, backend: Backend, settings: PoolSettings, clock: Clock, *, breaker: StartBreaker | None = None
     ) -> None:
         self._backend = backend
         self._settings = settings
@@ -109,8 +109,8 @@ class SandboxPool:
         self._at_breaker = asyncio.Lock()  # where starts wait in order while it is open
         self._changed = asyncio.Event()  # a probe has ended, or the pool has closed
         self._random = random.Random(settings.seed)
-        self._live = Places(settings.live, clock)
-        self._starts = Places(settings.starts, clock)
+        self._live = FairSemaphore(settings.live, clock)
+        self._starts = FairSemaphore(settings.starts, clock)
         self._boxes: dict[str, LeasedSandbox] = {}
         self._leaked: dict[str, LeasedSandbox] = {}
         self._making: set[_Making] = set()

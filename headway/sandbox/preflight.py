@@ -9,19 +9,21 @@ import msgspec
 
 from headway.config import sandbox as config
 from headway.records.errors import ConfigurationError
-from headway.records.sandbox import MIB, Capabilities, Limits, SandboxError, SandboxFinding, SandboxSpec
+from headway.records.sandbox import MIB, Capabilities, ResourceLimits, SandboxError, SandboxFinding, SandboxSpec
 from headway.sandbox.machine import look, machine_findings
 from headway.sandbox.protocol import Backend, Reaping, Sandbox
 
 ON_THIS_MACHINE = ("local", "bubblewrap", "docker")  # at a provider a sandbox of any size is somebody else's memory
 TTL_S = 120.0
-HOG = Limits(memory_bytes=48 * MIB, disk_bytes=8 * MIB, inodes=1000, processes=16)  # a sandbox for finding its limit
+HOG = ResourceLimits(
+    memory_bytes=48 * MIB, disk_bytes=8 * MIB, inodes=1000, processes=16
+)  # a sandbox for finding its limit
 HOG_BYTES = 96 * MIB
 FAILURES = (SandboxError, ConfigurationError, OSError, TimeoutError)
 
 
 async def findings(
-    settings: config.Sandbox, backend: Backend, needed: int, *, spec: SandboxSpec | None = None
+    settings: config.SandboxConfig, backend: Backend, needed: int, *, spec: SandboxSpec | None = None
 ) -> list[SandboxFinding]:
     """What would stop a run, or spoil it, that has ``needed`` sandboxes at once; none: all is well.
 

@@ -22,18 +22,18 @@ from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.generator.endpoint.app import App
 from headway.generator.endpoint.server import listening, serving
-from headway.generator.limiter import Place
-from headway.generator.sessions import KeyRefused, NoSuchRollout, Session, new_recorder
+from headway.generator.recording.sessions import KeyRefused, NoSuchRollout, Session, new_recorder
+from headway.generator.routing.limiter import Place
 from headway.models.configuration import DecoderConfig
 from headway.records.clients import Watch
-from headway.records.conversations import Sample, Told, Wanted
+from headway.records.conversations import OnTokens, SampleTurn, TurnRequest
 from headway.records.errors import ConfigurationError, Overloaded
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, SamplingParameters
+from headway.rollout.makers.turn_sampler import Generate
 from headway.rollout.seeds import rollout_seed
-from headway.rollout.single_turn import Generate
 from headway.runtime.addresses import is_loopback
 from headway.runtime.clock import Clock, RealClock
-from headway.runtime.collector import short_collections
+from headway.runtime.garbage_collection import short_collections
 from headway.runtime.line_file import LineFile
 from headway.runtime.workers import LocalLauncher
 from headway.services.session_record import SessionRecord
@@ -194,12 +194,12 @@ async def _until_interrupted() -> AsyncIterator[asyncio.Event]:
             loop.remove_signal_handler(number)
 
 
-def sampling(generate: Generate, tokenizer: Tokenizer, place_for: PlaceFor) -> Callable[[str], Sample]:
+def sampling(generate: Generate, tokenizer: Tokenizer, place_for: PlaceFor) -> Callable[[str], SampleTurn]:
     """Samples as clients ask, for the session of this name ("": none). ``place_for(tokens)``: where they wait for their
     turn, or are refused. Without a seed of the client's, every answer has random numbers of its own."""
     salt, serial = secrets.randbits(63), 0
 
-    async def sample(session: str, wanted: Wanted, told: Told, /) -> GenerationResult:
+    async def sample(session: str, wanted: TurnRequest, told: OnTokens, /) -> GenerationResult:
         nonlocal serial
         serial += 1
         client, number = wanted.client, serial
@@ -255,7 +255,7 @@ class ServedSessions:
         self,
         chat: Chat,
         experiment: Experiment,
-        sample_of: Callable[[str], Sample],
+        sample_of: Callable[[str], SampleTurn],
         clock: Clock,
         keys: tuple[str, ...] = (),
         on_over: Callable[[Session], object] = lambda session: None,

@@ -8,7 +8,7 @@ from types import TracebackType
 
 import msgspec
 
-from headway.generator.sessions import Session
+from headway.generator.recording.sessions import Session
 from headway.records.errors import HeadwayError
 from headway.records.tokens import plain
 from headway.runtime.line_file import LineFile

@@ -280,7 +280,7 @@ def _refuse_parameter(name: str, key: str, valid: Sequence[str]) -> NoReturn:
 # --- keeping sets apart ----------------------------------------------------------------------------------
 
 
-class Overlap(msgspec.Struct, frozen=True, kw_only=True):
+class TaskOverlap(msgspec.Struct, frozen=True, kw_only=True):
     """Two named sets that share prompts."""
 
     first: str
@@ -289,15 +289,15 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
     example: str  # one of them
 
 
-def overlap(named_sets: Mapping[str, Iterable[Task]]) -> list[Overlap]:
+def overlap(named_sets: Mapping[str, Iterable[Task]]) -> list[TaskOverlap]:
     """Every pair of sets that share a prompt, in the order of the mapping."""
     hashed = [(name, {prompt_hash(t.prompt): t.prompt for t in tasks}) for name, tasks in named_sets.items()]
-    found: list[Overlap] = []
+    found: list[TaskOverlap] = []
     for i, (first, prompts) in enumerate(hashed):
         for second, others in hashed[i + 1 :]:
             shared = [key for key in others if key in prompts]
             if shared:
-                found.append(Overlap(first=first, second=second, prompts=len(shared), example=prompts[shared[0]]))
+                found.append(TaskOverlap(first=first, second=second, prompts=len(shared), example=prompts[shared[0]]))
     return found
 
 

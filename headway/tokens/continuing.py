@@ -26,7 +26,7 @@ _SENTINEL = "\U0010f8a3"  # private use: no text has it by accident
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class SampledAnswer:
     """A sampled answer, as far as prompts that go on from it depend on it."""
 
     ids: TokenIds  # as sampled, the token that ended it included
@@ -67,14 +67,14 @@ class Chat:
 
     def answer(
         self, ids: Sequence[int], prompt: str, *, calls: bool, stop: tuple[str, ...] = (), call_prefix: str = "call_"
-    ) -> Answer:
+    ) -> SampledAnswer:
         """What was sampled after the text ``prompt``, as a message; its calls have the ids ``call_prefix`` + number."""
         opened = begins_inside_reasoning(prompt)
         text = response_text(self.tokenizer, ids, self.written, stop)
         message = parse_output(text, self.written, calls=calls, opened=opened, call_prefix=call_prefix)
-        return Answer(ids=TokenIds(ids), message=message, calls=calls, opened=opened, stop=stop)
+        return SampledAnswer(ids=TokenIds(ids), message=message, calls=calls, opened=opened, stop=stop)
 
-    def behind(self, answer: Answer, text: str, at: int, *, exactly: bool = False) -> int | None:
+    def behind(self, answer: SampledAnswer, text: str, at: int, *, exactly: bool = False) -> int | None:
         """Where ``text``, a prompt's, goes on behind ``answer``, which it has from character ``at`` on; None when it
         has something else there: reasoning was dropped, say, or a call written in other words.
 

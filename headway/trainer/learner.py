@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays
-from headway.models import native
+from headway.models.cpu import native
 from headway.models.decoder import Decoder
 from headway.models.loading import copy_weights, load_model, weights_of
 from headway.models.peak import measure_peak_flops
@@ -66,7 +66,7 @@ class Learner:
         native_kernels: bool = True,
     ) -> None:
         """``gradient_checkpointing``: keep the input of each layer alone, compute the rest again in the backward.
-        ``native_kernels``: models/native.py, in float32 where it can."""
+        ``native_kernels``: models/cpu/native.py, in float32 where it can."""
         self.model: Decoder = load_model(model_path, torch.float32, device)
         self.model.checkpoints_layers = gradient_checkpointing
         self.reference: Decoder | None = None

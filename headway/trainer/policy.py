@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from headway.algorithms.aggregation import weighting
+from headway.algorithms.groups.rewards import reward_to_go
 from headway.algorithms.importance import second_moment_mask, sequence_mask, token_mask
-from headway.algorithms.rewards import reward_to_go
 from headway.algorithms.samples import (
     IntArray,
     MicroBatchArrays,
@@ -26,7 +26,7 @@ from headway.algorithms.samples import (
     split_by_group,
 )
 from headway.algorithms.shared_packing import pack_families
-from headway.config.schema import Algorithm, Experiment, Trainer
+from headway.config.schema import AlgorithmConfig, Experiment, TrainerConfig
 from headway.models.decoder import Decoder
 from headway.trainer.kl import kl_estimate
 from headway.trainer.learner import Learner, Update
@@ -72,8 +72,8 @@ class PolicyGradient:
 
     def __init__(self, learner: Learner, experiment: Experiment) -> None:
         self.learner = learner
-        self.algorithm: Algorithm = experiment.algorithm
-        self.trainer: Trainer = experiment.trainer
+        self.algorithm: AlgorithmConfig = experiment.algorithm
+        self.trainer: TrainerConfig = experiment.trainer
         self.temperature = experiment.rollout.temperature
         self.max_response_tokens = experiment.rollout.max_response_tokens
         self.token_budget = experiment.token_budget

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from headway.algorithms.samples import build_arrays
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
+from headway.models.cpu.native import why_none
 from headway.models.decoder import Decoder
 from headway.models.loading import DTYPES, save_model, weights_of
-from headway.models.native import why_none
 from headway.records.errors import CheckpointCorrupt, StorageFailed
 from headway.records.generation import PublishedWeights
 from headway.records.training import CheckpointInfo, StepReport, TrainBatch

@@ -67,7 +67,7 @@ class SupervisedService:
     def prepare(
         self, token_ids_n: npt.NDArray[np.int32], learned_n: npt.NDArray[np.bool_], lengths_s: npt.NDArray[np.int64]
     ) -> None:
-        """Take the sequences, one behind the other, with the tokens that carry loss (orchestrator/sft_data.py)."""
+        """Take the sequences, one behind the other, with the tokens that carry loss (orchestrator/jobs/sft_data.py)."""
         self._token_ids_n, self._learned_n = token_ids_n, learned_n
         self._lengths_s, self._starts_s = lengths_s, np.cumsum(lengths_s) - lengths_s
         self._order = _shuffled_for_ever(len(lengths_s), self.experiment.run.seed)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headway.generator.calls import Call
+from headway.generator.routing.calls import OpenRequest
 from headway.models.decoder import Decoder
 from headway.models.loading import weights_of
 from headway.records.generation import (
@@ -93,13 +93,13 @@ class Session:
         self.requests: dict[str, GenerationRequest] = {}
         self.results: dict[str, GenerationResult] = {}
         self.order: list[str] = []
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, OpenRequest] = {}
         self._steps = 0
 
     def submit(self, *requests: GenerationRequest) -> None:
         for request in requests:
             self.requests[request.request_id] = request
-            self._calls[request.request_id] = Call(request, _Done())  # type: ignore[arg-type]
+            self._calls[request.request_id] = OpenRequest(request, _Done())  # type: ignore[arg-type]
         self.engine.submit(requests)
 
     def step(self, times: int = 1) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.models.configuration import DecoderConfig, Mixture, SlidingWindow
+from headway.models.configuration import DecoderConfig, ExpertMixture, SlidingWindow
 from headway.models.decoder import Decoder
 from headway.models.families import family_named
 from headway.models.loading import build
@@ -22,8 +22,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"attention_bias": True, "window": SlidingWindow(tokens=6, layers=(1,))},
     "gemma2": {"window": WINDOW, "attention_softcap": 3.0, "final_softcap": 5.0, "query_scale": 5.0},
     "gemma3": {"window": WINDOW, "qk_norm": True, "rope_theta": 1e6, "local_rope_theta": 1e4, "query_scale": 5.0},
-    "qwen3_moe": {"qk_norm": True, "mixture": Mixture(experts=4, per_token=2, intermediate=24)},
-    "mixtral": {"mixture": Mixture(experts=4, per_token=1, intermediate=24), "window": WINDOW},
+    "qwen3_moe": {"qk_norm": True, "mixture": ExpertMixture(experts=4, per_token=2, intermediate=24)},
+    "mixtral": {"mixture": ExpertMixture(experts=4, per_token=1, intermediate=24), "window": WINDOW},
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.algorithms.rewards import overlong_penalty, reward_to_go
+from headway.algorithms.groups.rewards import overlong_penalty, reward_to_go
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from headway.config.endpoint import Endpoint
-from headway.generator.answering import Answering
+from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint.anthropic import Messages
 from headway.generator.endpoint.chat import ChatCompletions
 from headway.generator.endpoint.completions import Completions
@@ -26,8 +25,9 @@ from headway.generator.endpoint.logprobs import TokenTexts
 from headway.generator.endpoint.refusals import Refused, refused_by
 from headway.generator.endpoint.responses import Responses
 from headway.generator.endpoint.streams import stream
-from headway.generator.recorder import Planned, Request
-from headway.generator.sessions import Session
+from headway.generator.recording.inflight_call import Answering
+from headway.generator.recording.recorder import Planned, Request
+from headway.generator.recording.sessions import Session
 from headway.records.conversations import RequestRefused
 from headway.tokens.continuing import Chat
 
@@ -70,7 +70,7 @@ class App:
         self,
         access: Access,
         chat: Chat,
-        settings: Endpoint,
+        settings: EndpointConfig,
         model_path: str,
         context_tokens: int,
         *,

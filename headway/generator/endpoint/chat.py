@@ -8,8 +8,8 @@ from typing import Any
 from headway.generator.endpoint.dialect import Piece, Setting, answers, event, usage
 from headway.generator.endpoint.fields import Asked, Fields, client_sampling
 from headway.generator.endpoint.refusals import Refused
-from headway.generator.recorded import Turn
-from headway.generator.recorder import Call, Request
+from headway.generator.recording.answer_tree import Turn
+from headway.generator.recording.recorder import Call, Request
 from headway.records.conversations import RequestRefused
 from headway.tokens.messages import normal_messages, normal_tools
 from headway.tokens.output_parsing import client_form

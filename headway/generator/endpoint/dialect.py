@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headway.config.endpoint import Endpoint
+from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint.fields import Asked
 from headway.generator.endpoint.logprobs import TokenTexts
 from headway.generator.endpoint.refusals import Refused
-from headway.generator.recorded import Turn
-from headway.generator.recorder import Call
+from headway.generator.recording.answer_tree import Turn
+from headway.generator.recording.recorder import Call
 from headway.tokens.continuing import Chat
 
 
@@ -21,7 +21,7 @@ from headway.tokens.continuing import Chat
 class Setting:
     """What reading and writing depend on beside the request."""
 
-    settings: Endpoint
+    settings: EndpointConfig
     chat: Chat
     texts: TokenTexts
     fixed_sampling: bool  # the client's own parameters have no effect

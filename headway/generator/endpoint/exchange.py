@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from headway.config.endpoint import Endpoint
+from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint.refusals import Refused
 
 Message = dict[str, Any]
@@ -23,7 +23,7 @@ class ClientGone(Exception):
 class Exchange:
     """*reading* -> *answered* (`reply`), or *streaming* (`begin_stream`, `write`) -> *answered* (`end_stream`)."""
 
-    def __init__(self, scope: Message, receive: Receive, send: Send, settings: Endpoint, request_id: str) -> None:
+    def __init__(self, scope: Message, receive: Receive, send: Send, settings: EndpointConfig, request_id: str) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.request_id = request_id

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headway.generator.recorder import Request
+from headway.generator.recording.recorder import Request
 from headway.records.conversations import ClientSampling, RequestRefused
 
 _MOST_STOPS = 64

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from headway.generator.answering import CallFailed
-from headway.generator.sessions import KeyRefused, NoSuchRollout
+from headway.generator.recording.inflight_call import CallFailed
+from headway.generator.recording.sessions import KeyRefused, NoSuchRollout
 from headway.records.conversations import RequestRefused
 from headway.records.errors import Overloaded
 

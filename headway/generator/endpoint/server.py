@@ -12,7 +12,7 @@ import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from headway.config.endpoint import Endpoint
+from headway.config.endpoint import EndpointConfig
 from headway.records.errors import ConfigurationError
 from headway.runtime.addresses import split_address
 
@@ -24,7 +24,7 @@ _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: c
 
 
 @asynccontextmanager
-async def serving(app: Any, settings: Endpoint, listener: socket.socket | None = None) -> AsyncIterator[str]:
+async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | None = None) -> AsyncIterator[str]:
     """Serve ``app`` inside the block at ``listener``, which is closed with it, or else at ``settings.address``; gives
     the server's address, http://HOST:PORT. Raises ConfigurationError as `listening`."""
     with closing(listener or listening(settings.address)) as listener:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from headway.generator.answering import Answering
 from headway.generator.endpoint.completions import completion_text
 from headway.generator.endpoint.dialect import Dialect, Piece, Setting, answers
 from headway.generator.endpoint.exchange import ClientGone, Exchange
 from headway.generator.endpoint.fields import Asked
 from headway.generator.endpoint.refusals import refused_by
-from headway.generator.recorded import Turn
+from headway.generator.recording.answer_tree import Turn
+from headway.generator.recording.inflight_call import Answering
 from headway.records.generation import PartialResponse
 from headway.records.tokens import IdSequence, LogprobSequence
 from headway.tokens.output_parsing import begins_inside_reasoning

@@ -13,8 +13,8 @@ import msgspec
 
 from headway.records.errors import ConfigurationError
 from headway.records.sandbox import ExecResult, SandboxError
-from headway.rollout.code_tests import CodeTest, CodeTests, code_tests
-from headway.rollout.comparison import Compare, same_text, same_value
+from headway.rollout.code.code_tests import CodeTest, CodeTests, code_tests
+from headway.rollout.code.comparison import Compare, same_text, same_value
 from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.environments.commands import AnswerTime, Interpreter
 from headway.rollout.tools import ToolError
@@ -61,7 +61,7 @@ _main()
 _SHOWN = 400  # characters of a test's texts that the policy is shown
 
 
-class Ran(msgspec.Struct, frozen=True, kw_only=True):
+class ProgramResult(msgspec.Struct, frozen=True, kw_only=True):
     """How a program did in one test."""
 
     outcome: Outcome
@@ -71,7 +71,7 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True):
 
 class Code(Environment):
     """The policy answers with a program (the last fenced block of Python, or a call of ``submit``), which is run in the
-    rollout's sandbox against the tests in the task's metadata (rollout/code_tests.py says in which forms).
+    rollout's sandbox against the tests in the task's metadata (rollout/code/code_tests.py says in which forms).
 
     What is expected never enters the sandbox: a program is given a test's input, and the worker compares what comes
     out. So there is nothing that it could find, patch or forge there. Every test begins with all processes of the ones
@@ -181,7 +181,7 @@ class Code(Environment):
         told = [self._told(index, test, one) for index, (test, one) in enumerate(zip(public, ran, strict=True))]
         return self.shortened("\n\n".join(text for text in told if text))
 
-    def _told(self, index: int, test: CodeTest, ran: Ran) -> str:
+    def _told(self, index: int, test: CodeTest, ran: ProgramResult) -> str:
         if ran.outcome == "passed":
             return ""
         given, expected = (
@@ -196,18 +196,18 @@ class Code(Environment):
 
     async def _run(
         self, episode: Episode, code: str, tests: CodeTests, chosen: Sequence[CodeTest], *, until_failure: bool
-    ) -> list[Ran]:
+    ) -> list[ProgramResult]:
         """One test after the other. Raises SandboxError where that says nothing about the program."""
         await self._interpreter.need(episode)
-        ran: list[Ran] = []
+        ran: list[ProgramResult] = []
         for test in chosen:
             if until_failure and ran and ran[-1].outcome != "passed":
-                ran.append(Ran(outcome="not run"))
+                ran.append(ProgramResult(outcome="not run"))
             else:
                 ran.append(await self._test(episode, code, tests, test))
         return ran
 
-    async def _test(self, episode: Episode, code: str, tests: CodeTests, test: CodeTest) -> Ran:
+    async def _test(self, episode: Episode, code: str, tests: CodeTests, test: CodeTest) -> ProgramResult:
         place = f"/work/{secrets.token_hex(8)}"
         program, stdin = [PROGRAM], test.stdin
         if tests.function:
@@ -226,16 +226,16 @@ class Code(Environment):
                 alone=True,
             )
         except ToolError:  # no time is left
-            return Ran(outcome="timeout")
+            return ProgramResult(outcome="timeout")
         except SandboxError as error:
             if not error.failure.reward_valid:
                 raise
             # it filled the disk, or all memory so that the sandbox is gone: its own doing
             memory = "out of memory" in error.failure.what
-            return Ran(outcome="out of memory" if memory else "error", errors=error.failure.what)
+            return ProgramResult(outcome="out of memory" if memory else "error", errors=error.failure.what)
         return self._judged(result, tests, test)
 
-    def _judged(self, result: ExecResult, tests: CodeTests, test: CodeTest) -> Ran:
+    def _judged(self, result: ExecResult, tests: CodeTests, test: CodeTest) -> ProgramResult:
         got, errors = result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace")
         outcome: Outcome = "wrong"
         if not result.ok and (result.oom or errors.rstrip().endswith("MemoryError")):
@@ -248,7 +248,7 @@ class Code(Environment):
             outcome = "error"
         elif self._right(got, tests, test):
             outcome = "passed"
-        return Ran(outcome=outcome, got=got, errors=errors)
+        return ProgramResult(outcome=outcome, got=got, errors=errors)
 
     def _right(self, got: str, tests: CodeTests, test: CodeTest) -> bool:
         tolerance = self._tolerance if tests.tolerance is None else tests.tolerance
@@ -286,5 +286,5 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
-def _brief(ran: Ran) -> Ran:
-    return Ran(outcome=ran.outcome, got=_cut(ran.got), errors=ran.errors[-_SHOWN:])
+def _brief(ran: ProgramResult) -> ProgramResult:
+    return ProgramResult(outcome=ran.outcome, got=_cut(ran.got), errors=ran.errors[-_SHOWN:])

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from headway.records.errors import ConfigurationError
 from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.environments.actions import Reading, actions_of, find_action
-from headway.rollout.environments.lane import Lane
+from headway.rollout.lane import Lane
 from headway.rollout.tools import Tool, ToolError, read_object
 from headway.runtime.imports import import_extra, import_function
 

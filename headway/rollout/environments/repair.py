@@ -11,11 +11,11 @@ from pydantic import Field
 
 from headway.records.errors import ConfigurationError
 from headway.records.sandbox import ExecResult, SandboxError
+from headway.rollout.code.hidden_tests import DRIVER, HiddenTestResults, Questions, asked, judged, questions_of
+from headway.rollout.code.repositories import files_of
 from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.environments.commands import AnswerTime, Interpreter, fills
 from headway.rollout.environments.python_tool import shown
-from headway.rollout.hidden_tests import DRIVER, Judged, Questions, asked, judged, questions_of
-from headway.rollout.repositories import files_of
 from headway.rollout.tools import ToolError
 
 REPOSITORY = "/work/repository"
@@ -31,8 +31,8 @@ Reward = Literal["all", "share"]
 class Repair(Environment):
     """The repository of a task lies in the rollout's sandbox; the policy works on it with tools until it answers
     without a call, or has no turn left. Then all that still runs there is ended, and the hidden tests are asked
-    (rollout/hidden_tests.py): what they expect never enters the sandbox, so nothing that was left there, no planted
-    file, no patched module, no daemon, can say that they have passed.
+    (rollout/code/hidden_tests.py): what they expect never enters the sandbox, so nothing that was left there, no
+    planted file, no patched module, no daemon, can say that they have passed.
 
     A task's metadata: ``files`` (a text for each path) or ``repository`` (a directory or tar on this machine);
     ``hidden_tests`` (the source of each, by name); and, where they are needed, ``hidden_files`` (put over whatever is
@@ -229,7 +229,7 @@ class Repair(Environment):
                 result = await self._ask(episode, questions, max(left_s, _LEAST_S))
                 left_s -= result.duration_s
                 how = _how(result)
-                told = Judged(passed=(), wrong=(), unanswered=questions.tests)
+                told = HiddenTestResults(passed=(), wrong=(), unanswered=questions.tests)
                 if not result.truncated:
                     told = judged(questions, result.stdout, self._tolerance)
                 detail["passed"] += len(told.passed)

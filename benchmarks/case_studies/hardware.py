@@ -1,0 +1,83 @@
+"""What described hardware takes for a decode step, a prefill and a training step: the roofline, times what is achieved.
+
+Memory-bound: a decode step reads the weights and the KV of all running requests once. Compute-bound: a prefill takes
+2 FLOP, a training step 6 FLOP, for each token and active parameter. ``fraction``: the share of bandwidth and FLOP/s
+that is achieved; what is slow besides (communication, kernels, waiting for the slowest expert) is in it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
+    """Public figures of one accelerator."""
+
+    name: str
+    flops_per_s: float  # dense, bfloat16
+    bytes_per_s: float  # of its memory
+    memory_bytes: float
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Public figures of one model."""
+
+    name: str
+    parameters: float
+    active_parameters: float  # of one token
+    kv_bytes_per_token: float  # bfloat16
+
+
+H200 = Accelerator(name="H200", flops_per_s=989e12, bytes_per_s=4.8e12, memory_bytes=141e9)
+GB300 = Accelerator(name="GB300", flops_per_s=2500e12, bytes_per_s=8.0e12, memory_bytes=288e9)
+# 94 layers, 4 KV heads of 128: 2 x 94 x 4 x 128 values of 2 bytes
+QWEN3_235B = ModelShape(
+    name="Qwen3-235B-A22B", parameters=235e9, active_parameters=22e9, kv_bytes_per_token=2.0 * 94 * 4 * 128 * 2
+)
+
+
+class ReplicaHardware(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica of a generator: a model on so many devices by tensor parallelism."""
+
+    model: ModelShape
+    device: Accelerator
+    devices: int
+    weight_bytes_per_parameter: float  # 1: FP8, 2: bfloat16
+    kv_copies: int = 1  # devices that hold the same KV head, when there are more devices than heads
+
+    @property
+    def weights_bytes(self) -> float:
+        return self.model.parameters * self.weight_bytes_per_parameter
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.devices * self.device.bytes_per_s
+
+    def kv_capacity_tokens(self, memory_share: float = 0.9) -> int:
+        """Tokens whose KV fits beside the weights; ``memory_share`` of the memory may be used."""
+        room = self.devices * self.device.memory_bytes * memory_share - self.weights_bytes
+        return int(room / (self.model.kv_bytes_per_token * self.kv_copies))
+
+    def overrides(self, fraction: float) -> list[str]:
+        """Keys of a scenario: what it takes at this achieved fraction."""
+        rate = self.bytes_per_s * fraction
+        compute = self.devices * self.device.flops_per_s * fraction
+        prefill = compute / (2 * self.model.active_parameters)
+        return [
+            f"hardware.generator.devices_per_replica={self.devices}",
+            f"hardware.generator.decode_fixed_s={self.weights_bytes / rate}",
+            f"hardware.generator.decode_kv_token_s={self.model.kv_bytes_per_token * self.kv_copies / rate}",
+            f"hardware.generator.prefill_tokens_per_s={prefill}",
+            f"generator.kv_capacity_tokens={self.kv_capacity_tokens()}",
+        ]
+
+
+def trainer_overrides(model: ModelShape, device: Accelerator, devices: int, fraction: float) -> list[str]:
+    """Keys of a scenario: a trainer that achieves ``fraction`` of its FLOP/s while it computes."""
+    flops, peak = 6.0 * model.active_parameters, devices * device.flops_per_s
+    return [
+        f"hardware.trainer.devices={devices}",
+        f"hardware.trainer.token_s={flops / (peak * fraction)}",
+        f"hardware.trainer.flops_per_token={flops}",
+        f"hardware.trainer.peak_flops_per_s={peak}",
+    ]

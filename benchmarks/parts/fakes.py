@@ -1,0 +1,10 @@
+"""The launcher of fake engines, which the tests own (tests/support/fake_worker.py)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+
+from fake_worker import FakeLauncher as FakeLauncher

@@ -1,0 +1,95 @@
+"""From finished groups to what the trainer consumes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from headway.algorithms.advantages import resolve
+from headway.algorithms.groups.rewards import credits_of, overlong_penalty
+from headway.config.schema import Experiment
+from headway.records.counted import sampled_tokens
+from headway.records.rollout import Branch, FinishedGroup, Rollout, Sample
+from headway.records.tokens import TokenMask
+from headway.records.training import TrainBatch
+
+_Sequence = TypeVar("_Sequence", Rollout, Branch)
+
+
+def build_batch(step: int, groups: Sequence[FinishedGroup], experiment: Experiment) -> TrainBatch:
+    """Samples of the valid members, in admission order, with their advantages.
+
+    Responses cut at the length limit are scored as they are, masked (they count for their group's advantages and
+    carry no loss) or penalised, as ``algorithm.overlong`` says. The copies of a member of a padded group stand side by
+    side and share its weight. Pure: what filters and hooks decided stands in the rollouts, so a replay after a crash
+    builds the very same batch.
+    """
+    rollouts = [rollout for group in groups for rollout in group.valid]
+    masked = experiment.algorithm.overlong == "mask"
+    samples: list[Sample] = []
+    for rollout, found in zip(rollouts, advantages_of_turns(rollouts, experiment), strict=True):
+        sample = Sample(
+            rollout=_unlearnt(rollout) if masked and rollout.truncated else rollout,
+            advantage=found[0] if len(found) == 1 else _mean(found, rollout.turn_ends),
+            turn_advantages=found if len(found) > 1 else (),
+            weight=1.0 / rollout.copies,
+        )
+        samples += [sample] * rollout.copies
+    return TrainBatch(step=step, samples=tuple(samples))
+
+
+def useful_samples(batch: TrainBatch) -> int:
+    """Samples that teach something: a token that carries loss and an advantage that isn't 0. A padded member's copies
+    count once."""
+    taught = (s for s in batch.samples if any(s.turn_advantages or (s.advantage,)) and _learns(s.rollout))
+    return round(sum(sample.weight for sample in taught))
+
+
+def advantages_of_turns(rollouts: Sequence[Rollout], experiment: Experiment) -> list[tuple[float, ...]]:
+    """The advantages of each rollout: one for all its tokens, or one for each turn where `algorithm.turn_discount` asks
+    for it and the rollout has rewards by turn: its returns are then compared with those of all turns of its group."""
+    algorithm = experiment.algorithm
+    credits_s = [credits_of(r, shaped_reward(r, experiment), algorithm.turn_discount) for r in rollouts]
+    groups_c = np.array([r.group for r, own in zip(rollouts, credits_s, strict=True) for _ in own], dtype=np.int64)
+    credits_c = np.array([credit for own in credits_s for credit in own], dtype=np.float64)
+    advantages_c = iter(resolve(algorithm.advantage)(credits_c, groups_c).tolist())
+    return [tuple(next(advantages_c) for _ in own) for own in credits_s]
+
+
+def shaped_reward(rollout: Rollout, experiment: Experiment) -> float:
+    """What hooks made of the reward, or the verifier's less what the response's length costs."""
+    if rollout.trained_reward is not None:
+        return rollout.trained_reward
+    return rollout.reward + length_cost(rollout, experiment)
+
+
+def length_cost(rollout: Rollout, experiment: Experiment) -> float:
+    """What a reward loses for its response's length, 0 or less."""
+    algorithm, limit = experiment.algorithm, experiment.rollout.max_response_tokens
+    if algorithm.overlong != "penalty":
+        return 0.0
+    buffer = algorithm.overlong_buffer_tokens or max(1, limit // 5)
+    return algorithm.overlong_penalty * overlong_penalty(len(rollout.response_ids), limit, buffer)
+
+
+def _mean(advantages_t: Sequence[float], ends_t: Sequence[int]) -> float:
+    """Mean over tokens of what each turn's tokens have."""
+    tokens_t = np.diff(ends_t, prepend=0)
+    return float(np.dot(advantages_t, tokens_t) / max(1, tokens_t.sum()))
+
+
+def _learns(rollout: Rollout) -> bool:
+    return any(sampled_tokens(sequence.response_mask) for sequence in rollout.sequences)
+
+
+def _unlearnt(rollout: Rollout) -> Rollout:
+    """Nothing of it, its branches neither: it is cut where its last call is."""
+    branches = tuple(_masked(branch) for branch in rollout.branches)
+    return msgspec.structs.replace(_masked(rollout), branches=branches)
+
+
+def _masked(sequence: _Sequence) -> _Sequence:
+    return msgspec.structs.replace(sequence, response_mask=TokenMask.filled(False, len(sequence.response_ids)))

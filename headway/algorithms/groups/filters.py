@@ -1,0 +1,131 @@
+"""What leaves: filters and group hooks, asked once, when a group has finished."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from headway.algorithms.groups.batches import advantages_of_turns, length_cost
+from headway.algorithms.groups.hooks import GroupHooks, resolve_hooks
+from headway.algorithms.groups.outcome import GroupOutcome, advantage_outcome, failed_outcome, group_outcome
+from headway.algorithms.groups.rewards import credits_of
+from headway.config.schema import Experiment
+from headway.records.errors import HookFailed
+from headway.records.rollout import FinishedGroup, Group, Rollout
+
+
+class FilteredGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished group after its filters: what is committed, so that every replay builds the same batch."""
+
+    finished: FinishedGroup  # its members with ``left``, ``trained_reward`` and ``copies``
+    outcome: GroupOutcome
+    meta: dict[str, float] = {}  # what hooks.group_meta said
+    problems: tuple[HookFailed, ...] = ()  # hooks that broke their contract; any but group_meta's fails the group
+
+
+class GroupFilters:
+    """The filters and hooks of an experiment.
+
+    In this order: overlong members leave; rewards are shaped; statistics are taken; the group fails when too few are
+    sound, or is refused; members are filtered; rewards are normalised; the group is filtered when too few are kept, its
+    rewards don't differ or its advantages are too small; copies fill it up. What leaves gives its credit back when the
+    group ends, at once, so that another is generated in its place.
+    """
+
+    def __init__(self, experiment: Experiment, text: Callable[[Rollout], str]) -> None:
+        """``text`` decodes a response. Raises ConfigurationError for a hook that can't be imported or called."""
+        self._experiment = experiment
+        self._hooks: GroupHooks = resolve_hooks(experiment.hooks)
+        self._text = text
+
+    def judge(self, finished: FinishedGroup) -> FilteredGroup:
+        """Who leaves a group whose members are verified, and what becomes of the rest. Pure but for the hooks."""
+        group, problems = finished.group, list[HookFailed]()
+        meta: dict[str, float] = {}
+        try:
+            members = self._shaped(group, self._without_overlong(finished.rollouts))
+        except HookFailed as problem:
+            return self._broken(finished, meta, [problem])
+        try:
+            meta = self._hooks.meta_of(group, members)
+        except HookFailed as problem:
+            problems.append(problem)
+        try:
+            members, outcome = self._decided(group, members)
+        except HookFailed as problem:
+            return self._broken(finished, meta, [*problems, problem])
+        judged = FinishedGroup(group=group, rollouts=members)
+        return FilteredGroup(finished=judged, outcome=outcome, meta=meta, problems=tuple(problems))
+
+    def _broken(self, finished: FinishedGroup, meta: dict[str, float], problems: list[HookFailed]) -> FilteredGroup:
+        """Training on what a broken hook should have judged would be worse than losing the group."""
+        outcome = GroupOutcome(ending="failed", reason=f"hook:{problems[-1].short}", valid=len(finished.valid))
+        return FilteredGroup(finished=finished, outcome=outcome, meta=meta, problems=tuple(problems))
+
+    def _without_overlong(self, members: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
+        if self._experiment.algorithm.overlong != "filter":
+            return members
+        return tuple(_filtered(r, "overlong") if r.valid and r.truncated else r for r in members)
+
+    def _shaped(self, group: Group, members: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
+        hooks = self._hooks
+        if hooks.default("reward"):
+            return members
+        return tuple(
+            msgspec.structs.replace(r, trained_reward=hooks.reward_of(group, r, self._text(r))) if r.valid else r
+            for r in members
+        )
+
+    def _decided(self, group: Group, members: tuple[Rollout, ...]) -> tuple[tuple[Rollout, ...], GroupOutcome]:
+        hooks, experiment = self._hooks, self._experiment
+        failed = failed_outcome(members, size=group.size, limits=experiment.queue)
+        if failed is not None:
+            return members, failed
+        if refusal := hooks.refuses_group(group, members):
+            valid = sum(r.valid for r in members)
+            return members, GroupOutcome(ending="filtered", reason=refusal, valid=valid)
+        if not hooks.default("filter_item"):
+            members = tuple(self._asked(group, r) if r.valid else r for r in members)
+        discount = experiment.algorithm.turn_discount
+        signal = [c for r in members if r.valid for c in credits_of(r, _reward(r), discount)]
+        outcome = group_outcome(members, size=group.size, limits=experiment.queue, signal=signal)
+        if outcome.ending is not None:
+            return members, outcome
+        members = self._normalized(group, members)
+        if experiment.queue.min_advantage:
+            valid = [r for r in members if r.valid]
+            advantages = [a for turns in advantages_of_turns(valid, experiment) for a in turns]
+            outcome = advantage_outcome(outcome, advantages, experiment.queue.min_advantage)
+        return (members if outcome.ending is not None else self._padded(group, members)), outcome
+
+    def _asked(self, group: Group, rollout: Rollout) -> Rollout:
+        refusal = self._hooks.refuses_item(group, rollout)
+        return _filtered(rollout, refusal) if refusal else rollout
+
+    def _normalized(self, group: Group, members: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
+        """The rewards that advantages see: shaped by hooks, less what their lengths cost, normalised."""
+        hooks, experiment = self._hooks, self._experiment
+        if hooks.default("reward") and hooks.default("normalize_group"):
+            return members  # a batch costs lengths by itself
+        valid = [r for r in members if r.valid]
+        rewards = [_reward(r) + length_cost(r, experiment) for r in valid]
+        if not hooks.default("normalize_group"):
+            rewards = hooks.normalized(group, valid, rewards)
+        by_member = dict(zip((r.member for r in valid), rewards, strict=True))
+        return tuple(msgspec.structs.replace(r, trained_reward=by_member[r.member]) if r.valid else r for r in members)
+
+    def _padded(self, group: Group, members: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
+        hooks = self._hooks
+        if hooks.default("pad_group"):
+            return members
+        copies = hooks.copies(group, [r for r in members if r.valid])
+        return tuple(msgspec.structs.replace(r, copies=copies[r.member]) if r.valid else r for r in members)
+
+
+def _filtered(rollout: Rollout, reason: str) -> Rollout:
+    return msgspec.structs.replace(rollout, left="filtered", left_reason=reason)
+
+
+def _reward(rollout: Rollout) -> float:
+    return rollout.reward if rollout.trained_reward is None else rollout.trained_reward

@@ -1,0 +1,219 @@
+"""The hooks on rollouts and groups that have finished: contracts, defaults, and the boundary to a user's own.
+
+They are called in this order, on the orchestrator's own time (milliseconds: what is slow belongs into a verifier).
+
+| hook | called with | returns |
+| --- | --- | --- |
+| reward | group, rollout, response as text | a finite number in the reward's place |
+| group_meta | group, all rollouts | {name: finite number} |
+| is_valid_group | group, all rollouts | keep, or (keep, why) |
+| filter_item | group, one valid rollout | keep, or (keep, why) |
+| normalize_group | group, valid rollouts, their rewards [K] | [K] finite numbers |
+| pad_group | group, valid rollouts | members to repeat, at most as many as have left |
+
+All are pure: the same arguments give the same answer. Records are immutable; `Rollout.reward` stays what the verifier
+said, whatever these make of it. What one raises or returns against its contract is a `HookFailed` that names it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.config.hooks import HOOKS, HooksConfig
+from headway.records.rollout import Group, Rollout
+from headway.runtime.hooks import Hook, finite_number, load_hook, shown
+
+FloatArray = NDArray[np.float64]
+Keep = bool | tuple[bool, str]  # whether it stays; and why not, one or a few words: reasons are counted
+
+ShapeReward = Callable[[Group, Rollout, str], float]
+GroupMeta = Callable[[Group, Sequence[Rollout]], Mapping[str, float]]
+IsValidGroup = Callable[[Group, Sequence[Rollout]], Keep]
+FilterItem = Callable[[Group, Rollout], Keep]
+NormalizeGroup = Callable[[Group, Sequence[Rollout], FloatArray], FloatArray]
+PadGroup = Callable[[Group, Sequence[Rollout]], Sequence[int]]
+
+LONGEST_REASON = 60  # characters of a user's reason that are kept
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "reward": ("group", "rollout", "response"),
+    "group_meta": ("group", "rollouts"),
+    "is_valid_group": ("group", "rollouts"),
+    "filter_item": ("group", "rollout"),
+    "normalize_group": ("group", "rollouts", "rewards"),
+    "pad_group": ("group", "rollouts"),
+}
+
+
+# --- defaults --------------------------------------------------------------------------------------------
+
+
+def verifier_reward(group: Group, rollout: Rollout, response: str) -> float:
+    """The reward as the verifier gave it."""
+    return rollout.reward
+
+
+def reward_statistics(group: Group, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Share of valid members, and least, mean and largest of their rewards; without a valid one the share alone."""
+    rewards = [r.reward for r in rollouts if r.valid]
+    share = {"valid_share": len(rewards) / len(rollouts) if rollouts else 0.0}
+    if not rewards:
+        return share
+    return share | {
+        "reward_min": min(rewards),
+        "reward_mean": math.fsum(rewards) / len(rewards),
+        "reward_max": max(rewards),
+    }
+
+
+def every_group(group: Group, rollouts: Sequence[Rollout]) -> bool:
+    """Keeps every group that has members enough (`queue.min_valid_group_ratio` is asked before)."""
+    return True
+
+
+def every_item(group: Group, rollout: Rollout) -> bool:
+    """Keeps every member, whatever its reward: above 1 and negative ones are as good as others."""
+    return True
+
+
+def identity(group: Group, rollouts: Sequence[Rollout], rewards: FloatArray) -> FloatArray:
+    """Rewards as they are, of any scale: advantages are differences, and the default divides by their deviation."""
+    return rewards
+
+
+def no_padding(group: Group, rollouts: Sequence[Rollout]) -> tuple[int, ...]:
+    """Uneven groups stay uneven."""
+    return ()
+
+
+def repeat_members(group: Group, rollouts: Sequence[Rollout]) -> list[int]:
+    """Valid members again, first to last and from the first again, up to the group's size.
+
+    Example, size 6 with members 1, 4 and 5 left: pads with 1, 4 and 5, and each copy counts a half."""
+    members = [rollout.member for rollout in rollouts]
+    return [members[i % len(members)] for i in range(group.size - len(members))] if members else []
+
+
+DEFAULTS: dict[str, dict[str, Callable[..., Any]]] = {
+    "reward": {"verifier": verifier_reward},
+    "group_meta": {"rewards": reward_statistics},
+    "is_valid_group": {"all": every_group},
+    "filter_item": {"all": every_item},
+    "normalize_group": {"identity": identity},
+    "pad_group": {"none": no_padding, "repeat": repeat_members},
+}
+
+
+# --- the boundary ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupHooks:
+    """The hooks of an experiment, as functions that keep their contracts or raise HookFailed."""
+
+    reward: Hook
+    group_meta: Hook
+    is_valid_group: Hook
+    filter_item: Hook
+    normalize_group: Hook
+    pad_group: Hook
+
+    def default(self, short: str) -> bool:
+        """Whether the hook is the default, which changes nothing and needs no call."""
+        return getattr(self, short).name == HOOKS[short][0]
+
+    def reward_of(self, group: Group, rollout: Rollout, response: str) -> float:
+        """A finite number in the place of ``rollout.reward``."""
+        result = self.reward(group, rollout, response)
+        number = finite_number(result)
+        if number is None:
+            who = f"for rollout {rollout.rollout_id}"
+            raise self.reward.failed(f"returned {shown(result)} {who}: a finite number is needed")
+        return number
+
+    def meta_of(self, group: Group, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Statistics of a group; ``rollouts``: all its members."""
+        result = self.group_meta(group, tuple(rollouts))
+        if not isinstance(result, Mapping):
+            raise self.group_meta.failed(f"returned {shown(result)}: a dictionary of numbers is needed")
+        numbers: dict[str, float] = {}
+        for name, value in cast("Mapping[object, object]", result).items():
+            number = finite_number(value)
+            if not isinstance(name, str) or number is None:
+                wanted = "names are text, values finite numbers"
+                raise self.group_meta.failed(f"returned {shown(name)}: {shown(value)} in its dictionary: {wanted}")
+            numbers[name] = number
+        return numbers
+
+    def refuses_group(self, group: Group, rollouts: Sequence[Rollout]) -> str:
+        """Why a group may not be trained; "" when it may. ``rollouts``: all its members."""
+        return _refusal(self.is_valid_group, self.is_valid_group(group, tuple(rollouts)))
+
+    def refuses_item(self, group: Group, rollout: Rollout) -> str:
+        """Why a rollout leaves its group; "" when it stays."""
+        return _refusal(self.filter_item, self.filter_item(group, rollout))
+
+    def normalized(self, group: Group, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> list[float]:
+        """Rewards of the valid members, by member, as advantages are to see them."""
+        hook = self.normalize_group
+        result = hook(group, tuple(rollouts), np.array(rewards, dtype=np.float64))
+        try:
+            found = np.asarray(result, dtype=np.float64)
+        except (TypeError, ValueError):
+            raise hook.failed(f"returned {shown(result)}: {len(rewards)} numbers are needed") from None
+        if found.shape != (len(rewards),):
+            raise hook.failed(
+                f"returned shape {list(found.shape)} for {len(rewards)} rewards: one number each is needed"
+            )
+        if not np.isfinite(found).all():
+            raise hook.failed(
+                f"returned {shown(found.tolist())} for rewards {shown(list(rewards))}: not all are finite"
+            )
+        return found.tolist()
+
+    def copies(self, group: Group, rollouts: Sequence[Rollout]) -> dict[int, int]:
+        """member -> how often it stands in the batch, 1 for each valid member and 1 more for each place it fills.
+        Their weights are divided by it: the loss of a sample counts once, however often it is there."""
+        hook, members = self.pad_group, [rollout.member for rollout in rollouts]
+        result = hook(group, tuple(rollouts))
+        copies = dict.fromkeys(members, 1)
+        if not isinstance(result, Sequence) or isinstance(result, str):
+            raise hook.failed(f"returned {shown(result)}: a list of members is needed")
+        padded = cast("Sequence[object]", result)
+        room = group.size - len(members)
+        if len(padded) > room:
+            raise hook.failed(f"returned {len(padded)} members to fill {room} places of a group of {group.size}")
+        for member in padded:
+            if isinstance(member, bool) or not isinstance(member, Integral) or int(member) not in copies:
+                raise hook.failed(f"returned member {shown(member)}: valid are {members}")
+            copies[int(member)] += 1
+        return copies
+
+
+def resolve_hooks(hooks: HooksConfig) -> GroupHooks:
+    """The hooks that ``hooks`` names. Raises ConfigurationError for one that can't be imported or called so."""
+    return GroupHooks(**{short: resolve_hook(short, getattr(hooks, short)) for short in ARGUMENTS})
+
+
+def resolve_hook(short: str, name: str) -> Hook:
+    """The hook ``hooks.<short>``, a default or the user's ``module:function``. Raises ConfigurationError."""
+    return load_hook(f"hooks.{short}", name, DEFAULTS[short], ARGUMENTS[short])
+
+
+def _refusal(hook: Hook, result: object) -> str:
+    keep: object = result
+    why: object = ""
+    if isinstance(result, tuple):
+        parts = cast("tuple[object, ...]", result)
+        keep, why = parts if len(parts) == 2 else (None, "")
+    if not isinstance(keep, (bool, np.bool_)) or not isinstance(why, str):
+        raise hook.failed(f"returned {shown(cast('object', result))}: True, False or (True or False, why) is needed")
+    if keep:
+        return ""
+    return "user:" + (" ".join(why.split())[:LONGEST_REASON] or hook.key.removeprefix("hooks."))

@@ -1,0 +1,70 @@
+"""Headway's public names in one place: what users' environments, hooks, verifiers and scripts import.
+
+    from headway.api import Environment, Episode, ToolError, load_experiment, train
+
+Names are imported when they are first used, so importing this module loads neither torch nor a server. Everything else
+in the package may move between releases.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headway.config.load import load_experiment as load_experiment
+    from headway.config.schema import Experiment as Experiment
+    from headway.orchestrator.jobs.evaluate import evaluate_model as evaluate_model
+    from headway.orchestrator.jobs.sft import run_sft as run_sft
+    from headway.orchestrator.train import train as train
+    from headway.records.errors import ConfigurationError as ConfigurationError
+    from headway.records.errors import HeadwayError as HeadwayError
+    from headway.records.ledger import RunSummary as RunSummary
+    from headway.records.rollout import Group as Group
+    from headway.records.rollout import Rollout as Rollout
+    from headway.records.rollout import Verdict as Verdict
+    from headway.records.task import Task as Task
+    from headway.rollout.environment import Answer as Answer
+    from headway.rollout.environment import Call as Call
+    from headway.rollout.environment import Environment as Environment
+    from headway.rollout.environment import Episode as Episode
+    from headway.rollout.makers.custom import RolloutOver as RolloutOver
+    from headway.rollout.tools import ToolError as ToolError
+    from headway.services.serve import Serving as Serving
+    from headway.services.serve import serve as serve
+    from headway.telemetry.ledger import read_ledger as read_ledger
+    from headway.trainer.losses import LossSettings as LossSettings
+    from headway.trainer.losses import TokenLoss as TokenLoss
+    from headway.trainer.losses import TokenTerms as TokenTerms
+
+_HOMES = {
+    "headway.config.load": ("load_experiment",),
+    "headway.config.schema": ("Experiment",),
+    "headway.orchestrator.jobs.evaluate": ("evaluate_model",),
+    "headway.orchestrator.jobs.sft": ("run_sft",),
+    "headway.orchestrator.train": ("train",),
+    "headway.records.errors": ("ConfigurationError", "HeadwayError"),
+    "headway.records.ledger": ("RunSummary",),
+    "headway.records.rollout": ("Group", "Rollout", "Verdict"),
+    "headway.records.task": ("Task",),
+    "headway.rollout.environment": ("Answer", "Call", "Environment", "Episode"),
+    "headway.rollout.makers.custom": ("RolloutOver",),
+    "headway.rollout.tools": ("ToolError",),
+    "headway.services.serve": ("Serving", "serve"),
+    "headway.telemetry.ledger": ("read_ledger",),
+    "headway.trainer.losses": ("LossSettings", "TokenLoss", "TokenTerms"),
+}
+_FOUND = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name's home on first use. Raises AttributeError for a name that isn't public."""
+    if name not in _FOUND:
+        raise AttributeError(f"headway.api has no {name!r}; valid: {', '.join(sorted(_FOUND))}")
+    found = getattr(importlib.import_module(_FOUND[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(_FOUND)

@@ -1,0 +1,367 @@
+"""Which task to draw, and for how large a group: solve rates as Beta distributions, a band of tasks whose outcomes are
+likely to differ, the unsolved again after a while, and a plain walk beneath it all.
+
+A group teaches by the difference between its members' rewards, so a task is worth drawing as far as its *signal*, the
+probability that a group of it has mixed outcomes, is high: E[1 - p^G - (1-p)^G] under what is known of its solve rate
+p. Everything is decided by counts, so the same draws and the same finished groups, in the order in which they finished,
+give the same state, whatever was drawn between them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.config.curriculum import CurriculumConfig
+from headway.control.curriculum.beta import group_size, mixed_probability
+from headway.control.curriculum.fenwick import WeightTree
+from headway.records.curriculum import BandMove, Draw, DrawReason, Region, TaskEvidence
+
+BAND_WINDOW_GROUPS = 64  # drawn from the band, before its limit is judged (again)
+BAND_STEP = 0.05  # by which it then moves at most
+PRIOR_GROUPS = 2.0  # weight of "nothing is known" (Beta(1, 1)) beside a source's own groups
+WEAKEST_PRIOR, STRONGEST_PRIOR = 0.2, 4.0  # attempts that a prior stands for
+MOST_DOUBLINGS = 12  # of the time after which an unsolved task is due
+_UNIT = 1 << 20  # a signal of 1 as a weight
+
+
+class TaskChoice(NamedTuple):
+    """A task chosen, and why."""
+
+    task: int  # its number within its source
+    draw: Draw
+
+    @property
+    def walks(self) -> bool:
+        """Whether it is the plain walk's next task."""
+        return self.draw.reason in ("cursor", "explore")
+
+
+class Band:
+    """The lower limit of signal, which follows the share of flat groups that the band really gave.
+
+    It is judged once ``BAND_WINDOW_GROUPS`` groups drawn from the band have finished, and moves by ``BAND_STEP``: up
+    (narrower) when more of them were flat than ``zero_variance_range`` allows, down (wider: more tasks) when fewer.
+    Between the two it rests. Nothing but finished groups moves it.
+    """
+
+    def __init__(self, settings: CurriculumConfig) -> None:
+        self._settings = settings
+        self.limit = settings.min_signal
+        self.moves: list[BandMove] = []
+        self._groups = 0
+        self._flat = 0
+
+    def learn(self, *, flat: bool) -> BandMove | None:
+        self._groups += 1
+        self._flat += flat
+        if self._groups < BAND_WINDOW_GROUPS:
+            return None
+        share, groups = self._flat / self._groups, self._groups
+        self._groups = self._flat = 0
+        low, high = self._settings.zero_variance_range
+        lowest, highest = self._settings.min_signal_range
+        if share > high:
+            after, why = self.limit + BAND_STEP, f"more than {high:.0%} of its groups were flat: narrower"
+        elif share < low:
+            after, why = self.limit - BAND_STEP, f"less than {low:.0%} of its groups were flat: wider"
+        else:
+            return None
+        after = min(highest, max(lowest, round(after, 6)))
+        if after == self.limit:
+            return None
+        move = BandMove(before=self.limit, after=after, zero_variance_share=share, groups=groups, why=why)
+        self.limit = after
+        self.moves.append(move)
+        return move
+
+
+class _Prior:
+    """What an unseen task of a source is like: the Beta distribution whose mean and spread over tasks are those of the
+    groups that the plain walk drew (the only ones that stand for all tasks).
+
+    A group with k of n solved estimates E[p] by k / n and E[p^2] by k (k - 1) / n (n - 1), both without bias; from the
+    two follows the strength a + b = (m - q) / (q - m^2).
+    """
+
+    def __init__(self, half_life_steps: float) -> None:
+        self._half_life = half_life_steps
+        self._weight = self._first = self._second = 0.0
+        self._version = 0
+        self.alpha = self.beta = 1.0
+
+    def learn(self, solved: float, valid: int, version: int) -> None:
+        old, new = _aged(self._version, version, self._half_life)
+        self._version = max(self._version, version)
+        pairs = valid * (valid - 1)
+        second = solved * (solved - 1) / pairs if pairs else (solved / valid) ** 2
+        self._weight = old * self._weight + new
+        self._first = old * self._first + new * solved / valid
+        self._second = old * self._second + new * max(0.0, second)
+        total = self._weight + PRIOR_GROUPS
+        mean = (self._first + PRIOR_GROUPS / 2) / total
+        square = (self._second + PRIOR_GROUPS / 3) / total
+        spread = square - mean * mean
+        strength = (mean - square) / spread if spread > 0 else STRONGEST_PRIOR
+        strength = min(STRONGEST_PRIOR, max(WEAKEST_PRIOR, strength))
+        self.alpha, self.beta = mean * strength, (1.0 - mean) * strength
+
+
+def _aged(then: int, now: int, half_life: float) -> tuple[float, float]:
+    """Weights of what was known at version ``then`` and of what is seen of version ``now``."""
+    return 0.5 ** (max(0, now - then) / half_life), 0.5 ** (max(0, then - now) / half_life)
+
+
+class SourceCurriculum:
+    """The tasks of one source, by number.
+
+    Lifecycle of a task: *unseen* -> (a group of it finishes) -> in the *band* while its signal reaches the band's
+    limit, else *trivial* or *unsolved*; each further group moves it. ``choose`` decides and changes nothing that a
+    caller could see; ``drawn`` and ``learn`` are the only transitions, and are independent of each other: folding all
+    draws and then all evidence gives the state that came of them interleaved.
+
+    Starvation: every draw of the source whose turn is the walk's takes the walk's next task, so of k draws in a row at
+    least floor(k x cursor_share) do, and no task waits longer than 2 n / cursor_share + 1 draws.
+
+    Costs: O(log n) for ``choose``, ``drawn``, ``learn``; O(n) when the band moves.
+    """
+
+    def __init__(
+        self, tasks: int, settings: CurriculumConfig, band: Band, *, size: int, rest: tuple[int, int], seed: int | str
+    ) -> None:
+        """``size``: rollout.group_size; signals are those of groups of it. ``rest``: groups for which a task of the
+        band isn't drawn again, at least and where there is a choice."""
+        self._settings = settings
+        self._band = band
+        self._size = size
+        self._seed = seed
+        self._least_rest, self._rest = rest
+        self._now = 0  # admission index that is next, as far as it is known here
+        self.prior = _Prior(settings.half_life_steps)
+        self.draws = 0
+        self.undrawn = tasks
+        self.solved: npt.NDArray[np.float64] = np.zeros(tasks)  # attempts, aged
+        self.failed: npt.NDArray[np.float64] = np.zeros(tasks)
+        self.alpha: npt.NDArray[np.float64] = np.zeros(tasks)  # as of the last evidence; 0: unseen
+        self.beta: npt.NDArray[np.float64] = np.zeros(tasks)
+        self.signal: npt.NDArray[np.float64] = np.full(tasks, -1.0)  # -1: unseen
+        self.version: npt.NDArray[np.int64] = np.zeros(tasks, dtype=np.int64)  # newest that was seen
+        self.drawn_at: npt.NDArray[np.int64] = np.full(tasks, -1)  # admission index; -1: never
+        self.due: npt.NDArray[np.int64] = np.full(tasks, -1)  # admission index from which it may be replayed
+        self.misses: npt.NDArray[np.int64] = np.zeros(tasks, dtype=np.int64)  # unsolved groups in a row
+        self._weights = WeightTree(np.zeros(tasks, dtype=np.int64))  # of the band's tasks that don't rest
+        self._resting: deque[tuple[int, int]] = deque()  # (drawn at, task), ascending
+        self._waiting: list[tuple[int, int]] = []  # heap of (due, task), outdated ones included
+        self._resting_in_band: list[tuple[int, int]] = []  # heap of (drawn at, task), likewise
+
+    # -- deciding ------------------------------------------------------------------------------------
+
+    def choose(self, index: int, walk_next: int) -> TaskChoice:
+        """The task for the group with admission index ``index``; ``walk_next``: the plain walk's next one."""
+        self._wake(index)
+        settings, turn = self._settings, self.draws
+        walked = int(turn * settings.cursor_share)
+        if int((turn + 1) * settings.cursor_share) > walked:
+            return self._choice(walk_next, "cursor", 1.0)
+        others = turn - walked
+        replays = settings.replay_share / max(settings.replay_share, 1.0 - settings.cursor_share)
+        if int((others + 1) * replays) > int(others * replays):
+            due = self._first_due(index)
+            if due is not None:
+                return self._choice(due, "replay", 1.0)
+        known, unknown = self._weights.total, self._unknown_weight()
+        if known + unknown == 0:
+            rested = None if self.undrawn else self._longest_rested(index)
+            if rested is not None:
+                return self._choice(rested, "band", 1.0)
+            return self._choice(walk_next, "explore", 1.0)
+        at = (_random64(self._seed, index) * (known + unknown)) >> 64
+        if at >= known:
+            return self._choice(walk_next, "explore", unknown / (known + unknown))
+        task = self._weights.find(at)
+        return self._choice(task, "band", self._weights[task] / (known + unknown))
+
+    def posterior(self, task: int) -> tuple[float, float]:
+        """(alpha, beta) of its solve rate: as of its last evidence, or of the source's prior now."""
+        if self.signal[task] < 0:
+            return self.prior.alpha, self.prior.beta
+        return float(self.alpha[task]), float(self.beta[task])
+
+    def region(self, task: int) -> Region:
+        return self._region(float(self.signal[task]), float(self.alpha[task]), float(self.beta[task]))
+
+    def regions(self) -> dict[Region, int]:
+        """Tasks in each."""
+        seen, band = self.signal >= 0, self.signal >= self._band.limit
+        trivial = seen & ~band & (self.alpha >= self.beta)
+        counts = [int(np.count_nonzero(part)) for part in (~seen, band, trivial)]
+        unsolved = len(self.signal) - sum(counts)
+        return {"unseen": counts[0], "unsolved": unsolved, "band": counts[1], "trivial": counts[2]}
+
+    def band_probability(self, task: int, index: int) -> float:
+        """That a draw from the band at ``index`` falls on ``task``."""
+        self._wake(index)
+        total = self._weights.total + self._unknown_weight()
+        return self._weights[task] / total if total else 0.0
+
+    # -- transitions ---------------------------------------------------------------------------------
+
+    def drawn(self, index: int, task: int) -> None:
+        """The group with admission index ``index`` is of ``task``. In the order of indices."""
+        self._now = index + 1
+        self.draws += 1
+        if self.drawn_at[task] < 0:
+            self.undrawn -= 1
+        self.drawn_at[task] = index
+        self._resting.append((index, task))
+        self._refresh(task)
+
+    def learn(self, task: int, evidence: TaskEvidence, reason: DrawReason) -> BandMove | None:
+        """A group of ``task`` that was drawn for ``reason`` has finished. In the order of finishing."""
+        valid, solved = evidence.valid, float(evidence.solved)
+        if not evidence.zero_variance and evidence.solved in (0, valid):
+            solved = valid / 2  # rewards differ where solving doesn't: as good a signal
+        if reason in ("cursor", "explore"):
+            self.prior.learn(solved, valid, evidence.version)
+        old, new = _aged(int(self.version[task]), evidence.version, self._settings.half_life_steps)
+        self.version[task] = max(int(self.version[task]), evidence.version)
+        self.solved[task] = old * self.solved[task] + new * solved
+        self.failed[task] = old * self.failed[task] + new * (valid - solved)
+        alpha = float(self.prior.alpha + self.solved[task])
+        beta = float(self.prior.beta + self.failed[task])
+        self.alpha[task], self.beta[task] = alpha, beta
+        self.signal[task] = mixed_probability(alpha, beta, self._size)
+        self.misses[task] = self.misses[task] + 1 if solved == 0 else 0
+        self.due[task] = -1
+        if solved == 0:
+            doublings = min(int(self.misses[task]) - 1, MOST_DOUBLINGS)
+            self.due[task] = evidence.group + (self._settings.replay_after_groups << doublings)
+            heapq.heappush(self._waiting, (int(self.due[task]), task))
+        self._refresh(task)
+        return self._band.learn(flat=evidence.zero_variance) if reason == "band" else None
+
+    def band_moved(self) -> None:
+        """Sort every task anew."""
+        self._weights = WeightTree(self._all_weights())
+        kept = (self.due >= 0) & (self.drawn_at < self.due) & (self.signal < self._band.limit)
+        self._waiting = [(int(self.due[task]), int(task)) for task in np.flatnonzero(kept)]
+        heapq.heapify(self._waiting)
+        resting = (self.drawn_at >= 0) & (self.signal >= self._band.limit)
+        self._resting_in_band = [(int(self.drawn_at[task]), int(task)) for task in np.flatnonzero(resting)]
+        heapq.heapify(self._resting_in_band)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _choice(self, task: int, reason: DrawReason, probability: float) -> TaskChoice:
+        alpha, beta = self.posterior(task)
+        settings = self._settings
+        smallest, largest = settings.min_group_size or self._size, settings.max_group_size or self._size
+        draw = Draw(
+            reason=reason,
+            probability=probability,
+            alpha=alpha,
+            beta=beta,
+            signal=mixed_probability(alpha, beta, self._size),
+            min_signal=self._band.limit,
+            size=group_size(alpha, beta, smallest, largest, settings.member_gain),
+        )
+        return TaskChoice(task, draw)
+
+    def _region(self, signal: float, alpha: float, beta: float) -> Region:
+        if signal < 0:
+            return "unseen"
+        if signal >= self._band.limit:
+            return "band"
+        return "trivial" if alpha >= beta else "unsolved"
+
+    def _unknown_weight(self) -> int:
+        """Of all tasks that were never drawn: as much as what they are expected to be worth, where that is enough."""
+        if not self.undrawn:
+            return 0
+        signal = mixed_probability(self.prior.alpha, self.prior.beta, self._size)
+        return self.undrawn * int(signal * _UNIT) if signal >= self._band.limit else 0
+
+    def _first_due(self, index: int) -> int | None:
+        waiting = self._waiting
+        while waiting and waiting[0][0] <= index:
+            due, task = waiting[0]
+            if self.due[task] == due and self.drawn_at[task] < due and self.signal[task] < self._band.limit:
+                return task
+            heapq.heappop(waiting)
+        return None
+
+    def _longest_rested(self, index: int) -> int | None:
+        """Of the band's tasks, when all of them rest and none is unseen: the one drawn longest ago, unless a group of
+        it may be open still."""
+        resting = self._resting_in_band
+        while resting and resting[0][0] + self._least_rest <= index:
+            drawn_at, task = resting[0]
+            if self.drawn_at[task] == drawn_at and self.signal[task] >= self._band.limit:
+                return task
+            heapq.heappop(resting)
+        return None
+
+    def _wake(self, index: int) -> None:
+        """Let tasks that have rested long enough be drawn from the band again."""
+        self._now = max(self._now, index)
+        while self._resting and self._resting[0][0] + self._rest <= self._now:
+            _, task = self._resting.popleft()
+            self._refresh(task)
+
+    def _refresh(self, task: int) -> None:
+        signal, drawn_at = self.signal[task], self.drawn_at[task]
+        free = drawn_at < 0 or drawn_at + self._rest <= self._now
+        in_band = signal >= self._band.limit
+        self._weights.set(task, int(signal * _UNIT) if free and in_band else 0)
+        if in_band and not free:
+            heapq.heappush(self._resting_in_band, (int(drawn_at), task))
+
+    def _all_weights(self) -> npt.NDArray[np.int64]:
+        free = (self.drawn_at < 0) | (self.drawn_at + self._rest <= self._now)
+        return np.where(free & (self.signal >= self._band.limit), self.signal * _UNIT, 0.0).astype(np.int64)
+
+
+class Curriculum:
+    """One curriculum for each source of tasks, which share the band's limit.
+
+    Example, a source of three tasks, groups of 4: at first all are unseen and worth the same, so the walk is followed;
+    task 0 is solved 4 times of 4, task 1 never, task 2 twice: from then on 2 is drawn, the others when it is the walk's
+    turn, and 1 once more when it is due.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], settings: CurriculumConfig, *, group_size: int, rest: tuple[int, int], seed: int
+    ) -> None:
+        """``sizes``: tasks of each source. The rest: see ``SourceCurriculum``."""
+        self.band = Band(settings)
+        self.sources = [
+            SourceCurriculum(tasks, settings, self.band, size=group_size, rest=rest, seed=f"{seed}:{i}")
+            for i, tasks in enumerate(sizes)
+        ]
+
+    def learn(self, source: int, task: int, evidence: TaskEvidence, reason: DrawReason) -> BandMove | None:
+        """See ``SourceCurriculum.learn``; the band's move, when there was one, is made everywhere."""
+        move = self.sources[source].learn(task, evidence, reason)
+        if move is not None:
+            for each in self.sources:
+                each.band_moved()
+        return move
+
+    def regions(self) -> dict[str, int]:
+        """Tasks in each region, all sources together."""
+        totals: dict[str, int] = {}
+        for source in self.sources:
+            for region, count in source.regions().items():
+                totals[region] = totals.get(region, 0) + count
+        return totals
+
+
+def _random64(seed: int | str, index: int) -> int:
+    """64 random bits that depend on (seed, index) alone."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:draw:{index}".encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,124 @@
+"""A circuit breaker: requests stay away from a replica that fails them, but for single probes.
+
+The states and their names are those of M. Nygard, "Release It!" (2007).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal
+
+from headway.config.router import RouterConfig
+
+BreakerState = Literal["closed", "open", "half_open"]
+
+
+class Breaker:
+    """Whether one replica may be given requests.
+
+    Lifecycle: *closed* -> *open*, after ``failures_to_open`` failures in a row within ``failure_window_s`` or a
+    ``trip`` -> *half-open* once its cool-down is over -> *closed* after ``successes_to_close`` probes in a row, each
+    sent after the one before had succeeded. A probe that fails opens it again, for ``cool_down_growth`` times as long
+    (at most ``longest_cool_down_s``); closing forgets that. Invariant: nothing is sent to an open one, and never two
+    probes are under way. What was sent before it opened and ends later changes nothing.
+
+    Example (1 failure opens, cool-down 1 s, growth 2, 1 success closes): a failure at t = 0 opens it until t = 1; the
+    probe sent then fails at t = 3: open until t = 5; the next succeeds at t = 6: closed.
+    """
+
+    def __init__(self, settings: RouterConfig) -> None:
+        self._settings = settings
+        self._failures: deque[float] = deque(maxlen=settings.failures_to_open)  # in a row, while closed
+        self._open_until_s: float | None = None  # None: closed
+        self._cool_down_s = settings.cool_down_s  # of the next opening
+        self._probing = False
+        self._successes = 0  # of probes, in a row
+
+    def state(self, now: float) -> BreakerState:
+        if self._open_until_s is None:
+            return "closed"
+        return "half_open" if now >= self._open_until_s else "open"
+
+    def allows(self, now: float) -> bool:
+        """Whether a request may be sent now."""
+        state = self.state(now)
+        return state == "closed" or (state == "half_open" and not self._probing)
+
+    def opens_s(self) -> float | None:
+        """When an open one becomes half-open; None: it is closed."""
+        return self._open_until_s
+
+    def send(self, now: float) -> bool:
+        """A request is being sent. True: it is the probe, and its sender says how it ended. Raises ValueError when none
+        is allowed."""
+        if not self.allows(now):
+            raise ValueError(f"the breaker is {self.state(now)}: nothing may be sent")
+        self._probing = self.state(now) == "half_open"
+        return self._probing
+
+    def succeed(self, now: float, *, probe: bool) -> bool:
+        """A request got tokens. True: that closed the breaker."""
+        if probe:
+            self._probing = False
+            if self.state(now) != "half_open":  # it was tripped meanwhile
+                return False
+            self._successes += 1
+            if self._successes < self._settings.successes_to_close:
+                return False
+            self._close()
+            return True
+        if self._open_until_s is None:
+            self._failures.clear()
+        return False
+
+    def fail(self, now: float, *, probe: bool, alone: bool = False) -> bool:
+        """A request failed. True: that opened the breaker. ``alone``: no other replica could take its requests, so they
+        had better fail here than wait: it is closed then, or stays so."""
+        if probe:
+            self._probing = False
+            if self.state(now) != "half_open":
+                return False
+            if alone:
+                self._close()
+                return False
+            self._open(now)
+            return True
+        if self._open_until_s is not None:
+            return False
+        self._failures.append(now)
+        enough = len(self._failures) == self._settings.failures_to_open
+        if alone or not enough or self._failures[0] < now - self._settings.failure_window_s:
+            return False
+        self._open(now)
+        return True
+
+    def trip(self, now: float) -> bool:
+        """Open at once: the replica is dead. True: it wasn't open before."""
+        opened = self.state(now) != "open"
+        if opened:
+            self._open(now)
+        return opened
+
+    def reset(self) -> bool:
+        """The replica was replaced, and its successor has answered. True: that closed the breaker."""
+        closed = self._open_until_s is not None
+        self._close()
+        return closed
+
+    def withdraw(self) -> None:
+        """The probe ended without telling anything: cancelled, or moved elsewhere. Another may be sent."""
+        self._probing = False
+
+    def _open(self, now: float) -> None:
+        self._open_until_s = now + self._cool_down_s
+        self._cool_down_s = min(self._settings.longest_cool_down_s, self._cool_down_s * self._settings.cool_down_growth)
+        self._failures.clear()
+        self._successes = 0
+        self._probing = False
+
+    def _close(self) -> None:
+        self._open_until_s = None
+        self._cool_down_s = self._settings.cool_down_s
+        self._failures.clear()
+        self._successes = 0
+        self._probing = False

@@ -1,0 +1,213 @@
+"""Who of the foreign callers goes on, waits or is refused: token buckets, a bound on what is open, a bounded queue."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import Literal
+
+import msgspec
+
+from headway.config.router import RouterConfig
+
+LONGEST_RETRY_S = 60  # that a refused caller is told to stay away
+_RATE_S = 30.0  # time constant of the measured rate at which tokens get done
+_ROUNDING_S = 1e-6  # what adding up times may lose
+
+
+class RateLimited(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that is not taken."""
+
+    why: str
+    retry_after_s: int  # 1 .. LONGEST_RETRY_S: when a place is likely
+
+
+Decision = Literal["admitted", "waiting"] | RateLimited
+
+
+class TokenBucket:
+    """Holds ``rate_per_s`` x ``burst_s`` at most, and refills at that rate.
+
+    What costs more than it can hold is taken out of a full one, which then is in debt; so over any time t no more than
+    rate x t + what it holds + one such cost is taken.
+    """
+
+    def __init__(self, rate_per_s: float, burst_s: float, now: float) -> None:
+        self._rate = rate_per_s
+        self._size = rate_per_s * burst_s
+        self._level = self._size
+        self._at_s = now
+
+    def level(self, now: float) -> float:
+        """What is in it; below 0: debt."""
+        return min(self._size, self._level + self._rate * max(0.0, now - self._at_s))
+
+    def wait_s(self, cost: float, now: float) -> float:
+        """Until ``cost`` can be taken; 0: now."""
+        return self.refill_s(min(cost, self._size), now)
+
+    def refill_s(self, amount: float, now: float) -> float:
+        """Until so much has come in, if all else is taken as it comes."""
+        return max(0.0, amount - self.level(now)) / self._rate
+
+    def take(self, cost: float, now: float) -> None:
+        """Take it out; whoever does so has waited for ``wait_s`` to be 0."""
+        self._level, self._at_s = self.level(now) - cost, now
+
+    def give_back(self, cost: float, now: float) -> None:
+        """Part of what was taken was not needed."""
+        self._level, self._at_s = min(self._size, self.level(now) + cost), now
+
+
+class _Waiting(msgspec.Struct, kw_only=True, gc=False):
+    name: str
+    serial: int
+    tokens: int
+    since_s: float
+
+
+class RateLimit:
+    """Requests are *admitted* at once, or *wait*, oldest first, and are admitted or refused in the end; an admitted one
+    is open until it is *finished*.
+
+    A request waits while the buckets of requests/s and tokens/s don't hold its cost, while the tokens of the open ones
+    and its own exceed ``open_limit_tokens`` (one that is alone may), or while one that goes before it waits: lower
+    priorities first, then who came first, and nobody is overtaken because he wants more. Invariant: at most
+    ``queue_requests`` wait, none for longer than ``queue_s``; the tokens of the open ones add up to ``open_tokens``.
+
+    Used as: ``offer``; whenever something changed or ``next_event_s`` has come, ``decide``.
+    """
+
+    def __init__(self, settings: RouterConfig, now: float) -> None:
+        self._settings = settings
+        rates = {"requests": settings.requests_per_s, "tokens": settings.tokens_per_s}
+        self._buckets = {name: TokenBucket(rate, settings.burst_s, now) for name, rate in rates.items() if rate}
+        self._open: dict[str, int] = {}  # name -> tokens
+        self._order: list[tuple[int, int, str]] = []  # (priority, serial, name) of those that wait or have left
+        self._waiting: dict[str, _Waiting] = {}  # in the order they came
+        self._serial = 0
+        self._began_s = self._done_s = now
+        self._done_rate = 0.0  # tokens/s, exponentially smoothed from 0 at the start
+        self.open_limit_tokens: float | None = None
+        self.open_tokens = 0
+        self.waiting_tokens = 0
+        self.peak_waiting = 0
+        self.refusals = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def oldest_age_s(self, now: float) -> float:
+        """How long the one that came first has waited; 0.0 when none waits."""
+        first = next(iter(self._waiting.values()), None)
+        return 0.0 if first is None else now - first.since_s
+
+    def offer(self, name: str, tokens: int, priority: int, now: float) -> Decision:
+        """A request arrives that may take so many tokens, prompt and response. Raises ValueError for a name that is
+        open or waits already."""
+        if name in self._open or name in self._waiting:
+            raise ValueError(f"request {name!r} is already there")
+        if not self._waiting and self._may_go(tokens, now):
+            self._admit(name, tokens, now)
+            return "admitted"
+        if len(self._waiting) >= self._settings.queue_requests:
+            full = f"{len(self._waiting)} requests wait already"
+            nobody = "there is no room now, and none may wait (router.queue_requests = 0)"
+            return self._refused(full if self._waiting else nobody, tokens, now)
+        heapq.heappush(self._order, (priority, self._serial, name))
+        self._waiting[name] = _Waiting(name=name, serial=self._serial, tokens=tokens, since_s=now)
+        self._serial += 1
+        self.waiting_tokens += tokens
+        self.peak_waiting = max(self.peak_waiting, len(self._waiting))
+        return "waiting"
+
+    def decide(self, now: float) -> list[tuple[str, RateLimited | None]]:
+        """Names of waiting requests that need to wait no more, in order, with None for an admitted one."""
+        decided: list[tuple[str, RateLimited | None]] = []
+        limit_s = self._settings.queue_s
+        for one in [one for one in self._waiting.values() if now >= one.since_s + limit_s]:
+            self._leave(one.name)
+            decided.append((one.name, self._refused(f"no place within {limit_s:g} s", one.tokens, now)))
+        while (name := self._first()) is not None and self._may_go(self._waiting[name].tokens, now):
+            tokens = self._waiting[name].tokens
+            self._leave(name)
+            self._admit(name, tokens, now)
+            decided.append((name, None))
+        return decided
+
+    def withdraw(self, name: str) -> None:
+        """A waiting request is given up by its caller. Unknown names: no-op."""
+        if name in self._waiting:
+            self._leave(name)
+
+    def finish(self, name: str, used_tokens: int, now: float) -> None:
+        """An open request is over; what it didn't use of its tokens goes back. Raises KeyError for an unknown one."""
+        tokens = self._open.pop(name)
+        self.open_tokens -= tokens
+        used = min(tokens, max(0, used_tokens))
+        if "tokens" in self._buckets:
+            self._buckets["tokens"].give_back(tokens - used, now)
+        self._done_rate = self._faded(now) + used / _RATE_S
+        self._done_s = now
+
+    def next_event_s(self, now: float) -> float:
+        """When to decide anew if nothing else happens; inf: nobody waits."""
+        first = self._first()
+        if first is None:
+            return math.inf
+        oldest = next(iter(self._waiting.values()))
+        due_s = oldest.since_s + self._settings.queue_s
+        tokens = self._waiting[first].tokens
+        return min(due_s, now + self._buckets_wait_s(tokens, now)) if self._fits(tokens) else due_s
+
+    def _may_go(self, tokens: int, now: float) -> bool:
+        return self._fits(tokens) and self._buckets_wait_s(tokens, now) <= _ROUNDING_S
+
+    def _fits(self, tokens: int) -> bool:
+        limit = self.open_limit_tokens
+        return limit is None or not self._open or self.open_tokens + tokens <= limit
+
+    def _buckets_wait_s(self, tokens: int, now: float) -> float:
+        costs = {"requests": 1.0, "tokens": float(tokens)}
+        return max((bucket.wait_s(costs[name], now) for name, bucket in self._buckets.items()), default=0.0)
+
+    def _admit(self, name: str, tokens: int, now: float) -> None:
+        costs = {"requests": 1.0, "tokens": float(tokens)}
+        for kind, bucket in self._buckets.items():
+            bucket.take(costs[kind], now)
+        self._open[name] = tokens
+        self.open_tokens += tokens
+
+    def _first(self) -> str | None:
+        """Who goes next; those that left the queue are passed by."""
+        while self._order and not self._waits(self._order[0]):
+            heapq.heappop(self._order)
+        return self._order[0][2] if self._order else None
+
+    def _waits(self, entry: tuple[int, int, str]) -> bool:
+        found = self._waiting.get(entry[2])
+        return found is not None and found.serial == entry[1]
+
+    def _leave(self, name: str) -> None:
+        self.waiting_tokens -= self._waiting.pop(name).tokens
+        if len(self._order) > 2 * len(self._waiting) + 16:  # most have left from the middle
+            self._order = [entry for entry in self._order if self._waits(entry)]
+            heapq.heapify(self._order)
+
+    def _rate(self, now: float) -> float:
+        """Tokens/s that get done."""
+        seen = 1.0 - math.exp(-(now - self._began_s) / _RATE_S)
+        return self._faded(now) / seen if seen > 0 else 0.0
+
+    def _faded(self, now: float) -> float:
+        return self._done_rate * math.exp(-(now - self._done_s) / _RATE_S)
+
+    def _refused(self, why: str, tokens: int, now: float) -> RateLimited:
+        self.refusals += 1
+        ahead = self.waiting_tokens + tokens
+        rate = self._rate(now)
+        wait_s = ahead / rate if rate > 0 else 0.0
+        amounts = {"requests": len(self._waiting) + 1.0, "tokens": float(ahead)}
+        wait_s = max([wait_s, *(bucket.refill_s(amounts[kind], now) for kind, bucket in self._buckets.items())])
+        return RateLimited(why=why, retry_after_s=min(LONGEST_RETRY_S, max(1, math.ceil(wait_s))))

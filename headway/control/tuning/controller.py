@@ -1,0 +1,387 @@
+"""Matching the two rates while the run goes on: which knobs to set, and why.
+
+Pure: ``decide`` gets the controller's state and the run's last records and gives both the next state and what to do.
+The aim is *trained samples with non-zero advantage per second* within the staleness budget (admission keeps it whatever
+the knobs are) and the length-bias limit; of settings whose rate is within 1 % of the best, the one with the younger
+samples.
+
+Each decision looks at the records since the last one and does the first of these that applies:
+
+1. *Drift.* What the queue is made of (lengths, acceptance, cost of a token on either side, verification) differs from
+   the records before: those are forgotten, and so is what was learnt about the knobs.
+2. *Measured effect.* The last change has had time to show. When the rate fell by more than noise and below what was
+   predicted, it is taken back, and its direction isn't tried again in this regime.
+3. *Reflex.* The trainer starves while the limit on open groups keeps slots empty, or the one on concurrent rollouts
+   keeps groups waiting: it rises, by half or twofold.
+4. *Model.* After a budget's worth of steps ``ledger_model`` estimates the queue and ``queue_model`` simulates the
+   neighbouring settings, with a generator a tenth slower than measured: the reserve against bursts. The best one is
+   taken if it gains enough; twice as much for every time a knob has turned round in this regime. While nothing is
+   found it looks ever more seldom.
+
+Guards hold whatever the model says: while the trainer starves for want of groups no load is taken away (open groups,
+concurrent rollouts, replicas that generate), while finished groups pile up none is added, and a value at which the
+trainer starved is not gone back to. The publish interval is no load: these say nothing of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Literal
+
+import msgspec
+
+from headway.config.control import KnobName
+from headway.control.tuning.drift import RECENT, find_drift
+from headway.control.tuning.knob_search import KNOBS, LEAST_GAIN, Allowed, ControlLimits, Search
+from headway.control.tuning.ledger_model import LedgerModel, estimate, relative_noise, usable
+from headway.records.control import Knobs
+from headway.records.ledger import StepRecord
+
+WINDOW = 16  # records that an estimate is made from, at most
+LEAST_YOUNGER = 0.1  # versions of mean staleness ...
+LEAST_YOUNGER_SHARE = 0.05  # ... and relative
+STARVES, FULL = 0.05, 0.02  # shares of the time the trainer waits for want of groups
+# Share of the time the generator has nothing to do, from which on groups that wait in the queue are given up for
+# younger samples. Where both sides are about as fast they are the reserve against either one's swings, which the model
+# doesn't have: it takes every step for as long as its like.
+LEAST_SPARE = 0.1
+_RATE_DIFFERS = 0.2  # |ln|: worth another look
+_MOST_RESTS = 3  # doublings of the time between two looks
+
+Kind = Literal["set", "rollback", "measured", "drift"]
+
+
+class Action(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing the controller did or found: a line of its log."""
+
+    kind: Kind
+    reason: str
+    knob: KnobName | Literal[""] = ""
+    old: int = 0  # open_groups: what admission allows at best stands for no limit
+    new: int = 0
+    predicted: float = 0.0  # rate after / rate before; 0: not predicted
+    measured: float = 0.0  # ... as it turned out; 0: not yet
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """A change whose effect is being measured."""
+
+    before: Knobs
+    version: int  # from which on it is in effect
+    predicted: float  # rate after / rate before
+    rate: float  # before, samples/s
+    noise: float  # its standard error, relative
+
+
+class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
+    """What the controller remembers.
+
+    Lifecycle: a *regime* begins with the run and at each drift; within it floors only rise, refused directions stay
+    refused, and each turn of a knob makes the next one dearer. That is why it comes to rest on stationary inputs.
+    """
+
+    knobs: Knobs
+    regime_step: int = 0  # records of earlier steps are of another regime
+    decided_step: int = 0  # version at the last change
+    trial: Trial | None = None
+    floors: dict[str, int] = {}  # knob -> value at which the trainer starved
+    refused: tuple[tuple[str, int], ...] = ()  # (knob, direction) that turned out worse
+    directions: dict[str, int] = {}  # knob -> its last direction
+    turns: dict[str, int] = {}  # knob -> how often it turned round
+    rests: int = 0  # looks at the model in a row that found nothing
+    looked_step: int = 0  # version at the last of them, and the rate then
+    looked_rate: float = 0.0
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """The next state (its ``knobs`` are to be set) and what to say about it."""
+
+    state: ControllerState
+    actions: tuple[Action, ...] = ()
+    due: bool = False  # it is time to ask the model, which ``decide`` wasn't let to
+
+
+def decide(
+    state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits, *, look: bool = True
+) -> Decision:
+    """What to do after the last of ``records``, the run's own in their order (some dozen are enough). ``look``: the
+    model may be asked, whose simulations take a tenth of a second or more; everything else takes half a millisecond."""
+    every = usable(records)
+    actions: list[Action] = []
+    drifted = find_drift([r for r in every if r.step >= state.regime_step][-WINDOW - RECENT :])
+    if drifted is not None:
+        step, reason = drifted
+        state = ControllerState(knobs=state.knobs, regime_step=step, decided_step=step)
+        actions.append(Action(kind="drift", reason=reason))
+    window = [r for r in every if r.step >= state.regime_step][-WINDOW:]
+    since = [r for r in window if r.step >= state.decided_step]
+    if len(since) < limits.interval_steps:
+        return Decision(state=state, actions=tuple(actions))
+    now = _evidence(since[-limits.interval_steps :], limits)
+    for next_ in (_measured, _reflex):
+        if (decision := next_(state, window, now, limits)) is not None:
+            state = decision.state
+            actions += decision.actions
+            if state.decided_step > window[-1].step:  # changed something
+                return Decision(state=state, actions=tuple(actions))
+    due = _due(state, window, limits)
+    if due and look:
+        lately = _evidence(since[-2 * limits.patience_steps :], limits)
+        if (decision := _by_model(state, window, lately, limits)) is not None:
+            state = decision.state
+            actions += decision.actions
+    return Decision(state=state, actions=tuple(actions), due=due and not look)
+
+
+def found_nothing(state: ControllerState, version: int) -> ControllerState:
+    """After a look in vain: the next one comes later."""
+    return msgspec.structs.replace(state, rests=min(_MOST_RESTS, state.rests + 1), looked_step=version)
+
+
+def set_at(decision: Decision, version: int) -> Decision:
+    """``decision``, whose knobs come into effect at ``version`` only: it was made out of older records."""
+    state = decision.state
+    if not any(action.kind == "set" for action in decision.actions):
+        return decision
+    trial = msgspec.structs.replace(state.trial, version=version) if state.trial else None
+    return msgspec.structs.replace(decision, state=msgspec.structs.replace(state, decided_step=version, trial=trial))
+
+
+# --- what the last steps show ----------------------------------------------------------------------------
+
+
+class ControllerEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """Means over the steps since the last decision."""
+
+    wait: float  # share of the time the trainer waited
+    lack: float  # ... of it for want of finished groups, not for stragglers
+    idle: float  # share of the time the replicas had nothing to do
+    stock: float  # groups left in the buffer after a batch was taken, in batches
+    in_generation: float  # rollouts between admission and last token
+    preempted: bool
+    bias: float  # length bias that scheduling causes, KS
+
+    @property
+    def starving(self) -> bool:
+        """The trainer waits for groups that nobody is late with."""
+        return self.lack >= STARVES and self.lack >= self.wait / 2 and self.stock < 1 and not self.preempted
+
+    @property
+    def glut(self) -> bool:
+        """The trainer doesn't wait, and the generator does or its groups pile up."""
+        return self.wait < FULL and (self.idle > STARVES or self.stock >= 1)
+
+
+def _evidence(records: Sequence[StepRecord], limits: ControlLimits) -> ControllerEvidence:
+    seconds = sum(r.step_s for r in records)
+    wait = sum(r.trainer_wait_s for r in records) / seconds
+    return ControllerEvidence(
+        wait=wait,
+        lack=max(0.0, wait - sum(r.flow.straggler_wait_s for r in records) / seconds),
+        idle=sum(r.generator_wait_ratio * r.step_s for r in records) / seconds,
+        stock=fmean(r.buffered_groups for r in records) / limits.shape.groups_per_step,
+        in_generation=sum(r.flow.generating_s for r in records) / seconds,
+        preempted=any(r.flow.preemptions for r in records),
+        bias=records[-1].length_bias_scheduling_ks,
+    )
+
+
+def _allowed(state: ControllerState, evidence: ControllerEvidence, limits: ControlLimits) -> Allowed:
+    """The guards."""
+
+    def allowed(name: KnobName, old: int, new: int) -> bool:
+        up = new > old
+        if name in limits.pinned or (name, 1 if up else -1) in state.refused:
+            return False
+        if not up and new <= state.floors.get(name, 0):
+            return False
+        if name == "steps_per_publish":
+            return True
+        if name == "resting":
+            up = not up
+        if up:
+            return not evidence.glut and evidence.bias <= limits.length_bias_limit
+        return not evidence.starving
+
+    return allowed
+
+
+# --- the three ways to act -------------------------------------------------------------------------------
+
+
+def _measured(
+    state: ControllerState, window: Sequence[StepRecord], evidence: ControllerEvidence, limits: ControlLimits
+) -> Decision | None:
+    """The effect of the last change, once it shows; taken back when it is worse than noise and prediction."""
+    trial = state.trial
+    if trial is None:
+        return None
+    after = [r for r in window if r.step >= trial.version + _settling(window)]
+    if len(after) < limits.patience_steps:
+        return None
+    rate = _rate_of(after)
+    spread = relative_noise(window, _rate_of(window))
+    noise = math.hypot(trial.noise, max(relative_noise(after, rate), spread * math.sqrt(len(window) / len(after))))
+    ratio = rate / trial.rate
+    done = msgspec.structs.replace(state, trial=None)
+    said = Action(
+        kind="measured",
+        reason=f"{rate:.3g} samples/s over {len(after)} steps, {trial.rate:.3g} before (± {noise:.0%})",
+        predicted=trial.predicted,
+        measured=ratio,
+    )
+    if ratio > 1.0 - max(LEAST_GAIN, 2 * noise) or ratio > trial.predicted - 2 * noise:
+        return Decision(state=done, actions=(said,))
+    there = {name: limits.value(state.knobs, name) for name in KNOBS}
+    before = {name: limits.value(trial.before, name) for name in KNOBS}
+    allowed = _allowed(state, evidence, limits)
+    back: list[KnobName] = [
+        name for name in KNOBS if before[name] != there[name] and allowed(name, there[name], before[name])
+    ]
+    if not back:
+        return Decision(state=done, actions=(said,))
+    refused = tuple((name, 1 if there[name] > before[name] else -1) for name in back)
+    knobs = state.knobs
+    for name in back:
+        knobs = limits.with_value(knobs, name, before[name])
+    actions = [
+        Action(
+            kind="rollback",
+            reason=f"the rate fell to {ratio:.2f} of what it was, {trial.predicted:.2f} was predicted",
+            knob=name,
+            old=there[name],
+            new=before[name],
+            predicted=trial.predicted,
+            measured=ratio,
+        )
+        for name in back
+    ]
+    done = msgspec.structs.replace(
+        done,
+        knobs=knobs,
+        decided_step=window[-1].version,
+        refused=tuple(dict.fromkeys((*state.refused, *refused))),
+    )
+    return Decision(state=done, actions=(said, *actions))
+
+
+def _settling(window: Sequence[StepRecord]) -> int:
+    """Steps until the groups that were open at a change are mostly trained."""
+    return min(3, 1 + round(window[-1].trajectory_staleness.mean))
+
+
+def _reflex(
+    state: ControllerState, window: Sequence[StepRecord], evidence: ControllerEvidence, limits: ControlLimits
+) -> Decision | None:
+    """Raise the limit that keeps a starving trainer's rollouts from being generated: on open groups where there are
+    fewer rollouts than may run at once, else on those."""
+    knobs = state.knobs
+    if not evidence.starving:
+        return None
+    room = evidence.in_generation < 0.9 * (knobs.concurrent_rollouts - limits.largest_group + 1)
+    name: KnobName = "open_groups" if room else "concurrent_rollouts"
+    slots = limits.shape.slots * (limits.shape.replicas - len(knobs.resting))
+    if not room and knobs.concurrent_rollouts >= slots + limits.largest_group and evidence.idle < STARVES:
+        return None  # more would only wait for slots
+    old, (_, most) = limits.value(knobs, name), limits.bounds(name)
+    new = min(most, math.ceil(old * (2.0 if evidence.lack >= 4 * STARVES else 1.5)))
+    if new == old or not _allowed(state, evidence, limits)(name, old, new):
+        return None
+    short = "open groups are" if room else "rollouts at once are"
+    reason = (
+        f"the trainer waits {evidence.lack:.0%} of the time for groups, and {evidence.in_generation:.0f} of "
+        f"{knobs.concurrent_rollouts} rollouts are being generated: {short} what is short"
+    )
+    target = limits.with_value(knobs, name, new)
+    floors = {**state.floors, name: max(old, state.floors.get(name, 0))}
+    return _set(msgspec.structs.replace(state, floors=floors), target, window, limits, reason, 0.0)
+
+
+def _due(state: ControllerState, window: Sequence[StepRecord], limits: ControlLimits) -> bool:
+    """Whether enough steps have passed since the model was last asked; twice as many after each time that it found
+    nothing, unless the rate has changed."""
+    if state.trial is not None or limits.pinned == frozenset(KNOBS):
+        return False
+    patience = limits.patience_steps
+    waited = window[-1].version - max(state.looked_step, state.decided_step, state.regime_step)
+    if waited < patience:
+        return False
+    rate = _rate_of(window[-patience:])
+    changed = bool(state.looked_rate) and abs(math.log(rate / state.looked_rate)) >= _RATE_DIFFERS
+    return waited >= patience << state.rests or changed
+
+
+def _rate_of(records: Sequence[StepRecord]) -> float:
+    """Samples/s."""
+    return sum(r.samples for r in records) / sum(r.step_s for r in records)
+
+
+def _by_model(
+    state: ControllerState, window: Sequence[StepRecord], evidence: ControllerEvidence, limits: ControlLimits
+) -> Decision | None:
+    """The neighbouring setting that the model likes best, when it is better by enough."""
+    idle = msgspec.structs.replace(
+        found_nothing(state, window[-1].version), looked_rate=_rate_of(window[-limits.patience_steps :])
+    )
+    found = estimate(window, limits.shape)
+    if found is None:
+        return None
+    search = Search(found, state.knobs, _allowed(state, evidence, limits), limits)
+    target = search.best()
+    if target == state.knobs:
+        return Decision(state=idle)
+    now, then = search.outcome(state.knobs), search.outcome(target)
+    gain = then.samples_per_s / now.samples_per_s
+    younger = now.staleness_mean - then.staleness_mean
+    strict = 2.0 ** max((_turns(state, name, target, limits) for name in KNOBS), default=0)
+    worth = gain >= 1.0 + LEAST_GAIN * strict
+    settled = len(window) >= min(WINDOW, 2 * limits.patience_steps)  # younger samples can wait for a better estimate
+    # a replica that lends its device pauses, and so never shows as idle
+    spare = evidence.idle >= LEAST_SPARE or found.model.lent_share > 0
+    fresh = settled and spare and younger >= strict * max(LEAST_YOUNGER, LEAST_YOUNGER_SHARE * now.staleness_mean)
+    if not worth and not (fresh and gain >= 1.0 - limits.tolerance - 1e-9):
+        return Decision(state=idle)
+    useful = found.samples_per_s * found.useful_share
+    reason = f"predicted {useful * gain:.3g} useful samples/s for {useful:.3g}"
+    reason += f", mean staleness {then.staleness_mean:.1f} for {now.staleness_mean:.1f}"
+    reason += f" (the trainer waits {evidence.wait:.0%}, the generator {evidence.idle:.0%})"
+    return _set(state, target, window, limits, reason, gain, found)
+
+
+def _set(
+    state: ControllerState,
+    target: Knobs,
+    window: Sequence[StepRecord],
+    limits: ControlLimits,
+    reason: str,
+    predicted: float,
+    found: LedgerModel | None = None,
+) -> Decision:
+    version = window[-1].version
+    actions: list[Action] = []
+    turns, directions = dict(state.turns), dict(state.directions)
+    for name in KNOBS:
+        old, new = limits.value(state.knobs, name), limits.value(target, name)
+        if old == new:
+            continue
+        turns[name] = _turns(state, name, target, limits)
+        directions[name] = 1 if new > old else -1
+        actions.append(Action(kind="set", reason=reason, knob=name, old=old, new=new, predicted=predicted))
+    trial = None
+    if found is not None:
+        trial = Trial(
+            before=state.knobs, version=version, predicted=predicted, rate=found.samples_per_s, noise=found.noise
+        )
+    after = msgspec.structs.replace(
+        state, knobs=target, decided_step=version, trial=trial, turns=turns, directions=directions, rests=0
+    )
+    return Decision(state=after, actions=tuple(actions))
+
+
+def _turns(state: ControllerState, name: KnobName, target: Knobs, limits: ControlLimits) -> int:
+    """How often the knob will have turned round."""
+    before = state.turns.get(name, 0)
+    step = limits.value(target, name) - limits.value(state.knobs, name)
+    return before + (step * state.directions.get(name, 0) < 0)

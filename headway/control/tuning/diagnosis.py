@@ -1,0 +1,344 @@
+"""What bounds a run that has a ledger, and which changes would help: predictions relative to what was measured.
+
+Every change is simulated beside the run as it is, with the same random lengths; the predicted rate is the measured one
+times the ratio of the two. So what the model leaves out counts only where a change alters it. The uncertainty of a
+prediction combines the noise of the measured rate, the spread over random lengths, and how far the ratio moves when the
+parameters that the ledger hardly tells (``LedgerModel.variants``) are moved by a standard deviation.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from statistics import fmean, stdev
+from typing import Any
+
+import msgspec
+
+from headway.config.load import changed_experiment
+from headway.config.schema import Experiment
+from headway.control.tuning.drift import RECENT, environment_share, find_drift
+from headway.control.tuning.forecast import RANK_ERROR, WORTH_IT, RunShape, binding_constraint, token_s_with
+from headway.control.tuning.ledger_model import LedgerModel, as_recorded, estimate, usable
+from headway.control.tuning.queue_model import QueueModel, needed_budget, simulate_or_still
+from headway.records.errors import ConfigurationError
+from headway.records.ledger import StepRecord
+from headway.records.planning import Change, Constraint, QueueOutcome
+
+LEAST_STEPS = 8  # usable records, those in which the queue was filling not counted
+_MOST_STEPS = 60
+_SEEDS = (0, 1, 2)
+_ROLLOUTS = 2000
+_SHOWN = 3
+_ACTING = 0.30  # share of the rollouts' time in their environments, beyond which more of them at once is tried
+_FULL = 0.9  # of the slots held: more rollouts would only wait for one
+
+
+class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of the configuration, what it is predicted to do, and how sure that is."""
+
+    settings: dict[str, str]  # key -> value as TOML: to be set together
+    relieves: Constraint
+    samples_per_s: float  # predicted
+    useful_per_s: float  # predicted, of samples whose advantage isn't 0
+    gain: float  # relative
+    error: float  # standard error of the predicted rates, relative
+    staleness_mean: float  # predicted, versions
+    needs: str = ""  # what it takes, or changes, beside the rate
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run's last steps say."""
+
+    first_step: int  # of those it is based on
+    last_step: int
+    samples_per_s: float  # measured
+    useful_per_s: float
+    error: float  # standard error of both, relative
+    simulated_per_s: float  # what the model makes of the run as it is: how good a model it is
+    binding: Constraint
+    reason: str
+    trainer_wait: float  # shares of the time ...
+    straggler_wait: float  # ... of the trainer's wait
+    generator_wait: float
+    staleness_mean: float
+    acceptance: float
+    in_generation: float  # rollouts, mean
+    needed_budget: int  # eta >= L_max x concurrency / (samples per step x mean length), with the p99 for L_max
+    kv_slots: int  # requests whose KV fits, one replica
+    changes: list[Recommendation]  # the largest predicted gain first
+    unidentified: dict[str, str]  # what the ledger doesn't tell
+
+
+def diagnose(
+    records: Sequence[StepRecord], experiment: Experiment, shape: RunShape, shared_devices: Sequence[str] = ()
+) -> Diagnosis | str:
+    """The diagnosis of the run's last regime, or what is missing for one. ``shared_devices``: of the trainer, on which
+    no replica generates yet."""
+    steps = steady_steps(records, shape.budget)
+    if len(steps) < LEAST_STEPS:
+        return (
+            f"{len(steps)} of the {LEAST_STEPS} steps in steady state that a diagnosis needs are recorded (the first "
+            f"{shape.budget + 1} only fill the queue, skipped ones and those rebuilt after a kill say nothing)"
+        )
+    shape = as_recorded(shape, steps)
+    found = estimate(steps, shape)
+    if found is None:
+        return "no response finished in the last steps"
+    now = _outcomes(found.model)
+    if not all(one.samples_per_s for one in now):
+        return "the queue that this ledger describes would stand still: nothing can be predicted from it"
+    needed = needed_budget(
+        longest_tokens=found.lengths.at(0.99),
+        concurrency=max(1, round(found.in_generation)),
+        samples_per_step=shape.samples_per_step,
+        mean_tokens=found.lengths.mean_tokens,
+    )
+    acting = environment_share(steps)
+    changes = _recommendations(found, experiment, shape, needed, shared_devices, now, acting)
+    relieving = [
+        Change(key=next(iter(one.settings)), value="", constraint=one.relieves, gain=one.gain) for one in changes
+    ]
+    measured = msgspec.structs.replace(
+        now[0],
+        trainer_wait=found.trainer_wait,
+        straggler_wait=found.straggler_wait,
+        generator_wait=found.generator_wait,
+    )
+    binding, reason = binding_constraint(shape, found.model, measured, relieving)
+    return Diagnosis(
+        first_step=steps[0].step,
+        last_step=steps[-1].step,
+        samples_per_s=found.samples_per_s,
+        useful_per_s=found.useful_per_s,
+        error=found.noise,
+        simulated_per_s=fmean(one.samples_per_s for one in now),
+        binding=binding,
+        reason=reason.replace("would wait", "waits"),
+        trainer_wait=found.trainer_wait,
+        straggler_wait=found.straggler_wait,
+        generator_wait=found.generator_wait,
+        staleness_mean=found.staleness_mean,
+        acceptance=found.model.acceptance,
+        in_generation=found.in_generation,
+        needed_budget=needed,
+        kv_slots=found.model.slots,
+        changes=changes[:_SHOWN],
+        unidentified=found.unidentified,
+    )
+
+
+def steady_steps(records: Sequence[StepRecord], budget: int) -> list[StepRecord]:
+    """The last regime's records, 60 at most, without those in which the queue was filling. A regime that has only just
+    begun is looked at together with the steps before it."""
+    steps = [r for r in usable(records) if r.step > budget]
+    kept: list[StepRecord] = []
+    for record in steps[-_MOST_STEPS:]:
+        kept.append(record)
+        drifted = find_drift(kept[-16 - RECENT :])
+        if drifted is not None:
+            kept = [r for r in kept if r.step >= drifted[0]]
+    if len(kept) < LEAST_STEPS:
+        kept = steps[-2 * LEAST_STEPS :]
+    flows = [(r.flow.open_groups, r.flow.concurrent_rollouts, r.flow.steps_per_publish, r.flow.resting) for r in kept]
+    changed = max((i for i in range(1, len(flows)) if flows[i] != flows[i - 1]), default=0)
+    return kept[changed:] if len(kept) - changed >= LEAST_STEPS else kept  # knobs as they are now
+
+
+def _outcomes(model: QueueModel) -> list[QueueOutcome]:
+    return [simulate_or_still(model, seed=seed, rollouts=_ROLLOUTS) for seed in _SEEDS]
+
+
+# --- changes ---------------------------------------------------------------------------------------------
+
+
+class _Candidate(msgspec.Struct, frozen=True):
+    settings: dict[str, str]
+    relieves: Constraint
+    change: Mapping[str, Any]  # fields of the model
+    needs: str = ""
+    error: float = 0.0  # of what it assumes, relative
+
+
+def _recommendations(
+    found: LedgerModel,
+    experiment: Experiment,
+    shape: RunShape,
+    needed: int,
+    shared_devices: Sequence[str],
+    now: Sequence[QueueOutcome],
+    acting: float,
+) -> list[Recommendation]:
+    """Every change worth making, the largest gain first; of one key only the best value."""
+    best: dict[str, Recommendation] = {}
+    for candidate in _candidates(found, experiment, shape, needed, shared_devices, acting):
+        one = _as_configured(candidate, experiment)
+        if one is None:
+            continue
+        changed = msgspec.structs.replace(found.model, **one.change)
+        then = _outcomes(changed)
+        ratios = [b.samples_per_s / a.samples_per_s for a, b in zip(now, then, strict=True)]
+        gain = fmean(ratios) - 1.0
+        if gain < WORTH_IT:
+            continue
+        shifts = [_ratio(variant, one.change) / ratios[0] - 1.0 for variant in found.variants()]
+        model_error = math.sqrt(sum(shift**2 for shift in shifts) / 2)  # each parameter is moved both ways
+        spread = stdev(ratios) / math.sqrt(len(ratios)) / (1 + gain)
+        recommended = Recommendation(
+            settings=one.settings,
+            relieves=one.relieves,
+            samples_per_s=found.samples_per_s * (1 + gain),
+            useful_per_s=found.useful_per_s * (1 + gain),
+            gain=gain,
+            error=math.hypot(found.noise, model_error, spread, one.error),
+            staleness_mean=fmean(outcome.staleness_mean for outcome in then),
+            needs=one.needs,
+        )
+        key = next(iter(one.settings))
+        if key not in best or recommended.gain > best[key].gain:
+            best[key] = recommended
+    return sorted(best.values(), key=lambda one: -one.gain)
+
+
+def _as_configured(candidate: _Candidate, experiment: Experiment) -> _Candidate | None:
+    """The candidate with the numbers that a run with its settings would have; None where they would be refused."""
+    try:
+        then = changed_experiment(experiment, candidate.settings)
+    except ConfigurationError:
+        return None
+    change = dict(candidate.change)
+    if then.concurrent_rollouts != experiment.concurrent_rollouts or "concurrent_rollouts" in change:
+        change["concurrent_rollouts"] = then.concurrent_rollouts
+    if then.surplus_groups != experiment.surplus_groups:
+        change["surplus_groups"] = then.surplus_groups
+    if then.open_groups != experiment.open_groups:
+        change["open_groups"] = then.open_groups
+    return msgspec.structs.replace(candidate, change=change)
+
+
+def _ratio(model: QueueModel, change: Mapping[str, Any]) -> float:
+    run = partial(simulate_or_still, seed=_SEEDS[0], rollouts=_ROLLOUTS)
+    return run(msgspec.structs.replace(model, **change)).samples_per_s / max(run(model).samples_per_s, 1e-9)
+
+
+def _candidates(
+    found: LedgerModel,
+    experiment: Experiment,
+    shape: RunShape,
+    needed: int,
+    shared_devices: Sequence[str],
+    acting: float,
+) -> Iterator[_Candidate]:
+    model = found.model
+    yield from _of_the_queue(found, experiment, shape, needed)
+    held = found.in_generation * (1 - acting) / (model.slots * model.replicas)
+    if acting > _ACTING and held < _FULL:  # more slots or replicas would gain by the rollouts alone that come with them
+        yield _more_in_environments(model, experiment)
+        yield from _of_the_generator(model, experiment, shape, larger=False)
+    else:
+        yield from _of_the_generator(model, experiment, shape)
+        yield from _of_devices(model, experiment, shape, shared_devices)
+    if model.verify_response_s:
+        workers = 2 * shape.verifiers
+        yield _Candidate({"verifier.workers": str(workers)}, "verifier", {"verifiers": workers})
+    p99 = found.lengths.at(0.99)
+    if p99 < shape.max_response_tokens * 3 // 4:
+        cut = {"length_at": found.lengths.capped(p99).at}
+        needs = "cuts 1 % of the responses: it changes what is learnt"
+        yield _Candidate({"rollout.max_response_tokens": str(p99)}, "admission", cut, needs)
+
+
+def _of_the_queue(found: LedgerModel, experiment: Experiment, shape: RunShape, needed: int) -> Iterator[_Candidate]:
+    model, queue = found.model, experiment.queue
+    budgets = {2 * shape.budget, shape.budget + 1, min(needed, 4 * shape.budget + 4)}
+    for budget in sorted(b for b in budgets if b > shape.budget):
+        yield _Candidate({"queue.budget": str(budget)}, "admission", {"budget": budget}, "older samples")
+    limit = shape.budget + 1
+    if queue.oversampling is not None and queue.surplus != "discard" and queue.oversampling < limit:
+        for factor in sorted({min(float(limit), queue.oversampling * 1.5), float(limit)}):
+            groups = math.ceil(factor * shape.groups_per_step)
+            yield _Candidate({"queue.oversampling": f"{factor:g}"}, "admission", {"open_groups": groups})
+    if queue.oversampling is None and shape.budget <= 1:
+        for factor in (1.5, 2.0):
+            groups = math.ceil(factor * shape.groups_per_step)
+            surplus = groups - shape.groups_per_step
+            change = {"open_groups": groups, "surplus_groups": surplus}
+            settings = {"queue.oversampling": f"{factor:g}", "queue.surplus": '"discard"'}
+            needs = "trains what ends first: shorter responses, and the rest is wasted"
+            yield _Candidate(settings, "admission", change, needs)
+    batch = 2 * shape.groups_per_step
+    larger = {"groups_per_step": batch}
+    if model.open_groups is not None:
+        larger["open_groups"] = 2 * model.open_groups
+    yield _Candidate(
+        {"queue.groups_per_step": str(batch)}, "admission", larger, "batches twice as large: half as many updates"
+    )
+    if shape.budget >= 1 and model.steps_per_publish == 1:
+        settings = {"weights.steps_per_publish": "2"}
+        yield _Candidate(settings, "trainer", {"steps_per_publish": 2}, "older samples")
+
+
+def _more_in_environments(model: QueueModel, experiment: Experiment) -> _Candidate:
+    """A rollout that waits for a tool holds no slot: twice as many at once, and room for them where they act."""
+    rollouts = 2 * model.concurrent_rollouts
+    settings = {"queue.max_concurrent_rollouts": str(rollouts)}
+    environment = experiment.environment
+    if environment.replies and experiment.sandbox.live < rollouts:
+        settings["sandbox.live"] = str(rollouts)
+    if environment.concurrency is not None and environment.concurrency < rollouts:
+        settings["environment.concurrency"] = str(rollouts)
+    needs = "environments that are as quick when twice as many run"
+    return _Candidate(settings, "environment", {"concurrent_rollouts": rollouts}, needs)
+
+
+def _of_the_generator(
+    model: QueueModel, experiment: Experiment, shape: RunShape, *, larger: bool = True
+) -> Iterator[_Candidate]:
+    fixed = experiment.queue.max_concurrent_rollouts
+    ahead = experiment.generator.queue_ahead_groups * shape.group_size
+    if model.slots < shape.slots:
+        kv = shape.slots * shape.max_sequence_tokens
+        settings = {"generator.kv_capacity_tokens": str(kv)}
+        yield _Candidate(settings, "kv", {"slots": shape.slots}, "memory for the KV")
+    for slots in (2 * shape.slots, shape.slots // 2):
+        if slots < 1 or (slots > shape.slots > model.slots) or (slots > shape.slots and not larger):
+            continue
+        rollouts = max(slots * model.replicas, shape.group_size) + ahead
+        settings = {"generator.slots": str(slots)}
+        if fixed is not None:
+            settings["queue.max_concurrent_rollouts"] = str(rollouts)
+        change = {"slots": slots, "concurrent_rollouts": rollouts}
+        yield _Candidate(settings, "generator", change, "memory for the KV" if slots > shape.slots else "")
+    for factor in (0.5, 0.75, 1.5):
+        rollouts = round(model.concurrent_rollouts * factor / shape.group_size) * shape.group_size
+        if rollouts >= shape.group_size and rollouts <= 2 * model.slots * model.replicas + ahead:
+            settings = {"queue.max_concurrent_rollouts": str(rollouts)}
+            yield _Candidate(settings, "generator", {"concurrent_rollouts": rollouts})
+
+
+def _of_devices(
+    model: QueueModel, experiment: Experiment, shape: RunShape, shared_devices: Sequence[str]
+) -> Iterator[_Candidate]:
+    """The generator on the trainer's devices too, or both on all of them: the side that would wait lends them."""
+    generator, trainer = experiment.generator.devices, experiment.trainer.devices
+    if shape.lent_replicas or not shared_devices:
+        return
+    replicas = shape.replicas + len(shared_devices)
+    rollouts = model.concurrent_rollouts + len(shared_devices) * model.slots
+    more = {
+        "replicas": replicas,
+        "lent_share": len(shared_devices) / replicas,
+        "concurrent_rollouts": rollouts,
+    }
+    devices = json.dumps([*generator, *shared_devices])
+    settings = {"generator.devices": devices}
+    if experiment.queue.max_concurrent_rollouts is not None:
+        settings["queue.max_concurrent_rollouts"] = str(rollouts)
+    yield _Candidate(settings, "generator", more, "memory for weights and KV beside the trainer")
+    ranks = shape.ranks + len(generator)
+    both = {"trainer.devices": json.dumps([*generator, *trainer])}
+    lent = {"lent_share": 1.0, "train_token_s": token_s_with(model, shape.ranks, ranks)}
+    needs = "memory for both sides on every device"
+    yield _Candidate({**both, **settings}, "trainer", {**more, **lent}, needs, RANK_ERROR)

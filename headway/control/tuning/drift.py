@@ -1,0 +1,125 @@
+"""Whether a run still is what it was: its last steps against those before.
+
+Each test asks for a change that is both large and beyond doubt; serial correlation of the steps makes the doubt larger
+than it looks, hence the high scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import fmean, stdev
+
+from headway.control.length_bias import ks_statistic
+from headway.control.tuning.ledger_model import decode_line, decode_point, length_correlation, training_s
+from headway.records.ledger import StepRecord
+
+RECENT = 3  # steps that must differ from those before
+_FACTOR = 1.25
+_Z = 4.0
+_LENGTHS_DIFFER, _LENGTHS_DIFFER_Z = 0.2, 2.5  # KS statistic, and in its scale (p < 1e-5)
+
+_LEAST_SHARE = 0.1  # of a verifier's time, or of a rollout's: what takes less decides no rate
+_COSTS: dict[str, Callable[[StepRecord], float]] = {
+    "training time per token": lambda r: training_s(r) / r.flow.trained_tokens if r.flow.trained_tokens else 0.0,
+    "training time per sample": lambda r: training_s(r) / r.samples,
+    "time with tools": lambda r: r.flow.environment_s / r.flow.responses if r.flow.responses else 0.0,
+    "verification of a response": lambda r: r.verify_s / r.flow.responses if r.flow.responses else 0.0,
+}
+
+
+def find_drift(records: Sequence[StepRecord]) -> tuple[int, str] | None:
+    """(first step of a new regime, what changed) when the last records are not like those before."""
+    recent, before = records[-RECENT:], records[:-RECENT]
+    if len(before) < 4:
+        return None
+    changes = {name: _change(signal, before, recent) for name, signal in _COSTS.items()}
+    for name, share in _SHARES.items():
+        if max(share(before), share(recent)) < _LEAST_SHARE:
+            del changes[name]
+    # What a step costs may go with its tokens or with its samples: a dearer trainer shows in both.
+    trainer = [changes.pop("training time per token"), changes.pop("training time per sample")]
+    changes["training time"] = min(trainer, key=abs) if trainer[0] * trainer[1] > 0 else 0.0
+    changes["time of a decode step"] = _change(_decode_cost(before), before, recent)
+    for name, change in changes.items():
+        if change:
+            return recent[0].step, f"{name}: {math.exp(change):.2f} times what it was"
+    reason = _length_drift(before, recent) or _acceptance_drift(before, recent)
+    return (recent[0].step, reason) if reason else None
+
+
+def _verifying(records: Sequence[StepRecord]) -> float:
+    return sum(r.verify_s for r in records) / sum(r.step_s for r in records)
+
+
+def environment_share(records: Sequence[StepRecord]) -> float:
+    """Of the rollouts' time, from admission to the last token, what they spent between turns: tools and sandboxes."""
+    return sum(r.flow.environment_s for r in records) / max(1e-9, sum(r.flow.generating_s for r in records))
+
+
+_SHARES = {"verification of a response": _verifying, "time with tools": environment_share}
+
+
+def _change(signal: Callable[[StepRecord], float], before: Sequence[StepRecord], recent: Sequence[StepRecord]) -> float:
+    """Logarithm of the factor by which a signal has changed; 0 where that isn't beyond doubt."""
+    then = [math.log(value) for r in before if (value := signal(r)) > 0]
+    now = [math.log(value) for r in recent if (value := signal(r)) > 0]
+    if len(then) < 4 or len(now) < len(recent):
+        return 0.0
+    change = fmean(now) - fmean(then)
+    error = max(0.05, stdev(then)) * math.sqrt(1 / len(now) + 1 / len(then))
+    certain = _Z * (1.5 if len(then) < 8 else 1.0)  # few values: their spread is hardly known
+    alike = all((value - fmean(then)) * change > 0 for value in now)
+    return change if abs(change) > math.log(_FACTOR) and abs(change) > certain * error and alike else 0.0
+
+
+def _decode_cost(before: Sequence[StepRecord]) -> Callable[[StepRecord], float]:
+    """Time of a decode step over what it was ``before`` with as many requests; 0 where that isn't known."""
+    line, _ = decode_line(before)  # our engine's prior, on a GPU too: it matters little so near to ``x_mean``
+
+    def cost(record: StepRecord) -> float:
+        point = decode_point(record)
+        if point is None or not (line.identified or 0.75 * line.x_mean < point[0] < 1.33 * line.x_mean):
+            return 0.0
+        expected = line.fixed + line.slope * point[0]
+        return point[1] / expected if expected > 0 else 0.0
+
+    return cost
+
+
+def _length_drift(before: Sequence[StepRecord], recent: Sequence[StepRecord]) -> str:
+    """Two-sample Kolmogorov-Smirnov over the response lengths. Those of a group are alike: n of them say as much as
+    n / (1 + (group size - 1) x intraclass correlation) independent ones (Kish's design effect)."""
+    then, now = _lengths(before), _lengths(recent)
+    if min(then.total(), now.total()) < 20:
+        return ""
+    distance = ks_statistic(then, now)
+    every = (*before, *recent)
+    size = sum(r.flow.responses for r in every) / max(1, sum(r.flow.finished_groups for r in every))
+    alike = max(2.0, 1.0 + (size - 1.0) * length_correlation(every, size))
+    error = math.sqrt(alike / then.total() + alike / now.total())
+    if distance < max(_LENGTHS_DIFFER, _LENGTHS_DIFFER_Z * error):
+        return ""
+    means = [sum(end * count for end, count in lengths.items()) / lengths.total() for lengths in (now, then)]
+    return f"response length: {means[0] / means[1]:.2f} times what it was (KS {distance:.2f})"
+
+
+def _lengths(records: Sequence[StepRecord]) -> Counter[int]:
+    found = Counter[int]()
+    for record in records:
+        found.update({int(end): count for end, count in record.length_histogram.items()})
+    return found
+
+
+def _acceptance_drift(before: Sequence[StepRecord], recent: Sequence[StepRecord]) -> str:
+    groups = sum(r.flow.finished_groups for r in before), sum(r.flow.finished_groups for r in recent)
+    if not all(groups):
+        return ""
+    accepted = sum(r.flow.accepted_groups for r in before), sum(r.flow.accepted_groups for r in recent)
+    then, now = accepted[0] / groups[0], accepted[1] / groups[1]
+    pooled = (sum(accepted) + 1) / (sum(groups) + 2)
+    error = math.sqrt(pooled * (1 - pooled) * (1 / groups[0] + 1 / groups[1]))
+    if abs(now - then) > 0.15 and abs(now - then) > _Z * error:
+        return f"groups that can be trained: {now:.0%}, before {then:.0%}"
+    return ""

@@ -1,0 +1,308 @@
+"""A run's rates before it starts: from what a few seconds of the real workers measured to samples/s, waits, staleness,
+and what will bind. Pure arithmetic; the queue between the two sides is ``queue_model``'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Literal
+
+import msgspec
+
+from headway.control.lengths import LengthDistribution
+from headway.control.staleness import OverduePolicy
+from headway.control.tuning.queue_model import QueueModel, needed_budget, simulate
+from headway.records.planning import BudgetShare, Calibration, Change, Constraint, Forecast, QueueOutcome
+
+LEAST_GROUPS = 8  # fewer that ended say nothing about how many will be filtered
+WORTH_IT = 0.03  # smaller gains are within what a simulation of some dozen steps can tell apart
+BUSY = 0.10  # a trainer that waits less is what binds
+EVEN_REQUESTS = 16.0  # of our engine on a core (benchmarks/results/engine-2-cores.txt): see RunShape.even_requests
+# Of more trainer ranks: all make the optimiser step, and gradients are added up. The mean of benchmarks/ranks.py on two
+# cores (0.61 to 0.82), and how far that swings; on GPUs unmeasured.
+RANK_EFFICIENCY, RANK_ERROR = 0.7, 0.1
+
+
+class RunShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What the forecast needs of an experiment."""
+
+    groups_per_step: int
+    group_size: int  # of all groups; where a curriculum adapts it, rollout.group_size or what a ledger says
+    budget: int
+    overdue: OverduePolicy
+    steps_per_publish: int
+    slots: int  # of one replica
+    replicas: int
+    ranks: int
+    concurrent_rollouts: int
+    kv_tokens: int  # capacity of one replica
+    max_sequence_tokens: int
+    max_response_tokens: int
+    verifiers: int
+    lent_replicas: int  # of ``replicas``: the trainer computes on their devices, and they pause meanwhile
+    steps: int
+    time_limit_s: float | None
+    evaluated_samples: int  # held evaluations before and after, together
+    evaluated_per_step: float = 0.0  # validation samples inside the run, per training step ...
+    evaluated_per_s: float = 0.0  # ... and per second
+    open_groups: int | None = None  # most open at once, within what admission allows; None: all of it
+    surplus_groups: int = 0  # open beyond admission, because surplus is discarded
+    free_devices: int = 0  # of the generator's and trainer's kind that neither of them uses
+    even_requests: float = EVEN_REQUESTS  # at which half of a decode step grows with them, where nothing measured tells
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.groups_per_step * self.group_size
+
+    @property
+    def lent_share(self) -> float:
+        return self.lent_replicas / self.replicas
+
+
+def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution) -> Forecast:
+    """Rates, waits, staleness and the binding constraint of the run that ``shape`` describes."""
+    model = queue_model(shape, measured, lengths)
+    production, consumption = production_rate(model, lengths.mean_tokens), consumption_rate(model, lengths.mean_tokens)
+    acceptance = measured.accepted_groups / measured.groups if measured.groups >= LEAST_GROUPS else None
+    production_left = max(1e-9, production - shape.evaluated_per_s)
+    effective = production_left * model.acceptance
+    effective = 1.0 / (1.0 / effective + shape.evaluated_per_step / shape.samples_per_step / production)
+    ideal = ideal_rate(effective, consumption, shape.lent_share)
+    slowed = effective / max(1e-9, production * model.acceptance)  # what evaluation leaves of the generator
+    model = msgspec.structs.replace(
+        model, decode_fixed_s=model.decode_fixed_s / slowed, decode_request_s=model.decode_request_s / slowed
+    )
+    outcome = simulate(model)
+    longest, longest_is = _longest(shape, measured, lengths)
+    needed = needed_budget(
+        longest_tokens=longest,
+        concurrency=decoding_together(model),
+        samples_per_step=shape.samples_per_step,
+        mean_tokens=lengths.mean_tokens,
+    )
+    changes = _changes(shape, model, lengths, needed, outcome)
+    binding, reason = binding_constraint(shape, model, outcome, changes)
+    steps_per_s = outcome.samples_per_s / shape.samples_per_step
+    training_s = min(shape.steps / steps_per_s, math.inf if shape.time_limit_s is None else shape.time_limit_s)
+    evaluation_s = shape.evaluated_samples / production
+    return Forecast(
+        production_per_s=production,
+        acceptance=acceptance,
+        effective_per_s=effective,
+        consumption_per_s=consumption,
+        verify_per_s=shape.verifiers / measured.verify_response_s if measured.verify_response_s else None,
+        lent_share=shape.lent_share,
+        balance=effective / consumption,
+        ideal_per_s=ideal,
+        outcome=outcome,
+        steps_per_h=3600.0 * steps_per_s,
+        training_s=training_s,
+        evaluation_s=evaluation_s,
+        total_s=training_s + evaluation_s,
+        longest_tokens=longest,
+        longest_is=longest_is,
+        needed_budget=needed,
+        budgets=_budget_shares(shape, model, needed, ideal, outcome),
+        binding=binding,
+        reason=reason,
+        changes=changes[:2],
+    )
+
+
+# --- rates -----------------------------------------------------------------------------------------------
+
+
+def queue_model(shape: RunShape, measured: Calibration, lengths: LengthDistribution) -> QueueModel:
+    """The queue as calibrated: what is not known (acceptance of too few groups) is taken to be no obstacle."""
+    beside = measured.decode_beside_tokens_per_s
+    together = beside is not None and beside > 0
+    factor = max(1.0, measured.decode_tokens_per_s / beside) if beside is not None and together else 1.0
+    accepted = measured.accepted_groups / measured.groups if measured.groups >= LEAST_GROUPS else 1.0
+    return QueueModel(
+        groups_per_step=shape.groups_per_step,
+        group_size=shape.group_size,
+        budget=shape.budget,
+        overdue=shape.overdue,
+        steps_per_publish=shape.steps_per_publish,
+        open_groups=shape.open_groups,
+        surplus_groups=shape.surplus_groups,
+        slots=min(shape.slots, kv_slots(shape, measured.prompt_tokens + lengths.mean_tokens)),
+        replicas=shape.replicas,
+        concurrent_rollouts=shape.concurrent_rollouts,
+        length_at=lengths.at,
+        group_correlation=measured.lengths.group_correlation,
+        prompt_tokens=measured.prompt_tokens,
+        decode_fixed_s=measured.decode_fixed_s,
+        decode_request_s=measured.decode_request_s,
+        beside=factor,
+        lent_share=shape.lent_share,
+        train_fixed_s=measured.train_fixed_s,
+        train_token_s=measured.train_token_s,
+        publish_s=measured.publish_s,
+        apply_s=measured.apply_s,
+        pause_s=measured.pause_s,
+        verify_response_s=measured.verify_response_s,
+        verifiers=shape.verifiers,
+        acceptance=max(accepted, 0.05),  # a run in which every group is filtered gives up; its rate is no number
+    )
+
+
+def kv_slots(shape: RunShape, mean_sequence_tokens: float) -> int:
+    """Requests of one replica whose KV fits, in the mean; a request half-way holds its prompt and half its response,
+    so counting whole sequences errs on the safe side. At least 1."""
+    return max(1, math.floor(shape.kv_tokens / max(1.0, mean_sequence_tokens)))
+
+
+def decoding_together(model: QueueModel) -> int:
+    """Requests that hold a slot when the generator is full, all replicas."""
+    admitted = model.groups_per_step * (model.budget + 1) * model.group_size
+    return max(1, min(model.slots * model.replicas, model.concurrent_rollouts, admitted))
+
+
+def production_rate(model: QueueModel, mean_tokens: float) -> float:
+    """Samples/s at full concurrency: concurrency / latency, latency = mean tokens x time of a decode step. Beside a
+    trainer that computes all the time, on devices of its own; where replicas are lent, while the generator has them."""
+    together = decoding_together(model)
+    step_s = model.decode_fixed_s + model.decode_request_s * together / model.replicas
+    return together / (max(step_s, 1e-12) * model.beside * mean_tokens)
+
+
+def consumption_rate(model: QueueModel, mean_tokens: float) -> float:
+    """Samples/s the trainer takes if it never waits, publishing included."""
+    samples = model.groups_per_step * model.group_size
+    tokens = samples * (model.prompt_tokens + mean_tokens)
+    step_s = model.train_fixed_s + tokens * model.train_token_s + model.publish_s / model.steps_per_publish
+    return samples / max(step_s, 1e-12)
+
+
+def ideal_rate(production: float, consumption: float, lent_share: float) -> float:
+    """Samples/s when nothing but the two sides limits.
+
+    While the trainer computes, ``lent_share`` of the generator stands still. With x the share of the time in which it
+    computes, consumption * x = production * (1 - lent_share * x): the slower side's rate where nothing is lent,
+    1 / (1 / production + 1 / consumption) where everything is, and the trainer's where the rest keeps up with it.
+    """
+    if min(production, consumption) <= 0:
+        return 0.0
+    computing = min(1.0, production / (consumption + lent_share * production))
+    return consumption * computing
+
+
+# --- the budget ------------------------------------------------------------------------------------------
+
+
+def _longest(
+    shape: RunShape, measured: Calibration, lengths: LengthDistribution
+) -> tuple[int, Literal["limit", "p99"]]:
+    """L_max: the p99 when it was seen and enough responses ended for it to mean something, else the limit."""
+    summary = measured.lengths
+    if summary.p99_seen and summary.finished >= 300:
+        return lengths.at(0.99), "p99"
+    return shape.max_response_tokens, "limit"
+
+
+def _budget_shares(
+    shape: RunShape, model: QueueModel, needed: int, ideal: float, outcome: QueueOutcome
+) -> list[BudgetShare]:
+    """What other budgets would reach: half, twice, and the needed one beside the configured."""
+    wanted = {shape.budget, max(1, shape.budget // 2), max(1, 2 * shape.budget), needed}
+    shares: list[BudgetShare] = []
+    for budget in sorted(b for b in wanted if b >= shape.steps_per_publish - 1):
+        reached = outcome if budget == shape.budget else simulate(msgspec.structs.replace(model, budget=budget))
+        share = min(1.0, reached.samples_per_s / ideal)
+        shares.append(BudgetShare(budget=budget, share=share, staleness_mean=reached.staleness_mean))
+    return shares
+
+
+# --- what binds, and what would help ---------------------------------------------------------------------
+
+
+class _Candidate(msgspec.Struct, frozen=True):
+    key: str
+    value: str
+    constraint: Constraint
+    model: QueueModel
+    needs: str = ""
+
+
+def _changes(
+    shape: RunShape, model: QueueModel, lengths: LengthDistribution, needed: int, now: QueueOutcome
+) -> list[Change]:
+    """Every change worth making, simulated alone; the largest gain first."""
+    found: list[Change] = []
+    for one in _candidates(shape, model, lengths, needed):
+        gain = simulate(one.model).samples_per_s / now.samples_per_s - 1.0
+        if gain >= WORTH_IT:
+            found.append(Change(key=one.key, value=one.value, constraint=one.constraint, gain=gain, needs=one.needs))
+    return sorted(found, key=lambda change: -change.gain)
+
+
+def token_s_with(model: QueueModel, ranks: int, more: int) -> float:
+    """Seconds of training per token with ``more`` ranks instead of ``ranks``."""
+    return model.train_token_s * ranks / more / RANK_EFFICIENCY
+
+
+def _candidates(shape: RunShape, model: QueueModel, lengths: LengthDistribution, needed: int) -> Iterator[_Candidate]:
+    with_ = partial(msgspec.structs.replace, model)
+    device = "" if shape.free_devices else "another device: all of this kind are in use"
+    deeper = max(needed, shape.budget + 1) if shape.budget < needed else 2 * shape.budget
+    yield _Candidate("queue.budget", str(deeper), "admission", with_(budget=deeper))
+    rollouts = shape.concurrent_rollouts + shape.slots * shape.replicas
+    if model.slots < shape.slots:
+        kv = shape.slots * shape.max_sequence_tokens
+        yield _Candidate("generator.kv_capacity_tokens", str(kv), "kv", with_(slots=shape.slots), "memory for the KV")
+    else:
+        more = with_(slots=2 * shape.slots, concurrent_rollouts=rollouts)
+        yield _Candidate("generator.slots", str(2 * shape.slots), "generator", more, "memory for the KV")
+    if not shape.lent_replicas:
+        replicas = shape.replicas + 1
+        more = with_(replicas=replicas, concurrent_rollouts=shape.concurrent_rollouts + shape.slots)
+        yield _Candidate("generator.devices", f"{replicas} devices", "generator", more, device)
+        more = with_(train_token_s=token_s_with(model, shape.ranks, shape.ranks + 1))
+        yield _Candidate("trainer.devices", f"{shape.ranks + 1} devices", "trainer", more, device)
+    if model.verify_response_s:
+        yield _Candidate("verifier.workers", str(2 * shape.verifiers), "verifier", with_(verifiers=2 * shape.verifiers))
+    p99 = lengths.at(0.99)
+    if p99 < shape.max_response_tokens * 3 // 4:
+        cut = lengths.capped(p99)
+        yield _Candidate(
+            "rollout.max_response_tokens",
+            str(p99),
+            "admission",
+            with_(length_at=cut.at),
+            "cutting 1 % of the responses: it changes what is learnt",
+        )
+
+
+def binding_constraint(
+    shape: RunShape, model: QueueModel, outcome: QueueOutcome, changes: list[Change]
+) -> tuple[Constraint, str]:
+    """What limits the run, and why, in one sentence.
+
+    In this order: a trainer that hardly waits; the budget, when the trainer waits mostly for stragglers or slots stay
+    empty for want of credit; else whatever relieves most.
+    """
+    waits = f"the trainer would wait {outcome.trainer_wait:.0%} of the time"
+    if outcome.trainer_wait < BUSY:
+        return "trainer", f"{waits}: it is what the others wait for"
+    best = {change.constraint: change.gain for change in reversed(changes)}  # the largest of each
+    if outcome.straggler_wait > outcome.trainer_wait / 2 or (
+        best.get("admission", 0.0) >= max(best.values(), default=0.0) > 0
+    ):
+        stragglers = f", {outcome.straggler_wait:.0%} for the longest responses at the edge of the budget"
+        return "admission", f"{waits}{stragglers}; {outcome.slots_filled:.0%} of the slots are filled"
+    if best.get("verifier", 0.0) >= max(best.values(), default=0.0) > 0:
+        capacity = shape.verifiers / model.verify_response_s
+        return "verifier", f"{waits}: the verifiers score {capacity:.3g} samples/s at most"
+    if best.get("environment", 0.0) >= max(best.values(), default=0.0) > 0:
+        return (
+            "environment",
+            f"{waits}, {outcome.slots_filled:.0%} of the slots are filled: rollouts are with their tools",
+        )
+    if model.slots < shape.slots:
+        return "kv", f"{waits}: the KV cache holds about {model.slots} of {shape.slots} requests at once"
+    if shape.lent_replicas:
+        return "generator", f"{waits} while the generator has the devices: they take turns"
+    return "generator", f"{waits}, {outcome.slots_filled:.0%} of the slots are filled"

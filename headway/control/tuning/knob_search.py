@@ -1,0 +1,199 @@
+"""What the controller may set: the knobs, their bounds, and the simulated settings around the present one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import get_args
+
+import msgspec
+
+from headway.config.control import KnobName
+from headway.config.schema import Experiment
+from headway.control.tuning.forecast import RunShape
+from headway.control.tuning.ledger_model import LedgerModel, shape_of
+from headway.control.tuning.queue_model import QueueModel, simulate_or_still
+from headway.records.control import Knobs
+from headway.records.planning import QueueOutcome
+
+KNOBS: tuple[KnobName, ...] = get_args(KnobName)
+LEAST_GAIN = 0.03  # in samples/s, relative: less is within what simulation and measurement can tell apart
+_FACTORS = (0.5, 1 / 1.5, 0.8, 1.25, 1.5, 2.0)
+_CAREFUL = (0.8, 1.25)  # where the model is far from what was measured
+_FAR = 0.3  # |ln(simulated / measured)|
+_ROLLOUTS = 1500  # of one simulation
+_RESERVE = 1.1  # the generator is taken to be so much slower than measured
+_CLIMB = 0.01  # relative: a simulated rate counts as higher
+
+
+class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Within what the controller moves."""
+
+    shape: RunShape
+    most_concurrent: int
+    largest_group: int  # rollouts; so many may be in generation at least
+    most_open: int  # what admission allows at best
+    least_open: int
+    most_steps_per_publish: int
+    shared: tuple[int, ...] = ()  # replicas on the trainer's devices, where others are left to generate
+    pinned: frozenset[KnobName] = frozenset()
+    interval_steps: int = 2
+    length_bias_limit: float = 0.1
+    tolerance: float = 0.01
+
+    @property
+    def patience_steps(self) -> int:
+        """Steps until an estimate or a measured effect is worth something: until the queue has turned over."""
+        return max(self.interval_steps, 4, self.shape.budget + 1)
+
+    def value(self, knobs: Knobs, name: KnobName) -> int:
+        """As a number: no limit on open groups is as many as admission allows."""
+        if name == "open_groups":
+            return self.most_open if knobs.open_groups is None else min(knobs.open_groups, self.most_open)
+        return len(knobs.resting) if name == "resting" else getattr(knobs, name)
+
+    def bounds(self, name: KnobName) -> tuple[int, int]:
+        return {
+            "open_groups": (self.least_open, self.most_open),
+            "concurrent_rollouts": (self.largest_group, self.most_concurrent),
+            "steps_per_publish": (1, self.most_steps_per_publish),
+            "resting": (0, len(self.shared)),
+        }[name]
+
+    def with_value(self, knobs: Knobs, name: KnobName, value: int) -> Knobs:
+        """``knobs`` with one set, kept within its bounds."""
+        low, high = self.bounds(name)
+        kept = max(low, min(high, value))
+        if name == "open_groups":
+            return msgspec.structs.replace(knobs, open_groups=None if kept >= self.most_open else kept)
+        if name == "resting":
+            return msgspec.structs.replace(knobs, resting=self.shared[len(self.shared) - kept :])
+        if name == "concurrent_rollouts":
+            return msgspec.structs.replace(knobs, concurrent_rollouts=kept)
+        return msgspec.structs.replace(knobs, steps_per_publish=kept)
+
+    def resumed(self, knobs: Knobs, first: Knobs, before: Mapping[KnobName, int]) -> Knobs:
+        """Knobs of an earlier session under these limits. Pinned ones are as the experiment sets them now (``first``),
+        and so are those that it set otherwise ``before`` (0: not known)."""
+        for name in KNOBS:
+            changed = before.get(name, 0) not in (0, self.value(first, name))
+            source = first if changed or name in self.pinned else knobs
+            knobs = self.with_value(knobs, name, self.value(source, name))
+            if name in self.pinned:
+                knobs = msgspec.structs.replace(knobs, **{name: getattr(first, name)})
+        return knobs
+
+
+def first_knobs(experiment: Experiment) -> Knobs:
+    """The knobs as the experiment sets them."""
+    return Knobs(
+        open_groups=experiment.open_groups,
+        concurrent_rollouts=experiment.concurrent_rollouts,
+        steps_per_publish=experiment.weights.steps_per_publish,
+    )
+
+
+def limits_of(experiment: Experiment, shared: Sequence[int] = ()) -> ControlLimits:
+    """What the experiment allows. ``shared``: replicas on the trainer's devices."""
+    queue, control = experiment.queue, experiment.control
+    apart = len(experiment.generator.devices) - len(shared)
+    return ControlLimits(
+        shape=shape_of(experiment, len(shared)),
+        most_concurrent=experiment.concurrent_rollouts,
+        largest_group=experiment.largest_group,
+        most_open=queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups,
+        least_open=queue.groups_per_step,
+        most_steps_per_publish=max(
+            experiment.weights.steps_per_publish, min(control.max_steps_per_publish, queue.budget + 1)
+        ),
+        shared=tuple(shared) if apart else tuple(shared)[1:],
+        pinned=frozenset(control.pin),
+        interval_steps=control.interval_steps,
+        length_bias_limit=control.length_bias_limit,
+        tolerance=control.staleness_tolerance,
+    )
+
+
+Allowed = Callable[[KnobName, int, int], bool]  # whether a knob may go from one value to another
+
+
+class Search:
+    """Settings around the present one, simulated."""
+
+    def __init__(self, found: LedgerModel, present: Knobs, allowed: Allowed, limits: ControlLimits) -> None:
+        model = found.model
+        self._model = msgspec.structs.replace(
+            model,
+            decode_fixed_s=model.decode_fixed_s * _RESERVE,
+            decode_request_s=model.decode_request_s * _RESERVE,
+            delay_s=model.delay_s * _RESERVE,
+            environment_s=model.environment_s * _RESERVE,
+        )
+        self._present, self._limits, self._allowed = present, limits, allowed
+        self._outcomes: dict[tuple[Knobs, int], QueueOutcome] = {}
+        now = self.outcome(present).samples_per_s
+        self._factors = _CAREFUL if abs(math.log(max(now, 1e-9) / found.samples_per_s)) > _FAR else _FACTORS
+        events_s = found.model.publish_s + found.model.pause_s
+        seldom = events_s * found.samples_per_s > 0.02 * model.groups_per_step * model.group_size
+        publishing = seldom or present.steps_per_publish > 1
+        self._names: list[KnobName] = [name for name in KNOBS if publishing or name != "steps_per_publish"]
+
+    def outcome(self, knobs: Knobs, seed: int = 0) -> QueueOutcome:
+        if (knobs, seed) not in self._outcomes:
+            self._outcomes[knobs, seed] = simulate_or_still(self._with(knobs), seed=seed, rollouts=_ROLLOUTS)
+        return self._outcomes[knobs, seed]
+
+    def best(self) -> Knobs:
+        """Climb by rate, one knob after the other, then take the youngest within the tolerance around that."""
+        top = self._present
+        for name in self._names:
+            step = LEAST_GAIN if name in ("steps_per_publish", "resting") else _CLIMB
+            higher = max(self._options(name, top), key=self._rate, default=top)
+            top = higher if self._rate(higher) > (1.0 + step) * self._rate(top) else top
+        enough = (1.0 - self._limits.tolerance) * self._rate(top)
+        good = [top]
+        for name in KNOBS[:2]:
+            good += [knobs for knobs in self._options(name, top) if self._rate(knobs) >= enough]
+        good.sort(key=lambda knobs: self.outcome(knobs).staleness_mean)
+        return next(knobs for knobs in good if knobs == top or self._confirmed(knobs, top))
+
+    def _confirmed(self, knobs: Knobs, top: Knobs) -> bool:
+        """Whether other random lengths say the same of the rate."""
+        rate, best = (sum(self.outcome(one, seed).samples_per_s for seed in (1, 2)) for one in (knobs, top))
+        return rate >= (1.0 - self._limits.tolerance) * best
+
+    def _with(self, knobs: Knobs) -> QueueModel:
+        return with_knobs(self._model, knobs, self._limits.shape)
+
+    def _rate(self, knobs: Knobs) -> float:
+        return self.outcome(knobs).samples_per_s
+
+    def _options(self, name: KnobName, around: Knobs) -> list[Knobs]:
+        """One knob moved, within the trust region (twofold from where it is now), its bounds and the guards."""
+        limits = self._limits
+        present, centre = limits.value(self._present, name), limits.value(around, name)
+        small = name in ("steps_per_publish", "resting")
+        around_it = {centre - 1, centre + 1}
+        wanted = around_it if small else {round(centre * factor) for factor in self._factors}
+        low, high = limits.bounds(name)
+        found = {max(low, min(high, value)) for value in wanted}
+        near = [v for v in sorted(found) if v != centre and (small or present <= 2 * v <= 4 * present)]
+        kept = [v for v in near if self._fits(name, v)]
+        return [limits.with_value(around, name, value) for value in kept]
+
+    def _fits(self, name: KnobName, value: int) -> bool:
+        present = self._limits.value(self._present, name)
+        return value == present or self._allowed(name, present, value)
+
+
+def with_knobs(model: QueueModel, knobs: Knobs, shape: RunShape) -> QueueModel:
+    """``model`` under other knobs."""
+    awake = max(1, shape.replicas - len(knobs.resting))
+    return msgspec.structs.replace(
+        model,
+        open_groups=knobs.open_groups,
+        concurrent_rollouts=knobs.concurrent_rollouts,
+        steps_per_publish=knobs.steps_per_publish,
+        replicas=awake,
+        lent_share=max(0, shape.lent_replicas - len(knobs.resting)) / awake,
+    )

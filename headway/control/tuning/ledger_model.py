@@ -1,0 +1,405 @@
+"""The queue's parameters out of a ledger: what ``queue_model`` needs, estimated from the steps of a run.
+
+Pure arithmetic over ``StepRecord``s; the records must be of one regime (``controller`` cuts its window where something
+changed). Sums are divided by sums, so that a long step counts for more; costs of a single event (a publish) are
+medians; the two straight lines, time of a decode step by requests and time of a training step by tokens, are least
+squares held by a prior, because a run in steady state hardly varies what they depend on. What the data don't tell is
+in ``unidentified``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+import msgspec
+
+from headway.config.schema import Experiment
+from headway.control.lengths import LengthDistribution, length_distribution
+from headway.control.summaries import bucket_width
+from headway.control.tuning.forecast import EVEN_REQUESTS, RunShape, kv_slots
+from headway.control.tuning.queue_model import QueueModel
+from headway.records.ledger import Flow, StepRecord
+
+LEAST_STEPS = 2
+_LEAST_ACCEPTANCE = 0.05
+_EVEN_ON_GPU = 128.0  # by the roofline, unmeasured: bfloat16 FLOP/s over twice the bytes/s, less as the KV is read too
+_EVEN_FACTOR = 2.5  # one standard deviation of such a figure, as a factor
+_LEAST_OTHER = 0.1  # of the time requests hold their slots: less is within the error of that estimate
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """y = fixed + slope x, through the centre of the data."""
+
+    fixed: float
+    slope: float
+    share: float  # slope x mean / y mean: how much of the mean y depends on x, 0 to 1
+    share_error: float  # its standard deviation, with the prior
+    identified: bool  # by the data alone
+
+    x_mean: float = 0.0
+
+    def tilted(self, deviations: float) -> Line:
+        """The same centre, another share: by so many of its standard deviations."""
+        centre = self.fixed + self.slope * self.x_mean
+        share = min(1.0, max(0.0, self.share + deviations * self.share_error))
+        slope = centre * share / self.x_mean if self.x_mean else 0.0
+        return msgspec.structs.replace(self, fixed=centre * (1 - share), slope=slope, share=share)
+
+
+class LedgerModel(msgspec.Struct, frozen=True, kw_only=True):
+    """One run (or one regime of it) as its ledger tells it."""
+
+    model: QueueModel
+    lengths: LengthDistribution
+    steps: int  # records it was estimated from
+    seconds: float  # ... which took so long
+    samples_per_s: float  # trained, measured
+    noise: float  # standard error of samples_per_s, relative
+    useful_share: float  # of the trained samples: advantage not 0
+    staleness_mean: float  # of trajectories, measured
+    acceptance_error: float  # standard error of the share of groups accepted
+    decode: Line  # seconds of a decode step over the requests of one replica
+    train: Line  # seconds of a training step over its tokens
+    running: float  # requests that decoded together, one replica, in the mean
+    in_generation: float  # rollouts between admission and last token, all replicas, in the mean
+    verifier_load: float  # share of the verifiers' time that is used
+    trainer_wait: float  # share of the time ...
+    straggler_wait: float  # ... of it while a whole batch had finished
+    generator_wait: float  # share of the time the replicas had nothing to do
+    preemptions_per_response: float
+    unidentified: dict[str, str]  # parameter -> why, and what is taken instead
+
+    @property
+    def useful_per_s(self) -> float:
+        return self.samples_per_s * self.useful_share
+
+    def variants(self) -> list[QueueModel]:
+        """The model with each uncertain parameter moved by a standard deviation, one at a time: what predictions are
+        repeated with to say how uncertain they are."""
+        replace = msgspec.structs.replace
+        found: list[QueueModel] = []
+        for sign in (-1.0, 1.0):
+            decode, train = self.decode.tilted(sign), self.train.tilted(sign)
+            found.append(replace(self.model, decode_fixed_s=decode.fixed, decode_request_s=decode.slope))
+            found.append(replace(self.model, train_fixed_s=train.fixed, train_token_s=train.slope))
+        return found
+
+
+def shape_of(experiment: Experiment, lent_replicas: int = 0, free_devices: int = 0) -> RunShape:
+    """What a model needs of the experiment; evaluations left out (they depend on the task sets)."""
+    generator, queue, rollout = experiment.generator, experiment.queue, experiment.rollout
+    longest = experiment.max_sequence_tokens
+    return RunShape(
+        groups_per_step=queue.groups_per_step,
+        group_size=rollout.group_size,
+        budget=queue.budget,
+        overdue=queue.overdue,
+        steps_per_publish=experiment.weights.steps_per_publish,
+        slots=generator.slots,
+        replicas=len(generator.devices),
+        ranks=len(experiment.trainer.devices),
+        concurrent_rollouts=experiment.concurrent_rollouts,
+        kv_tokens=generator.kv_capacity_tokens or generator.slots * longest,
+        max_sequence_tokens=longest,
+        max_response_tokens=rollout.max_response_tokens,
+        verifiers=experiment.verifier.workers,
+        lent_replicas=lent_replicas,
+        steps=experiment.run.steps,
+        time_limit_s=experiment.run.time_limit_s,
+        evaluated_samples=0,
+        open_groups=experiment.open_groups,
+        surplus_groups=experiment.surplus_groups,
+        free_devices=free_devices,
+        even_requests=even_requests(generator.devices),
+    )
+
+
+def even_requests(devices: Sequence[str]) -> float:
+    """Requests at which one half of a replica's decode step is taken to grow with them, where a ledger doesn't tell."""
+    return _EVEN_ON_GPU if devices[0].startswith("cuda") else EVEN_REQUESTS
+
+
+def as_recorded(shape: RunShape, steps: Sequence[StepRecord]) -> RunShape:
+    """``shape`` with the mean size of the groups that finished: an adaptive curriculum chooses it for each."""
+    groups = sum(r.flow.finished_groups for r in steps)
+    rollouts = sum(r.production_per_s * r.step_s for r in steps)
+    return msgspec.structs.replace(shape, group_size=round(rollouts / groups)) if groups and rollouts else shape
+
+
+def usable(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """Those that say something about rates: trained, and not rebuilt after a kill."""
+    return [r for r in records if not r.skipped and r.samples and r.step_s > 0 and r.flow.generator_s > 0]
+
+
+def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | None:
+    """The model behind ``records``; None when fewer than two of them are usable or no response has finished in them.
+    Its knobs are those of the last record."""
+    steps = usable(records)
+    responses = sum(r.flow.responses for r in steps)
+    tokens = sum(r.flow.generated_tokens for r in steps)
+    if len(steps) < LEAST_STEPS or not responses or not tokens:
+        return None
+    shape = as_recorded(shape, steps)
+    seconds = sum(r.step_s for r in steps)
+    samples = sum(r.samples for r in steps)
+    lengths = ledger_lengths(steps, shape.max_response_tokens)
+    decode, running = decode_line(steps, shape.even_requests)
+    train = training_line(steps)
+    finished = sum(r.flow.finished_groups for r in steps)
+    accepted = sum(r.flow.accepted_groups for r in steps)
+    acceptance = max(_LEAST_ACCEPTANCE, accepted / finished if finished else 1.0)
+    prompt = sum(r.flow.prompt_tokens for r in steps) / responses
+    slots = min(shape.slots, kv_slots(shape, prompt + lengths.mean_tokens))
+    in_generation = sum(r.flow.generating_s for r in steps) / seconds
+    flow = steps[-1].flow
+    awake = max(1, shape.replicas - flow.resting)
+    environment_s = sum(r.flow.environment_s for r in steps)
+    held = _held(steps, slots * awake, in_generation - environment_s / seconds, running)
+    decode = msgspec.structs.replace(
+        decode, slope=decode.slope / held.per_decoding, x_mean=decode.x_mean * held.per_decoding
+    )
+    verify_s = sum(r.verify_s for r in steps)
+    model = QueueModel(
+        groups_per_step=shape.groups_per_step,
+        group_size=shape.group_size,
+        budget=shape.budget,
+        overdue=shape.overdue,
+        steps_per_publish=flow.steps_per_publish or shape.steps_per_publish,
+        slots=slots,
+        replicas=awake,
+        concurrent_rollouts=flow.concurrent_rollouts or shape.concurrent_rollouts,
+        open_groups=flow.open_groups or None,
+        surplus_groups=shape.surplus_groups,
+        length_at=lengths.at,
+        group_correlation=length_correlation(steps, shape.group_size),
+        prompt_tokens=prompt,
+        delay_s=held.other_s / responses,
+        environment_s=environment_s / responses,
+        decode_fixed_s=decode.fixed,
+        decode_request_s=decode.slope,
+        lent_share=max(0, shape.lent_replicas - flow.resting) / awake,
+        train_fixed_s=train.fixed,
+        train_token_s=train.slope,
+        publish_s=_of_one(r.publish_s for r in steps),
+        apply_s=_of_one(r.apply_s for r in steps),
+        pause_s=_of_one(r.apply_pause_s for r in steps),
+        verify_response_s=verify_s / responses,
+        verifiers=shape.verifiers,
+        acceptance=acceptance,
+    )
+    rate = samples / seconds
+    return LedgerModel(
+        model=model,
+        lengths=lengths,
+        steps=len(steps),
+        seconds=seconds,
+        samples_per_s=rate,
+        noise=relative_noise(steps, rate),
+        useful_share=sum(r.flow.useful_samples for r in steps) / samples,
+        staleness_mean=sum(r.trajectory_staleness.mean * r.samples for r in steps) / samples,
+        acceptance_error=math.sqrt(acceptance * (1 - acceptance) / max(1, finished)),
+        decode=decode,
+        train=train,
+        running=running,
+        in_generation=in_generation,
+        verifier_load=verify_s / (seconds * shape.verifiers),
+        trainer_wait=sum(r.trainer_wait_s for r in steps) / seconds,
+        straggler_wait=sum(r.flow.straggler_wait_s for r in steps) / seconds,
+        generator_wait=sum(r.generator_wait_ratio * r.step_s for r in steps) / seconds,
+        preemptions_per_response=sum(r.flow.preemptions for r in steps) / responses,
+        unidentified=_unidentified(decode, train, running, lengths, acceptance, finished),
+    )
+
+
+def training_s(record: StepRecord) -> float:
+    """What the trainer did in a step beside waiting, publishing and checkpoints: its compute, and the way to it."""
+    other_s = record.trainer_wait_s + record.publish_s + record.checkpoint_s + record.flow.update_wait_s
+    return max(record.trainer_compute_s, record.step_s - other_s)
+
+
+def training_line(steps: Sequence[StepRecord]) -> Line:
+    """Seconds of a training step over the tokens of its batch."""
+    points = [(float(r.flow.trained_tokens), training_s(r)) for r in steps]
+    return fit_line(points, prior_share=0.85, prior_error=0.15)
+
+
+# --- straight lines --------------------------------------------------------------------------------------
+
+
+def fit_line(points: Sequence[tuple[float, float]], *, prior_share: float, prior_error: float) -> Line:
+    """Least squares through the means, its share (slope x mean / y mean) combined with a prior of the given standard
+    deviation by their precisions, and kept within 0 to 1. Points whose residual is beyond four times the median
+    absolute one are left out, once."""
+    kept = [(x, y) for x, y in points if x > 0 and y > 0]
+    if not kept:
+        return Line(fixed=0.0, slope=0.0, share=0.0, share_error=0.0, identified=False)
+    share, error, x_mean, y_mean = _least_squares(kept)
+    if error < math.inf:
+        slope = share * y_mean / x_mean
+        residuals = [abs(y - y_mean - slope * (x - x_mean)) for x, y in kept]
+        limit = 4.0 * median(residuals)
+        near = [point for point, residual in zip(kept, residuals, strict=True) if residual <= limit]
+        if len(near) >= max(3, len(kept) // 2):
+            share, error, x_mean, y_mean = _least_squares(near)
+    identified = error < prior_error / 2
+    weight = 0.0 if error == math.inf else prior_error**2 / (prior_error**2 + error**2)
+    combined = min(1.0, max(0.0, weight * share + (1 - weight) * prior_share))
+    return Line(
+        fixed=y_mean * (1 - combined),
+        slope=y_mean * combined / x_mean,
+        share=combined,
+        share_error=prior_error * math.sqrt(1 - weight),
+        identified=identified,
+        x_mean=x_mean,
+    )
+
+
+def _least_squares(points: Sequence[tuple[float, float]]) -> tuple[float, float, float, float]:
+    """(share, its standard error, mean x, mean y); an infinite error where x doesn't vary."""
+    count = len(points)
+    x_mean, y_mean = sum(x for x, _ in points) / count, sum(y for _, y in points) / count
+    spread = sum((x - x_mean) ** 2 for x, _ in points)
+    if count < 4 or spread <= (1e-3 * x_mean) ** 2 * count:
+        return 0.0, math.inf, x_mean, y_mean
+    slope = sum((x - x_mean) * (y - y_mean) for x, y in points) / spread
+    left = sum((y - y_mean - slope * (x - x_mean)) ** 2 for x, y in points)
+    error = math.sqrt(left / (count - 2) / spread)
+    return slope * x_mean / y_mean, error * x_mean / y_mean, x_mean, y_mean
+
+
+def decode_line(steps: Sequence[StepRecord], even: float = EVEN_REQUESTS) -> tuple[Line, float]:
+    """(seconds of a decode step over the requests of one replica, mean requests).
+
+    From the engines' own counters where they count decode steps: prefills are then part of a step. Else from the time
+    between two tokens as rollouts saw it, less the time in which nothing was generated at all. A step reads the weights
+    once and computes for each request: with n of them a share n / (n + ``even``) grows with them, which is the prior
+    (Williams, Waterman and Patterson 2009: the roofline's two limits, added up).
+    """
+    points = [point for r in steps if (point := decode_point(r)) is not None]
+    if not points:
+        return Line(fixed=0.0, slope=0.0, share=0.0, share_error=0.0, identified=False), 0.0
+    busy_s = sum(r.flow.generator_busy_s for r in steps)
+    requests = sum(x * r.flow.generator_busy_s for r in steps if (p := decode_point(r)) for x in p[:1]) / busy_s
+    share = requests / (requests + even)
+    error = max(0.05, math.log(_EVEN_FACTOR) * share * (1 - share))
+    return fit_line(points, prior_share=share, prior_error=error), requests
+
+
+def decode_point(record: StepRecord) -> tuple[float, float] | None:
+    """(requests of one replica, seconds of its decode step) in the mean of one step."""
+    flow = record.flow
+    if not flow.generated_tokens or flow.generator_busy_s <= 0:
+        return None
+    if flow.decode_steps:
+        return flow.generated_tokens / flow.decode_steps, flow.generator_busy_s / flow.decode_steps
+    if not flow.decode_tokens:
+        return None
+    with_work_s = flow.generator_s * (1.0 - record.generator_wait_ratio)
+    active = min(1.0, flow.generator_busy_s / with_work_s) if with_work_s > 0 else 1.0
+    token_s = _decode_s(flow) / flow.decode_tokens * active
+    return flow.generated_tokens * token_s / flow.generator_busy_s, token_s
+
+
+def _decode_s(flow: Flow) -> float:
+    """Seconds between tokens, without the tools between turns."""
+    return max(0.0, flow.decode_s - flow.environment_s)
+
+
+class _Held(msgspec.Struct, frozen=True, kw_only=True):
+    """Slots, in request-seconds while the generator computed."""
+
+    decoding_s: float
+    other_s: float  # prefills that are no part of a decode step, or whatever else comes before the first token
+
+    @property
+    def per_decoding(self) -> float:
+        return (self.decoding_s + self.other_s) / self.decoding_s if self.decoding_s else 1.0
+
+
+def _held(steps: Sequence[StepRecord], slots: int, in_engines: float, running: float) -> _Held:
+    """Slots held (all, when as many rollouts are with the engines) beyond those that decode. What decoded is known from
+    the engines (requests x time) and from the rollouts (tokens x time between two); the larger one errs on the side of
+    nothing else."""
+    busy_s = sum(r.flow.generator_busy_s for r in steps)
+    with_work_s = sum(r.flow.generator_s * (1.0 - r.generator_wait_ratio) for r in steps)
+    active = min(1.0, busy_s / with_work_s) if with_work_s > 0 else 1.0
+    tokens, timed = sum(r.flow.generated_tokens for r in steps), sum(r.flow.decode_tokens for r in steps)
+    token_s = sum(_decode_s(r.flow) for r in steps) / timed if timed else 0.0
+    decoding_s = max(running * busy_s, tokens * token_s * active)
+    held_s = min(in_engines, slots) * sum(r.step_s for r in steps) * active
+    other_s = held_s - decoding_s
+    return _Held(decoding_s=decoding_s, other_s=other_s if other_s > _LEAST_OTHER * held_s else 0.0)
+
+
+# --- the rest --------------------------------------------------------------------------------------------
+
+
+def ledger_lengths(steps: Sequence[StepRecord], limit_tokens: int) -> LengthDistribution:
+    """Lengths of the responses that finished: the middle of each histogram bucket, scaled to the exact mean."""
+    counts: dict[float, int] = {}
+    total = tokens = 0.0
+    for record in steps:
+        inside = sum(record.length_histogram.values())
+        total += inside
+        tokens += record.length_mean * inside
+        for end, count in record.length_histogram.items():
+            middle = _middle(int(end))
+            counts[middle] = counts.get(middle, 0) + count
+    rough = sum(middle * count for middle, count in counts.items())
+    factor = tokens / rough if rough else 1.0
+    ended = ((max(1, round(middle * factor)), True) for middle, count in counts.items() for _ in range(count))
+    return length_distribution(ended, limit_tokens)
+
+
+def _middle(end: int) -> float:
+    """Of the bucket of ``summaries.length_histogram`` that ends with ``end``."""
+    return end - (bucket_width(end) - 1) / 2
+
+
+def length_correlation(steps: Sequence[StepRecord], group_size: float) -> float:
+    """Of the logarithms of the lengths inside a group: the intraclass correlation, 0 to 1."""
+    weight = sum(r.flow.finished_groups for r in steps if r.flow.length_variance_within > 0)
+    if group_size < 2 or not weight:
+        return 0.0
+    between = sum(r.flow.length_variance_between * r.flow.finished_groups for r in steps) / weight
+    within = sum(r.flow.length_variance_within * r.flow.finished_groups for r in steps) / weight
+    spread = between + (group_size - 1) * within
+    return min(0.99, max(0.0, (between - within) / spread)) if spread > 0 else 0.0
+
+
+def _of_one(values: Iterable[float]) -> float:
+    """The median of those that happened."""
+    happened = [value for value in values if value > 0]
+    return median(happened) if happened else 0.0
+
+
+def relative_noise(steps: Sequence[StepRecord], rate: float) -> float:
+    """Standard error of samples / seconds, relative: of a ratio of sums over steps."""
+    count = len(steps)
+    left = sum((r.samples - rate * r.step_s) ** 2 for r in steps)
+    samples = sum(r.samples for r in steps)
+    return math.sqrt(left * count / max(1, count - 1)) / samples
+
+
+def _unidentified(
+    decode: Line, train: Line, running: float, lengths: LengthDistribution, acceptance: float, finished: int
+) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if not decode.identified:
+        found["decode step"] = (
+            f"the generator always decoded about {running:.0f} requests: how its step time depends on their "
+            f"number is unknown; {decode.share:.0%} ± {decode.share_error:.0%} of it is taken to grow with them"
+        )
+    if not train.identified:
+        found["training step"] = (
+            f"batches were all about as long: {train.share:.0%} ± {train.share_error:.0%} of a training step is taken "
+            "to grow with its tokens"
+        )
+    if finished and acceptance <= _LEAST_ACCEPTANCE:
+        found["acceptance"] = f"(almost) no group was accepted: {_LEAST_ACCEPTANCE:.0%} is taken"
+    if lengths.finished < 100:
+        found["lengths"] = f"only {lengths.finished} responses finished: their tail is not known"
+    found["interference"] = "what the two sides cost each other is in the rates as they were, not told apart"
+    return found

@@ -1,0 +1,144 @@
+"""The requests that an engine has open, whatever samples for them: taken in, refused, ended; and how time passes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+from headway.generator.engines.requests import EngineRequest, WaitingQueue, refusal
+from headway.records.generation import FinishReason, GenerationRequest, TokenDelta
+from headway.tokens.tokenizer import Tokenizer
+
+Entry = TypeVar("Entry", bound=EngineRequest)
+
+
+class OpenRequests(ABC, Generic[Entry]):
+    """What every engine does with requests before and after they are sampled for.
+
+    Invariant: a request is in ``_open`` from ``submit`` to its one delta with a ``finish_reason``.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        context_tokens: int,
+        vocabulary: int,
+        tokenizer: Tokenizer | None,
+        now: Callable[[], float],
+    ) -> None:
+        """``now``: monotonic seconds, for the statistics."""
+        self.slots = slots
+        self.context_tokens = context_tokens
+        self._vocabulary = vocabulary
+        self._tokenizer = tokenizer
+        self._now = now
+        self._waiting = WaitingQueue()
+        self._open: dict[str, Entry] = {}
+        self._deltas: list[TokenDelta] = []
+        self._arrivals = 0
+        self._finished = 0
+        self._idle_since: float | None = now()
+        self._idle_s = self._paused_s = 0.0
+
+    @abstractmethod
+    def _entry(self, request: GenerationRequest, arrival: int) -> Entry:
+        """What the engine knows of a request."""
+
+    @abstractmethod
+    def _emit_ready(self) -> None:
+        """Make deltas of what running requests have gained."""
+
+    @abstractmethod
+    def _emit(
+        self, entry: Entry, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
+    ) -> None:
+        """Make a delta of a request's tokens that are in none yet."""
+
+    def _unserved(self, entry: Entry) -> str:
+        """Why this engine doesn't serve what others would; "" when it does."""
+        return ""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests. One that can't be served ends with its own "error" delta; the others are not touched.
+
+        Raises ValueError, before taking any, for an id that is already open: its deltas could not be told apart.
+        """
+        ids = [request.request_id for request in requests]
+        taken = [request_id for request_id in ids if request_id in self._open]
+        if taken or len(set(ids)) < len(ids):
+            raise ValueError(f"request ids must be unique among open requests: {taken or ids}")
+        for request in requests:
+            self._accept(request)
+        self._note_idleness()
+
+    def take_deltas(self, running: bool = True) -> list[TokenDelta]:
+        """What was sampled since the last call, in order; without ``running``, only of requests that have ended
+        or crossed an update."""
+        if running:
+            self._emit_ready()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    @property
+    def open_requests(self) -> int:
+        """How many requests run or wait."""
+        return len(self._open)
+
+    @property
+    def ready_deltas(self) -> int:
+        """How many deltas ``take_deltas(running=False)`` would give."""
+        return len(self._deltas)
+
+    def _accept(self, request: GenerationRequest) -> None:
+        entry = self._entry(request, self._arrivals)
+        self._arrivals += 1
+        self._open[entry.request_id] = entry
+        error = refusal(request, self.context_tokens, self._vocabulary, self._tokenizer) or self._unserved(entry)
+        if error:
+            self._end(entry, "error", error, refused=True)
+            return
+        ended = entry.already_ended(self._tokenizer, self.context_tokens)
+        if ended is None:
+            self._waiting.push(entry)
+        else:
+            self._end(entry, ended)
+
+    def _end(self, entry: Entry, reason: FinishReason, error: str = "", *, refused: bool = False) -> None:
+        """``refused``: the error lies in what was asked."""
+        self._emit(entry, reason, error, refused)
+        self._ended(entry)
+
+    def _ended(self, entry: Entry) -> None:
+        """Its last delta has been made."""
+        del self._open[entry.request_id]
+        self._finished += 1
+
+    # --- time -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside counts as paused, and not as idle: nothing could be decoded had there been requests."""
+        started = self._now()
+        try:
+            yield
+        finally:
+            pause_s = self._now() - started
+            self._paused_s += pause_s
+            if self._idle_since is not None:
+                self._idle_since += pause_s
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without an open request."""
+        return self._idle_s + (self._now() - self._idle_since if self._idle_since is not None else 0.0)
+
+    def _note_idleness(self) -> None:
+        """Start or stop the idle watch when the last request went or the first came."""
+        if not self._open and self._idle_since is None:
+            self._idle_since = self._now()
+        elif self._open and self._idle_since is not None:
+            self._idle_s += self._now() - self._idle_since
+            self._idle_since = None

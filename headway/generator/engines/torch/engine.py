@@ -1,0 +1,419 @@
+"""The torch engine: continuous batching over slots, updated in flight.
+
+One ``step`` samples one token for every running request. Between steps requests come and go and the weights may
+change (DESIGN rule 4).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.generator.engines.open_requests import OpenRequests
+from headway.generator.engines.requests import EngineRequest
+from headway.generator.engines.torch.model_runner import ModelRunner, Prefill
+from headway.generator.engines.torch.slot_table import SlotTable
+from headway.models.decoder import Decoder
+from headway.models.loading import copy_weights
+from headway.records.generation import (
+    AppliedWeights,
+    EngineStatistics,
+    FinishReason,
+    GenerationRequest,
+    TokenDelta,
+    UpdateMode,
+)
+from headway.records.tokens import TokenIds
+from headway.tokens.tokenizer import Tokenizer
+
+HEADROOM_TOKENS = 8  # KV tokens each running request can still gain before a new one is let in
+
+
+class _Partial(NamedTuple):
+    """What is computed of a prompt longer than a step's budget. Gone with an update, or when its slot is needed."""
+
+    ids: TokenIds
+    update: int  # whose weights computed it
+
+
+class TorchEngine(OpenRequests[EngineRequest]):
+    """Generates for many requests at once with the model's own weights. The model is the engine's alone: its weights
+    change by ``update_weights``, and no other way.
+
+    ``submit`` queues requests; each ``step`` admits waiting ones (lowest priority number first, then oldest),
+    computes their prompts beside the running requests' next tokens, and samples. ``take_deltas`` hands out what
+    was sampled since it was last called. A request ends with one last delta that has a ``finish_reason``.
+
+    A step computes at most ``prefill_tokens_per_step`` tokens of prompts: a longer one takes several steps, in which
+    the running requests go on. What it has so far lies in the last slot; it waits in the queue meanwhile.
+
+    KV tokens are admitted by count: when the running requests would need more than ``kv_capacity_tokens``, the
+    youngest is preempted: it waits with its tokens, and its KV is recomputed later (``reprefilled``).
+
+    ``deterministic``: every step is computed on all slots over the whole context and every prompt alone, so a
+    row's result does not depend on its neighbours.
+
+    Example: submit([A, B]); step() samples A1, B1; update_weights(..., version=1, mode="keep"); step() samples
+    A2, B2 from the old KV with the new weights; take_deltas() gives A1, B1 (version 0) and A2, B2 (version 1).
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        slots: int,
+        max_context_tokens: int,
+        kv_capacity_tokens: int | None = None,
+        version: int = 0,
+        tokenizer: Tokenizer | None = None,
+        deterministic: bool = False,
+        prefill_tokens_per_step: int = 8192,
+        native_kernels: bool = True,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``model`` is changed in place by ``update_weights``; ``native_kernels``: models/cpu/native.py, where it can;
+        ``now``: monotonic seconds, for the statistics."""
+        self.version = version
+        self.kv_capacity_tokens = slots * max_context_tokens if kv_capacity_tokens is None else kv_capacity_tokens
+        # One request must always fit alone, else preemption could never make room for it.
+        context_tokens = min(max_context_tokens, self.kv_capacity_tokens)
+        self._runner = ModelRunner(model, slots, context_tokens, deterministic, native_kernels)
+        super().__init__(
+            slots=slots,
+            context_tokens=context_tokens,
+            vocabulary=self._runner.vocabulary,
+            tokenizer=tokenizer,
+            now=now,
+        )
+        self._scarce = self.kv_capacity_tokens < slots * context_tokens
+        self._model = model
+        self._deterministic = deterministic
+        self._prefill_tokens_per_step = prefill_tokens_per_step
+        self._table = SlotTable(slots, self.context_tokens)
+        self._rows = 0  # rows 0 .. _rows-1 are in use, but for the holes
+        self._holes: list[int] = []  # rows freed since the last step; refilled or closed by the next
+        self._partial: _Partial | None = None  # the KV of a prompt's beginning, in the last slot
+        self._donors: dict[TokenIds, list[EngineRequest]] = {}  # running requests by prompt
+        self._watched: set[EngineRequest] = set()  # running requests with stop strings
+        self._updates = 0  # applied so far; unlike versions they never repeat
+        self._generated = self._prefilled = self._preemptions = self._steps = 0
+        self._busy_s = 0.0
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests with reason "abort"; their last delta has the tokens not handed out yet. Unknown ids: no-op."""
+        for request_id in request_ids:
+            request = self._open.get(request_id)
+            if request is None:
+                continue
+            if request.slot >= 0:
+                self._end_running(request.slot, "abort")
+            else:
+                self._waiting.remove(request)
+                self._end(request, "abort")
+        self._note_idleness()
+
+    def _entry(self, request: GenerationRequest, arrival: int) -> EngineRequest:
+        return EngineRequest(request, arrival)
+
+    # --- one step -------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Sample one token for every running request. False when there is nothing to do."""
+        if self._scarce:
+            self._make_room()
+        prefills = self._admit()
+        self._close_holes()
+        n, table = self._rows, self._table
+        if n == 0 and not prefills:
+            return False
+        started = self._now()
+        if n == 0:  # the beginning of a long prompt
+            self._runner.prefill(prefills)
+            self._busy_s += self._now() - started
+            return True
+        rows = self.slots if self._deterministic else n
+        logits = self._runner.step(prefills, table.pending[:rows], table.position[:rows])
+        sampled = self._runner.sample(logits, table.row_sampling(rows, self._runner.device))
+        self._advance(sampled[0, :n].astype(np.int64), sampled[1, :n])
+        self._steps += 1
+        self._generated += n
+        self._busy_s += self._now() - started
+        self._note_idleness()
+        return True
+
+    def _admit(self) -> list[Prefill]:
+        """Give free slots to waiting requests while KV tokens and this step's prefill budget last.
+
+        Equal prompts are computed once: by one Prefill with several slots, or by copying the prompt's KV from a
+        running request that got it since the last update.
+        """
+        # Lowest holes first: then a row that `_close_holes` moves is never one whose prefill is still to come.
+        self._holes.sort(reverse=True)
+        used, budget = self._kv_used(), self._prefill_tokens_per_step
+        plans: dict[TokenIds, Prefill] = {}
+        copies: dict[int, list[tuple[int, int]]] = {}  # tokens -> (source slot, target slot)
+        begun_slots: dict[int, list[int]] = {}  # tokens -> slots that get them from the last one
+        admitted: list[EngineRequest] = []
+        while (self._holes or self._rows < self.slots) and (request := self._waiting.peek()) is not None:
+            running = self._rows - len(self._holes)
+            if self._scarce and running:
+                wanted = used + request.tokens + running * HEADROOM_TOKENS
+                if wanted > self.kv_capacity_tokens:
+                    break
+            ids = (request.prompt + request.response)[:-1]  # the last token is fed by the step itself
+            plan = plans.get(ids)
+            donor = None if plan is not None or request.response else self._donor(request)
+            if plan is None and donor is None and ids:
+                begun = self._begun(ids)
+                if len(ids) - begun > budget and (plans or not self._deterministic):
+                    free = self._rows < self.slots or self.slots - 1 in self._holes
+                    if budget and not self._deterministic and free:
+                        end = begun + budget
+                        # A request admitted just now may be this very beginning: its slot must get it too.
+                        plans.setdefault(ids[:end], Prefill(ids[:end], [], begun)).slots.append(self.slots - 1)
+                        self._partial = _Partial(ids[:end], self._updates)
+                    break
+                budget -= len(ids) - begun
+                plan = plans[ids] = Prefill(ids, [], begun)
+            self._waiting.pop()
+            slot = self._place(request)
+            used += request.tokens
+            admitted.append(request)
+            if plan is not None:
+                plan.slots.append(slot)
+                if plan.start:
+                    begun_slots.setdefault(plan.start, []).append(slot)
+            elif donor is not None and ids:
+                copies.setdefault(len(ids), []).append((donor.slot, slot))
+        for request in admitted:  # only now: a donor must have its KV before this step
+            self._donors.setdefault(request.prompt, []).append(request)
+        for tokens, slots in begun_slots.items():  # first: the others may overwrite that slot
+            self._runner.cache.copy([self.slots - 1] * len(slots), slots, tokens)
+        for tokens, pairs in copies.items():
+            self._runner.cache.copy([pair[0] for pair in pairs], [pair[1] for pair in pairs], tokens)
+        self._prefilled += sum(plan.tokens for plan in plans.values())
+        return list(plans.values())
+
+    def _begun(self, ids: TokenIds) -> int:
+        """How many of ``ids`` have their KV in the last slot."""
+        partial = self._partial
+        if partial is None or partial.update != self._updates or ids[: len(partial.ids)] != partial.ids:
+            return 0
+        return min(len(partial.ids), len(ids) - 1)
+
+    def _place(self, request: EngineRequest) -> int:
+        if self._holes:
+            slot = self._holes.pop()
+        else:
+            slot = self._rows
+            self._rows += 1
+        if slot == self.slots - 1:
+            self._partial = None
+        request.reprefilled = request.reprefilled or bool(request.response)
+        request.prefix_update = self._updates
+        self._table.occupy(slot, request, self.context_tokens)
+        if request.stop_strings is not None:
+            self._watched.add(request)
+        return slot
+
+    def _donor(self, request: EngineRequest) -> EngineRequest | None:
+        """A running request whose prompt KV may be copied: never one whose KV is older than the last update."""
+        for donor in self._donors.get(request.prompt, ()):
+            if donor.prefix_update == self._updates:
+                return donor
+        return None
+
+    def _advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Append one token to each row and end the requests that are done."""
+        table, n = self._table, self._rows
+        table.append(n, tokens, logprobs)
+        stopped = (table.stop_ids[:n] == tokens[:, None]).any(1)
+        finite = np.isfinite(logprobs)
+        for request in self._watched:
+            if request.stop_strings is not None and request.stop_strings.push(int(tokens[request.slot])):
+                stopped[request.slot] = True
+        ended = stopped | ~finite | (table.position[:n] + 1 >= table.limit[:n])
+        for slot in np.flatnonzero(ended).tolist():
+            if not finite[slot]:
+                table.position[slot] -= 1  # the token means nothing
+                self._end_running(slot, "error", "the model's output is not finite")
+                self._runner.cache.clear(slot)
+            else:
+                self._end_running(slot, "stop" if stopped[slot] else "length")
+
+    # --- endings, preemption --------------------------------------------------------------------------------
+
+    def _emit_ready(self) -> None:
+        """A delta for every running request that has something to say."""
+        table = self._table
+        unsent = table.position[: self._rows] + 1 > table.sent[: self._rows]
+        for slot in range(self._rows):
+            request = table.requests[slot]
+            if request is not None and (unsent[slot] or request.reprefilled):
+                self._emit(request)
+
+    def _emit(
+        self, entry: EngineRequest, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
+    ) -> None:
+        data = self._table.take_unsent(entry.slot) if entry.slot >= 0 else b""
+        self._deltas.append(
+            TokenDelta(
+                request_id=entry.request_id,
+                data=data,
+                version=self.version if data else -1,
+                finish_reason=finish_reason,
+                error=error,
+                reprefilled=entry.reprefilled,
+                refused=refused,
+            )
+        )
+        entry.reprefilled = False
+
+    def _end_running(self, slot: int, reason: FinishReason, error: str = "") -> None:
+        request = self._table.requests[slot]
+        assert request is not None
+        self._end(request, reason, error)
+        self._vacate(request)
+
+    def _vacate(self, request: EngineRequest) -> None:
+        slot = request.slot
+        self._table.release(slot)
+        self._holes.append(slot)
+        self._watched.discard(request)
+        siblings = self._donors[request.prompt]
+        siblings.remove(request)
+        if not siblings:
+            del self._donors[request.prompt]
+
+    def _close_holes(self) -> None:
+        """Move the last rows into the holes, so that the running requests are rows 0 .. n-1 again."""
+        origins: dict[int, int] = {}  # target -> the row its KV lies in
+        for hole in sorted(self._holes, reverse=True):
+            last = self._rows - 1
+            if hole != last:
+                self._table.move(last, hole)
+                origins[hole] = origins.pop(last, last)
+            self._rows -= 1
+        self._holes.clear()
+        if origins:
+            tokens = int(self._table.position[list(origins)].max())
+            self._runner.cache.copy(list(origins.values()), list(origins), tokens)
+
+    def _kv_used(self) -> int:
+        """KV tokens the running requests hold once the next step is done (free rows have position 0)."""
+        return int(self._table.position[: self._rows].sum()) + self._rows - len(self._holes)
+
+    def _make_room(self) -> None:
+        """Preempt the youngest requests until the next step's KV tokens fit."""
+        running = [request for request in self._table.requests[: self._rows] if request is not None]
+        used = self._kv_used()
+        for request in sorted(running, key=lambda request: request.order, reverse=True)[:-1]:
+            if used <= self.kv_capacity_tokens:
+                return
+            used -= int(self._table.position[request.slot]) + 1
+            self._emit(request)
+            request.response = self._table.response_ids(request.slot)
+            self._vacate(request)
+            self._waiting.push(request)
+            self._preemptions += 1
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    def update_weights(self, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode) -> AppliedWeights:
+        """Replace the weights in place and go on (DESIGN rule 4).
+
+        ``keep``: running requests go on from their KV; ``recompute``: their KV is computed anew first; ``abort``:
+        they end with reason "abort" (waiting ones stay, and so do those that are not interruptible).
+        Raises ConfigurationError, with nothing changed, when the tensors are not this model's.
+        """
+        before_s = self._paused_s
+        with self.paused():
+            self._take_weights(tensors)
+            self._runner.weights_changed()
+            self._close_holes()
+            self._emit_ready()  # tokens so far are the old version's
+            running = [request for request in self._table.requests[: self._rows] if request is not None]
+            if mode == "abort":
+                for request in running:
+                    if request.interruptible:
+                        self._end_running(request.slot, "abort")
+                self._close_holes()
+            self.version = version
+            self._updates += 1
+            reprefilled = self._recompute(running) if mode == "recompute" else 0
+        self._note_idleness()
+        return AppliedWeights(
+            version=version,
+            pause_s=self._paused_s - before_s,
+            in_flight=len(running),
+            reprefilled_tokens=reprefilled,
+        )
+
+    def _take_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        copy_weights(self._model, tensors)
+
+    def _recompute(self, running: Sequence[EngineRequest]) -> int:
+        """Compute the KV of all running requests with the present weights. Returns how many tokens that took."""
+        table = self._table
+        shared, own = self._shared_prompts(running), []
+        for request in running:
+            ids = table.sequence[request.slot, : table.position[request.slot]]
+            request.prefix_update = self._updates
+            request.reprefilled = request.reprefilled or len(ids) > 0
+            begun = len(request.prompt) - 1 if request.prompt in shared else 0
+            if len(ids) > begun:
+                own.append(Prefill(ids, [request.slot], begun))
+        total = 0
+        for stage in (list(shared.values()), own):
+            chunk: list[Prefill] = []
+            room = self._prefill_tokens_per_step
+            for prefill in stage:
+                if chunk and prefill.tokens > room:
+                    self._runner.prefill(chunk)
+                    chunk, room = [], self._prefill_tokens_per_step
+                chunk.append(prefill)
+                room -= prefill.tokens
+                total += prefill.tokens
+            self._runner.prefill(chunk)
+        self._prefilled += total
+        return total
+
+    def _shared_prompts(self, running: Sequence[EngineRequest]) -> dict[TokenIds, Prefill]:
+        """The prompts that several of ``running`` have, but for the last token, which one of them may still feed."""
+        if self._deterministic:  # a row's result would depend on its having siblings
+            return {}
+        slots: dict[TokenIds, list[int]] = {}
+        for request in running:
+            slots.setdefault(request.prompt, []).append(request.slot)
+        return {
+            prompt: Prefill(prompt[:-1], group) for prompt, group in slots.items() if len(group) > 1 and len(prompt) > 1
+        }
+
+    # --- statistics -----------------------------------------------------------------------------------------
+
+    def statistics(self) -> EngineStatistics:
+        """Counters since the start, and the present state."""
+        return EngineStatistics(
+            version=self.version,
+            running=self._rows - len(self._holes),
+            waiting=len(self._waiting),
+            slots=self.slots,
+            kv_used_tokens=int(self._table.position[: self._rows].sum()),
+            kv_capacity_tokens=self.kv_capacity_tokens,
+            generated_tokens=self._generated,
+            prefilled_tokens=self._prefilled,
+            finished=self._finished,
+            preemptions=self._preemptions,
+            busy_s=self._busy_s,
+            idle_s=self.idle_s,
+            paused_s=self._paused_s,
+            decode_steps=self._steps,
+        )

@@ -1,0 +1,271 @@
+"""One forward step over slots: new prompts and running requests in the same products.
+
+Shapes: n decode rows, p prefill tokens, d width, h query heads, k KV heads, g = h / k, c head dimension,
+t KV positions looked at, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.generator.engines.sampling import RowSampling, sample_tokens
+from headway.generator.engines.torch.kv_cache import SlotCache
+from headway.generator.engines.torch.native_decode import NativeDecode, can_decode
+from headway.models.configuration import Scores
+from headway.models.cpu import native
+from headway.models.decoder import Decoder, DecoderLayer
+from headway.models.masked import causal_attention, masked_attention, seen
+
+KV_BUCKET_TOKENS = 32  # the KV range looked at grows in these steps
+
+
+class Prefill(NamedTuple):
+    """A sequence whose KV is to be computed from ``start`` on, and the slots that all get it (and have the rest)."""
+
+    ids: Sequence[int] | np.ndarray  # [L], L > start
+    slots: list[int]
+    start: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """How many are computed."""
+        return len(self.ids) - self.start
+
+
+class _Block(NamedTuple):
+    """Prefills of equal start and length, contiguous among the packed rows."""
+
+    first: int  # packed row
+    count: int
+    length: int
+    start: int  # KV tokens that are there already
+    slots: Tensor  # [m] target slots
+    source: Tensor | None  # [m] which of the ``count`` each target takes; None: one to one
+    own: Tensor  # [count] one target of each
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.first + self.count * self.length)
+
+
+class ModelRunner:
+    """Runs a Decoder over a SlotCache. Not thread-safe; keeps no request state."""
+
+    def __init__(
+        self, model: Decoder, slots: int, context_tokens: int, fixed_shapes: bool, native_kernels: bool = True
+    ) -> None:
+        self.model = model
+        self._layers = cast("list[DecoderLayer]", list(model.layers))
+        self.fixed_shapes = fixed_shapes
+        for layer in self._layers:
+            layer.fixed_shapes = fixed_shapes
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        with torch.inference_mode():
+            position = torch.arange(context_tokens, device=self.device)
+            self._cos, self._sin = model.rope(position)
+            probe_1d = model.embed(position[:1])
+            q, k, _ = self._layers[0].project_qkv(probe_1d, self._cos[:1], self._sin[:1])
+            self.vocabulary = model.head(probe_1d).shape[-1]
+            self._position_t = position
+            self.heads, self.kv_heads, self.head_dimension = q.shape[1], k.shape[1], q.shape[2]
+            self.cache = SlotCache(
+                len(self._layers), slots, self.kv_heads, context_tokens, self.head_dimension, self.dtype, self.device
+            )
+        self._kernels = native.kernels_for(self.dtype, self.device) if native_kernels else None
+        fits = native.attention_fits(self.heads // self.kv_heads, self.head_dimension)
+        self._attention_kernels = self._kernels if fits else None
+        self._native_decode: NativeDecode | None = None
+        self.weights_changed()
+        self._plain_windows = {
+            layer.kind.scores.window for layer in self._layers if not self._natively(layer.kind.scores)
+        }
+
+    def weights_changed(self) -> None:
+        """To be called after every change of the model's weights: the kernels keep them in another order, too."""
+        model, kernels = self.model, self._kernels
+        if kernels is None:
+            return
+        looked_up = model.embedding_weight if model.head_weight is not None else None
+        kernels.pack(one for one in model.parameters() if one.ndim == 2 and one is not looked_up)
+        if self._attention_kernels is not None and can_decode(model, kernels):
+            self._native_decode = NativeDecode(model, self.cache, kernels)
+
+    @torch.inference_mode()
+    def prefill(self, prefills: Sequence[Prefill]) -> None:
+        """Compute and store KV only."""
+        if self.fixed_shapes:
+            for one in prefills:
+                self._forward([one], None, None, 0)
+        elif prefills:
+            self._forward(prefills, None, None, 0)
+
+    @torch.inference_mode()
+    def sample(self, logits_nv: Tensor, how: RowSampling) -> np.ndarray:
+        """Token ids and log-probabilities, [2, n] float32, on the host: the one wait for the device in a step."""
+        with native.using(self._kernels):
+            return sample_tokens(logits_nv, how).cpu().numpy()
+
+    @torch.inference_mode()
+    def step(self, prefills: Sequence[Prefill], pending: np.ndarray, position: np.ndarray) -> Tensor:
+        """Store KV of ``prefills``, then of each pending token, and return its successors' logits [n, v].
+
+        Decode row i is slot i. A slot may be prefilled and decoded in the same step: in every layer its prefix is
+        written before decode rows look at it.
+        """
+        if self.fixed_shapes:
+            self.prefill(prefills)
+            prefills = ()
+        longest = int(position.max()) + 1
+        reach = self.cache.context_tokens
+        if not self.fixed_shapes:
+            reach = min(reach, -(-longest // KV_BUCKET_TOKENS) * KV_BUCKET_TOKENS)
+        pending_n = torch.from_numpy(pending).to(self.device)
+        position_n = torch.from_numpy(position).to(self.device)
+        x_nd = self._forward(prefills, pending_n, position_n, reach)
+        assert x_nd is not None
+        with native.using(self._kernels):
+            return self.model.head(x_nd)
+
+    def _forward(
+        self, prefills: Sequence[Prefill], pending_n: Tensor | None, position_n: Tensor | None, reach: int
+    ) -> Tensor | None:
+        with native.using(self._kernels):
+            return self._layers_forward(prefills, pending_n, position_n, reach)
+
+    def _layers_forward(
+        self, prefills: Sequence[Prefill], pending_n: Tensor | None, position_n: Tensor | None, reach: int
+    ) -> Tensor | None:
+        n = 0 if pending_n is None else len(pending_n)
+        ids, position, blocks = self._pack(prefills, n)
+        if pending_n is not None and position_n is not None:
+            ids = pending_n if ids is None else torch.cat([pending_n, ids])
+            position = position_n if position is None else torch.cat([position_n, position])
+        assert ids is not None
+        assert position is not None
+        x_nd = self.model.embed(ids)
+        cos, sin = self._cos[position], self._sin[position]
+        if position_n is not None and not blocks and self._native_decode is not None:
+            return self._native_decode(x_nd, cos, sin, position_n)
+        rows = None
+        biases: dict[int | None, Tensor] = {}
+        if position_n is not None and self._plain_windows:
+            rows = self.cache.rows(position_n)
+            biases = {window: self._bias(position_n, reach, x_nd.dtype, window) for window in self._plain_windows}
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            scores = layer.kind.scores
+            q, k, v = layer.project_qkv(x_nd, cos, sin)
+            self._store_prefills(index, k, v, blocks)
+            if index == last:  # prefilled rows are needed no further than their KV
+                if n == 0:
+                    return None
+                x_nd, blocks = x_nd[:n], ()
+            parts: list[Tensor] = []
+            if position_n is not None and self._natively(scores):
+                parts.append(self._native_attention(index, q[:n], k[:n], v[:n], None, position_n, scores, write=True))
+            elif rows is not None:
+                self.cache.flat_keys[index].index_copy_(0, rows, k[:n].reshape(-1, self.head_dimension))
+                self.cache.flat_values[index].index_copy_(0, rows, v[:n].reshape(-1, self.head_dimension))
+                parts.append(self._decode_attention(index, q[:n], biases[scores.window], reach, scores))
+            parts.extend(self._prefill_attention(index, q, k, v, block, position, scores) for block in blocks)
+            x_nd = layer.finish(x_nd, parts[0] if len(parts) == 1 else torch.cat(parts))
+        return x_nd
+
+    def _pack(self, prefills: Sequence[Prefill], n: int) -> tuple[Tensor | None, Tensor | None, tuple[_Block, ...]]:
+        """Sort prefills by start and length and lay them out after the n decode rows."""
+        if not prefills:
+            return None, None, ()
+        ordered = sorted(prefills, key=lambda prefill: (prefill.start, prefill.tokens))
+        blocks: list[_Block] = []
+        first = n
+        for (start, length), equal in itertools.groupby(ordered, key=lambda prefill: (prefill.start, prefill.tokens)):
+            same = list(equal)
+            slots = [slot for prefill in same for slot in prefill.slots]
+            source = [i for i, prefill in enumerate(same) for _ in prefill.slots]
+            blocks.append(
+                _Block(
+                    first,
+                    len(same),
+                    length,
+                    start,
+                    torch.tensor(slots, device=self.device),
+                    torch.tensor(source, device=self.device) if len(slots) > len(same) else None,
+                    torch.tensor([prefill.slots[0] for prefill in same], device=self.device),
+                )
+            )
+            first += len(same) * length
+        ids = np.concatenate([np.asarray(one.ids[one.start :], dtype=np.int64) for one in ordered])
+        position = np.concatenate([np.arange(one.start, len(one.ids)) for one in ordered])
+        return torch.from_numpy(ids).to(self.device), torch.from_numpy(position).to(self.device), tuple(blocks)
+
+    def _natively(self, scores: Scores) -> bool:
+        """Whether decode rows of a layer with such scores are attended by the native kernels."""
+        return self._attention_kernels is not None and scores.softcap is None
+
+    def _bias(self, position_n: Tensor, reach: int, dtype: torch.dtype, window: int | None) -> Tensor:
+        """Additive mask [n, 1, 1, t]: 0 up to the row's own position as far back as the window, -inf elsewhere."""
+        bias = torch.zeros((len(position_n), reach), dtype=dtype, device=self.device)
+        bias.masked_fill_(self._position_t[None, :reach] > position_n[:, None], float("-inf"))
+        if window is not None and window < reach:
+            bias.masked_fill_(self._position_t[None, :reach] <= position_n[:, None] - window, float("-inf"))
+        return bias[:, None, None, :]
+
+    def _decode_attention(self, index: int, q_nhc: Tensor, bias: Tensor, reach: int, scores: Scores) -> Tensor:
+        """The g queries of a KV head stand in the query-length axis, so KV is never repeated."""
+        n = len(q_nhc)
+        q = q_nhc.reshape(n, self.kv_heads, -1, self.head_dimension)
+        keys = self.cache.keys[index][:n, :, :reach]
+        values = self.cache.values[index][:n, :, :reach]
+        out = masked_attention(q, keys, values, bias, scores)
+        return out.reshape(n, -1)
+
+    def _native_attention(
+        self,
+        index: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slot_n: Tensor | None,
+        position_n: Tensor,
+        scores: Scores,
+        write: bool,
+    ) -> Tensor:
+        """Each row as long as it is, or as its window is, whatever its neighbours are."""
+        assert self._attention_kernels is not None
+        keys, values = self.cache.keys[index], self.cache.values[index]
+        return self._attention_kernels.attention(
+            q, k, v, keys, values, slot_n, position_n, scores.scale, write, scores.window
+        )
+
+    def _store_prefills(self, index: int, k: Tensor, v: Tensor, blocks: Sequence[_Block]) -> None:
+        for block in blocks:
+            shape = (block.count, block.length, self.kv_heads, self.head_dimension)
+            for cache, new in ((self.cache.keys[index], k), (self.cache.values[index], v)):
+                rows = new[block.rows].view(shape).transpose(1, 2)
+                end = block.start + block.length
+                cache[block.slots, :, block.start : end] = rows if block.source is None else rows[block.source]
+
+    def _prefill_attention(
+        self, index: int, q: Tensor, k: Tensor, v: Tensor, block: _Block, position: Tensor, scores: Scores
+    ) -> Tensor:
+        q, k, v = (one[block.rows] for one in (q, k, v))
+        if block.start and self._natively(scores):
+            slot_n = block.own.repeat_interleave(block.length)
+            return self._native_attention(index, q, k, v, slot_n, position[block.rows], scores, write=False)
+        shape = (block.count, block.length, -1, self.head_dimension)
+        q, k, v = (one.view(shape).transpose(1, 2) for one in (q, k, v))
+        if block.start:  # the whole context from the cache, where this block's own part has just been written
+            end = block.start + block.length
+            k, v = self.cache.keys[index][block.own, :, :end], self.cache.values[index][block.own, :, :end]
+            mask = seen(end, scores.window, self.device, block.start)
+            out = masked_attention(q, k, v, mask, scores)
+        else:
+            out = causal_attention(q, k, v, scores)
+        return out.transpose(1, 2).reshape(block.count * block.length, -1)

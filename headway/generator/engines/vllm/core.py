@@ -1,0 +1,263 @@
+"""vLLM's engine inside this process: how it is built, and the few things that are asked of it.
+
+The scheduler (``EngineCore``) runs in the process it is built in, one step a call; with one rank so does the model,
+with several vLLM starts a process each. Written for vLLM 0.32, whose internals these are.
+"""
+# pyright: reportMissingImports=false
+# vLLM is installed where it is used, not where this is type-checked.
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from headway.config.engines import VLLM_INSTALL
+from headway.generator.engines.vllm.reference import PROBE_TOKENS
+from headway.models.configuration import DecoderConfig
+from headway.records.errors import ConfigurationError, WeightsCorrupt, WeightsMismatch
+from headway.records.generation import FinishReason, PublishedWeights
+from headway.runtime.devices import Device
+
+BLOCK_TOKENS = 32  # of KV on a CPU: the smallest its attention computes with
+_EXTENSION = "headway.generator.engines.vllm.worker.WorkerExtension"
+BACKEND = "headway"  # of vLLM's weight transfer
+SEED = "headway_seed"  # a request's, in SamplingParams.extra_args
+_ENDINGS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "error": "error"}
+
+
+class Sampled(NamedTuple):
+    """What one request gained in one step."""
+
+    ticket: str
+    ids: list[int]
+    logprobs: list[float]
+    version: int
+    ended: FinishReason | None
+    prompt_logprobs: list[float] | None  # of every prompt token but the first, where they were asked for
+    computed_tokens: int  # of the prompt, in the step that gave the first token
+
+
+class CoreRequest(NamedTuple):
+    """One request for vLLM."""
+
+    ticket: str  # never used twice
+    prompt_ids: Sequence[int]
+    parameters: Any  # vllm.SamplingParams
+    priority: int
+    arrival: int
+    salt: str  # equal prompts share KV only under equal salts
+
+
+def prepare_process(device: Device, ranks: int) -> None:
+    """Set what vLLM reads from the environment, before it is imported. What the user has set stays."""
+    for name, value in {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the worker is pinned already, and OMP_NUM_THREADS set
+    }.items():
+        os.environ.setdefault(name, value)
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
+        raise ConfigurationError(
+            "VLLM_ENABLE_V1_MULTIPROCESSING must be 0: the scheduler runs in headway's own process"
+        )
+    if device.kind == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        known = visible.split(",") if visible else [str(index) for index in range(device.first + ranks)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(known[device.first : device.first + ranks])
+
+
+def engine_arguments(
+    model_path: str,
+    model: DecoderConfig,
+    device: Device,
+    *,
+    dtype: str,
+    slots: int,
+    context_tokens: int,
+    kv_capacity_tokens: int | None,
+    prefill_tokens_per_step: int,
+    own: Mapping[str, Any],
+) -> dict[str, Any]:
+    """vLLM's ``EngineArgs`` as a mapping: what headway needs, what suits the device, and the user's ``own`` on top."""
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "dtype": dtype,
+        "max_model_len": context_tokens,
+        "max_num_seqs": slots + 1,  # the probe's is one more
+        "max_num_batched_tokens": prefill_tokens_per_step + slots + 1,
+        "enable_prefix_caching": True,
+        "enforce_eager": device.kind == "cpu",
+    }
+    if device.kind == "cpu":
+        arguments["block_size"] = BLOCK_TOKENS
+    arguments |= own
+    sized = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
+    if not sized & own.keys():
+        block = arguments.get("block_size") or 16
+        per_slot = -(-context_tokens // block)
+        # By default each slot can hold a whole context, and the probe has room beside them.
+        full = slots * per_slot + -(-(PROBE_TOKENS + 1) // block)
+        blocks = full if kv_capacity_tokens is None else max(per_slot, kv_capacity_tokens // block)
+        width = 4 if dtype == "float32" else 2
+        heads = -(-model.kv_heads // arguments.get("tensor_parallel_size", 1))  # of each rank, which has at least one
+        block_bytes = 2 * block * heads * model.head_dim * width
+        arguments["kv_cache_memory_bytes"] = (blocks + 1) * model.layers * block_bytes  # one block is vLLM's
+    return arguments | {
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "scheduling_policy": "priority",
+        "weight_transfer_config": {"backend": BACKEND},
+        "worker_extension_cls": _EXTENSION,
+        "disable_log_stats": True,
+    }
+
+
+class VllmCore:
+    """One engine. Single-threaded: a step, an update, a question at a time."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        """Raises ConfigurationError for a missing vLLM, an unknown argument, and what vLLM refuses."""
+        try:
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
+        except ImportError as error:
+            raise ConfigurationError(f"generator.engine = 'vllm': {error}; {VLLM_INSTALL}") from error
+        known = {field.name for field in dataclasses.fields(EngineArgs)}
+        for name in arguments:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigurationError(
+                    f"generator.engine_arguments.{name}: vLLM's EngineArgs has no such field{hint}"
+                )
+        try:
+            engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        except (ValueError, TypeError, NotImplementedError, AssertionError) as error:  # how it refuses a model
+            raise ConfigurationError(f"generator.engine = 'vllm': {error}") from error
+        self._engine = engine
+        self._client = engine.engine_core
+        self._core = self._client.engine_core
+        self._tasks = engine.get_supported_tasks()
+        cache = engine.vllm_config.cache_config
+        self.block_tokens: int = cache.block_size
+        self.kv_capacity_tokens: int = (cache.num_gpu_blocks - 1) * cache.block_size
+        self.context_tokens: int = engine.vllm_config.model_config.max_model_len
+        self.updates = 0  # applied so far
+        self._rpc("init_weight_transfer_engine", init_info={})
+        installed = self._rpc("headway_install")
+        # headway's sampling: else vLLM's own, which has no log-probabilities of the whole vocabulary where top-p or
+        # top-k restrict it.
+        self.own_sampling: bool = installed["cpu"]
+        if not installed["cpu"] and installed["runner"] == "V1":
+            raise ConfigurationError(
+                "vLLM's V1 model runner on a GPU starts a request's random numbers anew when it is resumed: "
+                "VLLM_USE_V2_MODEL_RUNNER=1, or leave out the engine argument that V2 does not support"
+            )
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def add(self, request: CoreRequest) -> Any:
+        """Queue a request; returns vLLM's own record of it. Raises ValueError for what vLLM refuses."""
+        from vllm.inputs.engine import tokens_input
+
+        asked = self._engine.input_processor.process_inputs(
+            request.ticket,
+            tokens_input(list(request.prompt_ids), cache_salt=request.salt),
+            request.parameters,
+            supported_tasks=self._tasks,
+            arrival_time=float(request.arrival),
+            priority=request.priority,
+        )
+        asked.external_req_id = request.ticket
+        queued, wave = self._core.preprocess_add_request(asked)
+        self._core.add_request(queued, wave)
+        return queued
+
+    def abort(self, tickets: Sequence[str]) -> None:
+        self._client.abort_requests(list(tickets))
+
+    def step(self) -> list[Sampled]:
+        """One engine step: what every request gained."""
+        outputs = self._client.get_output()
+        version = outputs.weight_version
+        return [_sampled(output, version) for output in outputs.outputs]
+
+    def drain(self) -> list[Sampled]:
+        """What is still being computed for steps that were scheduled ahead (nothing on a CPU)."""
+        drained: list[Sampled] = []
+        if not self._core.batch_queue:
+            return drained
+        self._core.pause_scheduler("keep", clear_cache=False)
+        while self._core.batch_queue:
+            drained += self.step()
+        self._core.resume_scheduler()
+        return drained
+
+    @property
+    def running(self) -> set[str]:
+        """Tickets of the requests that hold KV."""
+        return {request.request_id for request in self._core.scheduler.running}
+
+    @property
+    def kv_used_tokens(self) -> int:
+        """KV tokens in blocks that requests hold."""
+        usage = self._core.scheduler.kv_cache_manager.usage
+        return round(usage * self.kv_capacity_tokens / self.block_tokens) * self.block_tokens
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    def update(self, published: PublishedWeights) -> tuple[float, float]:
+        """Apply a version; nothing is in flight in the model. Returns (seconds to fetch, seconds to load).
+
+        Raises WeightsCorrupt, with nothing changed; WeightsMismatch where some ranks have changed and others haven't.
+        """
+        fields = {name: getattr(published, name) for name in published.__struct_fields__}
+        reports = self._engine.collective_rpc("headway_update", kwargs={"published": fields})
+        corrupt = [report["corrupt"] for report in reports if "corrupt" in report]
+        if len(corrupt) == len(reports):
+            raise WeightsCorrupt(corrupt[0])
+        if corrupt:
+            raise WeightsMismatch(f"{len(corrupt)} of {len(reports)} ranks could not take new weights: {corrupt[0]}")
+        self.updates += 1
+        self._engine.set_weight_version(str(published.version))
+        return max(report["fetch_s"] for report in reports), max(report["load_s"] for report in reports)
+
+    def name_version(self, version: int) -> None:
+        """Which version the weights are that the engine was built with."""
+        self._engine.set_weight_version(str(version))
+
+    def void_kv(self) -> None:
+        """Throw away all KV, also what lies elsewhere: running requests compute theirs anew when the next step is
+        scheduled."""
+        self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+    def differing_module(self) -> dict[str, Any] | None:
+        """See ``WorkerExtension.headway_probe``."""
+        return self._rpc("headway_probe", update=self.updates)
+
+    def reference_logprobs(self, ids: Sequence[int]) -> list[float]:
+        """See ``WorkerExtension.headway_reference``."""
+        return self._rpc("headway_reference", ids=list(ids))
+
+    def _rpc(self, method: str, **arguments: Any) -> Any:
+        """What rank 0 returns."""
+        return self._engine.collective_rpc(method, kwargs=arguments)[0]
+
+
+def _sampled(output: Any, version: str | None) -> Sampled:
+    logprobs, asked = output.new_logprobs, output.new_prompt_logprobs_tensors
+    ending = output.finish_reason
+    return Sampled(
+        ticket=output.request_id,
+        ids=output.new_token_ids,
+        logprobs=[] if logprobs is None else logprobs.logprobs[:, 0].tolist(),  # the sampled token is the first
+        version=int(version or 0),
+        ended=None if ending is None else _ENDINGS.get(str(ending), "error"),
+        prompt_logprobs=None if asked is None else asked.logprobs[:, 0].tolist(),
+        computed_tokens=output.prefill_stats.num_computed_tokens if output.prefill_stats is not None else 0,
+    )

@@ -1,0 +1,172 @@
+"""HTTP as far as `vllm serve` needs it: calls whose answer is waited for, and streams of events that are not."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from headway.records.errors import HeadwayError
+
+_CONNECT_S = 10.0
+_CALL_S = 600.0  # a reload of large weights from a slow folder takes minutes
+_READ_BYTES = 1 << 16
+_END = b"[DONE]"
+_DEAD = "EngineCore encountered an issue"  # what vLLM says of every request once its engine is dead
+KEY_VARIABLE = "VLLM_API_KEY"  # of the environment: what the server was started with as --api-key
+
+
+class ServerError(HeadwayError):
+    """The server's own answer that it won't."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"HTTP {status}: {message}")
+        self.status = status
+        self.message = message
+
+
+class VllmServer:
+    """One address. Raises ServerError for what it refuses, OSError where nobody answers, or its engine is dead."""
+
+    def __init__(self, address: str) -> None:
+        """``address``: http://HOST:PORT."""
+        parts = urlsplit(address)
+        assert parts.hostname is not None  # runtime/devices.py has seen to it
+        assert parts.port is not None
+        self.address = address
+        self.host, self.port = parts.hostname, parts.port
+        self._headers = {"Content-Type": "application/json", "Connection": "close"}
+        if key := os.environ.get(KEY_VARIABLE):
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    def get(self, path: str, *, timeout_s: float | None = None) -> bytes:
+        """``timeout_s``: of connecting, and of every wait for its answer; None: as long as a load of weights takes."""
+        return self._call("GET", path, None, timeout_s)
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """The answer, decoded; None where it is empty."""
+        answer = self._call("POST", path, None if body is None else msgspec.json.encode(body))
+        return msgspec.json.decode(answer) if answer else None
+
+    def _call(self, method: str, path: str, body: bytes | None, timeout_s: float | None = None) -> bytes:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s or _CALL_S)
+        try:
+            connection.request(method, path, body, self._headers)
+            response = connection.getresponse()
+            answer = response.read()
+        except http.client.HTTPException as error:
+            raise ConnectionError(f"{self.address}{path}: {type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+        if response.status >= 400:
+            message = message_of(answer)
+            require_engine(message)
+            raise ServerError(response.status, message)
+        return answer
+
+    def stream(self, path: str, body: Any) -> EventStream:
+        """Ask for a stream of events."""
+        payload = msgspec.json.encode(body)
+        headers = self._headers | {"Host": f"{self.host}:{self.port}", "Content-Length": str(len(payload))}
+        head = f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        connection = socket.create_connection((self.host, self.port), timeout=_CONNECT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(head.encode("latin-1") + b"\r\n" + payload)
+        connection.setblocking(False)
+        return EventStream(connection)
+
+
+class EventStream:
+    """One answer of server-sent events, read as it comes: *open* -> ``over``, when the server has said its last."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._status = 0
+        self._chunked = False
+        self._raw = bytearray()  # as it came
+        self._body = bytearray()  # without HTTP's own framing
+        self.over = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Whoever sends it sees that nobody listens."""
+        self._socket.close()
+
+    def read(self) -> list[bytes]:
+        """The data of the events that are here by now. Raises ServerError for an answer that is none, ConnectionError
+        when it breaks off or the server's engine is dead."""
+        closed = False
+        try:
+            while not closed:
+                data = self._socket.recv(_READ_BYTES)
+                self._raw += data
+                closed = not data
+        except BlockingIOError:
+            pass
+        self._unframe()
+        if self._status not in (0, 200):
+            if not closed:
+                return []
+            message = message_of(bytes(self._body))
+            require_engine(message)
+            raise ServerError(self._status, message)
+        events = self._events()
+        if closed and not self.over:
+            raise ConnectionError("the server closed a stream before its end")
+        return events
+
+    def _unframe(self) -> None:
+        """Move what is whole from ``_raw`` to ``_body``."""
+        if not self._status:
+            end = self._raw.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            head = self._raw[:end].decode("latin-1").lower()
+            del self._raw[: end + 4]
+            self._status = int(head.split(None, 2)[1])
+            self._chunked = "\r\ntransfer-encoding: chunked" in head
+        if not self._chunked:
+            self._body += self._raw
+            self._raw.clear()
+            return
+        start = 0
+        while (line := self._raw.find(b"\r\n", start)) >= 0:
+            size = int(self._raw[start:line].split(b";")[0], 16)
+            if len(self._raw) < line + 2 + size + 2:
+                break
+            self._body += self._raw[line + 2 : line + 2 + size]
+            start = line + 2 + size + 2
+        del self._raw[:start]
+
+    def _events(self) -> list[bytes]:
+        *whole, rest = bytes(self._body).split(b"\n\n")
+        self._body = bytearray(rest)
+        data = [event.removeprefix(b"data: ") for event in whole if event.startswith(b"data: ")]
+        if _END in data:
+            self.over = True
+            data.remove(_END)
+        return data
+
+
+def require_engine(message: str) -> None:
+    """Raises ConnectionError where an error says that the server's engine is dead: nothing will come of it."""
+    if _DEAD in message:
+        raise ConnectionError(f"its engine is dead: {message}")
+
+
+def message_of(answer: bytes) -> str:
+    """What an error's body says."""
+    try:
+        found = msgspec.json.decode(answer)
+    except msgspec.DecodeError:
+        return answer[:300].decode(errors="replace").strip()
+    if isinstance(found, dict):
+        error = found.get("error", found.get("detail", found))
+        found = error.get("message", error) if isinstance(error, dict) else error
+    return str(found)[:500]

@@ -1,0 +1,90 @@
+"""The probe of a whole engine: log-probabilities of a random sequence beside those of headway's own forward of the
+published weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.generator.engines.sampling import counter_bits
+from headway.models.configuration import DecoderConfig
+from headway.models.decoder import Decoder
+from headway.models.layout import hugging_face_entries
+from headway.models.loading import build
+from headway.records.errors import ConfigurationError
+
+PROBE = "probe"
+PROBE_TOKENS = 32
+# Largest and mean allowed difference of a log-probability, in nats. In bfloat16 two correct forwards differ by their
+# rounding; a head or a layer of another version differs in nearly every token.
+_ALLOWED = {"float32": (1e-3, 1e-3)}
+_ROUGH = (0.5, 0.1)
+_QUANTISED = (2.0, 0.5)
+
+
+class PublishedModel:
+    """The model as it was published last: a decoder whose parameters are the published tensors themselves.
+
+    It takes no memory of its own, gives them under Hugging Face's names, and is what probes compare with.
+    """
+
+    def __init__(self, shape: DecoderConfig) -> None:
+        self._shape = shape
+        self._decoder: Decoder | None = None  # none before the first version
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """From now on these. Raises ConfigurationError, with nothing changed, when they are not this model's."""
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        decoder = self._decoder
+        if decoder is None or dtypes != {decoder.dtype}:
+            decoder = build(self._shape, next(iter(dtypes)))  # memory that is never touched
+        parameters = dict(decoder.named_parameters())
+        expected = {name: parameter.shape for name, parameter in parameters.items()}
+        given = {name: tensor.shape for name, tensor in tensors.items()}
+        wrong = {name for name, _ in expected.items() ^ given.items()}
+        if wrong:
+            raise ConfigurationError(f"the published weights are not this model's: {', '.join(sorted(wrong)[:4])}")
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(False)
+            parameter.data = tensors[name]
+        self._decoder = decoder
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors by Hugging Face's names, layer by layer; a tied head is not repeated."""
+        assert self._decoder is not None
+        for entry in hugging_face_entries(self._decoder):
+            yield entry.name, entry.view.reshape(entry.shape)
+
+    def logprobs(self, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """log-softmax(z / ``temperature``) of ``ids[1:]``, each after those before it, by headway's own forward on the
+        CPU."""
+        assert self._decoder is not None
+        sequence = torch.tensor(ids)
+        with torch.inference_mode():
+            logits = self._decoder(sequence, [len(ids)])[:-1].float() / temperature
+            chosen = torch.log_softmax(logits, dim=-1).gather(-1, sequence[1:, None])
+        return chosen[:, 0].tolist()
+
+
+def probe_ids(update: int, vocabulary: int, context_tokens: int) -> list[int]:
+    """The sequence of the ``update``-th probe: token ids, leaving room for one more."""
+    positions = np.arange(min(PROBE_TOKENS, context_tokens - 1), dtype=np.int64)
+    bits = counter_bits(np.full(len(positions), update, dtype=np.uint64), positions)
+    return (bits % np.uint64(vocabulary)).astype(np.int64).tolist()
+
+
+def compare(got: Sequence[float], expected: Sequence[float], dtype: str, quantised: bool) -> str:
+    """What is wrong with ``got``; "" if nothing is."""
+    if len(got) != len(expected):
+        return f"{len(got)} log-probabilities came back, {len(expected)} were expected"
+    difference = np.abs(np.asarray(got) - np.asarray(expected))
+    largest, mean = _QUANTISED if quantised else _ALLOWED.get(dtype, _ROUGH)
+    if difference.max() <= largest and difference.mean() <= mean:  # a NaN is neither
+        return ""
+    return (
+        f"log-probabilities of a probe differ by up to {difference.max():.2g} and {difference.mean():.2g} on average; "
+        f"allowed are {largest:g} and {mean:g}"
+    )

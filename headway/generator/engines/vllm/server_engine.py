@@ -1,0 +1,445 @@
+"""An existing `vllm serve` behind the interface of `engine.py`: the replica's process holds no model, it only asks.
+
+Written for vLLM 0.32. Requests go to ``/inference/v1/generate`` (token ids in and out), one connection each, all read
+without waiting by the one thread there is. New weights are written as a safetensors file into a folder that the server
+reads too, and loaded there while it stands still.
+
+What a server doesn't say: which requests it preempted, and, before a request's last chunk, which version sampled a
+token. Tokens are labelled by when they arrive: nothing is sampled between the answers to ``/pause`` and ``/resume``,
+and all streams are read just before the latter. The last chunk's own ``weight_versions`` are compared with that.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headway.generator.engines.sampling import counter_bits
+from headway.generator.engines.vllm.http import EventStream, ServerError, VllmServer, require_engine
+from headway.generator.engines.vllm.reference import PublishedModel, compare, probe_ids
+from headway.generator.engines.vllm.requests import VllmRequest, VllmRequests
+from headway.generator.engines.vllm.responses import Chunk, CompletionChunk, CompletionSpan, Logprob, content, of_token
+from headway.generator.engines.vllm.server_info import Served
+from headway.records.errors import WeightsMismatch
+from headway.records.generation import (
+    AppliedWeights,
+    EngineStatistics,
+    FinishReason,
+    PublishedWeights,
+    UpdateMode,
+)
+from headway.tokens.tokenizer import Tokenizer
+from headway.weights.leftovers import SHARED_MEMORY, exchange_folder, reap_folders
+from headway.weights.shared_memory import Subscriber
+
+_WAIT_S = 0.02  # a tick waits so long for tokens; calls are served between ticks
+_WITHDRAWN_S = 10.0  # within which the server must give a request back; one that doesn't is cut off
+_ABORT_AGAIN_S = 0.25  # it does not know a request yet whose abort overtook it
+_NO_LOGPROB = -9999.0  # how it writes what is not finite
+_PROBE_TEMPERATURE = 0.5  # raw and processed log-probabilities differ there
+_NEXT_TOKEN = 1e-2  # allowed difference of the probe's own token, nats, in float32; ten times the sequence's
+_ENDINGS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class _Asked:
+    """A request as the server has it."""
+
+    def __init__(self, stream: EventStream) -> None:
+        self.stream = stream
+        self.spans: list[list[int]] = []  # [version, tokens] as they were labelled here
+
+    def add(self, version: int, tokens: int) -> None:
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1][1] += tokens
+        elif tokens:
+            self.spans.append([version, tokens])
+
+
+class VllmServerEngine(VllmRequests):
+    """Generates with a server; see `TorchEngine` for what its methods promise.
+
+    Differences: a ``step`` takes what has arrived; a resumed request goes on with other random numbers than it would
+    have had uninterrupted; preemptions are counted, but not told of by request. A server that is gone ends the process,
+    whose successor connects anew.
+    """
+
+    def __init__(
+        self,
+        server: VllmServer,
+        served: Served,
+        model: PublishedModel,
+        *,
+        slots: int,
+        max_context_tokens: int,
+        vocabulary: int,
+        tied: bool,
+        tokenizer: Tokenizer | None = None,
+        version: int = 0,
+        probe_every_updates: int = 1,
+        exchange_directory: str | Path | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``model``: what the server is to compute with from now on. ``tied``: its head is its embedding.
+
+        Raises WeightsMismatch when the server computes with something else once it is loaded, OSError when it is gone.
+        """
+        super().__init__(
+            slots=slots,
+            context_tokens=min(max_context_tokens, served.context_tokens),
+            vocabulary=vocabulary,
+            tokenizer=tokenizer,
+            truncates=False,
+            now=now,
+        )
+        self.version = version
+        self._server = server
+        self._served = served
+        self._model = model
+        self._tied = tied
+        self._probe_every_updates = probe_every_updates
+        self._exchange = Path(exchange_directory or SHARED_MEMORY)
+        self._subscriber = Subscriber()
+        self._selector = selectors.DefaultSelector()
+        self._withdrawing: set[str] = set()  # tickets
+        self._life = uuid.uuid4().hex[:12]  # the server may have served a predecessor
+        self._updates = 0
+        self._broken = False  # it computes with unknown weights
+        self._gone = ""  # why the server is no longer the one that was connected to
+        self._busy_s = 0.0
+        self._reprefilled = 0
+        reap_folders(self._exchange)  # of a predecessor that was killed in an update
+        with self._written() as folder:
+            self._load(folder, version, clear=True)
+        self._probe()
+        self._before = served.counters(server)
+
+    # --- what vLLM is told ------------------------------------------------------------------------------------
+
+    def _give(self, entry: VllmRequest) -> None:
+        self._tickets += 1
+        ticket = f"{self._life}-{self._tickets}"
+        how = entry.sampling
+        stream = self._server.stream(
+            "/inference/v1/generate",
+            {
+                "request_id": ticket,
+                "token_ids": [*entry.prompt, *entry.response],
+                "sampling_params": {
+                    "temperature": how.temperature,
+                    "max_tokens": self._may_sample(entry),
+                    "stop_token_ids": how.stop_token_ids,
+                    "ignore_eos": True,  # what ends a response is ours to say
+                    "logprobs": 0,  # of the sampled token alone
+                    "detokenize": False,
+                    "seed": _seed(how.seed, len(entry.response)),
+                },
+                "stream": True,
+                "cache_salt": self._salt,
+                "priority": entry.priority,
+            },
+        )
+        entry.own = _Asked(stream)
+        self._now_given(entry, ticket)
+        self._selector.register(stream, selectors.EVENT_READ, entry)
+
+    @property
+    def _salt(self) -> str:
+        """Versions can repeat, and a server can serve one process after another; updates of one don't."""
+        return f"{self._life} update {self._updates}"
+
+    def _withdraw(self, entries: Sequence[VllmRequest]) -> None:
+        """See `VllmRequests`. The server says the last tokens of each."""
+        self._withdrawing |= {entry.ticket for entry in entries}
+        until, again = self._now() + _WITHDRAWN_S, 0.0
+        while left := [entry.ticket for entry in entries if entry.ticket]:
+            if self._now() >= until:
+                break
+            if self._now() >= again:
+                ids = [f"generate-tokens-{ticket}" for ticket in left]
+                with suppress(ServerError):  # it is asked again, and cut off in the end
+                    self._server.post("/inference/v1/abort_requests", {"request_ids": ids})
+                again = self._now() + _ABORT_AGAIN_S
+            self._pump(_WAIT_S)
+        for entry in entries:
+            if entry.ticket:
+                self._forget_ticket(entry)
+
+    def _drop(self, entry: VllmRequest) -> None:
+        """Its last token is known: the server sees that nobody listens any more."""
+        self._forget_ticket(entry)
+
+    def _forget_ticket(self, entry: VllmRequest) -> None:
+        self._selector.unregister(entry.own.stream)
+        entry.own.stream.close()
+        self._withdrawing.discard(entry.ticket)
+        super()._forget_ticket(entry)
+
+    # --- what vLLM says -----------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Take over what has been sampled; waits a little for it. False when there is nothing to do.
+
+        Raises OSError when the server is gone, or is another: then once the deltas that say so have been taken."""
+        if self._broken:
+            return False
+        if self._gone:
+            if self._deltas:
+                return False
+            raise ConnectionError(self._gone)
+        self._give_waiting()
+        if not self._given:
+            return False
+        started = self._now()
+        self._pump(_WAIT_S)
+        self._busy_s += self._now() - started
+        self._note_idleness()
+        return not self._gone
+
+    def _pump(self, wait_s: float) -> None:
+        """Take over what the streams have, waiting up to ``wait_s`` for the first."""
+        for key, _ in self._selector.select(wait_s):
+            entry: VllmRequest = key.data
+            if not entry.ticket:  # another's events have ended it
+                continue
+            try:
+                events = entry.own.stream.read()
+            except ServerError as error:
+                self._forget_ticket(entry)
+                self._end(entry, "error", str(error), refused=error.status in (400, 422))
+                continue
+            for event in events:
+                if entry.ticket:  # else an event before has ended it
+                    self._absorb(entry, msgspec.json.decode(event, type=Chunk))
+
+    def _absorb(self, entry: VllmRequest, chunk: Chunk) -> None:
+        if not chunk.choices:
+            if chunk.error is not None:
+                require_engine(chunk.error.message)
+                self._forget_ticket(entry)
+                self._end(entry, "error", f"the server: {chunk.error.message}")
+            return
+        choice = chunk.choices[0]
+        ids = choice.token_ids or []
+        logprobs = [one.logprob if one.logprob > _NO_LOGPROB else float("nan") for one in content(choice)]
+        entry.own.add(self.version, len(ids))
+        ended = None if choice.finish_reason is None else _ENDINGS.get(choice.finish_reason, "error")
+        error = ""
+        if ended is not None and (wrong := self._mislabelled(entry.own.spans, choice.weight_versions or [])):
+            if self._gone:
+                self._void_given(wrong)
+            else:
+                self._end_void(entry, wrong)
+            return
+        if ended == "abort" and entry.ticket in self._withdrawing:
+            self._gained(entry, ids, logprobs, self.version, None)
+            if entry.ticket:
+                self._forget_ticket(entry)
+            return
+        if ended in ("abort", "error"):
+            ended, error = "error", f"the server ended it: {choice.finish_reason}"
+        self._gained(entry, ids, logprobs, self.version, ended, error)
+
+    def _mislabelled(self, spans: Sequence[Sequence[int]], told: Sequence[CompletionSpan]) -> str:
+        """Whether the server says that other versions sampled the tokens than they were labelled with: how. Weights
+        that this engine has not given it make the server another's."""
+        theirs = [(one.version, one.end - one.start) for one in told]
+        if theirs == [(self._label(version), tokens) for version, tokens in spans]:
+            return ""
+        foreign = [name for name, _ in theirs if not name.startswith(self._label(""))]
+        if not foreign:
+            return f"its tokens were labelled with versions {spans}, the server says {theirs}"
+        self._gone = (
+            f"{self._server.address} samples from weights {foreign[0]!r}, which this run has not given it: it was "
+            "restarted, or serves another run too"
+        )
+        return self._gone
+
+    def _label(self, version: int | str) -> str:
+        """How the server names a version: no other process gives it the same name."""
+        return f"{self._life}:{version}"
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
+        """Fetch, verify and write a version while the server goes on, have it loaded, and prove that it is what the
+        server samples from. Raises WeightsCorrupt, with nothing changed, or WeightsMismatch."""
+        started = self._now()
+        tensors = self._subscriber.fetch(published)
+        fetch_s = self._now() - started
+        self._model.take(tensors)
+        before_s = self._paused_s
+        with _or_die(ServerError), self._written() as folder:
+            running, reprefilled = self._update(folder, published.version, mode)
+            if self._probe_every_updates and self._updates % self._probe_every_updates == 0:
+                self._probe()
+        self._note_idleness()
+        return AppliedWeights(
+            version=published.version,
+            fetch_s=fetch_s,
+            pause_s=self._paused_s - before_s,
+            in_flight=running,
+            reprefilled_tokens=reprefilled,
+        )
+
+    def _update(self, folder: Path, version: int, mode: UpdateMode) -> tuple[int, int]:
+        """Returns how many requests crossed it, and how many tokens are computed anew."""
+        reprefilled = 0
+        with self.paused():
+            self._server.post(f"/pause?mode=keep&clear_cache={str(mode == 'recompute').lower()}")
+            self._pump(0.0)
+            # What has no token yet begins under the new weights, and must not find the old ones' KV.
+            self._take_back([entry for entry in self._given.values() if not entry.sampled])
+            running = list(self._given.values())
+            if mode == "abort":
+                parked = [entry for entry in running if entry.interruptible]
+                self._withdraw(parked)
+                for entry in parked:
+                    if entry.request_id in self._open:
+                        self._end(entry, "abort")
+            elif mode == "recompute":
+                for entry in running:
+                    if entry.unsent:
+                        self._emit(entry)  # those before had the old KV behind them
+                    entry.reprefilled = True
+                    reprefilled += entry.tokens
+            self._load(folder, version)
+        self._reprefilled += reprefilled
+        return len(running), reprefilled
+
+    def _take_back(self, entries: Sequence[VllmRequest]) -> None:
+        self._withdraw(entries)
+        for entry in entries:
+            if entry.request_id in self._open:
+                self._waiting.push(entry)
+
+    def _load(self, folder: Path, version: int, *, clear: bool = False) -> None:
+        """The server stands still (``clear``: is made to), loads, and goes on."""
+        if clear:
+            self._server.post("/pause?mode=abort&clear_cache=true")
+        try:
+            self._server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        except ServerError as error:
+            if error.status > 500:  # not of the load itself: of a proxy, say, or of a server that ends
+                raise
+            self._break(f"it can't load {folder}: {error}; it must see that folder, and serve that model")
+        self._server.post("/update_weight_version", {"new_version": self._label(version)})
+        self._pump(0.0)  # what was sampled before, whatever kept it so long
+        self.version = version
+        self._updates += 1
+        self._server.post("/resume")
+
+    @contextmanager
+    def _written(self) -> Iterator[Path]:
+        """The model's tensors in a folder of Hugging Face's layout, which is removed afterwards."""
+        with exchange_folder(self._exchange) as folder:
+            save_file(self._checkpoint(), folder / "model.safetensors")
+            yield folder
+
+    def _checkpoint(self) -> dict[str, Tensor]:
+        tensors = {name: tensor.contiguous() for name, tensor in self._model.tensors()}
+        if self._tied:
+            # Twice, though it is one: on a CPU vLLM's head has a packed copy of its own, which it renews only for a
+            # tensor of its own.
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        return tensors
+
+    def _probe(self) -> None:
+        """Compare log-probabilities of a random sequence, and of what it samples after it at another temperature."""
+        ids = probe_ids(self._updates, self._vocabulary, self.context_tokens)
+        answer: CompletionChunk = msgspec.convert(
+            self._server.post(
+                "/inference/v1/generate",
+                {
+                    "request_id": f"{self._life}-probe-{self._updates}",
+                    "token_ids": ids,
+                    "sampling_params": {
+                        "temperature": _PROBE_TEMPERATURE,
+                        "max_tokens": 1,
+                        "prompt_logprobs": 0,
+                        "logprobs": 0,
+                        "ignore_eos": True,
+                        "detokenize": False,
+                        "seed": self._updates,
+                    },
+                    "cache_salt": f"{self._life} probe {self._updates}",
+                    "priority": -(1 << 60),
+                },
+            ),
+            CompletionChunk,
+        )
+        got = [of_token(one, token) for one, token in zip(answer.prompt_logprobs[1:], ids[1:], strict=True)]
+        wrong = compare(got, self._model.logprobs(ids), self._served.dtype, self._served.quantised)
+        if wrong:
+            self._break(f"{wrong} (it computes in {self._served.dtype})")
+        self._probe_temperature(ids, content(answer.choices[0])[0])
+
+    def _probe_temperature(self, ids: Sequence[int], sampled: Logprob) -> None:
+        after = [*ids, sampled.token_id]
+        at_one, expected = (self._model.logprobs(after, t)[-1] for t in (1.0, _PROBE_TEMPERATURE))
+        if abs(sampled.logprob - expected) <= max(_NEXT_TOKEN, 0.5 * abs(at_one - expected)):
+            return
+        self._break(
+            f"the log-probability of a token sampled at T = {_PROBE_TEMPERATURE} is {sampled.logprob:.4g}, not "
+            f"{expected:.4g}: start it with --logprobs-mode processed_logprobs"
+        )
+
+    def _break(self, what: str) -> None:
+        self._broken = True
+        error = f"{self._server.address} does not compute with the published weights of version {self.version}: {what}"
+        self._void_given(error)
+        raise WeightsMismatch(error)
+
+    # --- statistics -----------------------------------------------------------------------------------------
+
+    def statistics(self) -> EngineStatistics:
+        """Counters since the start, and the present state; KV, preemptions, prefills and steps are the server's."""
+        with _or_die():
+            seen = self._served.counters(self._server)
+        before = self._before
+        running = min(len(self._given), seen.running)
+        return EngineStatistics(
+            version=self.version,
+            running=running,
+            waiting=len(self._open) - running,
+            slots=self.slots,
+            kv_used_tokens=round(seen.kv_usage * self._served.kv_capacity_tokens),
+            kv_capacity_tokens=self._served.kv_capacity_tokens,
+            generated_tokens=self._generated,
+            prefilled_tokens=self._reprefilled + seen.prefilled - before.prefilled,
+            finished=self._finished,
+            preemptions=seen.preemptions - before.preemptions,
+            busy_s=self._busy_s,
+            idle_s=self.idle_s,
+            paused_s=self._paused_s,
+            decode_steps=seen.steps - before.steps,
+        )
+
+
+@contextmanager
+def _or_die(*others: type[Exception]) -> Iterator[None]:
+    """A call to the worker that finds no server ends its process, as a tick's error does; so do ``others``: the
+    successor begins from a known state."""
+    try:
+        yield
+    except OSError as error:
+        raise SystemExit(f"the server is gone: {error}") from error
+    except others as error:
+        raise SystemExit(f"the server failed: {error}") from error
+
+
+def _seed(seed: int, sampled: int) -> int:
+    """vLLM's sampler draws from a request's seed as many numbers as it has sampled since it was given: what goes on
+    begins a stream of its own. 63 bits, not negative."""
+    if not sampled:
+        return seed & 0x7FFFFFFFFFFFFFFF
+    key = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
+    return int(counter_bits(key, np.array([sampled], dtype=np.int64))[0] >> np.uint64(1))

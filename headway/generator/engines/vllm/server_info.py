@@ -1,0 +1,169 @@
+"""What a `vllm serve` is, asked once, and whether headway can work with it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from headway.generator.engines.vllm.http import KEY_VARIABLE, ServerError, VllmServer
+from headway.records.errors import ConfigurationError, HeadwayError
+
+VERSION = "0.32."
+T = TypeVar("T")
+
+RETURNS_S = 300.0  # a server is awaited so long by a replica that has lost it: it loads its model at its start
+_HEALTH_S = 10.0  # for one answer of it
+_ASK_AGAIN_S = 1.0
+COMMAND = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs "
+    "--scheduling-policy priority"
+)
+
+
+class Counters(NamedTuple):
+    """Out of the server's /metrics, since its own start."""
+
+    running: int  # requests
+    kv_usage: float  # share of its KV that requests hold
+    prefilled: int  # prompt tokens
+    preemptions: int
+    steps: int
+
+
+class Served(NamedTuple):
+    """A server's own configuration."""
+
+    context_tokens: int
+    kv_capacity_tokens: int
+    dtype: str
+    quantised: bool
+
+    def counters(self, server: VllmServer) -> Counters:
+        """Raises OSError when it is gone; all 0 where it was started with --disable-log-stats."""
+        totals: dict[str, float] = {}
+        for line in server.get("/metrics").decode().splitlines():
+            found = re.match(r"vllm:(\w+)\{[^}]*\} (\S+)$", line)
+            if found:
+                totals[found[1]] = totals.get(found[1], 0.0) + float(found[2])
+        return Counters(
+            running=int(totals.get("num_requests_running", 0)),
+            kv_usage=totals.get("kv_cache_usage_perc", 0.0),
+            prefilled=int(totals.get("prompt_tokens_total", 0)),
+            preemptions=int(totals.get("num_preemptions_total", 0)),
+            steps=int(totals.get("iteration_tokens_total_count", 0)),
+        )
+
+
+def wait_for(
+    server: VllmServer, *, sleep: Callable[[float], object] = time.sleep, now: Callable[[], float] = time.monotonic
+) -> None:
+    """Until a server that is away answers again. Raises HeadwayError when it doesn't within ``RETURNS_S``."""
+    until_s = now() + RETURNS_S
+    while True:
+        try:
+            server.get("/health", timeout_s=_HEALTH_S)
+            return
+        except (OSError, ServerError) as error:  # what stands before it may answer that it is away
+            if isinstance(error, ServerError) and error.status < 500:
+                return  # it is for `connect` to say what it is
+            if now() >= until_s:
+                what = f"{server.address} did not come back within {RETURNS_S:g} s ({error})"
+                raise HeadwayError(f"{what}; start it again with {COMMAND}") from error
+        sleep(_ASK_AGAIN_S)
+
+
+def connect(server: VllmServer, *, slots: int, context_tokens: int, again: bool = False) -> Served:
+    """Ask a server what it is. Raises ConfigurationError for one that isn't there, or can't be worked with: what it is,
+    and how it is to be started. ``again``: it was there before, so it is waited for, and OSError when it goes."""
+    if again:
+        wait_for(server)
+    try:
+        _require_version(server)
+        config = _configuration(server)
+    except OSError as error:
+        if again:
+            raise
+        raise _refusal(server, f"nobody answers ({error}); start it with {COMMAND}") from error
+    model, scheduler, cache = config["model_config"], config["scheduler_config"], config["cache_config"]
+    _require_scheduler(server, scheduler, slots)
+    on_cpu = str(config["device_config"]["device"]).startswith("cpu") or config["device_config"]["device_type"] == "cpu"
+    if on_cpu and scheduler["enable_chunked_prefill"]:
+        raise _refusal(
+            server,
+            "it computes on a CPU, where vLLM's sampler fails at a request with a seed whose prompt takes several "
+            "steps: start it with --no-enable-chunked-prefill",
+        )
+    if config["parallel_config"]["data_parallel_size"] > 1:
+        raise _refusal(
+            server,
+            f"it runs {config['parallel_config']['data_parallel_size']} engines, of which a probe would see one: start "
+            "a server for each, without --data-parallel-size, and name them all in generator.devices",
+        )
+    if model["max_model_len"] < context_tokens:
+        raise _refusal(
+            server,
+            f"its --max-model-len {model['max_model_len']} is less than {context_tokens}, the tokens of "
+            "rollout.max_prompt_tokens and rollout.max_response_tokens",
+        )
+    return Served(
+        context_tokens=model["max_model_len"],
+        kv_capacity_tokens=(cache["num_gpu_blocks"] - 1) * cache["block_size"],
+        dtype=str(model["dtype"]).removeprefix("torch."),
+        quantised=model["quantization"] is not None,
+    )
+
+
+def _settled(call: Callable[..., T], *arguments: object) -> T:
+    """The call's answer. Raises ConnectionError where the server, or what stands before it, has trouble of its own:
+    that says nothing of what it is."""
+    try:
+        return call(*arguments)
+    except ServerError as error:
+        if error.status >= 500:
+            raise ConnectionError(str(error)) from error
+        raise
+
+
+def _require_version(server: VllmServer) -> None:
+    try:
+        found = msgspec.json.decode(_settled(server.get, "/version"))["version"]
+    except (ServerError, msgspec.DecodeError, KeyError, TypeError) as error:
+        raise _refusal(server, f"no vLLM: /version says {error}") from error
+    if not str(found).startswith(VERSION):
+        raise _refusal(server, f"it is vLLM {found}; headway knows {VERSION}x")
+    try:
+        _settled(server.post, "/inference/v1/abort_requests", {"request_ids": ["headway-asks"]})
+    except ServerError as error:
+        if error.status == 401:
+            raise _refusal(server, f"it wants a key: set {KEY_VARIABLE} to its --api-key") from error
+        raise _refusal(server, f"it takes no token ids ({error}): start it with --enable-scale-out") from error
+
+
+def _configuration(server: VllmServer) -> Any:
+    try:
+        return msgspec.json.decode(_settled(server.get, "/server_info?config_format=json"))["vllm_config"]
+    except ServerError as error:
+        raise _refusal(
+            server, f"its weights can't be updated ({error}): start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+        ) from error
+
+
+def _require_scheduler(server: VllmServer, scheduler: Any, slots: int) -> None:
+    if scheduler["policy"] != "priority":
+        raise _refusal(
+            server, f"its --scheduling-policy is {scheduler['policy']!r}: start it with --scheduling-policy priority"
+        )
+    if scheduler["max_num_seqs"] <= slots:
+        raise _refusal(
+            server,
+            f"its --max-num-seqs {scheduler['max_num_seqs']} leaves no room for a probe beside generator.slots = "
+            f"{slots}; valid: {slots + 1} or more",
+        )
+
+
+def _refusal(server: VllmServer, what: str) -> ConfigurationError:
+    return ConfigurationError(f"generator.devices has {server.address}: {what}")

@@ -1,0 +1,226 @@
+"""What runs inside vLLM's workers: taking published weights, probing them, sampling from counters.
+
+vLLM imports this module in its worker processes (``worker_extension_cls``), or in ours where the worker is in-process;
+nothing else does. Written for vLLM 0.32; ``file:line`` in comments is relative to its package.
+"""
+# pyright: reportMissingImports=false
+# vLLM is installed where it is used, not where this is type-checked.
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+from headway.generator.engines.sampling import counter_bits
+from headway.generator.engines.vllm.core import BACKEND, SEED
+from headway.generator.engines.vllm.probe import differing_module
+from headway.generator.engines.vllm.reference import PublishedModel
+from headway.models.configuration import DecoderConfig
+from headway.records.errors import WeightsCorrupt
+from headway.records.generation import PublishedWeights
+from headway.runtime.child import die_with_parent
+from headway.weights.shared_memory import Subscriber
+
+# --- weights ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class NoInitialisation(WeightTransferInitInfo):
+    """Nothing to agree on: every update says where it lies."""
+
+
+@dataclass
+class PublishedInfo(WeightTransferUpdateInfo):
+    """A ``PublishedWeights`` as vLLM passes it on."""
+
+    version: int
+    path: str
+    checksum: str
+    size_bytes: int
+    publish_s: float = 0.0
+
+
+class SharedMemoryTransfer(WeightTransferEngine[NoInitialisation, PublishedInfo]):
+    """Weights out of the slots of weights/shared_memory.py, verified before anything of the model is touched.
+
+    ``published`` is the model as it should be: views of the subscriber's private buffer.
+    """
+
+    init_info_cls = NoInitialisation
+    update_info_cls = PublishedInfo
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._subscriber = Subscriber()
+        self.published = PublishedModel(DecoderConfig.from_pretrained(Path(vllm_config.model_config.model)))
+        self.fetch_s = 0.0  # of the last update
+
+    def init_transfer_engine(self, init_info: NoInitialisation) -> None:
+        del init_info
+
+    # Both empty: a layerwise reload that has begun leaves tensors on the meta device, so it begins only once the
+    # weights are here and verified.
+    def start_weight_update(self) -> None: ...
+
+    def finish_weight_update(self) -> None: ...
+
+    def receive_weights(self, update_info: PublishedInfo) -> None:
+        """Raises WeightsCorrupt or ConfigurationError, with nothing changed."""
+        started = time.monotonic()
+        tensors = self._subscriber.fetch(PublishedWeights(**vars(update_info)))
+        self.fetch_s = time.monotonic() - started
+        self.published.take(tensors)
+        load_weights(self.model, self.model_config, self.published.tensors())
+
+    def shutdown(self) -> None: ...
+
+
+# It warns at every update of modules that no tensor is published for: rotary embeddings, and the tied head, which is
+# seen to below.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
+
+
+def load_weights(model: nn.Module, model_config: Any, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Load checkpoint tensors into a model that runs: its storage stays where it is, prepacked matrices are packed
+    anew (a plain ``load_weights`` fails on a CPU, whose linears have given their weights away)."""
+    initialize_layerwise_reload(model)
+    model.load_weights(tensors)  # type: ignore[operator]  # every model of vLLM has it
+    finalize_layerwise_reload(model, model_config)
+    repack_tied_heads(model)
+
+
+def repack_tied_heads(model: nn.Module) -> None:
+    """Pack the output head again where it is the embedding.
+
+    A tied head shares the embedding's parameter, but on a CPU its products go through a packed copy of its own. No
+    ``lm_head.weight`` is ever loaded, so a reload leaves that copy as it was: the engine would sample from the new
+    body and the old head (layerwise.py:256).
+    """
+    modules: list[Any] = list(model.modules())
+    others = [module for module in modules if not isinstance(module, ParallelLMHead)]
+    shared = {id(module.weight) for module in others if isinstance(getattr(module, "weight", None), nn.Parameter)}
+    for head in modules:
+        if isinstance(head, ParallelLMHead) and id(head.weight) in shared:
+            head.quant_method.process_weights_after_loading(head)
+
+
+# --- sampling ---------------------------------------------------------------------------------------------
+
+
+def install_sampler(runner: Any) -> None:
+    """Make the V1 runner on a CPU sample as DESIGN rules 5 and 12 ask.
+
+    Noise comes from (request's seed, index of the token in prompt and response), so a request samples the same tokens
+    wherever it goes on; vLLM's own per-request generators start anew when it is resumed, and can't be rewound on a CPU
+    after a prompt computed in several steps (gpu_model_runner.py:3502 raises). Log-probabilities are those of the full
+    vocabulary at T, also where top-p or top-k restrict what is sampled. Ranks, which nobody asks for, are left out:
+    the function that computes them is compiled at its first use, 16 to 19 s.
+    """
+    sampler = runner.sampler
+    own, theirs, gather = sampler.topk_topp_sampler, sampler.topk_topp_sampler.forward, sampler.gather_logprobs
+
+    def forward(
+        logits_nv: Tensor, generators: dict[int, torch.Generator], top_k: Tensor | None, top_p: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if logits_nv.shape[0] != runner.input_batch.num_reqs:  # a warm-up
+            return theirs(logits_nv, generators, top_k, top_p)
+        logprobs_nv = logits_nv.log_softmax(dim=-1, dtype=torch.float32)
+        kept_nv = apply_top_k_top_p(logits_nv, top_k, top_p).float()
+        return torch.ops._C.fused_gumbel_argmax(kept_nv, _noise_seeds(runner)), logprobs_nv
+
+    def gather_sampled(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+        if num_logprobs:
+            return gather(logprobs, num_logprobs, token_ids=token_ids)
+        ids = token_ids.unsqueeze(-1)
+        return LogprobsTensors(ids.to(torch.int32), logprobs.gather(-1, ids), torch.zeros_like(token_ids))
+
+    own.forward = forward
+    sampler.gather_logprobs = gather_sampled
+
+
+def _noise_seeds(runner: Any) -> Tensor:
+    """One seed per row of the batch, [n] int64, not negative."""
+    batch = runner.input_batch
+    seeds = np.array([_seed(runner.requests[name]) for name in batch.req_ids], dtype=np.uint64)
+    positions = batch.num_tokens_no_spec[: len(seeds)].astype(np.int64)  # tokens of prompt and response so far
+    return torch.from_numpy((counter_bits(seeds, positions) >> np.uint64(1)).astype(np.int64))
+
+
+def _seed(request: Any) -> int:
+    extra = request.sampling_params.extra_args or {}
+    return extra.get(SEED, 0) & 0xFFFFFFFFFFFFFFFF
+
+
+# --- what the engine asks of a worker ---------------------------------------------------------------------
+
+
+class WorkerExtension:
+    """Methods that vLLM mixes into its worker; called by ``collective_rpc``. Their results are plain values: between
+    processes vLLM keeps no exception's type."""
+
+    model_runner: Any
+    vllm_config: Any
+    weight_transfer_engine: Any
+    device: Any
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
+
+    def headway_install(self) -> dict[str, Any]:
+        """Called once, before the first request. What kind of runner samples here."""
+        if self.vllm_config.parallel_config.world_size > 1:  # a process of its own, which must not outlive ours
+            die_with_parent(os.getppid())
+        second = bool(self.vllm_config.use_v2_model_runner)
+        on_cpu = torch.device(self.device).type == "cpu"
+        if on_cpu and not second:
+            install_sampler(self.model_runner)
+        return {"runner": "V2" if second else "V1", "cpu": on_cpu}
+
+    def headway_update(self, published: dict[str, Any]) -> dict[str, Any]:
+        """Apply a published version, while nothing is being computed. ``corrupt``: it was refused, nothing changed."""
+        started = time.monotonic()
+        try:
+            self.start_weight_update()
+            self.update_weights(published)
+            self.finish_weight_update()
+        except WeightsCorrupt as error:
+            return {"corrupt": str(error)}
+        fetch_s = self.weight_transfer_engine.fetch_s
+        return {"fetch_s": fetch_s, "load_s": time.monotonic() - started - fetch_s}
+
+    def headway_probe(self, update: int) -> dict[str, Any] | None:
+        """The first module that computes something else than the published weights; ``update`` varies the inputs."""
+        parallel = self.vllm_config.parallel_config
+        if parallel.world_size > 1:
+            return None  # each rank has a part of every matrix: the probe of the whole model covers them
+        quantised = self.vllm_config.model_config.quantization is not None
+        model = self.model_runner.get_model()
+        with torch.inference_mode():
+            published = dict(self.weight_transfer_engine.published.tensors())
+            found = differing_module(model, published, update, quantised)
+        return None if found is None else msgspec.structs.asdict(found)
+
+    def headway_reference(self, ids: list[int]) -> list[float]:
+        """See `PublishedModel.logprobs`."""
+        return self.weight_transfer_engine.published.logprobs(ids)

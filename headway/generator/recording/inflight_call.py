@@ -1,0 +1,163 @@
+"""A recorded call while it is answered: its choices sampled side by side, those who wait for it, its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from headway.generator.recording.recorder import Call, Recorder
+from headway.records.conversations import ClientSampling, RequestRefused, SampleTurn, TurnRequest
+from headway.records.generation import GenerationResult, PartialResponse
+
+_VOID = "tokens that were streamed turned out to be another version's; ask again"
+
+
+class CallFailed(Exception):
+    """A call that got no answer. ``timeout``: it took too long."""
+
+    def __init__(self, message: str, *, timeout: bool = False) -> None:
+        super().__init__(message)
+        self.timeout = timeout
+
+
+class Answering:
+    """*sampling* -> *over*: then ``call.turns`` holds an answer for each choice, or ``error`` says why there is none.
+
+    Those who wait ``join``, and leave; when the last one leaves before the end, the call is abandoned and its requests
+    end in the engine. A call is answered whole or not at all: one choice that fails fails it.
+    """
+
+    def __init__(self, recorder: Recorder, call: Call) -> None:
+        self.call = call
+        self.error: Exception | None = None
+        self.partials: list[PartialResponse] = []  # of each choice, all tokens so far
+        self.streamed: list[Sequence[int]] = [()] * call.request.choices  # those whose text a client was given
+        self.task: asyncio.Task[None] | None = None  # None: it was answered before
+        self._recorder = recorder
+        self._listeners: set[Callable[[], object]] = set()
+        self._unplaced = set(range(call.request.choices))
+        for turn in call.turns or (None,) * call.request.choices:
+            done = turn is not None and PartialResponse(ids=turn.answer.ids, logprobs=turn.logprobs)
+            self.partials.append(done or PartialResponse())
+
+    def begin(self, sample: SampleTurn, client: ClientSampling, timeout_s: float) -> None:
+        """Have it sampled; it may take ``timeout_s`` seconds."""
+        self.task = asyncio.create_task(self._answer(sample, client, timeout_s), name=f"call-{self.call.number}")
+        self.task.add_done_callback(self._ended)  # also of one that was cancelled before it ran
+
+    @property
+    def over(self) -> bool:
+        return self.task is None or self.task.done()
+
+    @property
+    def placed(self) -> bool:
+        """Whether the generator has taken all of it: it isn't refused any more."""
+        return not self._unplaced
+
+    @property
+    def unheard(self) -> list[GenerationResult]:
+        """What was sampled of it so far, as results that nobody gets."""
+        return [GenerationResult(request_id="", response=p, finish_reason="abort") for p in self.partials]
+
+    def join(self, listener: Callable[[], object]) -> Callable[[], None]:
+        """Wait for it: ``listener`` is told of every change, not of how things stand. Returns how to leave."""
+        self._listeners.add(listener)
+
+        def leave() -> None:
+            self._listeners.discard(listener)
+            if not self._listeners:
+                self.cancel()
+
+        return leave
+
+    def cancel(self) -> None:
+        """End it without an answer: nobody joins it any more. No-op for one that is over."""
+        if self.task is not None and not self.task.done():
+            self._recorder.abandon(self.call, self.unheard)
+            self.task.cancel()
+
+    def _goes_on(self, choice: int, partial: PartialResponse) -> bool:
+        """Whether it begins with what a client was given of this choice."""
+        streamed = self.streamed[choice]
+        return partial.ids[: len(streamed)] == streamed
+
+    def _take_back(self) -> None:
+        """What a client was given turned out to be void, and was sampled again: no record says what it has read."""
+        if self.task is not None and not self.task.done():
+            self.error = CallFailed(_VOID)
+            self._recorder.abandon(self.call, self.unheard)
+            self.task.cancel()
+
+    def _tell(self) -> None:
+        for listener in tuple(self._listeners):
+            listener()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            self.error = self.error or CallFailed("the call was cancelled")
+        self._recorder.abandon(self.call, self.unheard)  # no-op for one that was answered
+        self._tell()
+
+    async def _answer(self, sample: SampleTurn, client: ClientSampling, timeout_s: float) -> None:
+        recorder, call = self._recorder, self.call
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                results = await self._sampled(sample, client)
+            failed = next((r for r in results if r.finish_reason not in ("stop", "length")), None)
+            if failed is not None:
+                recorder.abandon(call, results)
+                self.error = _failure(call, failed)
+                return
+            recorder.commit(call, results)
+            if call.state != "answered":
+                self.error = RequestRefused("this rollout has ended", code="rollout_closed")
+        except Exception as error:  # the one capture point of a call: those who wait are told
+            late = isinstance(error, TimeoutError) and limit.expired()
+            self.error = CallFailed(f"no answer within {timeout_s:g} s", timeout=True) if late else error
+
+    async def _sampled(self, sample: SampleTurn, client: ClientSampling) -> list[GenerationResult]:
+        """One result for each choice; the first error ends the others."""
+        call = self.call
+
+        async def one(choice: int) -> GenerationResult:
+            def told(partial: PartialResponse) -> None:
+                if not self._goes_on(choice, partial):
+                    self._take_back()
+                    return
+                self.partials[choice] = partial
+                self._unplaced.discard(choice)
+                self._tell()
+
+            wanted = TurnRequest(
+                prompt_ids=call.prompt_ids,
+                max_tokens=call.max_tokens,
+                stop=call.request.stop,
+                purpose=call.purposes[choice],
+                client=client,
+            )
+            result = await sample(wanted, told)
+            if not self._goes_on(choice, result.response):
+                raise CallFailed(_VOID)
+            self.partials[choice] = result.response
+            return result
+
+        if call.request.choices == 1:
+            return [await one(0)]
+        tasks = [asyncio.create_task(one(choice)) for choice in range(call.request.choices)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _failure(call: Call, result: GenerationResult) -> Exception:
+    """What became of a call, of which one choice came to nothing."""
+    why = result.error or f"the generator ended it ({result.finish_reason})"
+    if result.refused:
+        return RequestRefused(why, param=call.request.param)
+    return CallFailed(why)

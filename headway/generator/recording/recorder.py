@@ -1,0 +1,497 @@
+"""The calls of one rollout, recorded token-exact: which earlier answers a request goes on from, and what it comes to.
+
+No clock, no I/O, no engine: `begin` gives a request's prompt ids, whoever generates brings the tokens to `commit`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from headway.generator.recording.answer_tree import Turn, branches_of, ids_to
+from headway.records.conversations import Cause, HistoryReasoning, RecordedConversation, RequestRefused
+from headway.records.generation import GenerationResult
+from headway.records.tokens import TokenIds
+from headway.tokens.continuing import Chat
+from headway.tokens.messages import Message, canonical_value, history_keys, next_key
+
+_RAW = "raw"  # root key of prompts that are no messages
+_REPEATABLE = 16  # newest answered calls that a retry can repeat: each keeps the tokens of its whole prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one rollout may ask for. All of it is refused with an error of the API's own shape."""
+
+    context_tokens: int  # prompt and response of a call: the model's context
+    calls: int = 1000  # of the rollout
+    open_calls: int = 64  # at once
+    choices: int = 16  # n of a call
+    sampled_tokens: int = 1_000_000  # of the rollout, abandoned ones included
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A call's request in its normal form: messages, or a raw prompt as a text or as token ids."""
+
+    messages: tuple[Message, ...] = ()
+    tools: Sequence[Mapping[str, Any]] | None = None  # as chat templates take them
+    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further arguments of the chat template
+    prompt: str | tuple[int, ...] | None = None  # in place of messages
+    calls: bool = True  # tools given may be called: tool_choice isn't "none"
+    choices: int = 1  # n
+    max_tokens: int | None = None  # of each response; None: what is left
+    stop: tuple[str, ...] = ()
+    seed: int | None = None  # the client's: tells its calls apart, never rollouts
+
+    @property
+    def param(self) -> str:
+        """The field of the APIs that its prompt is in."""
+        return "messages" if self.prompt is None else "prompt"
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Call:
+    """A request and what became of it: *open* -> *answered* (`commit`) or *abandoned* (`abandon`), once."""
+
+    number: int
+    request: Request
+    prompt_ids: TokenIds  # what is to be generated from
+    max_tokens: int  # of each choice, at least 1
+    purposes: tuple[str, ...]  # of each choice's random numbers: by what is asked, not by when
+    cause: Cause
+    parent: Turn | None
+    text: str  # of the prompt, behind the parent's
+    context_ids: TokenIds  # of the prompt, behind the parent's answer
+    keys: list[bytes]  # of the conversation up to each message
+    fingerprint: str = ""
+    state: Literal["open", "answered", "abandoned"] = "open"
+    turns: tuple[Turn | None, ...] = ()  # by choice; None: its generation failed or gave nothing
+
+    def forget_question(self) -> None:
+        """Its answers are what a retry repeats: the conversation before them needn't be kept with every call."""
+        self.request = dataclasses.replace(self.request, messages=(), tools=None, variables={}, prompt=None)
+        self.keys = []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """Where a request goes on, and its prompt from there."""
+
+    parent: Turn | None
+    text: str
+    context_ids: TokenIds
+    cause: Cause
+    keys: list[bytes]
+
+
+class Recorder:
+    """The tree of answers of one rollout. Invariant: the tokens on the path to an answer are those of its prompt and of
+    itself, as the engine was given them and returned them; `commit` checks it.
+
+    Example:
+
+        call = recorder.begin(Request(messages=normal_messages(body["messages"])))
+        results = [await generate(call.prompt_ids, call.max_tokens, purpose) for purpose in call.purposes]
+        recorder.commit(call, results)
+        answers = [turn.message for turn in call.turns if turn is not None]
+
+    Calls may be open side by side; every method is synchronous and whole.
+    """
+
+    def __init__(
+        self, chat: Chat, limits: Limits, history_reasoning: HistoryReasoning = "as_sent", *, call_prefix: str = "call_"
+    ) -> None:
+        self.chat = chat
+        self._limits = limits
+        self._history_reasoning: HistoryReasoning = history_reasoning
+        self._call_prefix = call_prefix  # of tool calls' ids
+        self._turns: list[Turn] = []
+        self._roots: list[Turn] = []
+        self._answered: dict[bytes, list[Turn]] = {}  # by the key of request and answer
+        self._asked: dict[bytes, list[Turn]] = {}  # by the key of the request alone
+        self._open: set[Call] = set()
+        self._earlier: dict[str, Call] = {}  # by fingerprint, the newest
+        self._repeatable: deque[Call] = deque()  # the answered ones among them
+        self._siblings: Counter[str] = Counter()  # choices begun, by what was asked
+        self._causes: Counter[str] = Counter()
+        self._begun = self._abandoned_calls = self._sampled = self._abandoned_tokens = 0
+        self._resumes = self._reprefills = 0
+        self.kept_tokens = 0  # of prompts and answers: what it takes up
+        self._first_token_s = 0.0
+        self._cut = self._closed = False
+
+    @property
+    def open_calls(self) -> int:
+        return len(self._open)
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """All answers, in their order."""
+        return self._turns
+
+    def earlier(self, fingerprint: str) -> Call | None:
+        """The call with this fingerprint, open or answered: to be awaited or answered again with the same tokens.
+        None: there is none any more, or its caller had left before it was answered."""
+        return self._earlier.get(fingerprint)
+
+    def plan(self, request: Request) -> Planned:
+        """What takes long in `begin` when a request is large. The tree stays as it is, so it may be done in a thread,
+        while other calls begin and end. Raises RequestRefused."""
+        with self._cuts_noted():
+            self._require_open()
+            self._require_room()
+            self._require_valid(request)
+            return self._planned(request)
+
+    def begin(self, request: Request, fingerprint: str = "", planned: Planned | None = None) -> Call:
+        """Take a request, ``planned`` before or not. Raises RequestRefused: over a limit, too long for the context, or
+        refused by the template."""
+        with self._cuts_noted():
+            self._require_open()
+            if planned is None:
+                self._require_valid(request)
+            return self._begin(request, fingerprint, planned)
+
+    @contextmanager
+    def _cuts_noted(self) -> Iterator[None]:
+        try:
+            yield
+        except RequestRefused as refused:
+            self._cut |= refused.code in ("context_length_exceeded", "rollout_limit_exceeded")
+            raise
+
+    def _begin(self, request: Request, fingerprint: str, planned: Planned | None) -> Call:
+        self._require_room()
+        planned = planned or self._planned(request)
+        prompt_ids = TokenIds.joined((ids_to(planned.parent), planned.context_ids))
+        call = Call(
+            number=self._begun,
+            request=request,
+            prompt_ids=prompt_ids,
+            max_tokens=self._room(prompt_ids, request),
+            purposes=self._purposes(prompt_ids, request),
+            cause=planned.cause,
+            parent=planned.parent,
+            text=planned.text,
+            context_ids=planned.context_ids,
+            keys=planned.keys,
+            fingerprint=fingerprint,
+        )
+        self._begun += 1
+        self._cut = False
+        self._open.add(call)
+        if fingerprint:
+            self._earlier[fingerprint] = call
+        return call
+
+    def commit(self, call: Call, results: Sequence[GenerationResult]) -> None:
+        """Record the results of an open call, one for each choice. What failed or was aborted is abandoned, choice by
+        choice. No-op for a call that was abandoned meanwhile (its rollout was closed, say). Raises ValueError for
+        results that aren't token-exact, and for a call that was answered; nothing is recorded then."""
+        if call.state == "abandoned":
+            return
+        if len(results) != call.request.choices:
+            raise ValueError(f"call {call.number}: {len(results)} results for {call.request.choices} choices")
+        for result in results:
+            _require_exact(call, result)
+        self._end(call, "answered")
+        call.turns = tuple(self._entered(call, choice, result) for choice, result in enumerate(results))
+        call.forget_question()
+        if call.fingerprint:
+            self._repeatable.append(call)
+        if len(self._repeatable) > _REPEATABLE:
+            self._forget(self._repeatable.popleft())
+        if None in call.turns:  # its caller is told so, and may try again
+            self._forget(call)
+        if any(call.turns):
+            self._causes[call.cause] += 1
+        else:
+            self._abandoned_calls += 1
+
+    def abandon(self, call: Call, results: Sequence[GenerationResult] = ()) -> None:
+        """Its caller has left, or it failed: what ``results`` hold is counted, and no loss is taken of it. No-op for a
+        call that isn't open."""
+        if call.state != "open":
+            return
+        self._end(call, "abandoned")
+        self._forget(call)
+        self._abandoned_calls += 1
+        for result in results:
+            self._count(result)
+            self._abandoned_tokens += len(result.response.ids)
+
+    def close(self) -> RecordedConversation:
+        """The conversation as it stands. No request is taken from now on; open calls count as abandoned."""
+        self._closed = True
+        for call in list(self._open):
+            self.abandon(call)
+        conversation = RecordedConversation(
+            branches=branches_of(self._turns),
+            turns=len(self._turns),
+            calls=sum(self._causes.values()),
+            abandoned_calls=self._abandoned_calls,
+            abandoned_tokens=self._abandoned_tokens,
+            causes=dict(self._causes),
+            cut=self._cut,
+            first_token_s=self._first_token_s,
+            resumes=self._resumes,
+            reprefills=self._reprefills,
+        )
+        for turn in self._turns:  # without cycles it is freed at once
+            turn.children.clear()
+        return conversation
+
+    # What a request goes on from.
+
+    def _planned(self, request: Request) -> Planned:
+        keys = history_keys(_root_key(request), request.messages)
+        parent, text, context_ids, cause = self._continued(request, keys)
+        return Planned(parent=parent, text=text, context_ids=context_ids, cause=cause, keys=keys)
+
+    def _continued(self, request: Request, keys: list[bytes]) -> tuple[Turn | None, str, TokenIds, Cause]:
+        """(answer it goes on from, text and token ids of its prompt behind that, why there)."""
+        chat, most = self.chat, self._limits.context_tokens
+        if isinstance(request.prompt, tuple):
+            return self._continued_ids(TokenIds(request.prompt))
+        raw = request.prompt is not None
+        if request.prompt is not None:
+            text, candidates = request.prompt, self._raw_candidates()
+        else:
+            messages = self._restored(request.messages, keys)
+            text = chat.render(messages, request.tools, request.variables)
+            candidates = self._candidates(messages, keys)
+        rewritten = False
+        for turn, answered in candidates:
+            at = turn.read_as_fed(text)
+            if at is None:
+                rewritten |= answered and not raw
+                continue
+            if not answered and raw and at < len(text):  # no border: nothing says that a token ends there
+                continue
+            if not answered:  # its prompt, and something else behind
+                more = chat.encode_behind(turn.context_ids[-1] if turn.context_ids else None, text[at:], most)
+                cause: Cause = "rewritten" if rewritten else "branched" if more else "sibling"
+                return turn.parent, text[turn.start :], turn.context_ids + more, cause
+            behind = chat.behind(turn.answer, text, at, exactly=raw)
+            if behind is None:
+                rewritten |= not raw
+                continue
+            ids = TokenIds(chat.encode_behind(turn.answer.ids[-1], text[behind:], most))
+            return turn, text[at:], ids, "rewritten" if rewritten else "branched" if turn.children else "continued"
+        whole = chat.tokenizer.encode(text, add_special_tokens=True, most=most) if raw else chat.encode(text, most)
+        return None, text, TokenIds(whole), "rewritten" if rewritten else "branched" if self._roots else "start"
+
+    def _continued_ids(self, prompt: TokenIds) -> tuple[Turn | None, str, TokenIds, Cause]:
+        """Of a prompt in token ids: the longest path that it begins with."""
+        best, taken = None, 0
+        further = [(turn, 0) for turn in self._roots]
+        while further:
+            turn, at = further.pop()
+            asked, end = at + len(turn.context_ids), at + len(turn.context_ids) + len(turn.answer.ids)
+            if prompt[at:asked] == turn.context_ids and prompt[asked:end] == turn.answer.ids:
+                further += [(child, end) for child in turn.children]
+                if best is None or (end, turn.number) > (taken, best.number):  # of equal ones, the newest
+                    best, taken = turn, end
+        children = self._roots if best is None else best.children
+        cause: Cause = "start" if not self._roots else "branched" if children else "continued"
+        if any(prompt[taken:] == turn.context_ids for turn in children):
+            cause = "sibling"
+        text = self.chat.tokenizer.decode(prompt[taken:], keep_special=True)
+        return best, text, prompt[taken:], cause
+
+    def _raw_candidates(self) -> Iterator[tuple[Turn, bool]]:
+        """Answers to raw prompts, those to the longest first; then the same as prompts alone."""
+        turns = self._asked.get(history_keys(_RAW, ())[0], [])
+        longest = sorted(turns, key=lambda turn: turn.start + len(turn.text), reverse=True)
+        yield from ((turn, True) for turn in longest)
+        yield from ((turn, False) for turn in longest)
+
+    def _candidates(self, messages: Sequence[Message], keys: list[bytes]) -> Iterator[tuple[Turn, bool]]:
+        """Answers whose conversation is a beginning of the request's, the longest first; and those whose prompt is."""
+        for length in range(len(messages), 0, -1):
+            turn = self._match(messages, keys, length)
+            if turn is not None:
+                yield turn, True
+            for sibling in self._asked.get(keys[length], [])[-1:]:
+                yield sibling, False
+
+    def _match(
+        self, messages: Sequence[Message], keys: list[bytes], length: int, *, missing: bool = False
+    ) -> Turn | None:
+        """Of the answers that the first ``length`` messages end in, the one that is meant: by the ids of tool calls
+        that came back, then by texts that are equal to the letter, then the newest. Equal keys say that all but the
+        reasoning means the same; ``missing``: that may be left out."""
+        best: Turn | None = None
+        best_score = (-1, -1)
+        for turn in self._answered.get(keys[length], []):
+            ids, letters = 0, 0
+            for earlier in turn.path:
+                ours, sent = earlier.message, messages[earlier.messages - 1]
+                if ours.reasoning != sent.reasoning and not (missing and not sent.reasoning):
+                    break
+                ids += sum(mine.call_id == theirs.call_id for mine, theirs in zip(ours.calls, sent.calls, strict=True))
+                letters += ours.content == sent.content
+            else:
+                if (ids, letters) >= best_score:
+                    best, best_score = turn, (ids, letters)
+        return best
+
+    def _restored(self, messages: tuple[Message, ...], keys: list[bytes]) -> tuple[Message, ...]:
+        """The messages with the reasoning that their client left out, where it is to be restored. The longest match
+        decides for the answers before it."""
+        if self._history_reasoning == "as_sent":
+            return messages
+        restored, settled = list(messages), set[int]()
+        for place in range(len(messages) - 1, -1, -1):
+            if messages[place].role != "assistant" or messages[place].reasoning or place in settled:
+                continue
+            turn = self._match(messages, keys, place + 1, missing=True)
+            for earlier in [] if turn is None else turn.path:
+                at, ours = earlier.messages - 1, earlier.message
+                if at not in settled and ours.reasoning and not messages[at].reasoning:
+                    restored[at] = dataclasses.replace(messages[at], reasoning=ours.reasoning, written=ours.inline)
+                settled.add(at)
+        return tuple(restored)
+
+    # What a request may have.
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RequestRefused("this rollout has ended: its key takes no further calls", code="rollout_closed")
+        if len(self._open) >= self._limits.open_calls:
+            raise RequestRefused(f"this rollout has {self._limits.open_calls} calls open", code="rollout_busy")
+
+    def _require_valid(self, request: Request) -> None:
+        limits = self._limits
+        if isinstance(request.prompt, tuple):
+            self._require_context(len(request.prompt), request)
+        vocabulary = self.chat.tokenizer.vocabulary_size
+        if isinstance(request.prompt, tuple) and not all(0 <= i < vocabulary for i in request.prompt):
+            raise RequestRefused(f"prompt: valid token ids are 0 to {vocabulary - 1}", param="prompt")
+        if not 1 <= request.choices <= limits.choices:
+            raise RequestRefused(f"n = {request.choices}: valid are 1 to {limits.choices}", param="n")
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise RequestRefused(f"max_tokens = {request.max_tokens}: 1 or more are needed", param="max_tokens")
+
+    def _require_room(self) -> None:
+        limits = self._limits
+        for what, used, most in (
+            ("calls", self._begun, limits.calls),
+            ("sampled tokens", self._sampled, limits.sampled_tokens),
+        ):
+            if used >= most:
+                raise RequestRefused(f"this rollout has had its {most} {what}", code="rollout_limit_exceeded")
+
+    def _room(self, prompt_ids: TokenIds, request: Request) -> int:
+        """Tokens that a response may have."""
+        if not prompt_ids:
+            raise RequestRefused("the prompt has no token", param=request.param)
+        self._require_context(len(prompt_ids), request)
+        left = min(self._limits.context_tokens - len(prompt_ids), self._limits.sampled_tokens - self._sampled)
+        return min(left, request.max_tokens or left)
+
+    def _require_context(self, tokens: int, request: Request) -> None:
+        """For a prompt of so many tokens."""
+        whole = self._limits.context_tokens
+        if tokens >= whole:  # clients know an overflow by these words
+            shown = tokens if tokens <= 2 * whole else f"more than {2 * whole}"
+            raise RequestRefused(
+                f"This model's maximum context length is {whole} tokens. However, your request has {shown} prompt "
+                "tokens, which leaves none for the response. Please shorten it.",
+                param=request.param,
+                code="context_length_exceeded",
+            )
+
+    def _purposes(self, prompt_ids: TokenIds, request: Request) -> tuple[str, ...]:
+        """By the prompt's tokens, the client's seed, and how often just that was asked before: calls side by side get
+        the same random numbers in whatever order they come, and a client's fixed seed makes no two rollouts equal."""
+        asked = f"{_digest(prompt_ids.array.astype('<i8').tobytes())}:{'' if request.seed is None else request.seed}"
+        first = self._siblings[asked]
+        self._siblings[asked] += request.choices
+        return tuple(f"{asked}:{first + choice}" for choice in range(request.choices))
+
+    # What came back.
+
+    def _end(self, call: Call, state: Literal["answered", "abandoned"]) -> None:
+        if call.state != "open":
+            raise ValueError(f"call {call.number} is {call.state} already")
+        call.state = state
+        self._open.discard(call)
+
+    def _forget(self, call: Call) -> None:
+        if self._earlier.get(call.fingerprint) is call:
+            del self._earlier[call.fingerprint]
+
+    def _count(self, result: GenerationResult) -> None:
+        self._sampled += len(result.response.ids)
+        self._resumes += result.resumes
+        self._reprefills += result.reprefills
+        if result.response.ids and result.first_token_s > 0:
+            self._first_token_s = min(self._first_token_s or result.first_token_s, result.first_token_s)
+
+    def _entered(self, call: Call, choice: int, result: GenerationResult) -> Turn | None:
+        self._count(result)
+        response, finish_reason = result.response, result.finish_reason
+        if not response.ids or (finish_reason != "stop" and finish_reason != "length"):
+            self._abandoned_tokens += len(response.ids)
+            return None
+        number = len(self._turns)
+        turn = Turn(
+            number=number,
+            call=call.number,
+            choice=choice,
+            parent=call.parent,
+            text=call.text,
+            context_ids=call.context_ids,
+            answer=self.chat.answer(
+                response.ids,
+                call.text,
+                calls=call.request.calls and bool(call.request.tools),
+                stop=call.request.stop,
+                call_prefix=f"{self._call_prefix}{_digest(call.purposes[choice])}_",
+            ),
+            logprobs=response.logprobs,
+            versions=response.versions,
+            finish_reason=finish_reason,
+            own_limit=len(response.ids) == call.request.max_tokens,
+            messages=len(call.request.messages) + 1,
+        )
+        if ids_to(turn) != TokenIds.joined((call.prompt_ids, response.ids)):
+            raise AssertionError(f"call {call.number}: the path to its answer isn't what the engine was given")
+        self._turns.append(turn)
+        self.kept_tokens += len(turn.context_ids) + len(response.ids)
+        (self._roots if turn.parent is None else turn.parent.children).append(turn)
+        if not isinstance(call.request.prompt, tuple):
+            self._asked.setdefault(call.keys[-1], []).append(turn)
+        if call.request.prompt is None:
+            self._answered.setdefault(next_key(call.keys[-1], turn.message), []).append(turn)
+        return turn
+
+
+def _root_key(request: Request) -> str:
+    """What conversations must share beside messages."""
+    if request.prompt is not None:
+        return _RAW
+    return canonical_value([request.tools or [], dict(request.variables)])
+
+
+def _digest(data: bytes | str) -> str:
+    return hashlib.blake2b(data.encode() if isinstance(data, str) else data, digest_size=12).hexdigest()
+
+
+def _require_exact(call: Call, result: GenerationResult) -> None:
+    response = result.response
+    spanned = sum(span.tokens for span in response.versions)
+    if not len(response.ids) == len(response.logprobs) == spanned:
+        raise ValueError(
+            f"call {call.number}: {len(response.ids)} tokens, {len(response.logprobs)} log-probabilities, {spanned} "
+            "tokens in version spans"
+        )
+    if len(response.ids) > call.max_tokens:
+        raise ValueError(f"call {call.number}: {len(response.ids)} tokens where {call.max_tokens} were allowed")

@@ -1,0 +1,128 @@
+"""A model call as the pool sees it: what was asked, what has arrived, who works on it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from headway.records.clients import Watch
+from headway.records.generation import (
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    PartialResponse,
+    TokenDelta,
+)
+from headway.records.token_block import TokenBlock
+
+
+class OpenRequest:
+    """One open request: *held* (no replica) -> *assigned* -> finished; a replica's death takes it back to held.
+
+    ``partial()`` is all another replica needs to go on.
+    """
+
+    __slots__ = (
+        "_block",
+        "_told_tokens",
+        "cancelled",
+        "first_token_s",
+        "future",
+        "opened_s",
+        "prefix",
+        "probe",
+        "refused_by",
+        "replica",
+        "reprefills",
+        "request",
+        "resumes",
+        "serial",
+        "ticket",
+        "watch",
+    )
+
+    def __init__(
+        self, request: GenerationRequest, future: asyncio.Future[GenerationResult], watch: Watch | None = None
+    ) -> None:
+        self.request = request
+        self.future = future
+        self.replica: int | None = None
+        self.ticket = ""  # the id it has inside that replica
+        self._start_over()
+        self.watch = watch
+        self._told_tokens = len(self._block)
+        self.serial = 0  # in the order they came
+        self.opened_s = 0.0
+        self.prefix: list[tuple[int, int]] | None = None  # keys of its prompt's beginnings, once they were asked for
+        self.cancelled = False  # it ends with the tokens it has, whoever worked on it
+        self.probe = False  # its replica's breaker waits to hear how it ends
+        self.refused_by: tuple[int, ...] = ()  # replicas that didn't accept it
+        self.reprefills = 0
+        self.resumes = 0
+        self.first_token_s = 0.0
+
+    def __lt__(self, other: OpenRequest) -> bool:
+        """Who goes first of those that wait: the lower priority, which is the older group, then who came first."""
+        return (self.request.priority, self.serial) < (other.request.priority, other.serial)
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens so far."""
+        return len(self._block)
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Prompt and still allowed response tokens: what it may cost a replica."""
+        return len(self.request.prompt_ids) + max(0, self.request.sampling.max_tokens - len(self._block))
+
+    def _start_over(self) -> None:
+        """With the tokens that were asked with, alone."""
+        self._block = TokenBlock(self.request.partial)
+
+    def absorb(self, delta: TokenDelta, now: float) -> None:
+        """Take over a delta's tokens; a void one takes all back that were gained."""
+        if delta.reprefilled:
+            self.reprefills += 1
+        if delta.void:
+            self._start_over()
+        if data := delta.data:
+            if not self.first_token_s:
+                self.first_token_s = now
+            self._block.append(data, delta.version)
+
+    def tell(self) -> None:
+        """Tell who watches, when there is enough to tell."""
+        watch = self.watch
+        if watch is not None and len(self._block) - self._told_tokens >= watch.every_tokens:
+            self._told_tokens = len(self._block)
+            watch.told(self.partial())
+
+    def partial(self) -> PartialResponse:
+        """All tokens so far."""
+        return self._block.response()
+
+    def resubmission(self) -> GenerationRequest:
+        """The request for the next replica: it goes on after the tokens so far."""
+        return msgspec.structs.replace(self.request, request_id=self.ticket, partial=self.partial())
+
+    def finish(self, reason: FinishReason, error: str = "", *, refused: bool = False) -> None:
+        """Give the caller its result (none if it has stopped waiting)."""
+        if self.future.done():
+            return
+        self.future.set_result(
+            GenerationResult(
+                request_id=self.request.request_id,
+                response=self.partial(),
+                finish_reason=reason,
+                error=error,
+                refused=refused,
+                reprefills=self.reprefills,
+                resumes=self.resumes,
+                first_token_s=self.first_token_s,
+            )
+        )
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)

@@ -1,0 +1,144 @@
+"""Rate limit and back-pressure for foreign callers: those who aren't rollouts of the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+from collections.abc import AsyncIterator, Callable
+from typing import NoReturn
+
+from headway.config.router import RouterConfig
+from headway.control.routing.rate_limit import RateLimit, RateLimited
+from headway.generator.routing.router import EventCallback
+from headway.records.errors import Overloaded
+from headway.runtime.clock import Clock
+
+_QUIET_S = 60.0  # refusals are told of once in this time
+_ROUNDING_S = 1e-6  # a timer may come this much too early
+
+
+class Place:
+    """Room for one request. Who holds it says what it has used."""
+
+    __slots__ = ("used_tokens",)
+
+    def __init__(self, tokens: int) -> None:
+        self.used_tokens = tokens  # prompt and response: all it asked for, unless its holder knows better
+
+
+class Limiter:
+    """Hands out places by ``control.rate_limit``; nobody's place depends on who else the caller is.
+
+    Example: ``async with limiter.place(len(prompt) + max_tokens) as place: result = await pool.generate(request);
+    place.used_tokens = ...``. Overloaded becomes HTTP 429 with Retry-After at the edge.
+    """
+
+    def __init__(
+        self, settings: RouterConfig, clock: Clock, capacity_tokens: Callable[[], int], on_event: EventCallback
+    ) -> None:
+        """``capacity_tokens()``: KV tokens of the replicas that take requests now."""
+        self._settings = settings
+        self._clock = clock
+        self._capacity_tokens = capacity_tokens
+        self._on_event = on_event
+        self._rules = RateLimit(settings, clock.now())
+        self._names = itertools.count()
+        self._waiting: dict[str, asyncio.Future[RateLimited | None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._told_s = -math.inf
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a place."""
+        return self._rules.waiting
+
+    @property
+    def open_tokens(self) -> int:
+        """Tokens of the places that are taken."""
+        return self._rules.open_tokens
+
+    @property
+    def refusals(self) -> int:
+        """So far."""
+        return self._rules.refusals
+
+    def oldest_age_s(self) -> float:
+        """How long the first of those that wait has done so; 0.0: none waits."""
+        return self._rules.oldest_age_s(self._clock.now())
+
+    @contextlib.asynccontextmanager
+    async def place(self, tokens: int, priority: int = 0) -> AsyncIterator[Place]:
+        """Room for a request that may take so many ``tokens``, prompt and response; waits for it where need be, lower
+        priorities first, then in order. Raises Overloaded when there is none and won't be soon."""
+        name = str(next(self._names))
+        await self._admission(name, tokens, priority)
+        place = Place(tokens)
+        try:
+            yield place
+        finally:
+            self._rules.finish(name, place.used_tokens, self._clock.now())
+            self.go_on()
+
+    async def _admission(self, name: str, tokens: int, priority: int) -> None:
+        self._rules.open_limit_tokens = self._settings.overcommit * self._capacity_tokens()
+        decision = self._rules.offer(name, tokens, priority, self._clock.now())
+        if isinstance(decision, RateLimited):
+            self._refuse(decision)
+        if decision == "admitted":
+            return
+        waiting = self._waiting[name] = asyncio.get_running_loop().create_future()
+        self._wake()
+        try:
+            refused = await waiting
+        except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled() and waiting.result() is None:
+                self._rules.finish(name, 0, self._clock.now())  # it had been admitted a moment ago
+            self._rules.withdraw(name)
+            self.go_on()
+            raise
+        finally:
+            self._waiting.pop(name, None)
+        if refused is not None:
+            self._refuse(refused)
+
+    def _refuse(self, refused: RateLimited) -> NoReturn:
+        now = self._clock.now()
+        if now >= self._told_s + _QUIET_S:
+            self._told_s = now
+            self._on_event("requests_refused", f"{refused.why}; {self._rules.refusals} so far")
+        raise Overloaded(refused.why, refused.retry_after_s)
+
+    def go_on(self) -> None:
+        """Let in, or send away, whom it is time for: something has changed."""
+        if self._rules.waiting:
+            self._decide()
+        self._wake()
+
+    def _decide(self) -> None:
+        now = self._clock.now()
+        self._rules.open_limit_tokens = self._settings.overcommit * self._capacity_tokens()
+        for name, refused in self._rules.decide(now):
+            if not self._waiting[name].done():
+                self._waiting[name].set_result(refused)
+            elif refused is None:  # its caller is being cancelled
+                self._rules.finish(name, 0, now)
+
+    def _wake(self) -> None:
+        now = self._clock.now()
+        due_s = self._rules.next_event_s(now)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due_s < math.inf:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now) + _ROUNDING_S, self.go_on)
+
+    def stop(self) -> None:
+        """Those that wait are refused."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for name, waiting in self._waiting.items():
+            self._rules.withdraw(name)
+            if not waiting.done():
+                waiting.set_result(RateLimited(why="the generator stops", retry_after_s=1))

@@ -1,0 +1,431 @@
+"""The router: which replica works on which request, from its arrival to its end, whatever becomes of replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import msgspec
+
+from headway.config.router import RouterConfig
+from headway.control.routing.replicas import PrefixMemory, ReplicaLoad, Standing, choose_replica, standing_of
+from headway.generator.routing.calls import OpenRequest
+from headway.generator.routing.replica import Replica, call_replica
+from headway.records.clients import Watch
+from headway.records.errors import RemoteError, WorkerDied
+from headway.records.generation import GenerationRequest, RouterStatistics, TokenDelta
+from headway.records.tokens import TokenIds, decoder, encoder
+from headway.runtime.clock import Clock
+
+_TAKING: tuple[Standing, ...] = ("serving", "lent", "resting")
+_ROUNDING_S = 1e-6  # a timer may come this much too early
+
+
+class EventCallback(Protocol):
+    """Told of what happens to a replica: death, restart, loss; its breaker, its place behind the others."""
+
+    def __call__(self, name: str, detail: str, /) -> object: ...
+
+
+class Router:
+    """Open requests and the replicas they are on.
+
+    A request goes to the replica that ``control.routing`` chooses, and is submitted with all others of the same pass of
+    the event loop in one call. While no replica takes any it is *held*; the held ones go on oldest first. What leaves a
+    replica (it died, rests, leaves, didn't accept it) goes on elsewhere from the tokens it has, or is held again.
+
+    How many are open is bounded by who asks: admission for rollouts, ``generator.limiter`` for the others.
+
+    Invariant: a call is in ``calls`` of exactly one replica, or held, or done; ``outstanding_tokens`` of a replica is
+    the sum over its calls. The replicas' lives are their owner's: it says ``settle`` when one takes requests (again),
+    ``orphan`` when one is dead, ``clear`` when one is to have none.
+    """
+
+    def __init__(self, replicas: list[Replica], settings: RouterConfig, clock: Clock, on_event: EventCallback) -> None:
+        """``replicas``: their owner's list; it may grow."""
+        self._replicas = replicas
+        self._settings = settings
+        self._clock = clock
+        self._on_event = on_event
+        self._calls: dict[str, OpenRequest] = {}  # by request id, in the order they came
+        self._held: list[OpenRequest] = []  # a heap: no replica takes them
+        self._prefixes = PrefixMemory(settings.prefix_block_tokens, settings.remembered_prefixes)
+        self._newest_update = 0  # that any replica ever applied
+        self._tickets = itertools.count()
+        self._serials = itertools.count()
+        self._counts: Counter[str] = Counter()
+        self._used_tokens = self._peak_tokens = 0
+        self._news: deque[tuple[str, str]] = deque()  # events to be told
+        self._flushes: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._encoder = encoder()
+        self._deltas = decoder(list[TokenDelta])
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def open(self, request: GenerationRequest, watch: Watch | None = None) -> OpenRequest:
+        """Take a request in; its future gets the result. Raises ValueError for an id that is open already."""
+        if request.request_id in self._calls:
+            raise ValueError(f"request {request.request_id!r} is already open")
+        call = OpenRequest(request, asyncio.get_running_loop().create_future(), watch)
+        call.serial, call.opened_s = next(self._serials), self._clock.now()
+        self._calls[request.request_id] = call
+        self._used_tokens += call.outstanding_tokens
+        self._peak_tokens = max(self._peak_tokens, self._used_tokens)
+        if self._held:  # they are older
+            self._hold(call)
+            self.settle()
+        elif not self._route(call):
+            self._hold(call)
+        return call
+
+    def close(self, call: OpenRequest) -> None:
+        """Forget a call, whose caller has its result or is gone."""
+        self._release(call)
+        if self._calls.pop(call.request.request_id, None) is not None:
+            self._used_tokens -= call.outstanding_tokens
+        if call in self._held:
+            self._held.remove(call)
+            heapq.heapify(self._held)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request: its future gets finish_reason "abort" and the tokens so far. Unknown: no-op."""
+        call = self._calls.get(request_id)
+        if call is None:
+            return
+        call.cancelled = True
+        if call.replica is None:
+            call.finish("abort")
+            return
+        replica = self._replicas[call.replica]
+        if call in replica.outbox:  # never reached the engine
+            replica.outbox.remove(call)
+            call.finish("abort")
+            return
+        replica.aborts.append(call.ticket)
+        self._flush_soon(replica)
+
+    def fail_all(self, error: Exception) -> None:
+        """No replica will ever take them."""
+        for call in list(self._calls.values()):
+            call.fail(error)
+
+    def tokens_so_far(self, request_id: str) -> int:
+        """Response tokens of an open request as far as they were streamed; 0 for an unknown id."""
+        call = self._calls.get(request_id)
+        return 0 if call is None else call.tokens
+
+    def open_tokens(self) -> list[int]:
+        """Response tokens of every open request, as far as they were streamed."""
+        return [call.tokens for call in self._calls.values()]
+
+    def statistics(self) -> RouterStatistics:
+        """What it holds now."""
+        now = self._clock.now()
+        standings = self.standings(now)
+        first = next(iter(self._calls.values()), None)
+        return RouterStatistics(
+            used_tokens=self._used_tokens,
+            capacity_tokens=self.capacity_tokens(standings),
+            peak_tokens=self._peak_tokens,
+            open_requests=len(self._calls),
+            waiters=len(self._held),
+            oldest_age_s=0.0 if first is None else now - first.opened_s,
+            breakers_open=sum(not one.gone and one.breaker.state(now) != "closed" for one in self._replicas),
+            **self._counts,
+        )
+
+    def capacity_tokens(self, standings: Sequence[Standing] | None = None) -> int:
+        """KV tokens of the replicas that take requests."""
+        found = self.standings(self._clock.now()) if standings is None else standings
+        return sum(one.capacity_tokens for one, how in zip(self._replicas, found, strict=True) if how in _TAKING)
+
+    # --- replicas -------------------------------------------------------------------------------------------
+
+    def standings(self, now: float) -> list[Standing]:
+        """How each replica stands, in order."""
+        self._newest_update = max([self._newest_update, *(one.update for one in self._replicas if one.live)])
+        grace_s = self._settings.update_grace_s
+        return [standing_of(one.condition(now), self._newest_update, grace_s) for one in self._replicas]
+
+    def settle(self) -> None:
+        """A replica may take requests that didn't before: give it those that are held, oldest first."""
+        while self._held:
+            call = heapq.heappop(self._held)
+            if not call.future.done() and not self._route(call):
+                self._hold(call)
+                return
+
+    def clear(self, replica: Replica) -> None:
+        """Move the requests of a live replica to others, from the tokens they have."""
+        moved = sorted(replica.calls.values())
+        for call in moved:
+            if call in replica.outbox:
+                replica.outbox.remove(call)
+            else:
+                replica.aborts.append(call.ticket)
+                call.resumes += 1
+                self._counts["moves"] += 1
+            self._release(call)
+        self._flush_soon(replica)
+        self._route_again(moved)
+
+    def orphan(self, replica: Replica) -> None:
+        """Move the requests of a dead replica, from the tokens that were streamed. Its breaker opens, which is said at
+        the next ``tell``."""
+        now = self._clock.now()
+        replica.epoch += 1
+        replica.silent = False
+        replica.updating_since_s = None
+        replica.aborts.clear()
+        waiting, replica.outbox = replica.outbox, []
+        orphans = sorted(replica.calls.values())
+        for call in orphans:
+            if call not in waiting:
+                call.resumes += 1
+                self._counts["moves"] += 1
+            self._release(call)
+        if not replica.leaving and replica.breaker.trip(now):
+            self._note_opened(replica, "it died")
+        self._route_again(orphans)
+
+    def renewed(self, replica: Replica) -> None:
+        """A dead replica's successor has started, and answers: its breaker closes."""
+        if replica.breaker.reset():
+            self._note_closed(replica, "it was restarted and answers")
+        self.tell()
+
+    def _route_again(self, calls: list[OpenRequest]) -> None:
+        for call in calls:
+            if call.cancelled:
+                call.finish("abort")  # whoever was to end it can't say so any more
+            elif not call.future.done() and not self._route(call):
+                self._hold(call)
+
+    # --- routing --------------------------------------------------------------------------------------------
+
+    def _route(self, call: OpenRequest) -> bool:
+        """Give a call to a replica; False: none takes it now."""
+        now = self._clock.now()
+        needed = call.outstanding_tokens
+        standings = self.standings(now)
+        if call.refused_by:  # others first; with nobody else it may as well try there again
+            others: list[Standing] = [how if i not in call.refused_by else "down" for i, how in enumerate(standings)]
+            standings = others if any(how in _TAKING for how in others) else standings
+        saved = self._saved_tokens(call) if len(self._replicas) > 1 else {}
+        loads = [
+            ReplicaLoad(
+                standing=how,
+                outstanding_tokens=one.outstanding_tokens,
+                saved_tokens=saved.get(one.index, 0),
+                capacity_tokens=one.capacity_tokens,
+            )
+            for one, how in zip(self._replicas, standings, strict=True)
+        ]
+        route = choose_replica(loads, needed)
+        if route is None:
+            return False
+        replica = self._replicas[route.replica]
+        call.probe = replica.breaker.send(now)
+        call.replica = replica.index
+        call.ticket = str(next(self._tickets))  # never used again, so that no late delta meets the wrong call
+        replica.calls[call.ticket] = call
+        replica.outstanding_tokens += needed
+        replica.outbox.append(call)
+        self._flush_soon(replica)
+        self._counts["routed"] += 1
+        self._counts["spills"] += route.spilled
+        if call.prefix:
+            self._prefixes.remember(call.prefix, replica.index, replica.epoch)
+        return True
+
+    def _saved_tokens(self, call: OpenRequest) -> dict[int, int]:
+        """Replica -> tokens of the prompt that it needn't prefill, weighted."""
+        affinity = self._settings.affinity
+        if not affinity:
+            return {}
+        epochs = {one.index: one.epoch for one in self._replicas if one.live}
+        if call.prefix is None:
+            call.prefix = self._prefixes.keys(call.request.prompt_ids)
+        found = self._prefixes.cached_tokens(call.prefix, epochs)
+        return found if affinity == 1.0 else {index: round(affinity * tokens) for index, tokens in found.items()}
+
+    def _remember_session(self, call: OpenRequest, replica: Replica) -> None:
+        """The next turn of its session begins with what the replica holds now."""
+        if call.request.session and call.prefix:
+            context = TokenIds.joined((call.request.prompt_ids, call.partial().ids))
+            self._prefixes.remember(self._prefixes.keys(context), replica.index, replica.epoch)
+
+    def _hold(self, call: OpenRequest) -> None:
+        """Keep a call until a replica takes it, at the latest when a breaker's cool-down is over."""
+        heapq.heappush(self._held, call)
+        self._wake_for_probe()
+
+    def _wake_for_probe(self) -> None:
+        now = self._clock.now()
+        due = [one.breaker.opens_s() for one in self._replicas if one.live and one.breaker.state(now) == "open"]
+        times = [at_s for at_s in due if at_s is not None]
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if times and self._held:
+            delay_s = max(0.0, min(times) - now) + _ROUNDING_S
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._probe_due)
+
+    def _probe_due(self) -> None:
+        self._timer = None
+        self.settle()
+        self._wake_for_probe()
+
+    def _release(self, call: OpenRequest) -> None:
+        """Take a call off its replica."""
+        if call.replica is None:
+            return
+        replica = self._replicas[call.replica]
+        if replica.calls.pop(call.ticket, None) is not None:
+            replica.outstanding_tokens -= call.outstanding_tokens
+        call.replica = None
+        if call.probe:  # nothing was learnt of the replica
+            call.probe = False
+            replica.breaker.withdraw()
+            self._settle_soon()
+        if replica.leaving and not replica.calls:
+            replica.emptied.set()
+
+    def _settle_soon(self) -> None:
+        if self._held:
+            asyncio.get_running_loop().call_soon(self.settle)
+
+    # --- between calls and workers --------------------------------------------------------------------------
+
+    def _flush_soon(self, replica: Replica) -> None:
+        """Submit what gathers in this pass of the event loop as one call: the task runs in the next."""
+        if replica.flushing:
+            return
+        replica.flushing = True
+        task = asyncio.create_task(self._flush(replica), name=f"{replica.name}-submit")
+        self._flushes.add(task)
+        task.add_done_callback(self._flushes.discard)
+
+    async def _flush(self, replica: Replica) -> None:
+        replica.flushing = False
+        calls, replica.outbox = replica.outbox, []
+        aborts, replica.aborts = replica.aborts, []
+        worker = replica.worker
+        if worker is None or not replica.live:
+            return  # it died meanwhile: its calls have been moved
+        tickets = [call.ticket for call in calls]
+        with contextlib.suppress(WorkerDied):  # its keeper moves the calls
+            try:
+                if requests := self._encoded(calls):
+                    await call_replica(worker, "submit", requests)
+            except RemoteError as error:
+                mine = [call for call, ticket in zip(calls, tickets, strict=True) if replica.calls.get(ticket) is call]
+                self._not_accepted(replica, mine, error)
+            try:
+                if aborts:
+                    await call_replica(worker, "abort", aborts)
+            except RemoteError as error:
+                self._note_failure(replica, False, str(error))
+        self.tell()
+
+    def _encoded(self, calls: list[OpenRequest]) -> bytes:
+        """What to submit; b"": nothing. A request that can't be written (a number of more than 64 bits, text that is no
+        Unicode) fails alone."""
+        requests: list[msgspec.Raw] = []
+        for call in calls:
+            try:
+                requests.append(msgspec.Raw(self._encoder.encode(call.resubmission())))
+            except (OverflowError, TypeError, ValueError) as error:
+                call.finish("error", f"the request can't be sent to a generator: {error}", refused=True)
+        return self._encoder.encode(requests) if requests else b""
+
+    def _not_accepted(self, replica: Replica, calls: list[OpenRequest], error: RemoteError) -> None:
+        """A replica raised instead of taking these: they go elsewhere, or fail where there is no elsewhere."""
+        probe = any(call.probe for call in calls)
+        for call in calls:
+            call.probe = False
+            replica.aborts.append(call.ticket)  # it may have taken some before it raised
+            self._release(call)
+            call.refused_by = (*call.refused_by, replica.index)
+        self._flush_soon(replica)
+        self._note_failure(replica, probe, str(error))
+        for call in sorted(calls):
+            tried = len(call.refused_by) > self._settings.retries
+            if tried or not self._others(call.refused_by):
+                call.finish("error", str(error))
+            elif not call.future.done():
+                self._counts["retries"] += 1
+                self._route_again([call])
+
+    def absorb(self, replica: Replica, event: bytes) -> None:
+        """Take over what a replica streamed. Raises msgspec.DecodeError for what isn't a list of deltas."""
+        now = self._clock.now()
+        for delta in self._deltas.decode(event):
+            call = replica.calls.get(delta.request_id)  # the engine knows it by its ticket
+            if call is None:
+                continue  # its caller is gone
+            before = call.outstanding_tokens
+            call.absorb(delta, now)
+            gained = before - call.outstanding_tokens
+            replica.outstanding_tokens -= gained
+            self._used_tokens -= gained
+            failed = delta.finish_reason == "error" and not delta.refused
+            if failed or (delta.data and call.probe) or delta.finish_reason in ("stop", "length"):
+                probe, call.probe = call.probe, False
+                if failed:
+                    self._note_failure(replica, probe, delta.error)
+                elif replica.breaker.succeed(now, probe=probe):
+                    self._note_closed(replica, "requests succeed again")
+                if probe:
+                    self._settle_soon()
+            if delta.finish_reason is not None:
+                if delta.finish_reason != "error":
+                    self._remember_session(call, replica)
+                self._release(call)
+                call.finish(delta.finish_reason, delta.error, refused=delta.refused)
+            else:
+                call.tell()
+        self.tell()
+
+    # --- breakers -------------------------------------------------------------------------------------------
+
+    def _others(self, but: Collection[int]) -> bool:
+        """Whether a replica that isn't one of these takes requests."""
+        standings = self.standings(self._clock.now())
+        return any(how in _TAKING and index not in but for index, how in enumerate(standings))
+
+    def _note_failure(self, replica: Replica, probe: bool, why: str) -> None:
+        """A request failed there."""
+        now, breaker = self._clock.now(), replica.breaker
+        if breaker.fail(now, probe=probe, alone=not self._others((replica.index,))):
+            self._note_opened(replica, why)
+        elif probe and breaker.state(now) == "closed":
+            self._note_closed(replica, f"no other replica takes requests, though it fails: {why}")
+
+    def _note_opened(self, replica: Replica, why: str) -> None:
+        self._counts["breaker_openings"] += 1
+        self._news.append(("breaker_opened", f"{replica.name}: {why}"))
+        self._wake_for_probe()
+
+    def _note_closed(self, replica: Replica, why: str) -> None:
+        self._news.append(("breaker_closed", f"{replica.name}: {why}"))
+        self._settle_soon()
+
+    def tell(self) -> None:
+        """Say what has been noted. Last of all: telling may fail."""
+        while self._news:
+            self._on_event(*self._news.popleft())
+
+    async def stop(self) -> None:
+        """End what it has under way with the replicas; its calls stay as they are."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._flushes:
+            task.cancel()
+        await asyncio.gather(*self._flushes, return_exceptions=True)

@@ -1,0 +1,50 @@
+"""What agents of a run need: the endpoint that records them, and the host of their processes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from headway.config.schema import Experiment
+from headway.generator.recording.sessions import Sessions
+from headway.rollout.hosting.agents.processes import AgentProcesses
+from headway.rollout.makers.agent import Agents
+from headway.rollout.verifiers_environment import PLAYER
+from headway.tokens.continuing import Chat
+from headway.tokens.tokenizer import Tokenizer
+
+
+@asynccontextmanager
+async def agents_of(
+    experiment: Experiment, on_event: Callable[[str, str], object], logs: Path | None = None
+) -> AsyncIterator[Agents | None]:
+    """The server and the host, up inside the block; None where ``environment.name`` asks for no agents. ``logs``: the
+    folder of what agents print. Raises ConfigurationError: an address that isn't free, a function that can't be
+    imported."""
+    environment, endpoint = experiment.environment, experiment.endpoint
+    if environment.name == "single_turn":
+        yield None
+        return
+    from headway.generator.endpoint.app import App  # an HTTP server's modules, for those who need one
+    from headway.generator.endpoint.server import serving
+
+    # a call may take as long as its rollout: one that ended before would count as the agent's failure
+    endpoint = endpoint.model_copy(update={"call_timeout_s": experiment.rollout.timeout_s})
+    chat = Chat(Tokenizer.load(experiment.model.path), endpoint.tools)
+    context_tokens = experiment.max_sequence_tokens
+    sessions = Sessions(chat, endpoint, context_tokens, on_event)
+    app = App(sessions, chat, endpoint, experiment.model.path, context_tokens)
+    async with serving(app, endpoint) as address:
+        sessions.address = address
+        function, settings = environment.agent, None
+        if environment.name == "verifiers":
+            function, settings = PLAYER, environment.verifiers
+        processes = AgentProcesses(
+            function, settings, logs=logs, log_bytes=environment.log_bytes, grace_s=environment.stop_grace_s
+        )
+        try:
+            await processes.start()
+            yield Agents(environment=environment, endpoint=endpoint, conversations=sessions, processes=processes)
+        finally:
+            await processes.stop()

@@ -1,0 +1,61 @@
+"""Hosts of rollouts of several turns: agents that call the model, or environments that reply to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from headway.config.schema import Experiment
+from headway.generator.recording.sessions import Sessions
+from headway.orchestrator.actors.agents import agents_of
+from headway.orchestrator.preflight.sandboxes import require_shares
+from headway.rollout.hosting.client import EnvironmentPool
+from headway.rollout.makers.environment import Environments
+from headway.rollout.makers.select import MultiTurnHost
+from headway.runtime.clock import Clock
+from headway.runtime.run_directory import RunDirectory
+from headway.runtime.workers import Launcher
+from headway.tokens.continuing import Chat
+from headway.tokens.tokenizer import Tokenizer
+
+SANDBOXES = "headway.orchestrator.actors.sandboxes:sandboxes_of"  # by its name: workers import it
+
+
+@asynccontextmanager
+async def open_multi_turn_host(
+    experiment: Experiment,
+    launcher: Launcher,
+    clock: Clock,
+    on_event: Callable[[str, str], object],
+    directory: RunDirectory | None = None,
+) -> AsyncIterator[MultiTurnHost | None]:
+    """The host of the experiment's agents or environments, running inside the block; None where ``environment.name``
+    asks for single turns. ``directory``: the run's, for what agents print and for sandboxes that are parked. Raises
+    ConfigurationError."""
+    logs = None if directory is None else directory.logs
+    if not experiment.environment.replies:
+        async with agents_of(experiment, on_event, None if logs is None else logs / "agents") as agents:
+            yield agents
+        return
+    require_shares(experiment)
+    # an answer may take as long as its rollout
+    endpoint = experiment.endpoint.model_copy(update={"call_timeout_s": experiment.rollout.timeout_s})
+    chat = Chat(Tokenizer.load(experiment.model.path), endpoint.tools)
+    conversations = Sessions(chat, endpoint, experiment.max_sequence_tokens, on_event)
+    pool = EnvironmentPool(
+        launcher,
+        experiment.environment,
+        experiment.sandbox,
+        clock,
+        sandboxes=SANDBOXES,
+        run=experiment.run.directory,
+        seed=experiment.run.seed,
+        snapshots=None if directory is None else directory.sandboxes,
+        log_folder=logs,
+        on_event=on_event,
+    )
+    try:
+        await pool.start()
+        yield Environments(conversations=conversations, pool=pool)
+    finally:
+        await pool.stop()

@@ -1,0 +1,71 @@
+"""The sandboxes of a run: the backend that its experiment names, and everything that stands guard over it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from headway.config.router import RouterConfig
+from headway.config.sandbox import SandboxConfig
+from headway.control.routing.breaker import Breaker
+from headway.records.sandbox_statistics import PoolStatistics, ReaperStatistics
+from headway.runtime.clock import Clock
+from headway.sandbox.backends import backend_of
+from headway.sandbox.faults import FaultyBackend
+from headway.sandbox.pool import SandboxPool, pool_settings
+from headway.sandbox.protocol import Backend, Reaping
+from headway.sandbox.reaper import Reaper
+
+# Starts come in bursts, so some in a row fail together; and a provider's outage lasts longer than a replica's.
+BREAKER = RouterConfig(failures_to_open=10, failure_window_s=120.0, cool_down_s=2.0, longest_cool_down_s=60.0)
+
+
+class RunSandboxes:
+    """``pool`` leases them. Made by `sandboxes_of`."""
+
+    def __init__(self, pool: SandboxPool, reaper: Reaper | None, faults: FaultyBackend | None) -> None:
+        self.pool = pool
+        self._reaper = reaper
+        self._faults = faults
+
+    def statistics(self) -> PoolStatistics:
+        return self.pool.statistics()
+
+    def reaped(self) -> ReaperStatistics:
+        return self._reaper.statistics() if self._reaper is not None else ReaperStatistics()
+
+    def injected(self) -> dict[str, int]:
+        """Faults that were injected (``sandbox.inject_faults``), by call and kind."""
+        return dict(self._faults.injected) if self._faults is not None else {}
+
+
+@contextlib.asynccontextmanager
+async def sandboxes_of(
+    settings: SandboxConfig,
+    clock: Clock,
+    *,
+    run: str = "",
+    snapshots: Path | None = None,
+    seed: int = 0,
+    backend: Backend | None = None,
+) -> AsyncIterator[RunSandboxes]:
+    """Up inside the block; all of them have ended after it. ``run``: whose they are; ``snapshots``: the folder of
+    parked ones; ``backend``: instead of the one that ``settings`` name. Raises ConfigurationError: it isn't installed.
+    """
+    inner = backend if backend is not None else backend_of(settings, run=run, snapshots=snapshots)
+    faults = None
+    if share := settings.inject_faults:
+        faults = FaultyBackend(inner, clock, share=share, slow_s=settings.start_limit_s / 3, seed=seed)
+    pool = SandboxPool(faults or inner, pool_settings(settings), clock, breaker=Breaker(BREAKER))
+    reaper = Reaper(inner, clock, settings.reap_every_s, pool.end_leaked) if isinstance(inner, Reaping) else None
+    looking = asyncio.create_task(reaper.run(), name="sandbox reaper") if reaper is not None else None
+    try:
+        yield RunSandboxes(pool, reaper, faults)
+    finally:
+        if looking is not None:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+        await pool.close()
+        await inner.close()

@@ -1,0 +1,100 @@
+"""Scoring a model outside a training run: a generator and a verifier pool, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+from headway.config.schema import Experiment
+from headway.generator.client import GeneratorPool
+from headway.orchestrator.actors.environments import open_multi_turn_host
+from headway.orchestrator.evaluation import attempt_tasks, evaluation_prefix, evaluation_record
+from headway.orchestrator.task_sets import load_task_sets, named_verifiers
+from headway.records.clients import RolloutMaker
+from headway.records.errors import ConfigurationError
+from headway.records.ledger import EvaluationRecord
+from headway.rollout.makers.select import make_rollouts
+from headway.rollout.makers.turn_sampler import TurnSampler
+from headway.rollout.verification.client import VerifierPool
+from headway.runtime.clock import RealClock
+from headway.runtime.workers import LocalLauncher
+from headway.tokens.tokenizer import Tokenizer
+
+
+class Scorer:
+    """Scores the tasks of one split with whatever weights its generator holds."""
+
+    def __init__(self, experiment: Experiment, split: str) -> None:
+        sets = load_task_sets(experiment)
+        if split not in sets:
+            raise ConfigurationError(f"tasks.{split} is missing; the experiment has: {', '.join(sets)}")
+        self._experiment = experiment
+        self._split = split
+        self._tasks = sets[split]
+        self._clock = RealClock()
+        self._tokenizer = Tokenizer.load(experiment.model.path)
+        self._launcher = launcher = LocalLauncher(self._clock, start_timeout_s=experiment.run.worker_start_timeout_s)
+        self.generator = GeneratorPool(launcher, experiment, self._clock)
+        self._verifier = VerifierPool(
+            launcher,
+            experiment.verifier,
+            self._clock,
+            named=named_verifiers(experiment, {split: self._tasks}),
+            retries=experiment.rollout.retries,
+        )
+        self._rollouts: RolloutMaker | None = None
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Start the processes; ``stack`` stops them."""
+        experiment, clock = self._experiment, self._clock
+        host = await stack.enter_async_context(
+            open_multi_turn_host(experiment, self._launcher, clock, lambda name, detail: None)
+        )
+        seed = experiment.run.seed
+        sampler = TurnSampler(self.generator.generate, self._tokenizer, experiment.rollout, clock, run_seed=seed)
+        prefix, temperature = evaluation_prefix(self._split), experiment.evaluation.temperature
+        self._rollouts = make_rollouts(experiment, sampler, host).for_evaluation(prefix, temperature)
+        for actor in (self.generator, self._verifier):
+            stack.push_async_callback(actor.stop)
+        await asyncio.gather(self.generator.start(), self._verifier.start())
+
+    async def score(self, phase: str, step: int = 0) -> EvaluationRecord:
+        """Attempt and verify every task with the present weights."""
+        if self._rollouts is None:
+            raise RuntimeError("score() before start()")
+        started = self._clock.now()
+        rollouts = await attempt_tasks(
+            self._tasks,
+            rollouts=self._rollouts,
+            verifier=self._verifier,
+            tokenizer=self._tokenizer,
+            clock=self._clock,
+            template=self._experiment.model.template,
+            samples_per_task=self._experiment.evaluation.samples_per_task,
+            version=step,
+            concurrent=self._experiment.concurrent_rollouts,
+        )
+        duration_s = self._clock.now() - started
+        return evaluation_record(
+            rollouts,
+            split=self._split,
+            phase=phase,
+            step=step,
+            tasks=self._tasks,
+            duration_s=duration_s,
+            time_s=0.0,
+        )
+
+
+def evaluate_model(experiment: Experiment, *, model_path: str, split: str) -> EvaluationRecord:
+    """`headway eval`: solve rate of the model at ``model_path`` on one split."""
+    model = experiment.model.model_copy(update={"path": model_path})
+    chosen = experiment.model_copy(update={"model": model})
+
+    async def score() -> EvaluationRecord:
+        async with AsyncExitStack() as stack:
+            scorer = Scorer(chosen, split)
+            await scorer.start(stack)
+            return await scorer.score("held")
+
+    return asyncio.run(score())

@@ -1,0 +1,243 @@
+"""Why tasks of a run were drawn, from what its folder keeps: the fold that a resume makes, with its intermediate states
+kept."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from headway.buffer.history import read_history
+from headway.config.schema import Experiment
+from headway.control.curriculum.beta import group_size, interval, known_limits, mixed_probability
+from headway.orchestrator.task_selection import AdaptiveSelector
+from headway.orchestrator.task_sets import load_task_sets, training_weights
+from headway.records.curriculum import (
+    DRAW_REASONS,
+    CurriculumExplanation,
+    Draw,
+    DrawExplanation,
+    DrawnGroup,
+    Posterior,
+    TaskExplanation,
+)
+from headway.records.errors import ConfigurationError
+from headway.records.task import Task
+from headway.runtime.run_directory import RunDirectory
+
+NEXT_DRAWS = 5
+SHOWN_MATCHES = 8
+
+
+class RunHistory:
+    """A run's draws and outcomes beside its tasks. The run may be going on."""
+
+    def __init__(self, run: str | Path, tasks: Sequence[Task] | None = None) -> None:
+        """``tasks``: the training tasks; default: read as the run did. Raises ConfigurationError when there is no such
+        run, or its tasks can't be read."""
+        directory = RunDirectory(run)
+        self.experiment = directory.read_experiment()
+        if not directory.buffer.is_file():
+            raise ConfigurationError(f"{directory.path}: no buffer.db, so nothing was drawn yet")
+        self.groups = read_history(directory.buffer)
+        self.tasks = load_task_sets(self.experiment)["train"] if tasks is None else tasks
+        self.adaptive = self.experiment.curriculum.mode == "adaptive"
+        self._evidence_order = sorted((g for g in self.groups if g.evidence is not None), key=lambda g: g.finished_as)
+
+    def drawing(self) -> AdaptiveSelector:
+        """Where the run is now."""
+        drawing = self._fresh()
+        drawing.replay(self.groups)
+        return drawing
+
+    def _fresh(self) -> AdaptiveSelector:
+        return AdaptiveSelector(self.experiment, self.tasks, training_weights(self.experiment))
+
+    # -- one task ------------------------------------------------------------------------------------
+
+    def find(self, wanted: str) -> Task:
+        """The task whose id is or begins with ``wanted``, or whose prompt holds it. Raises ConfigurationError, with
+        the nearest, when there is none, or several."""
+        exact = [task for task in self.tasks if task.task_id == wanted]
+        found = exact or [task for task in self.tasks if task.task_id.startswith(wanted)]
+        found = found or [task for task in self.tasks if wanted and wanted in task.prompt]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            listed = _listed(found)
+            raise ConfigurationError(f"task {wanted!r}: {len(found)} tasks fit; say more of one of them: {listed}")
+        ids = {task.task_id: task for task in self.tasks}
+        near = difflib.get_close_matches(wanted, sorted(ids), n=3, cutoff=0.0)
+        raise ConfigurationError(
+            f"task {wanted!r}: none of the {len(ids)} training tasks has this id or text; nearest: "
+            + _listed([ids[name] for name in near])
+        )
+
+    def explain(self, task: Task) -> TaskExplanation:
+        """Every draw of ``task``, how its posterior moved, and where it stands."""
+        drawing = self._fresh()
+        posteriors: dict[int, tuple[Posterior, Posterior]] = {}  # group -> before and after what it showed
+        place = drawing.place(task.task_id)
+        assert place is not None
+        source = drawing.curriculum.sources[place[0]]
+
+        def state() -> Posterior:
+            alpha, beta = source.posterior(place[1])
+            return self._posterior(alpha, beta)
+
+        mine = {group.index for group in self.groups if group.task_id == task.task_id}
+        for group in drawing.replaying(self.groups):
+            if group.index in mine:
+                before = state()
+                drawing.learn_of(group)
+                posteriors[group.index] = (before, state())
+            else:
+                drawing.learn_of(group)
+        draws = [
+            _explained(group, posteriors.get(group.index), self.experiment)
+            for group in self.groups
+            if group.index in mine
+        ]
+        alpha, beta = source.posterior(place[1])
+        settings = self.experiment.curriculum
+        due = int(source.due[place[1]])
+        last = int(source.drawn_at[place[1]])
+        rests = max(0, last + self.experiment.task_rest_groups[1] - drawing.next_index) if last >= 0 else 0
+        probability = source.band_probability(place[1], drawing.next_index)
+        return TaskExplanation(
+            task_id=task.task_id,
+            source=task.source if len(self.experiment.tasks.train) > 1 else "",
+            prompt=task.prompt,
+            answer=task.answer,
+            adaptive=self.adaptive,
+            region=source.region(place[1]),
+            now=self._posterior(alpha, beta),
+            min_signal=drawing.curriculum.band.limit,
+            size=group_size(
+                alpha, beta, self.experiment.smallest_group, self.experiment.largest_group, settings.member_gain
+            ),
+            rests_groups=rests,
+            due_groups=max(0, due - drawing.next_index) if due > last and due >= 0 else None,
+            band_probability=probability,
+            next_index=drawing.next_index,
+            draws=draws,
+        )
+
+    # -- the whole run -------------------------------------------------------------------------------
+
+    def overview(self) -> CurriculumExplanation:
+        """Regions, band, draws by reason, and what would be drawn next if no group finished meanwhile."""
+        drawing = self.drawing()
+        by_id = {task.task_id: task for task in self.tasks}
+        rates = [0] * 10
+        for source in drawing.curriculum.sources:
+            seen = source.signal >= 0
+            means = source.alpha[seen] / (source.alpha[seen] + source.beta[seen])
+            for mean in means:
+                rates[min(9, int(mean * 10))] += 1
+        reasons = Counter(group.draw.reason if group.draw is not None else "cursor" for group in self.groups)
+        flat = Counter(_reason(g) for g in self._evidence_order if g.evidence is not None and g.evidence.zero_variance)
+        finished = Counter(_reason(group) for group in self._evidence_order)
+        limit = drawing.curriculum.band.limit
+        regions, moves = drawing.curriculum.regions(), list(drawing.curriculum.band.moves)
+        following: list[DrawExplanation] = []
+        for index in range(drawing.next_index, drawing.next_index + (NEXT_DRAWS if self.adaptive else 0)):
+            task, size, draw = drawing.take()
+            planned = DrawnGroup(
+                index=index, task_id=task.task_id, size=size, admitted_version=-1, draw=draw, ending=None
+            )
+            following.append(_explained(planned, None, self.experiment, by_id[task.task_id].prompt))
+        return CurriculumExplanation(
+            adaptive=self.adaptive,
+            tasks=len(self.tasks),
+            groups=len(self.groups),
+            regions=regions,
+            min_signal=limit,
+            known_limits=known_limits(limit, self.experiment.rollout.group_size),
+            group_size=self.experiment.rollout.group_size,
+            solve_rates=rates,
+            draws={reason: reasons[reason] for reason in DRAW_REASONS},
+            zero_variance_share={
+                reason: flat[reason] / finished[reason] for reason in DRAW_REASONS if finished[reason]
+            },
+            moves=moves,
+            following=following,
+        )
+
+    def _posterior(self, alpha: float, beta: float) -> Posterior:
+        return posterior_of(alpha, beta, self.experiment.rollout.group_size)
+
+
+def posterior_of(alpha: float, beta: float, size: int) -> Posterior:
+    """A Beta distribution in the numbers people read."""
+    low, high = interval(alpha, beta)
+    return Posterior(
+        mean=alpha / (alpha + beta), low=low, high=high, attempts=alpha + beta,
+        signal=mixed_probability(alpha, beta, size),
+    )  # fmt: skip
+
+
+def _reason(group: DrawnGroup) -> str:
+    return group.draw.reason if group.draw is not None else "cursor"
+
+
+def _listed(tasks: Sequence[Task]) -> str:
+    more = f" and {len(tasks) - SHOWN_MATCHES} more" if len(tasks) > SHOWN_MATCHES else ""
+    return ", ".join(f"{task.task_id} ({task.prompt[:30]!r})" for task in tasks[:SHOWN_MATCHES]) + more
+
+
+def _explained(
+    group: DrawnGroup, moved: tuple[Posterior, Posterior] | None, experiment: Experiment, prompt: str = ""
+) -> DrawExplanation:
+    draw, evidence = group.draw, group.evidence
+    size = experiment.rollout.group_size
+    return DrawExplanation(
+        group=group.index,
+        task_id=group.task_id,
+        prompt=prompt,
+        version=group.admitted_version,
+        reason=_reason(group),
+        probability=draw.probability if draw is not None else 1.0,
+        why=_why(draw, experiment),
+        size=group.size,
+        size_why=_size_why(draw, group.size, experiment),
+        posterior=posterior_of(draw.alpha, draw.beta, size) if draw is not None else None,
+        outcome=_outcome(group),
+        solved=evidence.solved if evidence is not None else None,
+        valid=evidence.valid if evidence is not None else None,
+        before=moved[0] if moved else None,
+        after=moved[1] if moved else None,
+    )
+
+
+def _why(draw: Draw | None, experiment: Experiment) -> str:
+    if draw is None:
+        return "it was its turn (curriculum.mode = 'uniform')"
+    share = experiment.curriculum.cursor_share
+    if draw.reason == "cursor":
+        return f"the plain walk's turn: {share:.0%} of draws are, so that every task is met"
+    if draw.reason == "replay":
+        return "unsolved when last seen, and due again"
+    if draw.reason == "band":
+        return f"outcomes differ with probability {draw.signal:.2f}, {draw.min_signal:.2f} or more is in the band"
+    if draw.probability == 1.0:
+        return "no task of the band was free, so the walk's next"
+    return f"the walk's next: unseen tasks are expected to reach the band (probability {draw.probability:.2f} of one)"
+
+
+def _size_why(draw: Draw | None, size: int, experiment: Experiment) -> str:
+    if draw is None or experiment.smallest_group == experiment.largest_group:
+        return "rollout.group_size"
+    before = mixed_probability(draw.alpha, draw.beta, size)
+    further = mixed_probability(draw.alpha, draw.beta, size + 1) - before
+    if size == experiment.largest_group and further >= experiment.curriculum.member_gain:
+        return f"curriculum.max_group_size; one more would add {further:.3f} to the probability of a signal"
+    return f"one more would add only {further:.3f} to the probability of a signal"
+
+
+def _outcome(group: DrawnGroup) -> str:
+    if group.ending is None:
+        return "open" if group.evidence is None else "finished, waits to be trained"
+    where = f" at step {group.step}" if group.ending == "trained" else ""
+    return f"{group.ending}{where}" + (f" ({group.reason})" if group.reason and not where else "")

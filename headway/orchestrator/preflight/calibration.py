@@ -1,0 +1,397 @@
+"""A few seconds of the run's own workers on the run's own tasks: lengths and rates, before anything is trained.
+
+Nothing is written to the run's folder, and no weight on disk changes: the trainer trains, but only in its own memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from headway.config.schema import Experiment
+from headway.control.lengths import LengthDistribution, group_correlation, length_distribution
+from headway.control.summaries import quantile
+from headway.control.tuning.forecast import LEAST_GROUPS
+from headway.generator.client import GeneratorPool
+from headway.orchestrator.preflight.load import Load
+from headway.orchestrator.preflight.memory import peak_resident_bytes
+from headway.orchestrator.preflight.step_timing import StepTimes, time_steps
+from headway.orchestrator.task_sets import named_verifiers
+from headway.records.errors import HeadwayError, Interrupted, NoProgress, WorkerDied
+from headway.records.generation import EngineStatistics, GenerationRequest, SamplingParameters
+from headway.records.planning import Calibration
+from headway.records.task import Task
+from headway.rollout.verification.client import VerifierPool
+from headway.runtime.clock import Clock, RealClock
+from headway.runtime.devices import lends
+from headway.runtime.workers import LocalLauncher
+from headway.tokens.tokenizer import Tokenizer
+from headway.trainer.client import TrainerClient
+from headway.weights.leftovers import reap
+
+OnProgress = Callable[[str], None]
+
+SECONDS = 10.0  # of measuring, the start of the workers not counted
+_PATIENCE = 6.0  # a model so slow that measuring takes so many times longer is given up
+# Shares of the seconds: prompts alone, few requests, all requests, all requests beside the trainer; the rest is for the
+# weights.
+_PREFILL, _FEW, _ALL, _BESIDE = 0.06, 0.12, 0.36, 0.36
+
+
+def calibrate(
+    experiment: Experiment,
+    tasks: Sequence[Task],
+    *,
+    seconds: float = SECONDS,
+    on_progress: OnProgress = lambda text: None,
+) -> tuple[Calibration, LengthDistribution]:
+    """Start the run's workers, measure for about ``seconds`` on its training ``tasks``, stop them.
+
+    The generator is measured alone, at few and at all its requests; then the trainer computes on responses as long as
+    those seen while the generator goes on, unless both are on the same devices: then one after the other.
+
+    Raises WorkerDied or RemoteError when a worker fails, ConfigurationError for what it refuses, NoProgress when
+    nothing could be measured in several times the seconds, Interrupted after Ctrl-C.
+    """
+    identity = f"check-{os.getpid()}"
+    try:
+        return asyncio.run(_calibrate(experiment, tasks, seconds, on_progress, identity))
+    finally:
+        reap(identity)  # of a trainer that was killed
+
+
+async def _calibrate(
+    experiment: Experiment, tasks: Sequence[Task], seconds: float, on_progress: OnProgress, identity: str
+) -> tuple[Calibration, LengthDistribution]:
+    async with _interruptible(), AsyncExitStack() as stack:
+        calibrating = _Calibrating(experiment, tasks, seconds, on_progress, identity)
+        await calibrating.start(stack)
+        try:
+            async with asyncio.timeout(_PATIENCE * seconds):
+                return await calibrating.measure()
+        except TimeoutError:
+            raise NoProgress(
+                f"the calibration got nowhere in {_PATIENCE * seconds:.0f} s while it {calibrating.doing}: this model "
+                "is too slow for these devices, or --calibrate-s too short"
+            ) from None
+
+
+@asynccontextmanager
+async def _interruptible() -> AsyncIterator[None]:
+    """Ctrl-C or SIGTERM ends the block with Interrupted, its workers stopped in order; once more kills them."""
+    loop, task, struck = asyncio.get_running_loop(), asyncio.current_task(), False
+    assert task is not None
+
+    def strike() -> None:
+        nonlocal struck
+        struck = True
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, strike)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not struck:
+            raise
+        raise Interrupted("the calibration was stopped; nothing is left of it") from None
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+class _Calibrating:
+    """One calibration: its workers, and what it has measured so far."""
+
+    def __init__(
+        self, experiment: Experiment, tasks: Sequence[Task], seconds: float, on_progress: OnProgress, identity: str
+    ) -> None:
+        self.doing = "started the workers"
+        self._experiment = experiment
+        self._seconds = seconds
+        self._on_progress = on_progress
+        self._clock: Clock = RealClock()
+        launcher = LocalLauncher(self._clock, start_timeout_s=experiment.run.worker_start_timeout_s)
+        self._generator = GeneratorPool(launcher, experiment, self._clock, on_event=self._on_event)
+        self._trainer = TrainerClient(launcher, experiment, identity)
+        self._verifier = VerifierPool(
+            launcher,
+            experiment.verifier,
+            self._clock,
+            named=named_verifiers(experiment, {"train": tasks}),
+            retries=0,
+        )
+        self._load = Load(
+            experiment,
+            self._generator,
+            self._verifier,
+            Tokenizer.load(experiment.model.path),
+            tasks,
+            self._clock,
+            self._generator.cancel,
+        )
+        self._dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._start_s = 0.0
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        self._say("starts the workers")
+        started = self._clock.now()
+        for actor in (self._trainer, self._generator, self._verifier):
+            stack.push_async_callback(actor.stop)
+        await asyncio.gather(self._trainer.start(), self._generator.start(), self._verifier.start())
+        self._start_s = self._clock.now() - started
+
+    async def measure(self) -> tuple[Calibration, LengthDistribution]:
+        """All of it; a worker's death ends it with its cause."""
+        measuring = asyncio.ensure_future(self._measure())
+        try:
+            await asyncio.wait([measuring, self._dead], return_when=asyncio.FIRST_COMPLETED)
+            if self._dead.done():
+                self._dead.result()
+            return await measuring
+        finally:
+            measuring.cancel()
+            await asyncio.gather(measuring, return_exceptions=True)
+            self._dead.cancel()
+
+    def _on_event(self, name: str, detail: str, /) -> None:
+        """A replica that dies would be restarted by its pool; here it ends the calibration."""
+        if name in ("generator_died", "generator_lost") and not self._dead.done():
+            worker, _, cause = detail.partition(": ")
+            self._dead.set_exception(WorkerDied(worker, cause))
+
+    def _on_load_ended(self, load: asyncio.Future[None]) -> None:
+        """What ends it but a cancellation, a verifier that can't be restarted, ends the calibration."""
+        error = None if load.cancelled() else load.exception()
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if error is not None and not self._dead.done():
+            self._dead.set_exception(error)
+
+    def _say(self, doing: str) -> None:
+        self.doing = doing
+        self._on_progress(doing)
+
+    async def _measure(self) -> tuple[Calibration, LengthDistribution]:
+        started, everything = self._clock.now(), self._experiment.concurrent_rollouts
+        self._say("computes prompts")
+        prefill = await self._prefill()
+        running = asyncio.ensure_future(self._load.run())
+        running.add_done_callback(self._on_load_ended)
+        try:
+            self._say("decodes a few responses")
+            few = await self._decode(max(1, everything // 8), _FEW)
+            self._say("decodes at full concurrency")
+            alone = await self._decode(everything, _ALL)
+            self._require_tokens(alone)
+            beside, times = await self._train()
+            self._say("publishes the weights")
+            update = await self._update(times.version)
+            await self._load.stop()
+            self._say("verifies")
+            verify_s = await self._verify()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        decoding = _Decoding(prefill_tokens_per_s=prefill, few=few, alone=alone, beside=beside)
+        lengths = self._lengths()
+        return self._calibration(started, lengths, decoding, times, update, verify_s), lengths
+
+    async def _train(self) -> tuple[CalibrationInterval | None, StepTimes]:
+        """Time training steps beside the generator, and what it does meanwhile; on shared devices with it at rest."""
+        at_once = not lent_replicas(self._experiment)
+        if not at_once:
+            await self._load.stop()
+        self._say("trains beside it" if at_once else "trains, with the generator at rest")
+        before = await self._snapshot()
+        times = await time_steps(
+            self._trainer,
+            self._experiment,
+            self._load.responses,
+            self._lengths(),
+            self._clock,
+            self._seconds * _BESIDE,
+        )
+        return _interval(before, await self._snapshot()) if at_once else None, times
+
+    def _calibration(
+        self,
+        started: float,
+        lengths: LengthDistribution,
+        decoding: _Decoding,
+        times: StepTimes,
+        update: _Update,
+        verify_s: float,
+    ) -> Calibration:
+        load = self._load
+        whole = load.groups if len(load.groups) >= LEAST_GROUPS else []
+        prompts = load.prompt_tokens or [1]
+        fixed_s, request_s = decode_cost(decoding.few, decoding.alone)
+        return Calibration(
+            measured_s=self._clock.now() - started,
+            start_s=self._start_s,
+            at_once=decoding.beside is not None,
+            lengths=lengths.summary(group_correlation(whole)),
+            prompt_tokens=sum(prompts) / len(prompts),
+            prefill_tokens_per_s=decoding.prefill_tokens_per_s,
+            decode_running=decoding.alone.running,
+            decode_tokens_per_s=decoding.alone.tokens_per_s,
+            decode_beside_tokens_per_s=None if decoding.beside is None else decoding.beside.tokens_per_s,
+            decode_fixed_s=fixed_s,
+            decode_request_s=request_s,
+            train_tokens_per_s=times.tokens_per_s,
+            train_samples=times.samples,
+            train_fixed_s=times.fixed_s,
+            train_token_s=times.token_s,
+            publish_s=update.publish_s,
+            apply_s=update.apply_s,
+            pause_s=update.pause_s,
+            verify_response_s=verify_s,
+            groups=len(load.groups),
+            accepted_groups=load.accepted,
+            failed_rollouts=len(load.failures),
+            failure_cause=load.failures[0] if load.failures else "",
+            resident_bytes=self._resident_bytes(),
+        )
+
+    # --- the generator --------------------------------------------------------------------------------------
+
+    async def _prefill(self) -> float:
+        """Prompt tokens/s, of prompts that are all different; ever more at once while there is time."""
+        deadline = self._clock.now() + self._seconds * _PREFILL
+        count, rate, serial = len(self._experiment.generator.devices), 0.0, 0
+        while True:
+            prompts = [self._load.prompt(0) for _ in range(count)]
+            started = self._clock.now()
+            await asyncio.gather(*(self._one_token(ids, serial + i) for i, ids in enumerate(prompts)))
+            elapsed_s, serial = max(1e-9, self._clock.now() - started), serial + count
+            rate = max(rate, sum(map(len, prompts)) / elapsed_s)
+            left_s = deadline - self._clock.now()
+            if left_s < 2 * elapsed_s:
+                return rate
+            count = min(2 * count, self._experiment.concurrent_rollouts)
+
+    async def _one_token(self, prompt_ids: Sequence[int], serial: int) -> None:
+        how = SamplingParameters(max_tokens=1, seed=serial)
+        await self._generator.generate(
+            GenerationRequest(request_id=f"prefill-{serial}", prompt_ids=prompt_ids, sampling=how)
+        )
+
+    async def _decode(self, limit: int, share: float) -> CalibrationInterval:
+        """Run ``limit`` rollouts for a share of the seconds; what is counted begins after a fifth of that."""
+        self._load.set_limit(limit)
+        await self._clock.sleep(self._seconds * share / 5)
+        before = await self._snapshot()
+        await self._clock.sleep(self._seconds * share * 4 / 5)
+        return _interval(before, await self._snapshot())
+
+    async def _snapshot(self) -> tuple[float, list[EngineStatistics]]:
+        statistics = await self._generator.statistics()
+        return self._clock.now(), statistics
+
+    def _require_tokens(self, alone: CalibrationInterval) -> None:
+        if alone.tokens_per_s > 0:
+            return
+        if self._load.failures:
+            raise HeadwayError(f"every rollout of the calibration failed: {self._load.failures[0]}")
+        raise NoProgress(
+            f"the generator made no token in {self._seconds * _ALL:.1f} s: this model is too slow for its devices, or "
+            "--calibrate-s too short"
+        )
+
+    def _lengths(self) -> LengthDistribution:
+        """Of all responses so far: ended, cut off, and those that still grow."""
+        observed = [(tokens, True) for tokens in self._load.ended]
+        observed += [(tokens, False) for tokens in (*self._load.cut, *self._generator.open_tokens())]
+        return length_distribution(observed, self._experiment.rollout.max_response_tokens)
+
+    # --- trainer, weights, verifier -------------------------------------------------------------------------
+
+    async def _update(self, version: int) -> _Update:
+        """Publish a version and apply it, the generator at work. The second time: the first pays for new memory."""
+        publish_s = apply_s = pause_s = 0.0
+        for _ in range(2):
+            started = self._clock.now()
+            weights = await self._trainer.publish(version)
+            publish_s = self._clock.now() - started
+            applied = await self._generator.update_weights(weights)
+            apply_s = self._clock.now() - started - publish_s
+            pause_s = max(report.pause_s for report in applied)
+        return _Update(publish_s=publish_s, apply_s=apply_s, pause_s=pause_s)
+
+    async def _verify(self) -> float:
+        """Seconds a response costs one worker; where no group ended whole, of a few responses that did. 0: of none."""
+        spent = self._load.verify_response_s
+        for task, texts in self._load.texts()[:1] if not spent else ():
+            started = self._clock.now()
+            await self._verifier.verify(task, texts)
+            spent = [(self._clock.now() - started) / len(texts)]
+        return quantile(spent, 0.5)
+
+    def _resident_bytes(self) -> dict[str, int]:
+        pids = {f"generator-{index}": pid for index, pid in enumerate(self._generator.pids)}
+        pids |= {worker.name: worker.pid for worker in self._trainer.workers}
+        found = {name: peak_resident_bytes(pid) for name, pid in pids.items()} | {
+            "orchestrator": peak_resident_bytes(os.getpid())
+        }
+        return {name: size for name, size in found.items() if size is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Decoding:
+    """What the generator did, phase by phase."""
+
+    prefill_tokens_per_s: float
+    few: CalibrationInterval
+    alone: CalibrationInterval
+    beside: CalibrationInterval | None  # the trainer; None: it was at rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Update:
+    """Seconds a new version takes."""
+
+    publish_s: float
+    apply_s: float
+    pause_s: float
+
+
+class CalibrationInterval:
+    """What all replicas did between two looks at their counters."""
+
+    def __init__(self, elapsed_s: float, tokens: int, steps: int, busy_s: float, replicas: int) -> None:
+        self.tokens_per_s = tokens / max(elapsed_s, 1e-9)
+        self.running = replicas * tokens / steps if steps else 0.0
+        self.requests = tokens / steps if steps else 0.0  # of one replica
+        self.step_s = busy_s / steps if steps else 0.0
+
+
+def _interval(
+    before: tuple[float, list[EngineStatistics]], after: tuple[float, list[EngineStatistics]]
+) -> CalibrationInterval:
+    def growth(name: str) -> float:
+        return sum(getattr(b, name) - getattr(a, name) for a, b in zip(before[1], after[1], strict=True))
+
+    elapsed_s, replicas = after[0] - before[0], len(after[1])
+    working_s = replicas * elapsed_s - growth("idle_s") - growth("paused_s")  # between two steps included
+    return CalibrationInterval(
+        elapsed_s, int(growth("generated_tokens")), int(growth("decode_steps")), working_s, replicas
+    )
+
+
+def decode_cost(few: CalibrationInterval, many: CalibrationInterval) -> tuple[float, float]:
+    """(fixed, per request) seconds of a decode step of one replica, from two levels of concurrency; neither negative,
+    and exact at the higher one."""
+    spread = many.requests - few.requests
+    per_request = (many.step_s - few.step_s) / spread if spread > 1e-6 and few.step_s else 0.0
+    per_request = min(max(0.0, per_request), many.step_s / many.requests)
+    return max(0.0, many.step_s - per_request * many.requests), per_request
+
+
+def lent_replicas(experiment: Experiment) -> int:
+    """Replicas of the generator whose device the trainer computes on: they pause for every training step."""
+    return sum(lends(device, experiment.trainer.devices) for device in experiment.generator.devices)

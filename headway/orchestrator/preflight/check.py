@@ -1,0 +1,495 @@
+"""What can be known to go wrong before a run starts. Torch-free: only files, sizes and one verifier process.
+
+``preview.py`` goes on from here: it starts the run's own workers for some seconds and predicts its rates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+from headway.config.load import require_resumable
+from headway.config.schema import Experiment
+from headway.models.configuration import DecoderConfig
+from headway.orchestrator.preflight.conversations import conversation_findings
+from headway.orchestrator.preflight.engine import engine_problems
+from headway.orchestrator.preflight.functions import function_problems
+from headway.orchestrator.preflight.memory import existing, memory_findings, memory_places, memory_uses
+from headway.orchestrator.preflight.sandboxes import sandbox_findings
+from headway.orchestrator.task_sets import SPLITS, generated_apart, named_verifiers, require_template
+from headway.records.errors import ConfigurationError, HeadwayError, RemoteError
+from headway.records.planning import Finding
+from headway.records.rollout import Verdict
+from headway.records.task import Task
+from headway.runtime.addresses import is_loopback, require_free
+from headway.runtime.devices import Device, cpu_multiplies_bfloat16, parse_device
+from headway.runtime.run_directory import RunDirectory
+from headway.tasks.sources import overlap, read_tasks
+from headway.telemetry.exporters.exporters import missing_packages
+from headway.tokens.tokenizer import Tokenizer
+
+_START_VERIFIER_S = 60.0  # a verifier's imports may be heavy
+
+
+@dataclass
+class _Inputs:
+    """What the checks share: read once, None where it couldn't be read."""
+
+    experiment: Experiment
+    resume: bool
+    model: DecoderConfig | None = None
+    tokenizer: Tokenizer | None = None
+    tasks: dict[str, list[Task]] | None = None  # split -> tasks
+
+
+def check(experiment: Experiment, *, resume: bool = False, smoke_test: bool = True) -> list[Finding]:
+    """Look for everything that would stop or spoil the run, before it starts; errors first.
+
+    Reads the model's configuration, the tokenizer and every task; ``smoke_test`` also starts a verifier process and
+    scores one response. Writes nothing. Never raises for bad input: that is what it reports.
+    """
+    inputs = _Inputs(experiment, resume)
+    findings: list[Finding] = []
+    for one in (
+        _model,
+        _reference,
+        _tokenizer,
+        _tasks,
+        _prompts,
+        _sizes,
+        _functions,
+        _devices,
+        _engine,
+        _space,
+        _run_directory,
+        _exporters,
+        _environment,
+    ):
+        findings += _guarded(one, inputs)
+    if smoke_test and inputs.tasks:
+        findings += _guarded(_verifier, inputs)
+    order = {"error": 0, "warning": 1, "info": 2}
+    return sorted(findings, key=lambda finding: order[finding.level])
+
+
+def _guarded(one: Callable[[_Inputs], Iterator[Finding]], inputs: _Inputs) -> list[Finding]:
+    found: list[Finding] = []
+    try:
+        for finding in one(inputs):
+            found.append(finding)
+    except HeadwayError as error:
+        found.append(_error(one.__name__.strip("_"), str(error)))
+    return found
+
+
+def _error(key: str, message: str) -> Finding:
+    return Finding(level="error", key=key, message=message)
+
+
+def _warning(key: str, message: str) -> Finding:
+    return Finding(level="warning", key=key, message=message)
+
+
+def _info(key: str, message: str) -> Finding:
+    return Finding(level="info", key=key, message=message)
+
+
+# --- model and tokenizer ---------------------------------------------------------------------------------
+
+
+def _model(inputs: _Inputs) -> Iterator[Finding]:
+    folder = Path(inputs.experiment.model.path)
+    try:
+        inputs.model = DecoderConfig.from_pretrained(folder)
+    except ConfigurationError as error:
+        yield _error("model.path", str(error))
+        return
+    if not any(folder.glob("*.safetensors")):
+        yield _error("model.path", f"{folder} holds no *.safetensors file")
+    longest = inputs.experiment.max_sequence_tokens
+    if longest > inputs.model.max_positions:
+        yield _error(
+            "rollout.max_response_tokens",
+            f"max_prompt_tokens + max_response_tokens = {longest} is beyond the model's context of "
+            f"{inputs.model.max_positions} tokens",
+        )
+
+
+def _reference(inputs: _Inputs) -> Iterator[Finding]:
+    folder, algorithm = inputs.experiment.model.reference, inputs.experiment.algorithm
+    if not folder:
+        return  # the model itself
+    if algorithm.kl_coefficient == 0:
+        yield _warning("model.reference", "has no effect without algorithm.kl_coefficient")
+        return
+    try:
+        reference = DecoderConfig.from_pretrained(Path(folder))
+    except ConfigurationError as error:
+        yield _error("model.reference", str(error))
+        return
+    if inputs.model is not None and reference.vocabulary_size != inputs.model.vocabulary_size:
+        yield _error(
+            "model.reference",
+            f"{folder} has a vocabulary of {reference.vocabulary_size}, the model one of "
+            f"{inputs.model.vocabulary_size}: they must be equal",
+        )
+
+
+def _tokenizer(inputs: _Inputs) -> Iterator[Finding]:
+    folder = Path(inputs.experiment.model.path)
+    if not folder.is_dir():
+        return  # said already
+    try:
+        inputs.tokenizer = tokenizer = Tokenizer.load(folder)
+    except ConfigurationError as error:
+        yield _error("model.path", str(error))
+        return
+    if inputs.model is not None and tokenizer.vocabulary_size > inputs.model.vocabulary_size:
+        yield _error(
+            "model.path",
+            f"the tokenizer has {tokenizer.vocabulary_size} ids, the model only {inputs.model.vocabulary_size}: "
+            "they don't belong together",
+        )
+    if inputs.experiment.model.template == "chat" and not tokenizer.has_chat_template:
+        yield _error("model.template", f"'chat' needs a chat template, and {folder} has none; use 'raw'")
+    special = [token for i in sorted(tokenizer.special_ids) if (token := tokenizer.token(i))]
+    for stop in inputs.experiment.rollout.stop:
+        named = next((token for token in special if token in stop), None)
+        if named is not None:
+            yield _error(
+                "rollout.stop",
+                f"{stop!r} holds the special token {named}, which is no part of the text that is searched: it would "
+                "never be found. Special tokens end a response by their ids (eos_token_id in generation_config.json)",
+            )
+
+
+# --- tasks -----------------------------------------------------------------------------------------------
+
+
+def _tasks(inputs: _Inputs) -> Iterator[Finding]:
+    sections = inputs.experiment.tasks
+    tasks: dict[str, list[Task]] = {}
+    for split in SPLITS:
+        sources = getattr(sections, split)
+        if sources is None:
+            continue
+        try:
+            read = read_tasks(sources, inputs.experiment.run.seed)
+            require_template(inputs.experiment, split, read.tasks)
+        except ConfigurationError as error:
+            yield _error(f"tasks.{split}", str(error))
+            continue
+        tasks[split] = list(read.tasks)
+        if read.duplicates:
+            yield _info(f"tasks.{split}", f"{read.duplicates:,} tasks were repeats of earlier ones and are left out")
+        if read.left_out:
+            yield _info(f"tasks.{split}", f"{read.left_out:,} rows were left out by 'convert'")
+    inputs.tasks = tasks
+    if "train" in tasks:  # as the run does: generated sets are made disjoint
+        held_out = [task for split in tasks if split != "train" for task in tasks[split]]
+        kept = generated_apart(sections.train, tasks["train"], held_out)
+        if left_out := len(tasks["train"]) - len(kept):
+            message = f"{left_out:,} tasks are left out because their prompts are in a held-out set"
+            yield _info("tasks.train", message) if kept else _error("tasks.train", message + "; none remains")
+            for source in sections.train:
+                if kept and source.called not in {task.source for task in kept}:
+                    yield _error("tasks.train", f"{source.called}: all its tasks are in a held-out set; none remains")
+        tasks["train"] = kept
+    for pair in overlap({f"tasks.{split}": found for split, found in tasks.items()}):
+        shared = "1 prompt" if pair.prompts == 1 else f"{pair.prompts:,} prompts"
+        yield _error(
+            pair.second,
+            f"shares {shared} with {pair.first}, for example {_shortened(pair.example)!r}: "
+            "a score on tasks that were trained on means nothing",
+        )
+    yield from _evaluation(inputs)
+
+
+def _evaluation(inputs: _Inputs) -> Iterator[Finding]:
+    sections, evaluation = inputs.experiment.tasks, inputs.experiment.evaluation
+    if sections.validation is None and (evaluation.every_steps or evaluation.every_s is not None):
+        yield _warning("tasks.validation", "evaluation during the run is on, but there are no validation tasks")
+    if sections.validation is None and evaluation.stop_at_solve_rate is not None:
+        yield _warning("evaluation.stop_at_solve_rate", "has no effect without tasks.validation")
+    elif evaluation.stop_at_solve_rate is not None and not (evaluation.every_steps or evaluation.every_s):
+        yield _warning("evaluation.stop_at_solve_rate", "has no effect without evaluation.every_steps or every_s")
+    if sections.test is None and (evaluation.before or evaluation.after):
+        yield _info("tasks.test", "no test tasks: there will be no score before and after training")
+
+
+def _prompts(inputs: _Inputs) -> Iterator[Finding]:
+    """Tokenize every prompt: those that are too long fail their group at run time, so they are refused here."""
+    if inputs.tokenizer is None or not inputs.tasks:
+        return
+    limit = inputs.experiment.rollout.max_prompt_tokens
+    if inputs.experiment.environment.name != "single_turn":
+        return  # its prompts are its own
+    for split, tasks in inputs.tasks.items():
+        if not tasks:
+            continue
+        lengths = [len(inputs.tokenizer.render(task.shown, inputs.experiment.model.template)) for task in tasks]
+        too_long = sum(length > limit for length in lengths)
+        if too_long:
+            worst = max(range(len(tasks)), key=lambda i: lengths[i])
+            yield _error(
+                "rollout.max_prompt_tokens",
+                f"{too_long:,} of {len(tasks):,} prompts of tasks.{split} are longer than {limit} tokens; the longest "
+                f"has {lengths[worst]:,} (task {tasks[worst].task_id}, {_shortened(tasks[worst].prompt)!r})",
+            )
+        if not min(lengths):
+            yield _error(f"tasks.{split}", f"{lengths.count(0):,} prompts have no token at all")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# --- queue, batch, functions -----------------------------------------------------------------------------
+
+
+def _sizes(inputs: _Inputs) -> Iterator[Finding]:
+    experiment = inputs.experiment
+    rollout, generator, queue, trainer = experiment.rollout, experiment.generator, experiment.queue, experiment.trainer
+    yield from _deadlocks(experiment)
+    slots = generator.slots * len(generator.devices)
+    admissible = queue.groups_per_step * (queue.budget + 1) * experiment.largest_group
+    fill = min(experiment.concurrent_rollouts, admissible)
+    if queue.budget and fill < slots:
+        yield _warning(
+            "generator.slots",
+            f"at most {fill} rollouts can run at once (concurrency {experiment.concurrent_rollouts}, admission "
+            f"{admissible}): {slots - fill} of {slots} slots will stay empty",
+        )
+    ranks, parts = len(trainer.devices), trainer.optimizer_steps_per_batch
+    if parts > queue.groups_per_step:
+        yield _error("trainer.optimizer_steps_per_batch", f"{parts} steps can't share {queue.groups_per_step} groups")
+    elif queue.groups_per_step % parts:
+        yield _warning(
+            "trainer.optimizer_steps_per_batch",
+            f"{queue.groups_per_step} groups don't divide into {parts} equal parts: their gradients weigh differently",
+        )
+    if ranks > queue.groups_per_step * rollout.group_size:
+        yield _error("trainer.devices", f"{ranks} ranks, but a batch has fewer samples")
+    if trainer.micro_batch_tokens < experiment.max_sequence_tokens:
+        yield _warning(
+            "trainer.micro_batch_tokens",
+            f"{trainer.micro_batch_tokens} is less than the longest sample ({experiment.max_sequence_tokens} tokens), "
+            "which will be a micro-batch of its own",
+        )
+    if experiment.algorithm.proximal == "current" and parts > 1:
+        yield _warning("algorithm.proximal", "'current' with several optimiser steps per batch clips nothing")
+    if trainer.warmup_steps >= experiment.run.steps:
+        yield _warning("trainer.warmup_steps", "the run ends before the learning rate has warmed up")
+    train = (inputs.tasks or {}).get("train")
+    if train is not None and len(train) < queue.groups_per_step:
+        yield _warning("tasks.train", f"{len(train)} tasks: some will be in a batch of {queue.groups_per_step} twice")
+    trained = experiment.run.steps * queue.groups_per_step
+    if train is not None and experiment.curriculum.mode == "adaptive" and len(train) > trained:
+        yield _warning(
+            "curriculum.mode",
+            f"'adaptive' chooses among tasks it has seen, and {trained} groups are trained of {len(train)} tasks: most "
+            "will be drawn once, in turn, if at all",
+        )
+
+
+def _deadlocks(experiment: Experiment) -> Iterator[Finding]:
+    """Settings under which the run could never make its first, or some later, step."""
+    kv = experiment.generator.kv_capacity_tokens
+    if kv is not None and kv < experiment.max_sequence_tokens:
+        yield _error(
+            "generator.kv_capacity_tokens",
+            f"{kv} can't hold one rollout of {experiment.max_sequence_tokens} tokens: it would wait for ever",
+        )
+    if experiment.rollout.group_size < 2 and experiment.algorithm.advantage != "batch_mean_std":
+        yield _error(
+            "rollout.group_size",
+            "1: advantages compare the members of a group, so all would be 0 and nothing be learnt; valid: 2 or more, "
+            "or algorithm.advantage = 'batch_mean_std'",
+        )
+
+
+def _functions(inputs: _Inputs) -> Iterator[Finding]:
+    """The user's own functions."""
+    train = (inputs.tasks or {}).get("train")
+    for key, message in function_problems(inputs.experiment, train[0] if train else None):
+        yield _error(key, message)
+
+
+# --- devices and space -----------------------------------------------------------------------------------
+
+
+def _devices(inputs: _Inputs) -> Iterator[Finding]:
+    experiment = inputs.experiment
+    devices: list[tuple[str, Device]] = []
+    for key, names in (
+        ("generator.devices", experiment.generator.devices),
+        ("trainer.devices", experiment.trainer.devices),
+    ):
+        if not names:
+            yield _error(key, "at least one device is needed")
+        for name in names:
+            try:
+                device = parse_device(name)
+                device.check()
+            except ConfigurationError as error:
+                yield _error(key, str(error))
+            else:
+                devices.append((key, device))
+    ranks = [device for key, device in devices if key == "trainer.devices"]
+    slow = experiment.trainer.dtype == "bfloat16" and not cpu_multiplies_bfloat16()
+    if slow and any(device.kind == "cpu" for device in ranks):
+        yield _warning("trainer.dtype", "this CPU has no instructions for bfloat16: float32 is many times faster here")
+    if len({device.kind for device in ranks}) > 1:
+        names = ", ".join(map(str, ranks))
+        yield _error("trainer.devices", f"{names}: ranks sum their gradients, so all must be GPUs, or all CPU cores")
+    for (first_key, first), (second_key, second) in combinations(devices, 2):
+        if not first.shares_with(second):
+            continue
+        what = "GPU" if first.kind == "cuda" else "cores"
+        shared = f"{second} shares {what} with {first} of {first_key}"
+        if first_key != second_key:  # a replica lends its device while the trainer computes
+            if first.kind == "cuda":
+                yield _warning(second_key, f"{shared}: both must fit its memory")
+        elif first.kind == "cpu":
+            yield _warning(second_key, f"{shared}: two busy processes on one core collapse")
+        elif second_key == "trainer.devices":
+            yield _error(second_key, f"{second} twice: each rank needs a GPU of its own")
+        else:
+            yield _warning(second_key, f"{shared}: both must fit its memory")
+
+
+def _engine(inputs: _Inputs) -> Iterator[Finding]:
+    """Whether the generator's engine is installed, and computes this model on these devices."""
+    for key, message in engine_problems(inputs.experiment, inputs.model):
+        yield _error(key, message)
+
+
+def _space(inputs: _Inputs) -> Iterator[Finding]:
+    if inputs.model is None:
+        return
+    try:
+        uses = memory_uses(inputs.experiment, inputs.model)
+    except ConfigurationError:
+        uses = []  # a device or a reference model that isn't there: said already
+    yield from memory_findings(uses, memory_places(uses))
+    folder = existing(Path(inputs.experiment.run.directory))
+    if not os.access(folder, os.W_OK):
+        yield _error("run.directory", f"{folder} can't be written to")
+
+
+# --- run directory and verifier --------------------------------------------------------------------------
+
+
+def _run_directory(inputs: _Inputs) -> Iterator[Finding]:
+    directory = RunDirectory(inputs.experiment.run.directory)
+    holder = directory.holder()
+    if holder is not None:
+        yield _error("run.directory", f"{directory.path} is in use by process {holder}")
+    if directory.path.exists() and not directory.path.is_dir():
+        yield _error("run.directory", f"{directory.path} is a file; a folder is needed")
+    elif not inputs.resume and directory.holds_run():
+        yield _error(
+            "run.directory",
+            f"{directory.path} already holds a run: continue it with --resume, or choose another directory",
+        )
+    elif inputs.resume and not directory.holds_run():
+        yield _error("run.directory", f"{directory.path} holds no run to resume: start it without --resume")
+    elif inputs.resume:
+        try:
+            require_resumable(directory.read_experiment(), inputs.experiment)
+        except ConfigurationError as error:
+            yield _error("run.directory", str(error))
+
+
+def _exporters(inputs: _Inputs) -> Iterator[Finding]:
+    """Packages of the trackers and the address of `/metrics`; the trackers' own servers are not asked."""
+    address = inputs.experiment.ledger.prometheus
+    for problem in missing_packages(inputs.experiment):
+        key, _, message = problem.partition(": ")
+        yield _error(key, message)
+    if address:
+        try:
+            require_free(address)
+        except ConfigurationError as error:
+            yield _error("ledger.prometheus", str(error))
+        if not is_loopback(address):
+            yield _warning("ledger.prometheus", f"{address}: whoever reaches this machine can read the run's metrics")
+
+
+def _environment(inputs: _Inputs) -> Iterator[Finding]:
+    """What rollouts of several turns need. Sandboxes are tried: a run that finds out later has sampled for nothing."""
+    has_template = inputs.tokenizer is None or inputs.tokenizer.has_chat_template
+    yield from conversation_findings(inputs.experiment, has_template)
+    yield from sandbox_findings(inputs.experiment)
+
+
+def _verifier(inputs: _Inputs) -> Iterator[Finding]:
+    """Score the reference answer and a wrong one to one task of each split, in the process the run would use."""
+    tasks: dict[tuple[str, str, str], Task] = {}  # (split, source, verifier) -> its first task
+    for split, found in (inputs.tasks or {}).items():
+        for task in found:
+            tasks.setdefault((split, task.source, task.verifier), task)
+    asked = {name for _, _, name in tasks}
+    for name in inputs.experiment.verifiers:
+        if name not in asked:
+            yield _warning(f"verifiers.{name}", "no task asks for it: its source or its row names it as 'verifier'")
+    try:
+        verdicts = asyncio.run(_smoke_test(inputs.experiment, tasks))
+    except TimeoutError:
+        yield _error(
+            "verifier.name", f"{inputs.experiment.verifier.name!r} didn't start within {_START_VERIFIER_S:g} s"
+        )
+        return
+    except RemoteError as error:  # the worker's own words, without the names of the process and the exception
+        yield _error("verifier.name", error.error.partition("ConfigurationError: ")[2] or error.error)
+        return
+    except HeadwayError as error:
+        yield _error("verifier.name" if set(asked) <= {""} else "verifiers", str(error))
+        return
+    for (split, source, name), found in verdicts.items():
+        key = f"tasks.{split}.verifier" if name else "verifier.name"
+        several = len(getattr(inputs.experiment.tasks, split)) > 1
+        whose = f"of {source} in tasks.{split}" if several else f"of tasks.{split}"
+        broken = [verdict.failure for verdict in found if verdict.failure is not None]
+        if broken and len(found) == 1 and _may_reward(inputs.experiment):  # it may never be asked
+            why = "; so do rollouts that nothing else rewards"
+            yield _info(key, f"fails on the first task {whose}: {broken[0].cause}{why}")
+        elif broken:
+            yield _error(key, f"fails on the first task {whose}: {broken[0].cause}")
+        elif len(found) > 1 and not found[0].solved:
+            yield _info(
+                key,
+                f"doesn't accept the bare reference answer of the first task {whose}; fine if it wants more around it",
+            )
+
+
+def _may_reward(experiment: Experiment) -> bool:
+    """Whether what makes the rollouts may say what they are worth: then tasks need no answer."""
+    return experiment.environment.name != "single_turn" or experiment.hooks.rollout != "single_turn"
+
+
+async def _smoke_test(
+    experiment: Experiment, tasks: Mapping[tuple[str, str, str], Task]
+) -> dict[tuple[str, str, str], list[Verdict]]:
+    from headway.rollout.verification.client import VerifierPool
+    from headway.runtime.clock import RealClock
+    from headway.runtime.workers import LocalLauncher
+
+    clock = RealClock()
+    one = experiment.verifier.model_copy(update={"workers": 1})
+    named = named_verifiers(experiment, {"": tasks.values()})
+    pool = VerifierPool(LocalLauncher(clock), one, clock, named=named, retries=0)
+    try:
+        async with asyncio.timeout(_START_VERIFIER_S):
+            await pool.start()
+        verdicts: dict[tuple[str, str, str], list[Verdict]] = {}
+        for place, task in tasks.items():
+            responses = [task.answer, ""] if task.answer else [""]
+            verdicts[place] = await pool.verify(task, responses)
+        return verdicts
+    finally:
+        await pool.stop()

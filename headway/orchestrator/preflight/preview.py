@@ -1,0 +1,169 @@
+"""`headway check`, whole: what can be found, what will be needed, and how fast the run will be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from headway.config.schema import Experiment
+from headway.control.tuning.forecast import RunShape, forecast
+from headway.control.tuning.ledger_model import shape_of
+from headway.models.configuration import DecoderConfig
+from headway.orchestrator.preflight.calibration import SECONDS, OnProgress, calibrate, lent_replicas
+from headway.orchestrator.preflight.check import check
+from headway.orchestrator.preflight.memory import gibibytes, memory_places, memory_uses
+from headway.orchestrator.task_sets import load_task_sets
+from headway.records.planning import Calibration, CheckReport, Finding, Forecast, MemoryUse
+from headway.records.task import Task
+from headway.runtime.devices import cuda_device_count, machine_cores, parse_device
+
+_RANK = {"error": 0, "warning": 1, "info": 2}
+_SHARE = 0.95  # of the ideal rate: a budget that reaches less is worth a warning
+
+
+def preview(
+    experiment: Experiment,
+    *,
+    resume: bool = False,
+    seconds: float | None = SECONDS,
+    on_progress: OnProgress = lambda text: None,
+    on_findings: Callable[[list[Finding]], None] = lambda findings: None,
+) -> CheckReport:
+    """Check, size, calibrate (None seconds: don't), forecast. ``on_findings`` gets what is found before any worker is
+    started. With an error among it nothing is started. Raises what ``calibrate`` raises when a worker fails."""
+    findings = check(experiment, resume=resume)
+    on_findings(findings)
+    if any(finding.level == "error" for finding in findings):
+        return CheckReport(findings=findings)
+    uses = memory_uses(experiment, DecoderConfig.from_pretrained(Path(experiment.model.path)))
+    places = memory_places(uses)
+    if seconds is None or experiment.environment.name != "single_turn":  # what agents do takes longer to be seen
+        return CheckReport(findings=findings, memory=uses, places=places)
+    sets = load_task_sets(experiment)
+    measured, lengths = calibrate(experiment, sets["train"], seconds=seconds, on_progress=on_progress)
+    on_progress("forecasts the run")
+    predicted = forecast(run_shape(experiment, sets), measured, lengths)
+    more = [*calibration_findings(experiment, measured, predicted), *_task_finding(experiment, len(sets["train"]))]
+    on_findings(more)
+    return CheckReport(
+        findings=sorted(findings + more, key=lambda finding: _RANK[finding.level]),
+        memory=_measured(uses, measured),
+        places=places,
+        calibration=measured,
+        forecast=predicted,
+    )
+
+
+def _measured(uses: list[MemoryUse], measured: Calibration) -> list[MemoryUse]:
+    found = measured.resident_bytes
+    return [
+        msgspec.structs.replace(use, measured_bytes=found.get(use.name)) if use.place == "memory" else use
+        for use in uses
+    ]
+
+
+def run_shape(experiment: Experiment, sets: Mapping[str, Sequence[Task]]) -> RunShape:
+    """What a forecast needs of the experiment and its task sets, by split."""
+    evaluation = experiment.evaluation
+    samples = {split: len(tasks) * evaluation.samples_per_task for split, tasks in sets.items()}
+    held = samples.get("validation", 0) * evaluation.before
+    held += samples.get("test", 0) * (evaluation.before + evaluation.after)
+    during = samples.get("validation", 0)
+    return msgspec.structs.replace(
+        shape_of(experiment, lent_replicas(experiment), _free_devices(experiment)),
+        evaluated_samples=held,
+        evaluated_per_step=during / evaluation.every_steps if evaluation.every_steps else 0.0,
+        evaluated_per_s=during / evaluation.every_s if evaluation.every_s else 0.0,
+    )
+
+
+def _free_devices(experiment: Experiment) -> int:
+    """GPUs, or cores where neither side has a GPU, that no worker uses."""
+    devices = [parse_device(name) for name in (*experiment.generator.devices, *experiment.trainer.devices)]
+    gpus = {device.first for device in devices if device.kind == "cuda"}
+    if gpus:
+        return max(0, (cuda_device_count() or 0) - len(gpus))
+    cores = {core for device in devices if device.kind == "cpu" for core in range(device.first, device.last + 1)}
+    return max(0, len(machine_cores()) - len(cores))
+
+
+def calibration_findings(experiment: Experiment, measured: Calibration, predicted: Forecast) -> Iterator[Finding]:
+    """What the measured numbers say about the configuration."""
+    yield from _budget_finding(experiment, measured, predicted)
+    lengths, limit = measured.lengths, experiment.rollout.max_response_tokens
+    if not lengths.finished:
+        yield _warning(
+            "rollout.max_response_tokens",
+            f"no response ended in the calibration (the longest had {lengths.longest_tokens} tokens): all are taken to "
+            f"grow to {limit} tokens, so every rate is a lower bound",
+        )
+    elif lengths.mean_most_tokens > 1.5 * lengths.mean_least_tokens:
+        yield _warning(
+            "rollout.max_response_tokens",
+            f"the mean response has between {lengths.mean_least_tokens:.0f} and {lengths.mean_most_tokens:.0f} tokens: "
+            f"{lengths.censored:,} of {lengths.finished + lengths.censored:,} still grew when the calibration ended; "
+            "rates are as uncertain as that. A longer one: --calibrate-s",
+        )
+    if measured.failed_rollouts:
+        yield _warning("rollout", f"{measured.failed_rollouts:,} rollouts failed: {measured.failure_cause}")
+    if predicted.acceptance is not None and predicted.acceptance == 0.0:
+        yield _warning(
+            "queue.filter_zero_variance",
+            f"none of {measured.groups} groups could be trained: all their rewards are equal; easier or harder tasks, "
+            "a larger rollout.group_size, or a model that was taught the format first",
+        )
+    yield from memory_overruns(experiment, measured)
+
+
+def memory_overruns(experiment: Experiment, measured: Calibration) -> Iterator[Finding]:
+    """Processes that already hold more than was predicted for their whole run."""
+    model = DecoderConfig.from_pretrained(Path(experiment.model.path))
+    for use in memory_uses(experiment, model):
+        resident = measured.resident_bytes.get(use.name, 0) if use.place == "memory" else 0
+        if resident > 1.3 * use.total_bytes:
+            yield _warning(
+                "model.path",
+                f"{use.name} already held {gibibytes(resident)} while it was calibrated; {gibibytes(use.total_bytes)} "
+                "were predicted for the run",
+            )
+
+
+def _budget_finding(experiment: Experiment, measured: Calibration, predicted: Forecast) -> Iterator[Finding]:
+    budget, needed = experiment.queue.budget, predicted.needed_budget
+    share = next((entry.share for entry in predicted.budgets if entry.budget == budget), 1.0)
+    if experiment.queue.overdue != "wait" or budget >= needed or share >= _SHARE:
+        return
+    reached = next((entry.share for entry in predicted.budgets if entry.budget == needed), None)
+    longest = "max_response_tokens" if predicted.longest_is == "limit" else "p99"
+    better = f" ({needed} would reach {reached:.0%})" if reached is not None and reached > share else ""
+    yield _warning(
+        "queue.budget",
+        f"{budget} is less than the {needed} that the longest responses need ({predicted.longest_tokens} tokens, "
+        f"{longest}, at a mean of {measured.lengths.mean_tokens:.0f}): the trainer will wait for them, and the run is "
+        f"predicted to reach {share:.0%} of its ideal rate{better}. A larger budget, larger batches, fewer "
+        "generator.slots or a smaller rollout.max_response_tokens",
+    )
+
+
+def _task_finding(experiment: Experiment, tasks: int) -> Iterator[Finding]:
+    """Few tasks limit no rate (a task comes again in the next pass), but what is learnt from one step."""
+    queue = experiment.queue
+    open_groups = min(
+        queue.groups_per_step * (queue.budget + 1),
+        queue.groups_per_step + experiment.concurrent_rollouts // experiment.rollout.group_size,
+    )
+    if tasks < open_groups:
+        yield Finding(
+            level="info",
+            key="tasks.train",
+            message=f"{tasks:,} task"
+            + "s" * (tasks != 1)
+            + f" for about {open_groups} groups open at once: the same task will be in the queue "
+            "more than once, at different versions",
+        )
+
+
+def _warning(key: str, message: str) -> Finding:
+    return Finding(level="warning", key=key, message=message)

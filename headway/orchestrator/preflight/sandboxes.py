@@ -1,0 +1,69 @@
+"""Whether the run's sandboxes will work, before the start."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from headway.config.schema import Experiment
+from headway.records.errors import ConfigurationError
+from headway.records.planning import Finding
+from headway.records.sandbox import SandboxFinding
+from headway.rollout.hosting.service import load_environment
+from headway.sandbox import preflight
+from headway.sandbox.backends import backend_of, spec_of
+
+KEY = "sandbox"
+FOLDER = "sandboxes"  # of a run's: parked ones
+
+
+def sandbox_findings(experiment: Experiment) -> list[Finding]:
+    """As `preflight.findings`, of the sandboxes that this experiment names; none where its environment uses none.
+    Raises ConfigurationError: the backend isn't installed."""
+    if not uses_sandboxes(experiment):
+        return []
+    settings, needed = experiment.sandbox, experiment.concurrent_rollouts
+    found = [
+        Finding(level="error" if finding.fatal else "warning", key=KEY, message=str(finding))
+        for finding in asyncio.run(_look(experiment))
+    ]
+    if too_few := _too_few(experiment):
+        found.append(Finding(level="error", key="sandbox.live", message=too_few))
+    if needed > settings.live:
+        message = f"{needed} rollouts may run at once, and {settings.live} sandboxes: the others wait for one"
+        found.append(Finding(level="warning", key="sandbox.live", message=message))
+    return found
+
+
+def require_shares(experiment: Experiment) -> None:
+    """Raises ConfigurationError where its workers would have more sandboxes together than there may be."""
+    if (too_few := _too_few(experiment)) and uses_sandboxes(experiment):
+        raise ConfigurationError(too_few)
+
+
+def _too_few(experiment: Experiment) -> str:
+    live, workers = experiment.sandbox.live, experiment.environment.workers
+    if live >= workers:
+        return ""
+    return (
+        f"sandbox.live = {live} with environment.workers = {workers}: each worker needs a sandbox of its own; valid: "
+        f"sandbox.live of {workers} or more, or environment.workers of {live} or fewer"
+    )
+
+
+def uses_sandboxes(experiment: Experiment) -> bool:
+    """Whether its environment runs code in sandboxes. One that can't be imported is told of elsewhere."""
+    try:
+        return experiment.environment.replies and load_environment(experiment.environment).uses_sandbox
+    except ConfigurationError:
+        return False
+
+
+async def _look(experiment: Experiment) -> list[SandboxFinding]:
+    snapshots = Path(experiment.run.directory, FOLDER)
+    backend = backend_of(experiment.sandbox, snapshots=snapshots)
+    try:
+        spec = await spec_of(experiment.sandbox)
+        return await preflight.findings(experiment.sandbox, backend, experiment.concurrent_rollouts, spec=spec)
+    finally:
+        await backend.close()

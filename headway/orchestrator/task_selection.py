@@ -1,0 +1,217 @@
+"""Which task the next group is of, and how large it is: the plain walk, or the walk with a curriculum over it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from headway.algorithms.groups.outcome import is_zero_variance
+from headway.buffer.store import GroupBuffer
+from headway.config.schema import Experiment
+from headway.control.curriculum.curriculum import Curriculum, TaskChoice
+from headway.records.curriculum import DRAW_REASONS, BandMove, CurriculumStep, Draw, DrawnGroup, TaskEvidence
+from headway.records.rollout import FinishedGroup
+from headway.records.task import Task
+from headway.tasks.cursor import TaskCursor, walks_of
+
+# what a draw of the plain walk comes to, to a curriculum that looks back on it
+_IN_TURN = Draw(reason="cursor", probability=1.0, alpha=1.0, beta=1.0, signal=0.0, min_signal=0.0, size=0)
+
+
+class SelectedTask(NamedTuple):
+    """The next group's task."""
+
+    task: Task
+    size: int  # attempts
+    draw: Draw | None  # why; None: it is its turn
+
+
+class TaskSelector(Protocol):
+    """Hands out tasks for ever. What it hands out next depends on what it handed out and on finished groups alone."""
+
+    def peek(self) -> SelectedTask:
+        """What ``take`` would hand out now."""
+        ...
+
+    def take(self) -> SelectedTask:
+        """Hand out one task and move on."""
+        ...
+
+    def learn(self, evidence: TaskEvidence) -> BandMove | None:
+        """A group has finished; to be told in the order of commits."""
+        ...
+
+    def restore(self, buffer: GroupBuffer) -> None:
+        """To where the run of ``buffer`` was."""
+        ...
+
+    def take_step(self) -> CurriculumStep:
+        """What happened since the last call; empty where there is no curriculum."""
+        ...
+
+
+def drawing_of(experiment: Experiment, tasks: Sequence[Task], weights: Mapping[str, float] | None) -> TaskSelector:
+    """As ``[curriculum]`` says. Raises ConfigurationError when there are no tasks, or none of a source."""
+    if experiment.curriculum.mode == "uniform":
+        return UniformSelector(TaskCursor(tasks, experiment.run.seed, weights), experiment.rollout.group_size)
+    return AdaptiveSelector(experiment, tasks, weights)
+
+
+def evidence_of(finished: FinishedGroup) -> TaskEvidence | None:
+    """What a group shows of its task; None when no member was judged. A member that a filter took out was: to leave it
+    out would make a task look easier or harder than it is."""
+    judged = [r for r in finished.rollouts if r.failure is None and r.left in (None, "filtered")]
+    if not judged:
+        return None
+    return TaskEvidence(
+        group=finished.group.index,
+        solved=sum(rollout.solved for rollout in judged),
+        valid=len(judged),
+        zero_variance=is_zero_variance([rollout.reward for rollout in judged]),
+        version=finished.first_version,
+    )
+
+
+class UniformSelector:
+    """Every task in turn."""
+
+    def __init__(self, cursor: TaskCursor, size: int) -> None:
+        self._cursor = cursor
+        self._size = size
+        self._next: SelectedTask | None = None
+
+    def peek(self) -> SelectedTask:
+        """See ``TaskSelector``."""
+        if self._next is None:
+            self._next = SelectedTask(self._cursor.next(), self._size, None)
+        return self._next
+
+    def take(self) -> SelectedTask:
+        """See ``TaskSelector``."""
+        drawn, self._next = self.peek(), None
+        return drawn
+
+    def learn(self, evidence: TaskEvidence) -> BandMove | None:
+        """It learns nothing."""
+        return None
+
+    def restore(self, buffer: GroupBuffer) -> None:
+        """See ``TaskSelector``."""
+        self._cursor.seek(buffer.cursor_position)
+        self._next = None
+
+    def take_step(self) -> CurriculumStep:
+        return CurriculumStep()
+
+
+class AdaptiveSelector:
+    """A curriculum inside each source; whose turn it is stays with the sources' weights.
+
+    Its state is a fold over what the buffer keeps: every group's draw, then every finished group's outcome in the order
+    of commits. So a resumed run draws as one that was never killed would, given the same finished groups.
+    """
+
+    def __init__(self, experiment: Experiment, tasks: Sequence[Task], weights: Mapping[str, float] | None) -> None:
+        self._walks, self._mixture = walks_of(tasks, experiment.run.seed, weights)
+        self._walked = [0] * len(self._walks)  # positions of the walks
+        self._place: dict[str, tuple[int, int]] = {}  # task id -> (source, number); of equal tasks, the first
+        for source, walk in enumerate(self._walks):
+            for number, task in enumerate(walk.tasks):
+                self._place.setdefault(task.task_id, (source, number))
+        self.curriculum = Curriculum(
+            [len(walk.tasks) for walk in self._walks],
+            experiment.curriculum,
+            group_size=experiment.rollout.group_size,
+            rest=experiment.task_rest_groups,
+            seed=experiment.run.seed,
+        )
+        self._index = 0
+        self._turn: int | None = None  # the source of the next group, once it was asked for
+        self._of_group: dict[int, tuple[int, int, Draw]] = {}  # open or failed: source, number, draw
+        self._recent: list[Draw] = []
+
+    def place(self, task_id: str) -> tuple[int, int] | None:
+        """(source, number) of a task."""
+        return self._place.get(task_id)
+
+    @property
+    def next_index(self) -> int:
+        """Admission index of the next group."""
+        return self._index
+
+    def peek(self) -> SelectedTask:
+        """See ``TaskSelector``."""
+        source, choice = self._choose()
+        return SelectedTask(self._walks[source].tasks[choice.task], choice.draw.size, choice.draw)
+
+    def take(self) -> SelectedTask:
+        """See ``TaskSelector``."""
+        source, choice = self._choose()
+        self._turn = None
+        self._enter(source, choice.task, choice.draw)
+        self._recent.append(choice.draw)
+        return SelectedTask(self._walks[source].tasks[choice.task], choice.draw.size, choice.draw)
+
+    def learn(self, evidence: TaskEvidence) -> BandMove | None:
+        """See ``TaskSelector``."""
+        known = self._of_group.pop(evidence.group, None)
+        if known is None:  # of a task that is no longer there
+            return None
+        source, number, draw = known
+        return self.curriculum.learn(source, number, evidence, draw.reason)
+
+    def restore(self, buffer: GroupBuffer) -> None:
+        """See ``TaskSelector``."""
+        self.replay(buffer.drawn_groups())
+
+    def replay(self, groups: Sequence[DrawnGroup]) -> None:
+        """Fold over a run's groups, in the order of their indices, as a fresh object."""
+        for group in self.replaying(groups):
+            self.learn_of(group)
+
+    def replaying(self, groups: Sequence[DrawnGroup]) -> list[DrawnGroup]:
+        """Make all draws; returns the groups to ``learn_of``, in this order."""
+        for group in groups:
+            source = self._mixture.next()
+            place = self._place.get(group.task_id)
+            self._index = group.index
+            if place is None or place[0] != source:  # the task is no longer there
+                self._index += 1
+            else:
+                self._enter(source, place[1], group.draw or _IN_TURN)
+        finished = [group for group in groups if group.evidence is not None]
+        return sorted(finished, key=lambda group: group.finished_as)
+
+    def learn_of(self, group: DrawnGroup) -> None:
+        if group.evidence is not None:
+            self.learn(group.evidence)
+
+    def take_step(self) -> CurriculumStep:
+        """See ``TaskSelector``."""
+        draws, self._recent = self._recent, []
+        reasons = Counter(draw.reason for draw in draws)
+        count = max(1, len(draws))
+        return CurriculumStep(
+            draws={reason: reasons[reason] for reason in DRAW_REASONS},
+            solve_rate_mean=sum(draw.alpha / (draw.alpha + draw.beta) for draw in draws) / count,
+            signal_mean=sum(draw.signal for draw in draws) / count,
+            group_size_mean=sum(draw.size for draw in draws) / count,
+            min_signal=self.curriculum.band.limit,
+            tasks=self.curriculum.regions(),
+        )
+
+    def _choose(self) -> tuple[int, TaskChoice]:
+        if self._turn is None:
+            self._turn = self._mixture.next()
+        source = self._turn
+        following = self._walks[source].tasks[self._walks[source].number(self._walked[source])]
+        number = self._place[following.task_id][1]
+        return source, self.curriculum.sources[source].choose(self._index, number)
+
+    def _enter(self, source: int, number: int, draw: Draw) -> None:
+        if TaskChoice(number, draw).walks:
+            self._walked[source] += 1
+        self.curriculum.sources[source].drawn(self._index, number)
+        self._of_group[self._index] = (source, number, draw)
+        self._index += 1

@@ -1,0 +1,45 @@
+"""The figures of some steps of a run by which a live run and its simulation are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from headway.control.tuning.ledger_model import usable
+from headway.records.ledger import StepRecord
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates, waits, staleness, length and acceptance over some steps of a run."""
+
+    samples_per_s: float  # trained
+    trainer_wait: float  # share of the time
+    generator_wait: float
+    staleness_mean: float  # of trained trajectories, versions
+    length_mean: float  # response tokens of finished rollouts
+    acceptance: float  # finished groups that entered the buffer
+
+
+def figures(records: Sequence[StepRecord]) -> Figures | None:
+    """Compute the figures of ``records``; None where no step trained."""
+    steps = usable(records)
+    if not steps:
+        return None
+    seconds, samples = sum(r.step_s for r in steps), sum(r.samples for r in steps)
+    lengths = [(sum(r.length_histogram.values()), r.length_mean) for r in steps]
+    finished = sum(r.flow.finished_groups for r in steps)
+    return Figures(
+        samples_per_s=samples / seconds,
+        trainer_wait=sum(r.trainer_wait_s for r in steps) / seconds,
+        generator_wait=sum(r.generator_wait_ratio * r.step_s for r in steps) / seconds,
+        staleness_mean=sum(r.trajectory_staleness.mean * r.samples for r in steps) / samples,
+        length_mean=sum(n * mean for n, mean in lengths) / max(1, sum(n for n, _ in lengths)),
+        acceptance=sum(r.flow.accepted_groups for r in steps) / finished if finished else 1.0,
+    )
+
+
+def steady(records: Sequence[StepRecord], budget: int, steps: int) -> list[StepRecord]:
+    """Leave out the steps in which the queue was filling, and those of a run of ``steps`` in which it ran empty because
+    no step was left to open groups for."""
+    return [r for r in usable(records) if budget < r.step < steps - budget - 1]

@@ -1,0 +1,326 @@
+"""Hidden tests as questions and answers: questions are asked in the sandbox, answers stay with the worker.
+
+A hidden test is a Python file as pytest runs it, of functions ``test_...`` that say what is expected as literals:
+
+    def test_overlapping():
+        assert merge([[1, 3], [2, 4]]) == [[1, 4]]
+        with pytest.raises(ValueError):
+            merge([[3, 1]])
+
+Whatever is tested runs in one process with its test: it can read it, patch what it uses, print what it likes and leave
+with exit code 0. So no test says whether it has passed. What is expected is cut out before the file goes into the
+sandbox; each ``assert`` becomes the question what its left side is, and the worker compares. A process that was taken
+over by the code it tests still has to give right answers.
+
+A yes, a no or the name of an exception can be guessed. Hence a file must have at least two different answers that are
+values, or a constant would do; and the more values it asks for, the better.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from headway.rollout.code.comparison import same_value
+
+_RAISED = "__raised__"
+_ASKED = "__asked__"
+_MOST_ENTRIES = 2000  # of a set or a dictionary: their keys may be chosen to collide
+
+
+class HiddenAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What is expected of a question."""
+
+    test: str  # the function it stands in
+    line: int
+    value: Any = None
+    raises: str = ""  # the name of an exception; "": a value
+    end: bool = False  # whether the test came to its end, which is no question of its author's
+
+
+class Questions(msgspec.Struct, frozen=True, kw_only=True):
+    """A hidden test file, its answers cut out."""
+
+    source: str
+    tests: tuple[str, ...]
+    answers: tuple[HiddenAnswer, ...]  # by number of the question
+
+
+class HiddenTestResults(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the tests of a file, by name."""
+
+    passed: tuple[str, ...]
+    wrong: tuple[str, ...]  # an answer differs
+    unanswered: tuple[str, ...]  # an exception, or the process's end
+
+
+def questions_of(source: str, name: str, tolerance: float = 0.0) -> Questions:
+    """Raises ValueError that names the line of what can't be asked without its answer, or what no code could pass.
+    ``tolerance``: as of `judged`."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        raise ValueError(f"hidden test {name}, line {error.lineno}: {error.msg}") from None
+    answers: list[HiddenAnswer] = []
+    tests: list[str] = []
+    body: list[ast.stmt] = []
+    gone = {"pytest"}  # names that nothing stands for in the sandbox
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and _of_pytest(node):
+            gone |= {alias.asname or alias.name for alias in node.names}
+            continue
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
+            if node.name in tests or node.decorator_list or ast.unparse(node.args):
+                what = "is there twice" if node.name in tests else "has decorators or arguments, which nobody gives it"
+                raise ValueError(f"hidden test {name}, line {node.lineno}: {node.name} {what}")
+            before = len(answers)
+            node.body = _split(node.body, answers, node.name, name)
+            if len(answers) == before:
+                raise ValueError(f"hidden test {name}, line {node.lineno}: {node.name} expects nothing")
+            node.body.append(_ask(_ASKED, len(answers), ast.Constant(value=None)))
+            answers.append(HiddenAnswer(test=node.name, line=node.lineno, end=True))
+            tests.append(node.name)
+        else:
+            _refuse_asserts(node, name)
+        body.append(node)
+    _refuse_pytest(body, gone, name)
+    values = [answer.value for answer in answers if not (answer.raises or answer.end)]
+    if not values or any(all(same_value(one, each, tolerance) for each in values) for one in values):
+        raise ValueError(f"hidden test {name}: a constant answers all of it; expect at least two different values")
+    text = ast.unparse(ast.fix_missing_locations(ast.Module(body=body, type_ignores=[])))
+    return Questions(source=text, tests=tuple(tests), answers=tuple(answers))
+
+
+def _split(body: Sequence[ast.stmt], answers: list[HiddenAnswer], test: str, name: str) -> list[ast.stmt]:
+    """The statements of a test with questions in place of asserts."""
+    asked: list[ast.stmt] = []
+    for node in body:
+        if isinstance(node, ast.Assert):
+            subject, value = _expected(node, name)
+            asked.append(_ask(_ASKED, len(answers), subject))
+            answers.append(HiddenAnswer(test=test, line=node.lineno, value=value))
+        elif isinstance(node, ast.With) and (raised := _raises(node, name)):
+            for inner in node.body:
+                _refuse_asserts(inner, name)
+            asked.append(_attempt(node, len(answers)))
+            answers.append(HiddenAnswer(test=test, line=node.lineno, raises=raised))
+        elif isinstance(node, ast.With):  # of something else: a file, a lock
+            node.body = _split(node.body, answers, test, name)
+            asked.append(node)
+        else:
+            _refuse_asserts(node, name)
+            asked.append(node)
+    return asked
+
+
+def _expected(node: ast.Assert, name: str) -> tuple[ast.expr, Any]:
+    """What is asked, and what is right."""
+    test = node.test
+    if isinstance(test, ast.Compare):
+        if len(test.ops) == 1 and isinstance(test.ops[0], (ast.Eq, ast.Is)):
+            try:
+                value = ast.literal_eval(test.comparators[0])
+            except (ValueError, TypeError):
+                pass
+            else:
+                if not _can_be_said(value):
+                    told = f"{ast.unparse(test.comparators[0])[:80]}, which no answer can be; valid: texts, numbers, "
+                    told += f"tuples, lists, sets and dictionaries, of at most {_MOST_ENTRIES} entries the last two"
+                    raise ValueError(f"hidden test {name}, line {node.lineno}: it expects {told}")
+                return test.left, value
+        told = "valid: assert QUESTION == LITERAL"
+        raise ValueError(f"hidden test {name}, line {node.lineno}: what is expected must be a literal; {told}")
+    no = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+    subject = test.operand if no and isinstance(test, ast.UnaryOp) else test
+    return ast.Call(func=ast.Name(id="bool", ctx=ast.Load()), args=[subject], keywords=[]), not no
+
+
+def _raises(node: ast.With, name: str) -> str:
+    """Of ``with pytest.raises(ValueError):`` the exception's name; "": it is something else."""
+    (item, *more), call = node.items, node.items[0].context_expr
+    if not isinstance(call, ast.Call) or _last_name(call.func) != "raises":
+        return ""
+    if more or item.optional_vars or call.keywords or len(call.args) != 1 or not _last_name(call.args[0]):
+        raise ValueError(f"hidden test {name}, line {node.lineno}: valid: with pytest.raises(EXCEPTION):")
+    return _last_name(call.args[0])
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _attempt(node: ast.With, number: int) -> ast.Try:
+    caught = ast.ExceptHandler(
+        type=ast.Name(id="BaseException", ctx=ast.Load()),
+        name="__error__",
+        body=[_ask(_RAISED, number, ast.Name(id="__error__", ctx=ast.Load()))],
+    )
+    nothing = _ask(_RAISED, number, ast.Constant(value=None))
+    return ast.Try(body=node.body, handlers=[caught], orelse=[nothing], finalbody=[])
+
+
+def _ask(function: str, number: int, subject: ast.expr) -> ast.Expr:
+    call = ast.Call(func=ast.Name(id=function, ctx=ast.Load()), args=[ast.Constant(value=number), subject], keywords=[])
+    return ast.Expr(value=call)
+
+
+def _refuse_asserts(node: ast.stmt, name: str) -> None:
+    """Every question is asked exactly once: none stands where it may be skipped or repeated."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Assert) or (isinstance(inner, ast.With) and _raises(inner, name)):
+            what = "an assert must stand in a test itself, not in a loop, a condition or a function of its own"
+            raise ValueError(f"hidden test {name}, line {inner.lineno}: {what}")
+
+
+def _refuse_pytest(body: Sequence[ast.stmt], gone: set[str], name: str) -> None:
+    """There is none in the sandbox: what still asks for it would fail whatever is tested."""
+    for node in body:
+        for inner in ast.walk(node):
+            used = isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load) and inner.id in gone
+            if isinstance(inner, ast.Import):
+                used = any(alias.name.partition(".")[0] == "pytest" for alias in inner.names)
+            elif isinstance(inner, ast.ImportFrom):
+                used = (inner.module or "").partition(".")[0] == "pytest"
+            if used:
+                what = (
+                    f"{ast.unparse(inner)} is pytest's, which isn't there; valid: import pytest at the top, on a line "
+                )
+                what += "of its own, and with pytest.raises(EXCEPTION)"
+                raise ValueError(f"hidden test {name}, line {getattr(inner, 'lineno', 0)}: {what}")
+
+
+def _can_be_said(value: Any) -> bool:
+    """Whether the driver could say it, and `decoded` would read it."""
+    if isinstance(value, dict):
+        entries = cast("dict[Any, Any]", value)
+        return len(entries) <= _MOST_ENTRIES and _can_be_said([*entries.keys(), *entries.values()])
+    if isinstance(value, (list, tuple, set)):
+        few = not isinstance(value, set) or len(cast("set[Any]", value)) <= _MOST_ENTRIES
+        return few and all(_can_be_said(one) for one in cast("Sequence[Any]", value))
+    return value is None or isinstance(value, (bool, int, float, str, bytes))
+
+
+def _of_pytest(node: ast.Import | ast.ImportFrom) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "pytest"
+    return [alias.name for alias in node.names] == ["pytest"]
+
+
+# --- in the sandbox and back ----------------------------------------------------------------------------------------
+
+# Asks the questions of a file that comes over stdin. What it says is worth no more than the code that it tests.
+DRIVER = """\
+import json, os, sys
+_answers = os.dup(1)
+os.dup2(2, 1)
+_given = json.loads(sys.stdin.buffer.read())
+sys.stdin = open(os.devnull)
+sys.path[:0] = _given["paths"]
+def _encoded(value):
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return {"int": hex(value)}
+    if isinstance(value, float):
+        return {"float": value.hex()}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": bytes(value).hex()}
+    for kind, name in ((tuple, "tuple"), (list, "list"), (frozenset, "set"), (set, "set")):
+        if isinstance(value, kind):
+            return {name: [_encoded(one) for one in value]}
+    if isinstance(value, dict):
+        return {"dict": [[_encoded(key), _encoded(one)] for key, one in value.items()]}
+    return {"other": type(value).__name__}
+def _say(answer):
+    line = json.dumps(answer).encode() + b"\\n"
+    while line:
+        line = line[os.write(_answers, line):]
+def __asked__(number, value):
+    _say([number, _encoded(value)])
+def __raised__(number, error):
+    _say([number, [kind.__name__ for kind in type(error).__mro__] if error is not None else []])
+def _main():
+    names = {"__name__": "hidden", "__asked__": __asked__, "__raised__": __raised__}
+    exec(compile(_given["source"], "hidden", "exec"), names)
+    for test in _given["tests"]:
+        try:
+            names[test]()
+        except BaseException as error:
+            print(test, type(error).__name__, error, file=sys.stderr)
+_main()
+"""
+
+
+def asked(questions: Questions, paths: Sequence[str]) -> bytes:
+    """What the driver is given."""
+    return json.dumps({"source": questions.source, "tests": questions.tests, "paths": list(paths)}).encode()
+
+
+def judged(questions: Questions, said: bytes, tolerance: float) -> HiddenTestResults:
+    """Compare what a driver has said, which may be anything, with what is right. A question that was answered twice, or
+    with what isn't known, is answered wrongly."""
+    given: dict[int, Any] = {}
+    spoilt: set[int] = set()
+    for line in said.split(b"\n"):
+        if not line:
+            continue
+        number, value = _answer_of(line)
+        if number in given:
+            spoilt.add(number)
+        given[number] = value
+    state: dict[str, str] = dict.fromkeys(questions.tests, "passed")
+    for number, answer in enumerate(questions.answers):
+        if number not in given:
+            state[answer.test] = "unanswered" if state[answer.test] == "passed" else state[answer.test]
+        elif number in spoilt or not _right(answer, given[number], tolerance):
+            state[answer.test] = "wrong"
+    by_state = {
+        kind: tuple(test for test, each in state.items() if each == kind)
+        for kind in HiddenTestResults.__struct_fields__
+    }
+    return HiddenTestResults(**by_state)
+
+
+def decoded(value: Any) -> Any:
+    """What the driver's ``_encoded`` was given. Raises ValueError, TypeError or RecursionError for what isn't of it."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if not isinstance(value, dict) or len(value) != 1:
+        raise ValueError("not an encoded value")
+    (kind, inner), *_ = cast("Mapping[str, Any]", value).items()
+    if kind == "int":
+        return int(inner, 16)
+    if kind == "float":
+        return float.fromhex(inner)
+    if kind == "bytes":
+        return bytes.fromhex(inner)
+    if kind == "dict" and len(inner) <= _MOST_ENTRIES:
+        return {decoded(key): decoded(one) for key, one in inner}
+    if kind == "set" and len(inner) > _MOST_ENTRIES:
+        raise ValueError("too many entries")
+    kinds: dict[str, Any] = {"tuple": tuple, "list": list, "set": set}
+    return kinds[kind]([decoded(one) for one in inner])
+
+
+_UNKNOWN = object()  # equal to nothing
+
+
+def _answer_of(line: bytes) -> tuple[int, Any]:
+    try:
+        number, value = json.loads(line)
+        return (number, value) if type(number) is int else (-1, _UNKNOWN)
+    except (ValueError, TypeError, RecursionError):
+        return -1, _UNKNOWN
+
+
+def _right(answer: HiddenAnswer, given: Any, tolerance: float) -> bool:
+    if answer.raises:
+        return isinstance(given, list) and answer.raises in cast("list[Any]", given)
+    try:
+        return same_value(decoded(given), answer.value, tolerance)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        return False

@@ -1,0 +1,256 @@
+"""The process that starts agents: each in a process group of its own, none outliving its rollout or the orchestrator.
+
+``python -m headway.rollout.hosting.agents.host DESCRIPTOR MODULE:FUNCTION [SETTINGS]`` (or ``-`` for commands). It
+imports the user's module once; every rollout then costs a fork. With SETTINGS, JSON, the function is called with them,
+once, and what it returns is the agent. Requests come and answers go as lines of JSON over the socket DESCRIPTOR:
+
+    {"start": id, "argv": [...] or [], "task": {...}, "env": {...}, "log": [path, bytes], "reward": [url, key]}
+        ->  {"id", "exit": code, "signal": n}
+    {"stop": id, "grace_s": s}
+
+An agent's exit ends what it left running: its process group, and whatever carries its rollout's mark in its
+environment. The socket's end ends all of them, and the host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import http.client
+import inspect
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from headway.rollout.hosting.agents.log import AgentLog
+from headway.runtime.child import PR_SET_PDEATHSIG
+from headway.runtime.imports import import_function
+
+MARK = "HEADWAY_AGENT"  # names the rollout's processes in their environment
+KEY = "environment.agent"
+_POLL_S = 0.02
+
+
+class AgentHost:
+    """One loop: reads requests and what agents print, reaps agents, kills those whose grace is over."""
+
+    def __init__(self, channel: socket.socket, function: Callable[..., Any] | None) -> None:
+        self._channel = channel
+        self._function = function
+        self._pids: dict[str, int] = {}  # of those that run
+        self._logs: dict[str, AgentLog] = {}  # theirs
+        self._selector = selectors.DefaultSelector()
+        self._kill_at_s: dict[str, float] = {}
+        self._unread = b""
+
+    def run(self) -> None:
+        """Until the other side closes the channel."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the orchestrator's to act on
+        wakes, wake = socket.socketpair()
+        for end in (wakes, wake):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wake.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        with self._selector as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            selector.register(wakes, selectors.EVENT_READ)
+            try:
+                while True:
+                    ready = {key.fileobj for key, _ in selector.select(_POLL_S if self._kill_at_s else None)}
+                    for log in self._logs.values():
+                        if log.pipe in ready:
+                            log.take()
+                            if log.ended:
+                                selector.unregister(log.pipe)
+                    if wakes in ready:
+                        with contextlib.suppress(BlockingIOError):
+                            wakes.recv(4096)
+                    if self._channel in ready and not self._read():
+                        return
+                    self._reap()
+                    self._kill_late()
+            finally:
+                for agent in list(self._pids):
+                    self._kill(agent, signal.SIGKILL)
+
+    def _read(self) -> bool:
+        """Take what came; False: the other side is gone."""
+        data = self._channel.recv(1 << 16)
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            request = json.loads(line)
+            if "start" in request:
+                self._start(request)
+            elif request["stop"] in self._pids:
+                self._kill(request["stop"], signal.SIGTERM)
+                self._kill_at_s[request["stop"]] = time.monotonic() + request["grace_s"]
+        return bool(data)
+
+    def _start(self, request: Mapping[str, Any]) -> None:
+        agent: str = request["start"]
+        log = None
+        try:
+            log = AgentLog(*request["log"])
+            pid = os.fork()
+        except OSError as error:
+            if log is not None:
+                log.begun()
+                log.close()
+            self._tell({"id": agent, "exit": 1, "signal": 0, "error": f"fork: {error}"})
+            return
+        if pid == 0:
+            _become(request, self._function, log.output)
+        log.begun()
+        self._logs[agent] = log
+        self._selector.register(log.pipe, selectors.EVENT_READ)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)  # the child does so too: whoever is first
+        self._pids[agent] = pid
+
+    def _reap(self) -> None:
+        for agent, pid in list(self._pids.items()):
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                continue
+            self._kill(agent, signal.SIGKILL)  # what it left, while its number can't be anyone else's
+            _, status = os.waitpid(pid, 0)
+            del self._pids[agent]
+            self._kill_at_s.pop(agent, None)
+            log = self._logs.pop(agent)
+            if not log.ended:
+                self._selector.unregister(log.pipe)
+            log.close()
+            code = os.waitstatus_to_exitcode(status)
+            self._tell({"id": agent, "exit": max(0, code), "signal": max(0, -code)})
+
+    def _kill_late(self) -> None:
+        for agent, due_s in list(self._kill_at_s.items()):
+            if time.monotonic() >= due_s:
+                del self._kill_at_s[agent]
+                self._kill(agent, signal.SIGKILL)
+
+    def _kill(self, agent: str, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._pids[agent], number)
+        if number == signal.SIGKILL:
+            kill_marked(agent)
+
+    def _tell(self, answer: Mapping[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._channel.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def kill_marked(agent: str) -> None:
+    """Kill what was started with an agent's mark, in whatever process group it is."""
+    for pid in _marked(agent):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _marked(agent: str) -> Iterator[int]:
+    mark = f"{MARK}={agent}".encode()
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                with open(f"/proc/{name}/environ", "rb") as file:
+                    found = mark in file.read().split(b"\0")
+            except OSError:
+                continue
+            if found:
+                yield int(name)
+
+
+def _become(request: Mapping[str, Any], function: Callable[..., Any] | None, output: int) -> None:
+    """The child: never returns."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        for descriptor in (1, 2):
+            os.dup2(output, descriptor)
+        os.closerange(3, 1 << 12)  # its requests go on over connections of its own alone
+        os.environ.update(request["env"])
+        if request["argv"]:
+            _execute(request["argv"])
+        assert function is not None
+        _call(function, request["task"], *request["reward"])
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # the user's code, in a process of its own: its log has the cause
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code & 0xFF)
+
+
+def _execute(argv: list[str]) -> None:
+    try:
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        print(f"{argv[0]}: {error.strerror}", file=sys.stderr)
+        sys.exit(127)  # as shells say it
+
+
+def _call(function: Callable[..., Any], task: Mapping[str, Any], reward_url: str, reward_key: str) -> None:
+    """Call the user's function; what it returns, if anything, is the reward."""
+    found: Any = function(dict(task))
+    if inspect.isawaitable(found):
+        found = asyncio.run(_awaited(found))
+    if found is None:
+        return
+    reward = dict(found) if isinstance(found, Mapping) else {"reward": float(found)}
+    post_reward(reward_url, reward_key, reward)
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
+
+
+def post_reward(url: str, key: str, reward: Mapping[str, Any]) -> None:
+    """``POST url {"reward": ..., "solved": ...}``. Raises RuntimeError for a reward that isn't taken."""
+    where = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    connection.request("POST", where.path, json.dumps(reward), headers)
+    response = connection.getresponse()
+    body = response.read().decode(errors="replace")
+    connection.close()
+    if response.status != 200:
+        raise RuntimeError(f"the reward {dict(reward)} was not taken: {body}")
+
+
+def main() -> None:
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    function = None
+    if sys.argv[2] != "-":
+        try:
+            function = import_function(sys.argv[2], KEY, (), asynchronous=True)
+            if len(sys.argv) > 3:
+                function = function(json.loads(sys.argv[3]))
+        except Exception as error:  # told, not raised: who started this process says it
+            channel.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
+            return
+    channel.sendall(b'{"ready": true}\n')
+    AgentHost(channel, function).run()
+
+
+if __name__ == "__main__":
+    main()

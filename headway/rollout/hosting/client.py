@@ -1,0 +1,373 @@
+"""The workers that environments live in, behind one handle: who plays where, and what a dead worker means."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from headway.config.endpoint import EnvironmentConfig
+from headway.config.sandbox import SandboxConfig
+from headway.records.environment import EnvironmentState, EpisodeScore, NextTurn, Reply
+from headway.records.errors import ConfigurationError, HeadwayError, WorkerDied
+from headway.records.rollout import Failure
+from headway.records.sandbox_statistics import SandboxStatistics
+from headway.records.task import Task
+from headway.records.trace import WorkerState
+from headway.runtime.channel import ChannelClosed
+from headway.runtime.clock import Clock
+from headway.runtime.devices import every_core
+from headway.runtime.workers import Launcher, Worker, WorkerSpec
+
+_FACTORY = "headway.rollout.hosting.service:EnvironmentService"
+_STOP_GRACE_S = 25.0  # sandboxes end in that time
+_STUCK_S = 300.0  # that a worker which should have answered long since has to show that its loop turns
+_STARTS = 5  # in a row that came to nothing; when no seat has had fewer, and none lives, the run is over
+_BACKOFF_S = 0.5  # before a start that follows one which came to nothing; doubled up to 64 times as long
+_SOON_S = 30.0  # that a rollout waits for one worker's start, until it goes where another lives
+_LOOK_S = 2.0  # for a look at a worker's sandboxes; one that is busy is taken to be as it was
+
+
+class EnvironmentDied(HeadwayError):
+    """The worker that a rollout was played in is gone, and its sandbox with it."""
+
+
+class _Seat:
+    """One worker: its requests, and what became of them."""
+
+    def __init__(self, name: str, sandbox: SandboxConfig) -> None:
+        self.name = name
+        self.sandbox = sandbox  # its share of them
+        self.worker: Worker | None = None
+        self.episodes = 0
+        self.restarts = -1
+        self.starts = 0  # since a worker of it had something to do
+        self.starting: asyncio.Task[None] | None = None  # again; it may be over
+        self.late = False  # that takes long
+        self._fault: Exception | None = None  # of the last start
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self._seen = SandboxStatistics()  # of the worker, at the last look
+        self._gone = SandboxStatistics()  # counted by those that died
+
+    @property
+    def live(self) -> Worker | None:
+        """Its worker, unless that is dead."""
+        return self.worker if self.worker is not None and self.worker.alive else None
+
+    @property
+    def starting_s(self) -> float:
+        """How long the next start waits."""
+        return _BACKOFF_S * 2 ** min(self.starts - 1, 6) if self.starts else 0.0
+
+    @property
+    def fault(self) -> Exception | None:
+        """Why it has no worker."""
+        return self._fault or (self.worker.died.result() if self.worker is not None else None)
+
+    def fail(self, fault: Exception) -> None:
+        """A start came to nothing."""
+        self.starts, self._fault = self.starts + 1, fault
+
+    def take(self, worker: Worker) -> None:
+        self.starts, self._fault = self.starts + 1, None
+        self._gone = SandboxStatistics.total([self._gone, self._seen.counted()])
+        self._seen = SandboxStatistics()  # the new one counts from zero
+        self.worker = worker
+        self.restarts += 1
+        self._reader = asyncio.create_task(self._read(worker), name=f"{self.name}-events")
+
+    async def ask(self, worker: Worker, method: str, *arguments: Any) -> Any:
+        """Raises EnvironmentDied; RuntimeError with the worker's traceback for a fault of ours."""
+        self.starts = 0  # it came up: should it die of this, it is the rollout's, which isn't tried for ever
+        return await self._submit(worker, "submit", method, arguments)
+
+    async def answers(self, worker: Worker) -> bool:
+        """Whether it does anything at all; raises EnvironmentDied."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STUCK_S):
+                await self._submit(worker, "submit_sandboxes")
+                return True
+        return False
+
+    async def sandboxes(self) -> SandboxStatistics:
+        """Of its worker, and of those before it."""
+        worker = self.live
+        if worker is not None:
+            with contextlib.suppress(EnvironmentDied, TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    seen = await self._submit(worker, "submit_sandboxes")
+                if worker is self.worker:
+                    self._seen = seen
+        return SandboxStatistics.total([self._gone, self._seen if self.live else self._seen.counted()])
+
+    async def _submit(self, worker: Worker, method: str, *arguments: Any) -> Any:
+        number = next(self._numbers)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            await worker.call(method, number, *arguments)
+            return await answer
+        except WorkerDied as error:
+            raise EnvironmentDied(f"{self.name} died: {error.cause}") from None
+        finally:
+            self._waiting.pop(number, None)
+
+    async def _read(self, worker: Worker) -> None:
+        """Consumes the worker's answers, waits for them, is unblocked by its death."""
+        try:
+            while True:
+                number, well, value = await worker.events.get()
+                answer = self._waiting.get(number)
+                if answer is None or answer.done():
+                    continue  # nobody waits for it any more
+                if well:
+                    answer.set_result(value)
+                else:
+                    answer.set_exception(RuntimeError(value))
+        except ChannelClosed:
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(EnvironmentDied(f"{self.name} died: {worker.died.result().cause}"))
+
+
+class WorkerLease:
+    """One rollout in the worker it is played in."""
+
+    def __init__(self, seat: _Seat, worker: Worker, name: str, limit_s: float) -> None:
+        """``limit_s``: after so long without an answer it is seen whether its worker still does anything at all."""
+        self._seat = seat
+        self._worker = worker
+        self._name = name
+        self._limit_s = limit_s
+        self._unheard = False  # a park whose answer nobody waited for
+
+    async def begin(self, task: Task, seed: int) -> Reply:
+        return await self._ask("begin", task, seed)
+
+    async def restore(
+        self, task: Task, saved: EnvironmentState, asked: NextTurn, messages: Mapping[str, Sequence[dict[str, Any]]]
+    ) -> Failure | None:
+        return await self._ask("restore", task, saved, asked, dict(messages))
+
+    async def reply(self, message: Mapping[str, Any], speaker: str, cut: bool) -> Reply:
+        return await self._ask("reply", dict(message), speaker, cut)
+
+    async def score(self) -> EpisodeScore:
+        return await self._ask("score")
+
+    async def park(self) -> EnvironmentState | Failure:
+        self._unheard = True
+        kept = await self._ask("park")
+        self._unheard = False
+        return kept
+
+    async def unpark(self) -> Failure | None:
+        return await self._ask("unpark")
+
+    async def end(self) -> None:
+        await self._ask("end", self._unheard)
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        asking = asyncio.ensure_future(self._seat.ask(self._worker, method, self._name, *arguments))
+        asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())  # its caller may have gone
+        try:
+            while not asking.done():
+                done, _ = await asyncio.wait((asking,), timeout=self._limit_s)
+                if not done and not await self._seat.answers(self._worker):
+                    took_s = self._limit_s + _STUCK_S
+                    what = f"no answer to {method} in {took_s:g} s: an environment holds its worker up"
+                    self._worker.kill(what)
+                    raise EnvironmentDied(f"{self._seat.name} died: {what}")
+            return asking.result()
+        finally:
+            asking.cancel()
+
+
+class EnvironmentPool:
+    """``environment.workers`` processes, each with its share of the sandboxes.
+
+    A rollout is played in one of them, the one with the fewest. A worker that dies takes its rollouts along: each of
+    their calls raises EnvironmentDied, and the next rollout starts another worker. While that can't be started,
+    rollouts go to the others, and it is tried again, ever more rarely. When none is left, ``seated`` raises WorkerDied.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        environment: EnvironmentConfig,
+        sandbox: SandboxConfig,
+        clock: Clock,
+        *,
+        sandboxes: str,
+        run: str = "",
+        snapshots: Path | None = None,
+        seed: int = 0,
+        device: str | None = None,
+        log_folder: Path | None = None,
+        on_event: Callable[[str, str], object] = lambda name, detail: None,
+    ) -> None:
+        """``sandboxes``: what makes a worker's pool of them, ``module:function``; ``snapshots``: the folder of parked
+        ones. ``on_event(name, detail)`` is told of workers that can't be started again."""
+        self._launcher = launcher
+        self._environment = environment
+        self._clock = clock
+        self._sandboxes = sandboxes
+        self._run = run
+        self._seed = seed
+        self._snapshots = snapshots
+        self._device = device
+        self._log_folder = log_folder
+        self._on_event = on_event
+        shares = enumerate(_shares(sandbox, environment.workers))
+        self._seats = [_Seat(f"environment-{index}", share) for index, share in shares]
+        self._places = asyncio.Semaphore(environment.concurrency) if environment.concurrency else None
+        self._next_start_s = 0.0
+        self._stopped = False
+
+    async def start(self) -> None:
+        """Start all workers. Raises ConfigurationError for an environment that can't be had."""
+        starts = (self._start(seat) for seat in self._seats)
+        for error in await asyncio.gather(*starts, return_exceptions=True):
+            if isinstance(error, BaseException):
+                await self.stop()
+                raise error.__cause__ if isinstance(error.__cause__, ConfigurationError) else error
+
+    @asynccontextmanager
+    async def seated(self, name: str) -> AsyncIterator[WorkerLease]:
+        """A place for the rollout of this name, once there is one and it may begin; it ends with the block. Raises
+        EnvironmentDied; WorkerDied when no worker can be started any more."""
+        if self._places is not None:
+            await self._places.acquire()
+        try:
+            await self._start_time()
+            async with self._chosen() as (seat, worker):
+                seated = WorkerLease(seat, worker, name, self._environment.timeout_s)
+                try:
+                    yield seated
+                finally:
+                    if worker.alive:
+                        await asyncio.shield(asyncio.ensure_future(_ended(seated)))
+        finally:
+            if self._places is not None:
+                self._places.release()
+
+    async def stop(self) -> None:
+        """End all workers, the rollouts in them and their sandboxes."""
+        self._stopped = True
+        if starting := [seat.starting for seat in self._seats if seat.starting is not None]:
+            for start in starting:
+                start.cancel()
+            await asyncio.wait(starting)
+        workers = [seat.worker for seat in self._seats if seat.worker is not None]
+        await asyncio.gather(*(worker.stop(_STOP_GRACE_S) for worker in workers))
+
+    async def sandboxes(self) -> SandboxStatistics:
+        """All workers' sandboxes, counted since the pool was started: no counter goes back when a worker dies. Empty
+        where the environment uses none."""
+        return SandboxStatistics.total(await asyncio.gather(*(seat.sandboxes() for seat in self._seats)))
+
+    @property
+    def worker_states(self) -> list[WorkerState]:
+        """Every worker's health; one that died is replaced when the next rollout needs it."""
+        return [
+            WorkerState(
+                name=seat.name,
+                up=seat.live is not None,
+                restarts=max(0, seat.restarts),
+            )
+            for seat in self._seats
+        ]
+
+    async def _start_time(self) -> None:
+        """Wait for this start's turn."""
+        rate = self._environment.starts_per_s
+        if rate is None:
+            return
+        now = self._clock.now()
+        at = max(now, self._next_start_s)
+        self._next_start_s = at + 1 / rate
+        if at > now:
+            await self._clock.sleep(at - now)
+
+    @asynccontextmanager
+    async def _chosen(self) -> AsyncIterator[tuple[_Seat, Worker]]:
+        """The seat with the fewest rollouts, counted there inside the block, and its live worker."""
+        while True:
+            seat = self._best()
+            seat.episodes += 1
+            try:
+                if (starting := seat.starting) is not None:
+                    await asyncio.wait((starting,), timeout=_SOON_S)
+                    seat.late = not starting.done()
+                if (worker := seat.live) is not None:
+                    yield seat, worker
+                    return
+            finally:
+                seat.episodes -= 1
+
+    def _best(self) -> _Seat:
+        """The one with the fewest rollouts: of those that live, or have served and are back soon; of all where there is
+        none. Those that are dead are started beside. Raises WorkerDied where none lives that could be."""
+        if self._stopped:
+            raise EnvironmentDied("the workers of environments are stopped")
+        if not any(seat.live for seat in self._seats):
+            seat = min(self._seats, key=lambda one: one.starts)
+            if seat.starts >= _STARTS:
+                raise WorkerDied(seat.name, f"gave up after {seat.starts} starts; last: {seat.fault}") from seat.fault
+        for seat in self._seats:
+            if seat.live is None and (seat.starting is None or seat.starting.done()):
+                seat.starting = asyncio.create_task(self._start_again(seat), name=f"{seat.name}-start")
+        sound = [seat for seat in self._seats if seat.live is not None or not (seat.starts or seat.late)]
+        return min(sound or self._seats, key=lambda one: one.episodes)
+
+    async def _start_again(self, seat: _Seat) -> None:
+        await self._clock.sleep(seat.starting_s)
+        try:
+            await self._start(seat)
+        except Exception as error:  # whoever waits for it finds no worker, and goes elsewhere
+            seat.fail(error)
+            self._on_event("environment_restart_failed", f"{seat.name}: {error}")
+
+    async def _start(self, seat: _Seat) -> None:
+        """Raises what the launcher does."""
+        spec = WorkerSpec(
+            name=seat.name,
+            factory=_FACTORY,
+            arguments={
+                "environment": self._environment.model_dump(),
+                "sandbox": seat.sandbox.model_dump(),
+                "sandboxes": self._sandboxes,
+                "run": self._run,
+                "snapshots": str(self._snapshots) if self._snapshots else "",
+                "seed": self._seed,
+            },
+            device=self._device or every_core(),
+            log_path=str(self._log_folder / f"{seat.name}.log") if self._log_folder else None,
+        )
+        seat.take(await self._launcher.start(spec))
+
+
+def _shares(sandbox: SandboxConfig, workers: int) -> list[SandboxConfig]:
+    """Each worker's: together as many as ``sandbox`` says, or one each where that is less (which runs with sandboxes
+    refuse for ``live``)."""
+
+    def share(of: int, worker: int) -> int:
+        return max(1, of // workers + (worker < of % workers))
+
+    return [
+        sandbox.model_copy(update={"live": share(sandbox.live, worker), "starts": share(sandbox.starts, worker)})
+        for worker in range(workers)
+    ]
+
+
+async def _ended(seated: WorkerLease) -> None:
+    try:
+        await seated.end()
+    except EnvironmentDied:
+        return  # with all that was in it

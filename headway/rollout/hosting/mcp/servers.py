@@ -1,0 +1,326 @@
+"""Tools of servers that speak the Model Context Protocol: `environment.mcp`.
+
+A server that dies is started again; a call that was open then fails its rollout as infrastructure. What a server says
+of a call, errors too, is told to the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from headway.config.tool_servers import ToolServerConfig
+from headway.records.errors import ConfigurationError
+from headway.rollout.environment import Episode
+from headway.rollout.hosting.mcp.http import http_client
+from headway.rollout.hosting.mcp.process import process_streams
+from headway.rollout.tools import Tool, ToolError, read_object, tools_by_name
+from headway.runtime.clock import Clock
+from headway.runtime.imports import import_extra
+
+KEY = "environment.mcp"
+_ALIVE_S = 5.0  # that a server has to show that it is, when a call took too long
+_END_S = 6.0  # that one has to end
+
+
+class ServerFailed(OSError):
+    """A server that died, or can't be reached: nothing that the model did."""
+
+
+class ToolServerConnection:
+    """A conversation with a server: *new* -> *up* -> *down*. One task owns it, whoever calls."""
+
+    def __init__(self, settings: ToolServerConfig) -> None:
+        self._settings = settings
+        self._client: Any = None
+        self._ended = asyncio.Event()
+        self._owner: asyncio.Task[None] | None = None
+        self.down = False
+
+    async def start(self) -> None:
+        """Raises ServerFailed."""
+        up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._owner = asyncio.create_task(self._own(up), name=f"mcp-{self._settings.name}")
+        try:
+            async with asyncio.timeout(self._settings.start_timeout_s):
+                await asyncio.shield(up)
+        except BaseException as error:
+            await self.stop()
+            if isinstance(error, TimeoutError):
+                limit = self._settings.start_timeout_s
+                raise ServerFailed(
+                    f"{self._settings.name} did not start within start_timeout_s = {limit:g} s"
+                ) from None
+            raise
+
+    async def stop(self) -> None:
+        self.down = True
+        self._ended.set()
+        if self._owner is not None and not self._owner.done():
+            await asyncio.wait((self._owner,), timeout=_END_S)
+            self._owner.cancel()
+            await asyncio.wait((self._owner,), timeout=1.0)
+
+    async def tools(self) -> list[Any]:
+        """All that it lists. Raises ServerFailed."""
+        found: list[Any] = []
+        cursor = None
+        async with self._failing():
+            while True:
+                page = await self._client.list_tools(cursor=cursor)
+                found += page.tools
+                cursor = page.next_cursor
+                if cursor is None:
+                    return found
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> str:
+        """What the tool says. Raises ToolError for what the model is told, ServerFailed for what it has no part in."""
+        mcp = import_extra("mcp", "mcp", KEY)
+        types = import_extra("mcp_types", "mcp", KEY)
+        limit = self._settings.timeout_s
+        async with self._failing():
+            try:
+                result = await self._client.call_tool(tool, arguments, read_timeout_seconds=limit)
+            except mcp.MCPError as error:
+                theirs = error.code in (types.INVALID_PARAMS, types.METHOD_NOT_FOUND)
+                # Else it may be this end's word for a conversation that is over.
+                if error.code == types.CONNECTION_CLOSED or not (theirs or await self._alive()):
+                    raise
+                known = {
+                    types.REQUEST_TIMEOUT: f"{tool} did not answer within {limit:g} s",
+                    types.PARSE_ERROR: "its result can't be read, or is too long: ask for less",
+                }
+                raise ToolError(known.get(error.code, error.message)) from None
+        text = told(result)
+        if result.is_error:
+            raise ToolError(text or "it failed")
+        return text
+
+    async def _alive(self) -> bool:
+        try:
+            async with asyncio.timeout(_ALIVE_S):
+                await self._client.list_tools()
+        except Exception:  # whatever it is, it doesn't answer
+            return False
+        return True
+
+    @contextlib.asynccontextmanager
+    async def _failing(self) -> AsyncIterator[None]:
+        """What its conversation fails with, inside the block, ends it, as a ServerFailed."""
+        try:
+            yield
+        except ToolError:
+            raise
+        except Exception as error:
+            self.down = True
+            self._ended.set()
+            raise ServerFailed(f"the server {self._settings.name} failed: {_cause(error)}") from error
+
+    async def _own(self, up: asyncio.Future[None]) -> None:
+        mcp = import_extra("mcp", "mcp", KEY)
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                transport = await self._transport(stack)
+                self._client = await stack.enter_async_context(mcp.Client(transport, cache=None))
+                up.set_result(None)
+                await self._ended.wait()
+        except (Exception, asyncio.CancelledError) as error:
+            if not up.done():
+                up.set_exception(ServerFailed(f"the server {self._settings.name} can't be had: {_cause(error)}"))
+                up.exception()  # whoever waited may have gone
+        finally:
+            self.down = True
+
+    async def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
+        settings = self._settings
+        if settings.command:
+            return process_streams(settings.command, environment_of(settings), settings.result_bytes)
+        http = import_extra("mcp.client.streamable_http", "mcp", KEY)
+        client = await stack.enter_async_context(
+            http_client(
+                {"Authorization": f"Bearer {key_of(settings)}"} if settings.api_key_env else {},
+                connect_s=settings.start_timeout_s,
+                read_s=settings.timeout_s + _ALIVE_S,
+                result_bytes=settings.result_bytes,
+            )
+        )
+        return http.streamable_http_client(settings.url, http_client=client)
+
+
+class Shared:
+    """The connection of a worker to a server: made when it is needed, and again when it is down, for all who want it
+    and none of them: whoever gives up waiting stops no start."""
+
+    def __init__(self, settings: ToolServerConfig, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._connection: ToolServerConnection | None = None
+        self._starting: asyncio.Task[ToolServerConnection] | None = None
+        self._starts_s: deque[float] = deque(maxlen=settings.starts_per_minute)
+
+    async def connection(self) -> ToolServerConnection:
+        """One that is up. Raises ServerFailed."""
+        if self._connection is not None and not self._connection.down:
+            return self._connection
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(self._start(), name=f"starting {self._settings.name}")
+            self._starting.add_done_callback(_heard)
+        return await asyncio.shield(self._starting)
+
+    async def _start(self) -> ToolServerConnection:
+        await self._end()
+        settings, starts = self._settings, self._starts_s
+        wait_s = starts[0] + 60 - self._clock.now() if len(starts) == starts.maxlen else 0.0
+        if wait_s > settings.timeout_s:
+            raise ServerFailed(f"the server {settings.name} was started {len(starts)} times within a minute")
+        await self._clock.sleep(max(0.0, wait_s))
+        starts.append(self._clock.now())
+        made = ToolServerConnection(settings)
+        await made.start()
+        self._connection = made
+        return made
+
+    async def stop(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
+        await self._end()
+
+    async def _end(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.stop()
+
+
+class ToolServers:
+    """The servers of an environment, in one worker."""
+
+    def __init__(self, settings: Sequence[ToolServerConfig], clock: Clock) -> None:
+        self._shared = {one.name: Shared(one, clock) for one in settings}
+        self._settings = {one.name: one for one in settings}
+        self._own: dict[tuple[str, str], ToolServerConnection] = {}  # (rollout, server)
+        self._making: dict[tuple[str, str], asyncio.Lock] = {}
+
+    async def tools(self) -> list[Tool]:
+        """Those that may be called. Raises ConfigurationError: a server that can't be had, one without a tool it should
+        have."""
+        found: list[Tool] = []
+        for name, settings in self._settings.items():
+            try:
+                listed = {tool.name: tool for tool in await (await self._shared[name].connection()).tools()}
+            except ServerFailed as error:
+                raise ConfigurationError(f"{KEY}: {error}") from error
+            if settings.per == "episode":
+                await self._shared[name].stop()
+            missing = [tool for tool in settings.tools if tool not in listed]
+            if missing:
+                has = ", ".join(listed) or "none"
+                raise ConfigurationError(f"{KEY}: the server {name} has no tool {missing[0]!r}; valid: {has}")
+            found += [self._tool(name, listed[tool]) for tool in settings.tools or listed]
+        return found
+
+    async def beside(self, own: Sequence[Tool]) -> dict[str, Tool]:
+        """An environment's ``own`` tools and these, by name. Raises ConfigurationError as `tools`, and for two of one
+        name."""
+        return tools_by_name([*own, *await self.tools()]) if self._settings else {tool.name: tool for tool in own}
+
+    async def end(self, rollout: str) -> None:
+        """Its own servers end."""
+        for key in [key for key in self._own if key[0] == rollout]:
+            self._making.pop(key, None)
+            await self._own.pop(key).stop()
+
+    async def stop(self) -> None:
+        every = [*self._shared.values(), *self._own.values()]
+        await asyncio.gather(*(one.stop() for one in every), return_exceptions=True)
+
+    def _tool(self, server: str, listed: Any) -> Tool:
+        async def call(written: str, episode: Episode) -> str:
+            arguments = read_object(written)
+            connection = await self._connection(server, episode)
+            return await connection.call(listed.name, arguments)
+
+        function = {"name": listed.name, "description": listed.description or "", "parameters": listed.input_schema}
+        return Tool(name=listed.name, schema={"type": "function", "function": function}, call=call)
+
+    async def _connection(self, server: str, episode: Episode) -> ToolServerConnection:
+        if self._settings[server].per == "worker":
+            return await self._shared[server].connection()
+        key = (episode.name, server)
+        async with self._making.setdefault(key, asyncio.Lock()):
+            connection = self._own.get(key)
+            if connection is None:
+                episode.hold(f"its server {server}")
+                connection = self._own[key] = ToolServerConnection(self._settings[server])
+                await connection.start()
+            if connection.down:
+                raise ServerFailed(f"the server {server} of this rollout is gone, and what it knew with it")
+            return connection
+
+
+def require_tools(settings: Sequence[ToolServerConfig], own: Sequence[Tool], clock: Clock) -> None:
+    """Start them all, ask for their tools, and end them. Raises ConfigurationError as `ToolServers.beside`."""
+
+    async def ask() -> None:
+        servers = ToolServers(settings, clock)
+        try:
+            await servers.beside(own)
+        finally:
+            await servers.stop()
+
+    with ThreadPoolExecutor(1, "mcp") as aside:  # an event loop may be running here
+        aside.submit(lambda: asyncio.run(ask())).result()
+
+
+def environment_of(settings: ToolServerConfig) -> dict[str, str]:
+    """Of a server's process. Raises ServerFailed for a variable that isn't there."""
+    absent = [name for name in settings.passes if name not in os.environ]
+    if absent:
+        raise ServerFailed(f"{KEY}: passes: the environment has no {absent[0]}")
+    passed = {name: os.environ[name] for name in settings.passes}
+    return {"PATH": os.environ.get("PATH", os.defpath), **passed, **settings.variables}
+
+
+def key_of(settings: ToolServerConfig) -> str:
+    """Its bearer token. Raises ServerFailed."""
+    key = os.environ.get(settings.api_key_env, "")
+    if not key:
+        raise ServerFailed(f"{KEY}: api_key_env: the environment has no {settings.api_key_env}")
+    return key
+
+
+def told(result: Any) -> str:
+    """A result as a model reads it."""
+    parts = [_part(block) for block in result.content]
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts)
+
+
+def _part(block: Any) -> str:
+    if block.type == "text":
+        return block.text
+    if block.type == "resource":
+        return getattr(block.resource, "text", None) or f"[{block.resource.uri}]"
+    if block.type == "resource_link":
+        return f"[{block.uri}]"
+    return f"[{block.type}: {block.mime_type}]"
+
+
+def _heard(start: asyncio.Task[ToolServerConnection]) -> None:
+    """Nobody may wait for it any more."""
+    if not start.cancelled():
+        start.exception()
+
+
+def _cause(error: BaseException) -> str:
+    """The first of what a group of errors holds."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"[:200]

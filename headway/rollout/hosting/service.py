@@ -1,0 +1,460 @@
+"""The worker that environments live in: many rollouts side by side on one event loop, their sandboxes in one pool."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import secrets
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from headway.config.endpoint import ENVIRONMENTS, EnvironmentConfig
+from headway.config.sandbox import SandboxConfig
+from headway.records.environment import EnvironmentState, EpisodeScore, NextTurn, Reply
+from headway.records.errors import ConfigurationError
+from headway.records.rollout import Failure, Verdict
+from headway.records.sandbox import SandboxError, SandboxSpec, Snapshot
+from headway.records.sandbox_statistics import PoolStatistics, ReaperStatistics, SandboxStatistics
+from headway.records.task import Task
+from headway.rollout.environment import Answer, Environment, Episode
+from headway.rollout.episode_sandbox import EpisodeSandbox
+from headway.rollout.fixed_models import FixedModels, require_models
+from headway.rollout.hosting.mcp.servers import ToolServers
+from headway.rollout.tools import tools_by_name
+from headway.rollout.verification.verdicts import to_verdict
+from headway.runtime.clock import Clock, RealClock
+from headway.runtime.imports import import_class, import_function
+from headway.sandbox.backends import spec_of
+from headway.sandbox.pool import SandboxPool
+from headway.sandbox.snapshot_store import is_hosted
+
+KEY = "environment.name"
+_LONGEST_DETAIL = 4000  # characters of a traceback that are kept
+_CLOSE_S = 20.0  # that all episodes and sandboxes have to end; the episodes half of it, and what they share a quarter
+_CANCEL_S = 10.0  # that what is done for a rollout has to end, when it is over
+
+Answered = tuple[int, bool, Any]  # number of a request, whether it succeeded, its result or its error
+
+
+class GuardedPool(Protocol):
+    """A pool of sandboxes, and what stands guard over it."""
+
+    @property
+    def pool(self) -> SandboxPool: ...
+
+    def statistics(self) -> PoolStatistics: ...
+
+    def reaped(self) -> ReaperStatistics: ...
+
+    def injected(self) -> dict[str, int]: ...
+
+
+class EnvironmentService:
+    """Worker class. ``submit`` takes a request at once; its result is emitted when there is one."""
+
+    def __init__(
+        self,
+        context: Any,
+        *,
+        environment: dict[str, Any],
+        sandbox: dict[str, Any],
+        sandboxes: str,
+        run: str = "",
+        snapshots: str = "",
+        seed: int = 0,
+    ) -> None:
+        """``environment`` and ``sandbox``: their sections as plain types. ``sandboxes``: the ``module:function`` that
+        makes a pool of sandboxes as `orchestrator/actors/sandboxes.py` does, with its guards; ``run``: whose they are;
+        ``snapshots``: the folder of parked ones. Raises ConfigurationError for an environment that can't be imported or
+        refuses a parameter, and for sandboxes or servers of tools that can't be had."""
+        self._emit: Callable[[Answered], None] = context.emit
+        settings = EnvironmentConfig.model_validate(environment)
+        played = load_environment(settings)
+        self._loop = asyncio.new_event_loop()
+        self._open = AsyncExitStack()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
+        self._thread.start()
+        folder = Path(snapshots).resolve() if snapshots else None
+        opening = self._begin(settings, played, SandboxConfig.model_validate(sandbox), sandboxes, run, folder, seed)
+        try:
+            self._episodes, self._sandboxes = asyncio.run_coroutine_threadsafe(opening, self._loop).result()
+        except BaseException:
+            asyncio.run_coroutine_threadsafe(self._open.aclose(), self._loop).result(_CLOSE_S)
+            raise
+
+    def _run(self) -> None:
+        """The loop that all rollouts are played on, until `close`: a task of an environment's that exits ends none but
+        itself."""
+        while not self._stopping:
+            try:
+                self._loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):
+                traceback.print_exc()
+
+    async def _begin(
+        self,
+        settings: EnvironmentConfig,
+        played: Environment,
+        boxes: SandboxConfig,
+        sandboxes: str,
+        run: str,
+        snapshots: Path | None,
+        seed: int,
+    ) -> tuple[Episodes, GuardedPool]:
+        clock = RealClock()
+        guarded = import_function(sandboxes, "sandboxes", ())(boxes, clock, run=run, snapshots=snapshots, seed=seed)
+        pool: GuardedPool = await self._open.enter_async_context(guarded)
+        spec = await spec_of(boxes) if played.uses_sandbox else boxes.spec
+        episodes = Episodes(played, settings, pool.pool, boxes, spec, clock, snapshots=snapshots or Path())
+        self._open.push_async_callback(episodes.shut_down)
+        await episodes.start()
+        return episodes, pool
+
+    def submit(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        """Call a method of `Episodes`; its end is emitted."""
+        work: Coroutine[Any, Any, Any] = getattr(self._episodes, method)(*arguments)
+        asyncio.run_coroutine_threadsafe(self._answer(number, work), self._loop)
+
+    def submit_sandboxes(self, number: int) -> None:
+        """Ask for a look at the sandboxes, emitted likewise; empty where the environment uses none."""
+        asyncio.run_coroutine_threadsafe(self._answer(number, self._look()), self._loop)
+
+    async def _look(self) -> SandboxStatistics:
+        return sandbox_statistics(self._sandboxes) if self._episodes.uses_sandbox else SandboxStatistics()
+
+    async def _answer(self, number: int, work: Coroutine[Any, Any, Any]) -> None:
+        try:
+            answered: Answered = (number, True, await work)
+        except Exception as error:  # a fault of ours: whoever asked is told
+            answered = (number, False, "".join(traceback.format_exception(error))[-_LONGEST_DETAIL:])
+        try:
+            self._emit(answered)
+        except Exception as error:  # it can't be sent: whoever waits for it is told so
+            self._emit((number, False, "".join(traceback.format_exception(error))[-_LONGEST_DETAIL:]))
+
+    def close(self) -> None:
+        """End all rollouts and their sandboxes."""
+        ending = asyncio.run_coroutine_threadsafe(self._open.aclose(), self._loop)
+        try:
+            ending.result(_CLOSE_S)
+        finally:
+            self._stopping = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_CLOSE_S)
+
+
+class Episodes:
+    """The rollouts of one worker, by name: *open* from `begin` (or `restore`) to `end`.
+
+    What an environment raises comes back as a Failure, never as an exception.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        settings: EnvironmentConfig,
+        pool: SandboxPool,
+        sandbox: SandboxConfig,
+        spec: SandboxSpec,
+        clock: Clock,
+        *,
+        snapshots: Path = Path(),
+    ) -> None:
+        """``spec``: what a sandbox is made of; ``snapshots``: the folder that the pool's backend writes them into."""
+        self._environment = environment
+        self._settings = settings
+        self._pool = pool
+        self._sandbox = sandbox
+        self._spec = spec
+        self._clock = clock
+        self._snapshots = snapshots
+        self._open: dict[str, Episode] = {}
+        self._before_park: dict[str, Snapshot | None] = {}  # the snapshot that the last one took the place of, by name
+        self._working: dict[str, set[asyncio.Task[Any]]] = {}  # on a rollout, by its name
+        self._servers = ToolServers(settings.mcp, clock)
+        self._models = FixedModels(settings.models)
+
+    async def start(self) -> None:
+        """Have the tools of ``environment.mcp`` offered. Raises ConfigurationError."""
+        own = list(self._environment.offered.values())
+        self._environment.offered = await self._servers.beside(own)
+
+    @property
+    def uses_sandbox(self) -> bool:
+        return self._environment.uses_sandbox
+
+    async def begin(self, name: str, task: Task, seed: int) -> Reply:
+        """A new rollout."""
+        episode = self._episode(name, task, seed, None)
+
+        async def work() -> None:
+            await self._environment.begin(episode)
+
+        return await self._replied(episode, work)
+
+    async def restore(
+        self,
+        name: str,
+        task: Task,
+        saved: EnvironmentState,
+        asked: NextTurn,
+        messages: Mapping[str, Sequence[dict[str, Any]]],
+    ) -> Failure | None:
+        """A rollout that was parked in a process before this one. ``asked``: the turn it was parked in."""
+        if held := saved.state["held"]:
+            cause = f"{held} is gone with the process that it was in"
+            return Failure(boundary="environment", cause=cause, infrastructure=True)
+        snapshot = saved.snapshot
+        if snapshot is not None and not is_hosted(snapshot.path):
+            path = str(self._snapshots / snapshot.path)
+            saved = msgspec.structs.replace(saved, snapshot=msgspec.structs.replace(snapshot, path=path))
+        episode = self._episode(name, task, 0, saved)
+        episode.restore(saved.state, asked, messages)
+        failure, _ = await self._guarded(lambda: self._environment.resume(episode), name)
+        return failure
+
+    async def reply(self, name: str, message: Mapping[str, Any], speaker: str, cut: bool) -> Reply:
+        """To an answer."""
+        episode = self._open[name]
+        answer = Answer.of(message, speaker, cut)
+
+        async def work() -> None:
+            episode.hear(answer)
+            await self._environment.reply(episode, answer)
+            if episode.turns_left <= 0:
+                episode.end("environment.max_turns")
+
+        return await self._replied(episode, work)
+
+    async def score(self, name: str) -> EpisodeScore:
+        """What the environment says the rollout is worth."""
+        episode = self._open[name]
+        started = self._clock.now()
+        failure, result = await self._judged(episode, lambda: self._environment.score(episode))
+        if failure is not None:
+            return EpisodeScore(verdict=Verdict(reward=0.0, solved=False, failure=failure))
+        verdict = None
+        if result is not None:
+            verdict = msgspec.structs.replace(to_verdict(result), verify_s=self._clock.now() - started)
+        return EpisodeScore(verdict=verdict, reward=episode.take_reward())
+
+    async def park(self, name: str) -> EnvironmentState | Failure:
+        """Keep it, so that it goes on here after `unpark`, or in another process by `restore`."""
+        episode = self._open[name]
+
+        async def work() -> EnvironmentState:
+            await self._environment.park(episode)
+            parked = await episode.sandbox.park(f"{name}.{secrets.token_hex(4)}")
+            snapshot = parked.snapshot  # a file by its name alone: the run's folder may be elsewhere by then
+            if snapshot is not None and Path(snapshot.path).is_absolute():
+                snapshot = msgspec.structs.replace(snapshot, path=Path(snapshot.path).name)
+            return msgspec.structs.replace(parked, state=_plain(episode.kept()), snapshot=snapshot)
+
+        before, state = episode.sandbox.snapshot, None
+        self._before_park.pop(name, None)
+        try:
+            failure, state = await self._guarded(work, name)
+        finally:
+            if state is None:  # nobody will ever ask for it
+                episode.sandbox.forget_snapshot(self._snapshots, before)
+            else:
+                self._before_park[name] = before
+        return failure or cast("EnvironmentState", state)
+
+    async def unpark(self, name: str) -> Failure | None:
+        failure, _ = await self._guarded(self._open[name].sandbox.unpark, name)
+        return failure
+
+    async def end(self, name: str, unheard: bool = False) -> None:
+        """It is over, or given up; unknown ones have ended. ``unheard``: nobody waited for what `park` said last."""
+        parked, before = name in self._before_park, self._before_park.pop(name, None)
+        episode = self._open.pop(name, None)
+        if episode is None:
+            return
+        try:
+            await self._cancelled(name)
+            await self._guarded(lambda: self._environment.close(episode))
+            await self._servers.end(name)
+        finally:
+            await episode.sandbox.close()
+            if unheard and parked:
+                episode.sandbox.forget_snapshot(self._snapshots, before)
+
+    async def _cancelled(self, name: str) -> None:
+        """End what is still done for a rollout that nobody waits for any more: it would use what `close` has closed."""
+        working = self._working.get(name, set()) - {asyncio.current_task()}
+        for task in working:
+            task.cancel()
+        if working:
+            await asyncio.wait(working, timeout=_CANCEL_S)
+
+    async def shut_down(self) -> None:
+        """End them all; what takes too long is left to itself: the sandboxes end after this, whoever has them."""
+        await _within(_CLOSE_S / 2, *(self.end(name) for name in list(self._open)))
+        await _within(_CLOSE_S / 4, self._guarded(self._environment.stop), self._servers.stop())
+
+    def _episode(self, name: str, task: Task, seed: int, restored: EnvironmentState | None) -> Episode:
+        sandbox = EpisodeSandbox(
+            self._pool,
+            self._spec,
+            labels={"rollout": name, "environment": self._settings.name},
+            timeout_s=self._sandbox.exec_timeout_s,
+            repeatable=self._environment.repeatable,
+            restored=restored,
+        )
+        episode = self._open[name] = Episode(name, task, sandbox, seed, self._settings.max_turns, self._models)
+        episode.offer(list(self._environment.offered.values()))
+        return episode
+
+    async def _replied(self, episode: Episode, work: Callable[[], Coroutine[Any, Any, None]]) -> Reply:
+        failure, _ = await self._judged(episode, work)
+        reward = episode.take_reward()
+        if failure is not None:
+            return Reply(failure=failure, reward=reward)
+        if episode.over:
+            return Reply(over=_storable(episode.over), reward=reward)
+        return Reply(asked=episode.take_next(), reward=reward)
+
+    async def _judged(
+        self, episode: Episode, work: Callable[[], Coroutine[Any, Any, Any]]
+    ) -> tuple[Failure | None, Any]:
+        """`_guarded`; and whatever the environment made of it: a rollout whose sandbox has failed it is worth nothing,
+        and one that has used its own sandbox up is over, and worth what it has come to."""
+        failure, result = await self._guarded(work, episode.name)
+        if episode.sandbox.failure is not None:
+            return failure_of(SandboxError(episode.sandbox.failure)), None
+        if failure is not None and failure.boundary == "model":
+            episode.end(failure.cause)
+            return None, Verdict(reward=0.0, solved=False, detail={"sandbox": failure.cause})
+        return failure, result
+
+    async def _guarded(
+        self, work: Callable[[], Coroutine[Any, Any, Any]], name: str = ""
+    ) -> tuple[Failure | None, Any]:
+        """The environment's boundary: what it raises is a Failure. ``name``: of the rollout whose end cancels it."""
+        task = asyncio.current_task()
+        assert task is not None
+        if name:
+            self._working.setdefault(name, set()).add(task)
+        try:
+            return await self._bounded(work, task, self._open.get(name))
+        finally:
+            if name:
+                self._working[name].discard(task)
+                if not self._working[name]:
+                    del self._working[name]
+
+    async def _bounded(
+        self, work: Callable[[], Coroutine[Any, Any, Any]], task: asyncio.Task[Any], episode: Episode | None
+    ) -> tuple[Failure | None, Any]:
+        limit = asyncio.timeout(self._settings.timeout_s)
+        limits = set[asyncio.Timeout]() if episode is None else episode.sandbox.limits
+        try:
+            async with limit:
+                limits.add(limit)
+                try:
+                    return None, await work()
+                finally:
+                    limits.discard(limit)
+        except (asyncio.CancelledError, SystemExit) as error:
+            if isinstance(error, asyncio.CancelledError) and task.cancelling():
+                raise  # by `end`
+            return failure_of(error), None  # of its own making: nobody else would be told
+        except Exception as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                what = f"no answer within environment.timeout_s = {self._settings.timeout_s:g} s"
+                return Failure(boundary="environment", cause=what, infrastructure=True), None
+            return failure_of(error), None
+
+
+async def _within(seconds: float, *ends: Coroutine[Any, Any, Any]) -> None:
+    ended = asyncio.gather(*ends, return_exceptions=True)
+    ended.add_done_callback(lambda all_of_them: all_of_them.cancelled() or all_of_them.exception())
+    await asyncio.wait({ended}, timeout=seconds)
+    ended.cancel()
+
+
+def sandbox_statistics(guarded: GuardedPool) -> SandboxStatistics:
+    """A pool and its guards as they are now."""
+    return SandboxStatistics(pool=guarded.statistics(), reaper=guarded.reaped(), injected=guarded.injected())
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What it means for a rollout that its environment raised this."""
+    detail = _storable("".join(traceback.format_exception(error)))[-_LONGEST_DETAIL:]
+    if isinstance(error, SandboxError) and error.failure.cause == "model_code":
+        what = _storable(error.failure.what)[:300]
+        return Failure(boundary="model", cause=what, infrastructure=False, detail=detail)
+    if isinstance(error, SandboxError):
+        infrastructure = error.failure.cause == "infrastructure"
+        cause = _storable(f"{error.failure.what} ({error.failure.cause.replace('_', ' ')})")
+        return Failure(boundary="sandbox", cause=cause[:300], infrastructure=infrastructure, detail=detail)
+    cause = _storable(f"{type(error).__name__}: {error}")[:300]
+    infrastructure = isinstance(error, OSError)  # TimeoutError and ConnectionError among them
+    return Failure(boundary="environment", cause=cause, infrastructure=infrastructure, detail=detail)
+
+
+def _storable(text: str) -> str:
+    """What was decoded with "surrogateescape", a file's name, say, can't be encoded again."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def load_environment(settings: EnvironmentConfig) -> Environment:
+    """The environment that ``settings`` name, with its tools described. Raises ConfigurationError."""
+    kind = import_class(ENVIRONMENTS.get(settings.name, settings.name), KEY, Environment)
+    try:
+        inspect.signature(kind).bind(**settings.parameters)
+    except TypeError as error:
+        takes = ", ".join(inspect.signature(kind).parameters) or "none"
+        raise ConfigurationError(f"environment.parameters: {error}; {settings.name} takes: {takes}") from None
+    try:
+        environment = kind(**settings.parameters)
+        environment.offered = tools_by_name(environment.tools())
+        require_models(settings.models, environment.models, settings.timeout_s)
+        _require_time(environment.longest_s, settings.timeout_s)
+    except ConfigurationError:
+        raise
+    except Exception as error:  # the boundary to a user's class
+        raise ConfigurationError(f"{KEY} = {settings.name!r}: {type(error).__name__}: {error}") from error
+    environment.longest_result_characters = settings.tool_result_characters
+    environment.most_calls = settings.max_calls
+    environment.reply_timeout_s = settings.timeout_s
+    return environment
+
+
+def _require_time(longest_s: Mapping[str, float], timeout_s: float) -> None:
+    """Raises ConfigurationError for what the worker's own limit would end first: as a fault of the machine's."""
+    for name, seconds in longest_s.items():
+        if not 0 < seconds < timeout_s:
+            limit = f"environment.timeout_s = {timeout_s:g}"
+            raise ConfigurationError(f"environment.parameters.{name} = {seconds:g}: valid: above 0, below {limit}")
+
+
+def _plain(kept: dict[str, Any]) -> dict[str, Any]:
+    """JSON types. Raises TypeError that names what another process wouldn't get back as it is."""
+    try:
+        _require_json(kept["own"])
+        msgspec.msgpack.encode(kept)  # as it will be stored: no integers beyond 64 bits, no halves of surrogate pairs
+        return msgspec.to_builtins(kept)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise TypeError(f"episode.state must hold JSON types alone: {error}") from None
+
+
+def _require_json(value: Any) -> None:
+    if isinstance(value, dict):
+        for key, entry in cast("dict[Any, Any]", value).items():
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} is no text")
+            _require_json(entry)
+    elif isinstance(value, list | tuple):
+        for entry in cast("Sequence[Any]", value):
+            _require_json(entry)
+    elif value is not None and not isinstance(value, str | int | float):
+        raise TypeError(f"a {type(value).__name__} has no JSON form")

@@ -1,0 +1,163 @@
+"""Rollouts of agents: programs of a user's that call the model over HTTP, each in processes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from headway.config.endpoint import EndpointConfig, EnvironmentConfig
+from headway.records.conversations import Conversations
+from headway.records.rollout import Failure, Group
+from headway.records.task import Task
+from headway.rollout.hosting.agents.processes import Exit
+from headway.rollout.makers.conversation import ConversationAttempt, ConversationRollouts, RolloutFailed
+from headway.rollout.makers.turn_sampler import TurnSampler
+from headway.rollout.verifiers_environment import COLUMN
+
+_TEMPORARY = 75  # exit code that says: try anew (sysexits.h, EX_TEMPFAIL)
+
+
+class Processes(Protocol):
+    """Starts agents' processes (rollout/hosting/agents/processes.py)."""
+
+    def scratch(self, name: str) -> Path: ...
+
+    async def run(
+        self,
+        name: str,
+        argv: Sequence[str],
+        task: Mapping[str, Any],
+        env: Mapping[str, str],
+        scratch: Path,
+        reward: tuple[str, str] = ("", ""),
+    ) -> Exit: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agents:
+    """An orchestrator's side of its agents: the endpoint they call the model at, and their processes."""
+
+    environment: EnvironmentConfig
+    endpoint: EndpointConfig
+    conversations: Conversations
+    processes: Processes
+
+
+class AgentRollouts(ConversationRollouts):
+    """Makes rollouts out of an agent's model calls, token-exact, however it makes them: one key for each attempt.
+
+    An agent's process that ends with an error fails its rollout at the boundary "environment" (or counts as it stands:
+    ``environment.failed_exit``). One that was killed, or ends with the exit code 75, is infrastructure.
+    """
+
+    def __init__(self, agents: Agents, sampler: TurnSampler) -> None:
+        super().__init__(sampler)
+        self._agents = agents
+
+    def begin(self, group: Group, member: int) -> AgentAttempt:
+        return AgentAttempt(self._agents, self.sampler, group, member)
+
+    def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> AgentRollouts:
+        return AgentRollouts(self._agents, self.sampler.for_evaluation(request_prefix, temperature))
+
+
+class AgentAttempt(ConversationAttempt):
+    """One agent at work, its calls recorded."""
+
+    def __init__(self, agents: Agents, sampler: TurnSampler, group: Group, member: int) -> None:
+        super().__init__(sampler, group, member)
+        self._agents = agents
+
+    async def run(self) -> None:
+        agents, name = self._agents, self.name
+        conversation = agents.conversations.open(name, self.sampled)
+        ends: list[asyncio.Task[Exit]] = []
+        try:
+            scratch = agents.processes.scratch(name)
+            played = agents.environment.name == "verifiers"
+            task = shown_task(self.group.task, (COLUMN,) if played else agents.environment.shows)
+            (scratch / "task.json").write_text(json.dumps(task), encoding="utf-8")
+            argv = filled(agents.environment.command, self.group.task, name, scratch)
+            url = f"{agents.conversations.address}/v1/rollouts/{name}/reward"
+            env = variables(agents, name, conversation.key, scratch)
+            if agents.environment.posts_reward:
+                env |= {"HEADWAY_REWARD_URL": url, "HEADWAY_REWARD_KEY": conversation.reward_key}
+            process = agents.processes.run(name, argv, task, env, scratch, (url, conversation.reward_key))
+            ends.append(asyncio.create_task(process, name=f"agent-{name}"))
+            await asyncio.wait((*ends, self._failed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._recorded = conversation.seal()
+            self.note(0)
+            for process in ends:
+                process.cancel()
+                await asyncio.wait((process,))
+        if self._failed.done():
+            raise RolloutFailed(self._failed.result())
+        self._judge(ends[0].result())
+
+    def _judge(self, exit: Exit) -> None:
+        """Raises RolloutFailed for an agent that ended badly."""
+        if self._engine is not None:  # which the agent could do nothing about, however it ended
+            raise RolloutFailed(self._engine)
+        if exit.well:
+            return
+        infrastructure = exit.code == _TEMPORARY or exit.signal > 0 or bool(exit.error)
+        if not infrastructure and self._agents.environment.failed_exit == "verify":
+            return
+        how = exit.error or (f"killed by signal {exit.signal}" if exit.signal else f"exit code {exit.code}")
+        last = exit.tail.strip().rpartition("\n")[2]
+        cause = f"the agent ended badly: {how}" + (f" ({last})" if last else "")
+        raise RolloutFailed(
+            Failure(boundary="environment", cause=cause[:300], infrastructure=infrastructure, detail=exit.tail)
+        )
+
+
+def variables(agents: Agents, name: str, key: str, scratch: Path) -> dict[str, str]:
+    """Environment variables of an agent's process: addresses and keys under the names that OpenAI's and Anthropic's
+    clients read."""
+    address = agents.conversations.address
+    direct = ",".join(filter(None, (os.environ.get("NO_PROXY", ""), "127.0.0.1", "localhost", "::1")))
+    return {
+        "OPENAI_BASE_URL": f"{address}/v1",
+        "OPENAI_API_BASE": f"{address}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": address,
+        "ANTHROPIC_API_KEY": key,
+        "HEADWAY_MODEL": agents.endpoint.model,
+        "HEADWAY_ROLLOUT": name,
+        "HEADWAY_TASK": str(scratch / "task.json"),
+        "HEADWAY_SCRATCH": str(scratch),
+        "NO_PROXY": direct,
+        "no_proxy": direct,
+        "PYTHONUNBUFFERED": "1",
+        **agents.environment.variables,
+    }
+
+
+def shown_task(task: Task, shows: Collection[str]) -> dict[str, Any]:
+    """A task as its agent sees it (JSON types). ``shows``: names in its metadata, which may hold what only verifiers
+    should know, and "answer"."""
+    found: dict[str, Any] = {
+        "task_id": task.task_id,
+        "prompt": task.prompt,
+        "messages": list(task.messages),
+        "metadata": {name: value for name, value in task.metadata.items() if name in shows},
+    }
+    return {**found, "answer": task.answer} if "answer" in shows else found
+
+
+def filled(command: Sequence[str], task: Task, name: str, scratch: Path) -> list[str]:
+    """A command's arguments for one rollout; ``python`` is this interpreter. Other braces stay as they are."""
+    short = {"{task_file}": str(scratch / "task.json"), "{rollout}": name, "{scratch}": str(scratch)}
+    argv: list[str] = []
+    for argument in command:
+        for mark, value in short.items():
+            argument = argument.replace(mark, value)
+        argv.append(task.prompt if argument == "{prompt}" else argument)
+    return [sys.executable, *argv[1:]] if argv[:1] == ["python"] else argv

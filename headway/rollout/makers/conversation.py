@@ -1,0 +1,177 @@
+"""Rollouts that are recorded conversations: each answer a model call, parked, resumed and retried like any other."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+
+import msgspec
+
+from headway.records.clients import Stop, Watch
+from headway.records.conversations import OnTokens, RecordedConversation, TurnRequest, rollout_of
+from headway.records.environment import PartialRollout
+from headway.records.generation import GenerationResult, PartialResponse
+from headway.records.rollout import Failure, Group, Pruned, Rollout
+from headway.rollout.makers.attempts import RetryingRollouts
+from headway.rollout.makers.turn_sampler import ModelCall, Resumption, TurnSampler
+
+
+class RolloutFailed(Exception):
+    """Raised by an attempt at a rollout that failed."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.cause)
+        self.failure = failure
+
+
+class ConversationRollouts(ABC):
+    """Makes rollouts by attempts whose answers are sampled one by one, or side by side, and recorded (`RolloutMaker`).
+
+    An attempt that was parked when the orchestrator died is made anew, unless a subclass can continue it.
+    """
+
+    def __init__(self, sampler: TurnSampler) -> None:
+        self.sampler = sampler
+        self._retrying = RetryingRollouts(sampler.settings, sampler.clock, self.begin, self.failure_of)
+
+    @abstractmethod
+    def begin(self, group: Group, member: int) -> ConversationAttempt:
+        """A new attempt at a member's rollout."""
+
+    def failure_of(self, error: Exception) -> Failure | None:
+        """The failure that an attempt's exception stands for."""
+        if isinstance(error, RolloutFailed):
+            return error.failure
+        cause = f"{type(error).__name__}: {error}"  # a host of agents or environments died, or can't be started
+        return Failure(boundary="environment", cause=cause[:300], infrastructure=True)
+
+    def stop(self, group: int, member: int, why: Stop) -> None:
+        """Park all the calls that a member has open, or stop its attempt for good (`RolloutMaker.stop`)."""
+        if why == "park":
+            self.sampler.stop(group, member, why)
+        else:
+            self._retrying.stop(group, member, why)
+
+    def reached(self, group: int, member: int) -> int:
+        return self.sampler.reached(group, member)
+
+    async def generate_member(self, group: Group, member: int, parked: PartialRollout | None = None) -> Rollout:
+        return await self._retrying.generate_member(group, member)
+
+
+class ConversationAttempt(ABC):
+    """An attempt at a rollout that is a conversation with the policy: *running* -> *over*, the conversation sealed."""
+
+    def __init__(self, sampler: TurnSampler, group: Group, member: int) -> None:
+        self.group = group
+        self.member = member
+        self.name = sampler.name(group, member)
+        self.stopped: Failure | Pruned | None = None
+        self.parkings = 0  # of all its open calls at once
+        self._sampler = sampler
+        self._recorded = RecordedConversation()
+        self._oldest_version = -1  # of its answers
+        self._gate: asyncio.Future[Resumption] | None = None
+        self._waiting = 0  # calls that are parked
+        self._held_version = -1  # of the oldest answer whose effect its environment held when it was resumed
+        self._engine: Failure | None = None  # of the last call, where that got no answer
+        self._failed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()  # ends the attempt
+        self._sampling = 0  # calls that are sampled now
+        self._idle_since_s: float | None = None  # no call is sampled; None: one is, or none was yet
+        self._environment_s = 0.0
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Hold the conversation and seal it. Raises RolloutFailed."""
+
+    def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
+        """The rollout that was recorded, ended at ``now`` (clock seconds); ``failure``: why it failed."""
+        if failure is None and isinstance(self.stopped, Failure):
+            failure = self.stopped
+        rollout = rollout_of(self._recorded, self.group, self.member, now, failure)
+        return msgspec.structs.replace(
+            rollout, environment_s=self._environment_s, environment_version=self._held_version
+        )
+
+    async def gate(self, parked: PartialRollout) -> Resumption:
+        """The resume gate of the attempt's calls: those that are parked at once count as one parking of the member."""
+        if self._gate is None or self._gate.done():
+            self._gate, self.parkings = asyncio.ensure_future(self._park(parked)), self.parkings + 1
+        gate, self._waiting = self._gate, self._waiting + 1
+        try:
+            resumption = await asyncio.shield(gate)
+        finally:
+            self._waiting -= 1
+            if not self._waiting:  # where their clients left, the member isn't parked any more
+                gate.cancel()
+                self._gate = None
+        if parked.environment_version >= 0:
+            versions = [version for version in (self._held_version, parked.environment_version) if version >= 0]
+            self._held_version = min(versions)
+        return resumption
+
+    async def _park(self, parked: PartialRollout) -> Resumption:
+        """Wait at the orchestrator's gate."""
+        gate = self._sampler.resume_gate
+        return "continue" if gate is None else await gate(parked)
+
+    def fail(self, failure: Failure) -> None:
+        """End the attempt: `run` raises ``failure``, or the first that was reported."""
+        if not self._failed.done():
+            self._failed.set_result(failure)
+
+    async def sampled(self, wanted: TurnRequest, told: OnTokens, /) -> GenerationResult:
+        """Sample an answer (`records.conversations.Sample`), with the run's own parameters, not the client's."""
+        self.note(1)
+        told(PartialResponse())
+        before, partial = self.parkings, self.take_begun()  # which sets parkings
+        call = ModelCall(
+            group=self.group,
+            member=self.member,
+            prompt_ids=wanted.prompt_ids,
+            partial=partial,
+            resumes=self.parkings,  # max_resumes limits a rollout's parkings, in whichever calls
+            purpose=f"{wanted.purpose}-",
+            session=self.name,
+            max_tokens=wanted.max_tokens,
+            stop=wanted.stop,
+            environment_version=self._oldest_version,
+            resume_gate=self.gate,
+            watch=Watch(1, told),
+        )
+        try:
+            turn = await self._sampler.sample(call)
+        finally:
+            self.note(-1)
+        refused = turn.failure is not None and turn.failure.boundary == "engine" and not turn.failure.infrastructure
+        self._engine = None if refused else turn.failure
+        if turn.failure is not None and turn.failure.boundary == "environment":
+            self.fail(turn.failure)  # it was parked for too long: it begins anew, or fails
+        self.keep_version(turn.first_version)
+        return GenerationResult(
+            request_id=wanted.purpose,
+            response=PartialResponse(ids=turn.response_ids, logprobs=turn.response_logprobs, versions=turn.versions),
+            finish_reason=turn.finish_reason,
+            error="" if turn.failure is None else turn.failure.cause,
+            refused=refused,
+            reprefills=turn.reprefills,
+            resumes=turn.resumes - before,
+            first_token_s=turn.first_token_s,
+        )
+
+    def take_begun(self) -> PartialResponse:
+        """The tokens of the next answer that were sampled before a former process ended."""
+        return PartialResponse()
+
+    def keep_version(self, version: int) -> None:
+        """Note that the conversation holds an answer whose first token is of ``version``; -1: it has no token."""
+        versions = [one for one in (self._oldest_version, version) if one >= 0]
+        self._oldest_version = min(versions, default=-1)
+
+    def note(self, change: int) -> None:
+        """Count a call that begins (1) or ends (-1), or the end of all (0). Time without any is the environment's."""
+        now = self._sampler.clock.now()
+        if self._sampling == 0 and self._idle_since_s is not None:
+            self._environment_s += now - self._idle_since_s
+        self._sampling += change
+        self._idle_since_s = now if self._sampling == 0 and change else None

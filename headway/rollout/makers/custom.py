@@ -1,0 +1,239 @@
+"""Rollouts made by a user's own function (``hooks.rollout``): turns through the injected generator, token-exact."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import msgspec
+
+from headway.records.clients import Stop, TextCodec
+from headway.records.environment import PartialRollout
+from headway.records.errors import ConfigurationError, HookFailed
+from headway.records.generation import FinishReason
+from headway.records.rollout import Failure, Group, Pruned, Rollout
+from headway.records.task import Task
+from headway.records.token_block import TokenBlock
+from headway.records.tokens import TokenIds
+from headway.rollout.makers.attempts import RetryingRollouts
+from headway.rollout.makers.turn_sampler import MemberProgress, ModelCall, TurnSampler
+from headway.runtime.hooks import Hook, finite_number, load_hook, shown
+
+KEY = "hooks.rollout"
+
+
+class Codec(TextCodec, Protocol):
+    """Encodes and decodes text for a user's function."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+class RolloutOver(Exception):
+    """Raised by `Attempt.generate` and `Attempt.observe` when there is nothing left to do: the limit of tokens is
+    reached, or the rollout was stopped. A function may let it pass, or catch it to clean up; the rollout ends as it
+    stands."""
+
+
+class Attempt:
+    """One attempt at a rollout, the argument of a user's ``async def function(attempt)``.
+
+    ``await attempt.generate()`` samples a turn, ``attempt.observe(text)`` appends what the environment says to it.
+    Tokens are kept as they were sampled; those observed carry no loss. ``attempt.reward(x)`` rewards the turn just
+    sampled; the verifier's reward comes on top of the last one's. What the function returns must be None.
+
+    Example, a second try after a hint:
+
+        async def rollout(attempt):
+            if attempt.task.answer not in await attempt.generate():
+                attempt.observe("\\nThat is wrong. Again: ")
+                await attempt.generate()
+    """
+
+    def __init__(self, hook: Hook, sampler: TurnSampler, group: Group, member: int) -> None:
+        self._hook = hook
+        self._sampler = sampler
+        self.group = group
+        self.member = member
+        self._turns: list[Rollout] = []  # as the generator gave them
+        self._block = TokenBlock()  # all tokens after the prompt
+        self._ends: list[int] = []  # of each turn and what was observed after it
+        self._rewards: list[float | None] = []
+        self._environment_s = 0.0  # between turns
+        self._cut = False  # at the limit of tokens
+        self.stopped: Failure | Pruned | None = None  # while no turn was being sampled
+
+    @property
+    def task(self) -> Task:
+        return self.group.task
+
+    @property
+    def response_ids(self) -> TokenIds:
+        """All tokens after the prompt so far, sampled and observed."""
+        return self._block.ids
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens left until ``rollout.max_response_tokens``, which observed tokens count towards."""
+        return self._sampler.settings.max_response_tokens - len(self._block)
+
+    async def run(self) -> None:
+        """Call the function."""
+        hook = self._hook
+        result = await hook.function(self)
+        if result is not None:
+            raise hook.failed(f"returned {shown(result)}: the attempt keeps what was sampled, so None is needed")
+
+    async def generate(self, max_tokens: int | None = None) -> str:
+        """Sample a turn of at most ``max_tokens``; its text, special tokens left out. Raises RolloutOver."""
+        if max_tokens is not None and (isinstance(max_tokens, bool) or max_tokens < 1):
+            raise ValueError(f"max_tokens = {max_tokens!r}: 1 or more are needed")
+        if self.over:
+            raise RolloutOver("the rollout was stopped")
+        if self.tokens_left < 1:
+            self._cut = True
+            raise RolloutOver("no token is left")
+        limit = min(self.tokens_left, max_tokens or self.tokens_left)
+        number, sampler = len(self._turns), self._sampler
+        if number:
+            self._environment_s += sampler.clock.now() - self._turns[-1].generated_s
+        turn = await sampler.sample(
+            ModelCall(
+                group=self.group,
+                member=self.member,
+                prompt_ids=TokenIds.joined((self.group.prompt_ids, self.response_ids)),
+                purpose=f"turn{number}-" if number else "",  # the first has the seed of a single turn
+                session=sampler.name(self.group, self.member),
+                max_tokens=limit,
+                environment_version=self._turns[0].first_version if number else -1,
+            )
+        )
+        self._turns.append(turn)
+        self._block.extend(turn.response_ids, turn.response_logprobs, turn.versions)
+        self._ends.append(len(self._block))
+        self._rewards.append(None)
+        if self.over:
+            raise RolloutOver("the rollout was stopped" if turn.failure is None else turn.failure.cause)
+        return sampler.text(turn)
+
+    def observe(self, text: str) -> None:
+        """Append the environment's reply: tokens without loss. Raises RolloutOver where they don't fit."""
+        self.observe_ids(cast("Codec", self._sampler.tokenizer).encode(text))
+
+    def observe_ids(self, ids: Sequence[int]) -> None:
+        """Append the environment's reply as token ids; like `observe`."""
+        if not self._turns:
+            raise ValueError("nothing was generated yet: what comes before the first turn belongs into the prompt")
+        if len(ids) > self.tokens_left:
+            self._cut = True
+            raise RolloutOver(f"{len(ids)} tokens were observed where {self.tokens_left} are left")
+        self._block.append_reply(ids)
+        self._ends[-1] = len(self._block)
+
+    def reward(self, value: float) -> None:
+        """Reward the turn sampled last: algorithm.turn_discount says how it reaches those before it."""
+        number = finite_number(value)
+        if number is None or not self._turns:
+            raise ValueError(f"reward({value!r}): a finite number is needed, and a turn that it is for")
+        self._rewards[-1] = number
+
+    @property
+    def over(self) -> bool:
+        """Whether the rollout failed or was stopped."""
+        return self.stopped is not None or (
+            bool(self._turns) and (self._turns[-1].failure is not None or self._turns[-1].finish_reason == "abort")
+        )
+
+    def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
+        """The rollout of all turns so far (`RolloutAttempt.rollout`)."""
+        if failure is None and isinstance(self.stopped, Failure):
+            failure = self.stopped
+        if not self._turns:
+            cause = f"{KEY} = {self._hook.name!r} sampled nothing"
+            failure = failure or Failure(boundary="environment", cause=cause, infrastructure=False)
+            empty = MemberProgress(ModelCall.first(self.group, self.member)).rollout(now, failure)
+            return msgspec.structs.replace(empty, turns=0)
+        last, block = self._turns[-1], self._block
+        rewarded = any(reward is not None for reward in self._rewards)
+        return msgspec.structs.replace(
+            last,
+            group=self.group.index,
+            prompt_ids=self.group.prompt_ids,
+            response_ids=block.ids,
+            response_logprobs=block.logprobs,
+            response_mask=block.mask,
+            versions=block.versions,
+            failure=failure or last.failure,
+            finish_reason="error" if failure is not None else self._finish_reason(last),
+            pruned=self.stopped if isinstance(self.stopped, Pruned) else last.pruned,
+            turn_ends=tuple(self._ends),
+            turn_rewards=tuple(reward or 0.0 for reward in self._rewards) if rewarded else (),
+            turns=len(self._turns),
+            environment_s=self._environment_s + max(0.0, now - last.generated_s),
+            opened_s=self.group.admitted_s,
+            first_token_s=self._turns[0].first_token_s,
+            generated_s=now,
+            finished_s=now if failure is not None or last.failure is not None else 0.0,
+            resumes=sum(turn.resumes for turn in self._turns),
+            environment_version=self._turns[0].first_version if any(t.resumes for t in self._turns[1:]) else -1,
+            reprefills=sum(turn.reprefills for turn in self._turns),
+        )
+
+    def _finish_reason(self, last: Rollout) -> FinishReason:
+        if self.stopped is not None:
+            return "abort"
+        if last.finish_reason in ("stop", "length"):  # a turn's own limit isn't the response's
+            return "length" if self._cut or (self.tokens_left < 1 and last.finish_reason == "length") else "stop"
+        return last.finish_reason
+
+
+class CustomRollouts:
+    """Makes rollouts as a user's function does (`RolloutMaker`). Watchers and `reached` see the tokens of the turn.
+
+    What the function raises fails the rollout at the boundary "environment"; an OSError (a connection, a timeout) is
+    infrastructure. A rollout that was parked when the orchestrator died is made anew.
+    """
+
+    def __init__(self, hook: Hook, sampler: TurnSampler) -> None:
+        self._hook = hook
+        self._sampler = sampler
+        begin = functools.partial(Attempt, hook, sampler)
+        self._retrying = RetryingRollouts(sampler.settings, sampler.clock, begin, self._failure_of)
+
+    def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> CustomRollouts:
+        return CustomRollouts(self._hook, self._sampler.for_evaluation(request_prefix, temperature))
+
+    def stop(self, group: int, member: int, why: Stop) -> None:
+        """Stop the turn that is sampled, or cancel the function between turns, where nothing can be parked
+        (`RolloutMaker.stop`)."""
+        if self._sampler.generating(group, member):
+            self._sampler.stop(group, member, why)
+        elif why != "park":
+            self._retrying.stop(group, member, why)
+
+    def reached(self, group: int, member: int) -> int:
+        return self._sampler.reached(group, member)
+
+    async def generate_member(self, group: Group, member: int, parked: PartialRollout | None = None) -> Rollout:
+        refused = self._sampler.refused(ModelCall.first(group, member))
+        return refused or await self._retrying.generate_member(group, member)
+
+    def _failure_of(self, error: Exception) -> Failure | None:
+        if isinstance(error, RolloutOver):
+            return None
+        if isinstance(error, HookFailed):
+            return _raised(error, infrastructure=False)
+        return _raised(self._hook.raised(error), infrastructure=isinstance(error, OSError))
+
+
+def load_rollout_function(name: str) -> Hook:
+    """The function that ``hooks.rollout`` names. Raises ConfigurationError."""
+    hook = load_hook(KEY, name, {}, ("attempt",), asynchronous=True)
+    if not inspect.iscoroutinefunction(hook.function):
+        raise ConfigurationError(f"{KEY} = {name!r}: must be an async function: it waits for what is sampled")
+    return hook
+
+
+def _raised(error: HookFailed, infrastructure: bool) -> Failure:
+    return Failure(boundary="environment", cause=str(error)[:300], infrastructure=infrastructure)

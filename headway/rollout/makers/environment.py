@@ -1,0 +1,321 @@
+"""Rollouts played in an environment: the policy answers, the environment replies, turn by turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headway.records.conversations import (
+    ChatAnswer,
+    Conversations,
+    OnTokens,
+    OpenConversation,
+    RequestRefused,
+    TurnRequest,
+)
+from headway.records.environment import NextTurn, PartialRollout, Reply, SavedEpisode, TurnRecord
+from headway.records.errors import WorkerDied
+from headway.records.generation import GenerationResult, PartialResponse
+from headway.records.rollout import Failure, Group, Rollout, Verdict
+from headway.rollout.hosting.client import EnvironmentDied, EnvironmentPool, WorkerLease
+from headway.rollout.makers.conversation import ConversationAttempt, ConversationRollouts, RolloutFailed
+from headway.rollout.makers.turn_sampler import Resumption, TurnSampler
+from headway.rollout.seeds import rollout_seed
+from headway.rollout.verification.verdicts import apply_verdict
+
+_NO_ROOM = ("context_length_exceeded", "rollout_limit_exceeded")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environments:
+    """An orchestrator's side of its environments: the recorder of their conversations, and their workers."""
+
+    conversations: Conversations  # where answers are recorded
+    pool: EnvironmentPool
+
+
+class Resumed(NamedTuple):
+    """A rollout that was parked when its worker died, or a former orchestrator."""
+
+    saved: SavedEpisode
+    response: PartialResponse  # of the turn it was parked in
+    resumes: int
+    again: bool = False  # its worker died before it resumed: one more is tried, then it is made anew
+
+
+class EnvironmentRollouts(ConversationRollouts):
+    """Makes rollouts in environments (`RolloutMaker`). A parked one resumes where it was, with its environment's state
+    and files, in another process too; one that wasn't parked is made anew."""
+
+    def __init__(self, environments: Environments, sampler: TurnSampler, *, evaluates: bool = False) -> None:
+        """``evaluates``: the rollouts are an evaluation's, which no other process resumes."""
+        super().__init__(sampler)
+        self.environments = environments
+        self.evaluates = evaluates
+        self._resumed: dict[tuple[int, int], Resumed] = {}
+
+    def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> EnvironmentRollouts:
+        sampler = self.sampler.for_evaluation(request_prefix, temperature)
+        return EnvironmentRollouts(self.environments, sampler, evaluates=True)
+
+    async def generate_member(self, group: Group, member: int, parked: PartialRollout | None = None) -> Rollout:
+        if parked is not None and parked.episode is not None:
+            self.resume_at(group, member, Resumed(parked.episode, parked.response, parked.resumes + 1))
+        try:
+            return await super().generate_member(group, member)
+        finally:
+            self._resumed.pop((group.index, member), None)
+
+    def resume_at(self, group: Group, member: int, resumed: Resumed) -> None:
+        """Begin the member's next attempt where it was parked."""
+        self._resumed[group.index, member] = resumed
+
+    def begin(self, group: Group, member: int) -> EnvironmentAttempt:
+        return EnvironmentAttempt(self, group, member, self._resumed.pop((group.index, member), None))
+
+    def failure_of(self, error: Exception) -> Failure | None:
+        if isinstance(error, WorkerDied):  # the last worker: nothing more can be played
+            raise error
+        return super().failure_of(error)
+
+
+@dataclass(kw_only=True)
+class _Talk:
+    """The conversation of one speaker."""
+
+    conversation: OpenConversation  # that records it; several speakers may share it
+    messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+
+class EnvironmentAttempt(ConversationAttempt):
+    """An attempt at a rollout in an environment: *begun* or *restored*, answer and reply in turn, then *scored*."""
+
+    def __init__(self, rollouts: EnvironmentRollouts, group: Group, member: int, resumed: Resumed | None) -> None:
+        super().__init__(rollouts.sampler, group, member)
+        self._rollouts = rollouts
+        self._conversations = rollouts.environments.conversations
+        self._resumed = resumed
+        self._exchanges: list[TurnRecord] = []
+        self._asked = NextTurn(said=())  # what is being answered
+        self._last: GenerationResult | None = None
+        self._verdict: Verdict | None = None
+        self._over = ""
+        self._lease: WorkerLease | None = None
+        self._talks: dict[str, _Talk] = {}
+        self._learned: OpenConversation | None = None
+        self._unlearned: OpenConversation | None = None
+
+    async def run(self) -> None:
+        playing = asyncio.create_task(self._play(), name=f"play-{self.group.index}-{self.member}")
+        try:
+            await asyncio.wait((playing, self._failed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            playing.cancel()
+            if self._learned is not None:  # at once: an attempt that is stopped twice isn't waited for
+                self._recorded = self._learned.seal()
+            if self._unlearned is not None:
+                self._unlearned.seal()
+            self.note(0)
+            await asyncio.wait((playing,))
+        if self._failed.done():
+            raise RolloutFailed(self._failed.result())
+        playing.result()
+
+    def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
+        rollout = super().rollout(now, failure)
+        verdict = None if rollout.failure is not None else self._judged(rollout)
+        return rollout if verdict is None else apply_verdict(rollout, verdict, now)
+
+    def _judged(self, rollout: Rollout) -> Verdict | None:
+        """The environment's verdict: its score, or the sum of its turns' rewards. None: it gave neither."""
+        verdict = self._verdict
+        rewarded = any(exchange.reward is not None for exchange in self._exchanges)
+        turns = learned_turn_rewards(self._exchanges)
+        if verdict is None and not rewarded:
+            return None
+        if verdict is None:
+            verdict, score = Verdict(reward=sum(turns), solved=sum(turns) >= 1), 0.0
+        else:
+            score = verdict.reward
+        if rollout.branches:  # turns of several conversations have no one order
+            verdict = msgspec.structs.replace(verdict, turn_rewards=())
+        elif rewarded and 0 < len(turns) == len(rollout.turn_ends) and not verdict.turn_rewards:
+            verdict = msgspec.structs.replace(verdict, turn_rewards=(*turns[:-1], turns[-1] + score))
+        return msgspec.structs.replace(verdict, detail={"ended": self._over, **verdict.detail})
+
+    async def _play(self) -> None:
+        self._learned = self._conversations.open(self.name, self.sampled)
+        try:
+            async with self._rollouts.environments.pool.seated(self.name) as lease:
+                self._lease = lease
+                try:
+                    await self._turns(lease)
+                finally:
+                    self._lease = None
+        except EnvironmentDied as error:
+            if self._resumed is not None and not self._resumed.again:  # nothing has changed since it was saved
+                self._rollouts.resume_at(self.group, self.member, self._resumed._replace(again=True))
+            cause = str(error)[:300]
+            raise RolloutFailed(Failure(boundary="environment", cause=cause, infrastructure=True)) from None
+
+    async def _turns(self, lease: WorkerLease) -> None:
+        asked = await self._first(lease)
+        while asked is not None:
+            answer = await self._answer(asked)
+            if answer is None:
+                break
+            reply = await lease.reply(answer.message, asked.speaker, answer.cut)
+            assert self._last is not None
+            self._exchanges.append(TurnRecord(asked=asked, result=self._last, reward=reply.reward))
+            asked = self._next(reply)
+        scored = await lease.score()
+        if scored.verdict is not None and scored.verdict.failure is not None:
+            raise RolloutFailed(scored.verdict.failure)
+        self._verdict = scored.verdict
+        if scored.reward is not None:  # then there was a turn
+            last = self._exchanges[-1]
+            reward = (last.reward or 0.0) + scored.reward
+            self._exchanges[-1] = msgspec.structs.replace(last, reward=reward)
+
+    async def _first(self, lease: WorkerLease) -> NextTurn | None:
+        """The turn that the rollout begins or resumes with."""
+        if self._resumed is None:
+            prefix = f"{self._sampler.request_prefix}environment-"
+            seed = rollout_seed(self._sampler.run_seed, self.group.index, self.member, prefix)
+            return self._next(await lease.begin(self.group.task, seed))
+        saved = self._resumed.saved
+        await self._replay(saved)
+        messages = {speaker: [*talk.messages] for speaker, talk in self._talks.items()}
+        messages.setdefault(saved.asked.speaker, []).extend(saved.asked.said)
+        failure = await lease.restore(self.group.task, saved.environment, saved.asked, messages)
+        if failure is not None:
+            raise RolloutFailed(failure)
+        self._environment_s = saved.environment_s
+        self._held_version = self._oldest_version
+        return saved.asked
+
+    async def _replay(self, saved: SavedEpisode) -> None:
+        """Record the turns of a saved episode again, as they were sampled. Each is a whole prompt to render and to
+        compare: the event loop runs in between, or hundreds of resumed rollouts would block the run for minutes."""
+        for exchange in saved.exchanges:
+            await asyncio.sleep(0)
+            talk = self._talk(exchange.asked)
+            talk.messages.extend(exchange.asked.said)
+            asked = exchange.asked
+            said = talk.conversation.replay(
+                talk.messages, asked.tools, exchange.result, stop=asked.stop, max_tokens=asked.max_tokens
+            )
+            talk.messages.append(said.message)
+            versions = exchange.result.response.versions
+            self.keep_version(versions[0].version if versions else -1)
+            self._exchanges.append(exchange)
+            self.parkings += exchange.result.resumes
+
+    def _next(self, reply: Reply) -> NextTurn | None:
+        if reply.failure is not None:
+            raise RolloutFailed(reply.failure)
+        self._over = reply.over
+        return reply.asked
+
+    def _talk(self, asked: NextTurn) -> _Talk:
+        talk = self._talks.get(asked.speaker)
+        if talk is None:
+            conversation = self._learned
+            if not asked.learned:
+                if self._unlearned is None:
+                    self._unlearned = self._conversations.open(f"{self.name}-unlearned", self._sampled_unlearned)
+                conversation = self._unlearned
+            assert conversation is not None
+            talk = self._talks[asked.speaker] = _Talk(conversation=conversation)
+        return talk
+
+    async def _answer(self, asked: NextTurn) -> ChatAnswer | None:
+        """The policy's answer; None where there is no room for one: the rollout ends as it stands."""
+        self._asked = asked
+        talk = self._talk(asked)
+        talk.messages.extend(asked.said)
+        try:
+            said = await talk.conversation.ask(talk.messages, asked.tools, stop=asked.stop, max_tokens=asked.max_tokens)
+        except RequestRefused as refused:
+            if refused.code in _NO_ROOM:
+                self._over = refused.code
+                return None
+            cause = f"its messages can't be rendered: {refused}"[:300]
+            failure = Failure(boundary="environment", cause=cause, infrastructure=False)
+            raise RolloutFailed(self._engine or failure) from None
+        except Exception as error:  # whatever its call failed with, no answer came; where it was sampled knows why
+            cause = f"{type(error).__name__}: {error}"[:300]
+            failure = self._engine or Failure(boundary="engine", cause=cause, infrastructure=True)
+            raise RolloutFailed(failure) from None
+        talk.messages.append(said.message)
+        return said
+
+    async def sampled(self, wanted: TurnRequest, told: OnTokens, /) -> GenerationResult:
+        self._last = await super().sampled(wanted, told)
+        return self._last
+
+    async def _sampled_unlearned(self, wanted: TurnRequest, told: OnTokens, /) -> GenerationResult:
+        """Sample for a role that isn't learned: its random numbers differ from a learned role's at the same prompt."""
+        return await self.sampled(msgspec.structs.replace(wanted, purpose=f"unlearned-{wanted.purpose}"), told)
+
+    def take_begun(self) -> PartialResponse:
+        if self._resumed is None:
+            return PartialResponse()
+        resumed, self._resumed = self._resumed, None
+        self.parkings = resumed.resumes
+        return resumed.response
+
+    async def _park(self, parked: PartialRollout) -> Resumption:
+        lease = self._lease
+        if lease is None or self._rollouts.evaluates:  # an evaluation isn't resumed in another process
+            return await super()._park(parked)
+        try:
+            kept = await lease.park()
+            if isinstance(kept, Failure) and kept.boundary == "model":  # an outcome: its environment finds it next
+                return await super()._park(parked)
+            if isinstance(kept, Failure):
+                return await self._given_up(kept)
+            saved = SavedEpisode(
+                exchanges=tuple(self._exchanges),
+                asked=self._asked,
+                environment=kept,
+                environment_s=self._environment_s,
+            )
+            resumption = await super()._park(msgspec.structs.replace(parked, episode=saved))
+            try:
+                failure = await lease.unpark()
+            except EnvironmentDied:
+                if resumption == "continue" and not kept.state["held"]:
+                    resumed = Resumed(saved, parked.response, parked.resumes + 1)
+                    self._rollouts.resume_at(self.group, self.member, resumed)
+                raise
+            return resumption if failure is None else await self._given_up(failure)
+        except EnvironmentDied as error:
+            cause = str(error)[:300]
+            return await self._given_up(Failure(boundary="environment", cause=cause, infrastructure=True))
+
+    async def _given_up(self, failure: Failure) -> Resumption:
+        """End the attempt with ``failure``; its calls stay parked until it has ended."""
+        self.fail(failure)
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("unreachable")
+
+
+def learned_turn_rewards(exchanges: Sequence[TurnRecord]) -> list[float]:
+    """Rewards of the turns that are learned; the reward of any other counts in the learned turn before it."""
+    turns: list[float] = []
+    before = 0.0  # any was learned
+    for exchange in exchanges:
+        reward = exchange.reward or 0.0
+        if exchange.asked.learned:
+            turns.append(before + reward)
+            before = 0.0
+        elif turns:
+            turns[-1] += reward
+        else:
+            before += reward
+    return turns

@@ -1,0 +1,287 @@
+"""A pool of verifier processes behind one handle (records.clients.Verifier), with a timeout that kills."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from headway.config import schema
+from headway.config.sources import VerifierSettings
+from headway.records.errors import ConfigurationError, HeadwayError, RemoteError, WorkerDied
+from headway.records.rollout import Verdict
+from headway.records.task import Task
+from headway.records.trace import Span, WorkerState
+from headway.rollout.verification.verdicts import failed_verdict
+from headway.runtime.channel import Channel, ChannelClosed, ChannelStatistics
+from headway.runtime.clock import Clock
+from headway.runtime.devices import every_core
+from headway.runtime.workers import Launcher, Worker, WorkerSpec
+
+_FACTORY = "headway.rollout.verification.service:VerifierService"
+_BACKSTOP_GRACE_S = 5.0  # the worker's own watchdog comes first; the parent's limit is for a worker that is stuck
+_STOP_GRACE_S = 1.0
+_START_RETRY_S = 0.5  # before a worker that couldn't start is tried again
+_RETRY_S = 0.5  # before what infrastructure failed is scored again; doubles each time
+
+
+class _Job(msgspec.Struct, kw_only=True, eq=False):
+    task: Task
+    responses: tuple[str, ...]
+    verdicts: asyncio.Future[list[Verdict]]
+
+
+class _Died(Exception):
+    """The worker died under a job. ``hung``: because the job took too long."""
+
+    def __init__(self, cause: str, hung: bool, elapsed_s: float) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.hung = hung
+        self.elapsed_s = elapsed_s
+
+
+class VerifierPool:
+    """``workers`` processes that share one bounded queue of groups.
+
+    A group is scored in one call. When its worker hangs or dies, the worker is replaced and the group's responses are
+    scored one by one, so that only the guilty one fails: "timed out after 10 s; job killed" (not
+    infrastructure) for a hang. A death for another reason, or a verdict that failed as infrastructure, is retried
+    ``retries`` times and then fails as infrastructure. Workers are replaced when the next job needs one; the pool
+    stays usable throughout.
+
+    ``named``: the verifiers that tasks choose, by ``Task.verifier``; ``verifier`` scores the others. Every worker can
+    score with all of them.
+
+    ``device`` pins every worker (``cpu:N-M``); None leaves them on all cores this process may use.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        verifier: schema.VerifierConfig,
+        clock: Clock,
+        *,
+        named: Mapping[str, VerifierSettings] | None = None,
+        device: str | None = None,
+        log_folder: Path | None = None,
+        retries: int = 2,
+        queue_groups: int | None = None,
+        observe: Callable[[Span], None] | None = None,
+    ) -> None:
+        """``observe`` is told of every call of a worker."""
+        self._observe = observe
+        self._launcher = launcher
+        self._verifier = verifier
+        self._named = dict(named or {})
+        self._clock = clock
+        self._retries = retries
+        self._device = device
+        self._log_folder = log_folder
+        self._jobs: Channel[_Job] = Channel(queue_groups or 16 * verifier.workers, "verify", clock)
+        self._workers: list[Worker | None] = [None] * verifier.workers
+        self._seats: list[asyncio.Task[None]] = []
+        self._open: set[asyncio.Future[list[Verdict]]] = set()
+        self._restarts = [0] * verifier.workers  # by seat
+
+    async def start(self) -> None:
+        """Start all workers. Raises ConfigurationError when the verifier can't be imported or refuses a parameter."""
+        launches = (self._launch(seat) for seat in range(len(self._workers)))
+        for error in await asyncio.gather(*launches, return_exceptions=True):
+            if isinstance(error, BaseException):
+                await self.stop()
+                raise error.__cause__ if isinstance(error.__cause__, ConfigurationError) else error
+        self._seats = [asyncio.create_task(self._serve(i), name=f"verifier-{i}") for i in range(len(self._workers))]
+
+    async def verify(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
+        """Score ``responses`` to ``task``: one Verdict each, in order. Waits while the queue is full."""
+        if not responses:
+            return []
+        verdicts: asyncio.Future[list[Verdict]] = asyncio.get_running_loop().create_future()
+        self._open.add(verdicts)
+        try:
+            await self._jobs.put(_Job(task=task, responses=tuple(responses), verdicts=verdicts))
+            return await verdicts
+        except ChannelClosed:
+            raise HeadwayError("the verifier pool is stopped") from None
+        finally:
+            self._open.discard(verdicts)
+
+    async def stop(self) -> None:
+        """Stop all workers; whoever still waits for a verdict gets HeadwayError."""
+        self._jobs.close()
+        for seat in self._seats:
+            seat.cancel()
+        await asyncio.gather(*self._seats, return_exceptions=True)
+        for verdicts in self._open:
+            if not verdicts.done():
+                verdicts.set_exception(HeadwayError("the verifier pool is stopped"))
+        workers = [worker for worker in self._workers if worker is not None]
+        self._workers = [None] * len(self._workers)
+        await asyncio.gather(*(worker.stop(_STOP_GRACE_S) for worker in workers))
+
+    @property
+    def restarts(self) -> int:
+        """Workers replaced so far."""
+        return sum(self._restarts)
+
+    def statistics(self) -> ChannelStatistics:
+        """The queue's statistics: used, capacity, peak, waiters, age of the oldest group."""
+        return self._jobs.statistics()
+
+    @property
+    def worker_states(self) -> list[WorkerState]:
+        """Every worker's health; one that died is replaced when the next job needs it."""
+        return [
+            WorkerState(name=f"verifier-{seat}", up=worker is not None and worker.alive, restarts=self._restarts[seat])
+            for seat, worker in enumerate(self._workers)
+        ]
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the live workers."""
+        return [worker.pid for worker in self._workers if worker is not None and worker.alive]
+
+    # --- one seat: a worker and the loop that feeds it ---------------------------------------------------
+
+    async def _serve(self, seat: int) -> None:
+        """Consumes groups from the queue, waits for them to be scored, is unblocked by ``verify``."""
+        while True:
+            try:
+                job = await self._jobs.get()
+            except ChannelClosed:
+                return
+            if job.verdicts.done():
+                continue  # its caller gave up while it was queued
+            try:
+                verdicts = await self._score_group(seat, job)
+            except Exception as error:  # a fault of the pool itself must reach the caller, not end the seat silently
+                if not job.verdicts.done():
+                    job.verdicts.set_exception(error)
+                continue
+            if not job.verdicts.done():
+                job.verdicts.set_result(verdicts)
+
+    async def _score_group(self, seat: int, job: _Job) -> list[Verdict]:
+        """Everything in one call, or one by one once that killed the worker. What infrastructure failed is scored
+        again after a pause, which holds the queue back: with a service that is down, others would fail as well."""
+        verdicts: dict[int, Verdict] = {}
+        left = list(range(len(job.responses)))
+        together, attempts = True, 0
+        while True:
+            responses = tuple(job.responses[i] for i in left)
+            if together and len(left) > 1:  # alone, a response is its own suspect
+                try:
+                    scored = await self._call(seat, job.task, responses)
+                except _Died as died:
+                    together, attempts = False, attempts + (0 if died.hung else 1)
+                    continue
+            else:
+                scored = [await self._score_single(seat, job.task, response) for response in responses]
+            for i, verdict in zip(left, scored, strict=True):
+                verdicts[i] = _paid_for(verdict, verdicts.get(i))
+            left = [i for i in left if _lost(verdicts[i])]
+            attempts += 1
+            if not left or attempts > self._retries:
+                break
+            await self._clock.sleep(_RETRY_S * 2 ** (attempts - 1))
+        return [_given_up(v, attempts) if _lost(v) else v for _, v in sorted(verdicts.items())]
+
+    async def _score_single(self, seat: int, task: Task, response: str) -> Verdict:
+        try:
+            return (await self._call(seat, task, (response,)))[0]
+        except _Died as died:
+            if died.hung:
+                cause = f"timed out after {self._timeout_s(task):g} s; job killed"
+            else:
+                cause = "the verifier's process died under it"
+            return failed_verdict(cause, infrastructure=not died.hung, detail=died.cause, verify_s=died.elapsed_s)
+
+    async def _call(self, seat: int, task: Task, responses: tuple[str, ...]) -> list[Verdict]:
+        """Score on this seat's worker. Raises _Died; the next call then starts another."""
+        worker = await self._worker(seat)
+        started = self._clock.now()
+        backstop_s = 1.1 * self._timeout_s(task) * len(responses) + _BACKSTOP_GRACE_S
+        try:
+            async with asyncio.timeout(backstop_s):
+                verdicts = await worker.call("score", task, responses)
+            if self._observe is not None:
+                ended = self._clock.now()
+                name = f"score {len(responses)}"
+                self._observe(Span(track=worker.name, name=name, start_s=round(started, 6), end_s=round(ended, 6)))
+            return verdicts
+        except TimeoutError:
+            elapsed_s = self._clock.now() - started
+            worker.kill()
+            await worker.died
+            raise _Died(f"no answer after {elapsed_s:.1f} s", True, elapsed_s) from None
+        except WorkerDied as error:
+            elapsed_s = self._clock.now() - started
+            # the watchdog in the worker ends it no sooner than the limit; an earlier death had another cause
+            raise _Died(error.cause, elapsed_s >= self._timeout_s(task), elapsed_s) from None
+        except asyncio.CancelledError:
+            worker.kill()  # the pool is being stopped in mid-job: don't wait for the job
+            raise
+
+    def _timeout_s(self, task: Task) -> float:
+        return self._named.get(task.verifier, self._verifier).timeout_s
+
+    async def _worker(self, seat: int) -> Worker:
+        """The seat's live worker, restarted when it is dead. Raises HeadwayError when that fails."""
+        worker = self._workers[seat]
+        return worker if worker is not None and worker.alive else await self._restart(seat)
+
+    async def _restart(self, seat: int) -> Worker:
+        attempts = self._retries + 1
+        while True:
+            attempts -= 1
+            try:
+                worker = await self._launch(seat)
+            except (WorkerDied, RemoteError, TimeoutError) as error:
+                if not attempts:
+                    raise HeadwayError(f"verifier-{seat} could not be restarted: {error}") from error
+                await self._clock.sleep(_START_RETRY_S)
+            else:
+                self._restarts[seat] += 1
+                return worker
+
+    async def _launch(self, seat: int) -> Worker:
+        """Start this seat's worker. It takes its seat at once, so that ``stop`` finds it whatever happens next."""
+        name = f"verifier-{seat}"
+        spec = WorkerSpec(
+            name=name,
+            factory=_FACTORY,
+            arguments={
+                "verifier": self._verifier.model_dump(),
+                "named": {name: settings.model_dump() for name, settings in self._named.items()},
+            },
+            device=self._device or every_core(),
+            log_path=str(self._log_folder / f"{name}.log") if self._log_folder else None,
+        )
+        worker = await self._launcher.start(spec)
+        self._workers[seat] = worker
+        return worker
+
+
+def _lost(verdict: Verdict) -> bool:
+    """It failed for a reason that has nothing to do with the response."""
+    return verdict.failure is not None and verdict.failure.infrastructure
+
+
+def _paid_for(verdict: Verdict, earlier: Verdict | None) -> Verdict:
+    """``verdict`` with what an earlier attempt at it has cost as well."""
+    if earlier is None or not earlier.judge_tokens:
+        return verdict
+    return msgspec.structs.replace(
+        verdict,
+        judge_tokens=verdict.judge_tokens + earlier.judge_tokens,
+        judge_cost=verdict.judge_cost + earlier.judge_cost,
+    )
+
+
+def _given_up(verdict: Verdict, attempts: int) -> Verdict:
+    assert verdict.failure is not None
+    cause = f"{verdict.failure.cause}; attempts: {attempts}"
+    return msgspec.structs.replace(verdict, failure=msgspec.structs.replace(verdict.failure, cause=cause))

@@ -1,0 +1,177 @@
+r"""Comparing mathematical answers with the package math-verify: LaTeX and plain expressions, by value.
+A reference that is words (``east``, ``\text{no solution}``) is compared as a text instead.
+
+Its own time limits are signals, which work in no thread but the first and raise past every ``except Exception``; they
+are switched off here, because the verifier's process has a watchdog of its own (service.py). What it swallows by
+default is asked for instead, so that "no answer found", "not equal" and a reference that is no mathematics differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+from headway.records.task import Task
+from headway.rollout.verification.extraction import Extract, extract_answer, last_match
+from headway.runtime.imports import import_extra
+
+_LONGEST_TEXT = 4000  # characters at the end of a response that are searched: the search is quadratic in digits
+_DELIMITERS = ("$", "\\boxed", "\\fbox", "\\(", "\\[", "\\begin")
+_COMMAND = re.compile(r"\\(?:text|mathrm|operatorname|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
+_WORD = re.compile(r"[A-Za-z]{3,}")
+_TWO_LETTERS = re.compile(r"[A-Za-z]{2}")
+_ESCAPED_DOLLAR = re.compile(r"(?<!\\)((?:\\\\)*)(?:\bUSD? ?)?\\\$")  # an even number of backslashes escapes nothing
+_DELIMITED = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_FONT = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt)|operatorname|mbox|hbox|emph)\s*\{([^{}]*)\}")
+_SPACING = re.compile(r"\\(?:q?quad\b|[ ,;:!])|[~\s]+")
+_LETTERS = "[A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f]"  # Latin: a Greek one is a symbol
+# beside a comma or hyphen words have three letters: "ab-cd" is a difference, "north-east" none
+_TEXT = re.compile(rf"{_LETTERS}{{2,}}(?: {_LETTERS}{{2,}})*|{_LETTERS}{{3,}}(?:(?:,? |-){_LETTERS}{{3,}})*")
+_SYMBOLS = ("inf", "infinity")  # words that math-verify reads as what they mean: as a text or by value
+_AROUND = " .,;:!*_`'\"$"  # of a word in prose or Markdown
+_ANSWER_IS = re.compile(r"\banswer\b(?:\s+is\b)?\s*:?", re.IGNORECASE)
+_MOST_WORDS = 2  # in a reference without delimiters; more are a sentence, which would parse as a product of letters
+
+Parse = Callable[[str], list[Any]]
+
+
+def math_scorer(extract: Extract, float_rounding: int, strict: bool) -> Callable[[Task, str], dict[str, Any]]:
+    """A scorer: 1 when the answer in the response equals the task's, else 0, with the reason in the detail.
+
+    Raises ConfigurationError when math-verify isn't installed. The scorer raises ValueError, naming the task, when
+    the *reference* can't be parsed: that is a fault of the data and never a reward.
+    """
+    package = import_extra("math_verify", "math", "verifier.name = 'math'")
+    for module in ("parser", "grader"):  # each warns once that somebody else must keep the time: somebody does
+        logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
+
+    def parse(text: str) -> list[Any]:
+        return package.parse(text, parsing_timeout=None, fallback_mode="no_fallback")
+
+    @functools.lru_cache(maxsize=1024)
+    def reference_of(answer: str) -> tuple[str, list[Any]]:
+        answer = _without_escaped_dollars(answer)
+        words = _reference_words(answer)
+        return words, parse(_reference_text(answer)) if not words or words in _SYMBOLS else []
+
+    def score(task: Task, response: str) -> dict[str, Any]:
+        words, reference = reference_of(task.answer)
+        if not words and not reference:
+            raise ValueError(
+                f"task {task.task_id}: its answer {task.answer[:80]!r} is no mathematical expression that math-verify "
+                "can parse (a LaTeX or plain expression; of a worked solution, what follows the last ####, or \\boxed)"
+            )
+        found = extract_answer(response, extract)
+        if found is None:
+            return {"reward": 0.0, "reason": f"the response has no answer (extract = {extract!r})"}
+        found = _without_escaped_dollars(found)
+        if words and words in _said(found):
+            return {"reward": 1.0}
+        if not reference:
+            return {"reward": 0.0, "reason": "not equal to the reference"}
+        answer = parse(_response_text(found, whole=extract == "all"))
+        if not answer:
+            return {"reward": 0.0, "reason": "no mathematical expression found in the response"}
+        try:
+            equal = package.verify(
+                reference,
+                answer,
+                float_rounding=float_rounding,
+                strict=strict,
+                timeout_seconds=None,
+                raise_on_error=True,
+            )
+        except Exception as error:  # sympy may raise anything for what a policy writes; the reference has parsed
+            return {"reward": 0.0, "reason": f"can't be compared: {type(error).__name__}: {str(error)[:200]}"}
+        return {"reward": 1.0} if equal else {"reward": 0.0, "reason": "not equal to the reference"}
+
+    return score
+
+
+def _without_escaped_dollars(text: str) -> str:
+    r"""A price is its number: ``\$`` shows a dollar where ``$`` would begin mathematics."""
+    return _ESCAPED_DOLLAR.sub(r"\1", text)
+
+
+def _reference_text(answer: str) -> str:
+    """The reference as one expression: "3x+5" would otherwise be read as its first number, 3."""
+    text = answer.rpartition("####")[2].strip()
+    if not text or any(mark in text for mark in _DELIMITERS):
+        return text
+    return "" if _is_sentence(text) else _boxed(text)
+
+
+def _is_sentence(text: str) -> bool:
+    return len(_WORD.findall(_COMMAND.sub(" ", text))) > _MOST_WORDS
+
+
+def _reference_words(answer: str) -> str:
+    """The reference where it is nothing but words, "" where it is mathematics or a sentence.
+
+    As an expression ``east`` would be the product of four letters, equal to ``seat``. Between dollars letters are
+    variables, unless they are set as text.
+    """
+    text = answer.rpartition("####")[2].strip()
+    inside = extract_answer(text, "boxed")
+    if inside is None and not any(mark in text for mark in _DELIMITERS):
+        inside = "" if _is_sentence(text) else text
+    inside = text if inside is None else inside
+    formula = _last_delimited(inside)
+    if formula is not None and not _FONT.search(formula):
+        return ""
+    words = _unset(inside if formula is None else formula)
+    return words if _TEXT.fullmatch(words) else ""
+
+
+def _said(found: str) -> tuple[str, ...]:
+    """What a response may be taken to answer where words are asked for: what is in its last box; without one its last
+    line, or what follows "answer is" there, or the last formula of that."""
+    boxed = extract_answer(found, "boxed")
+    if boxed is not None:
+        return (_named(boxed),)
+    line = found.rstrip().rpartition("\n")[2]
+    tail = _ANSWER_IS.split(line[-_LONGEST_TEXT:])[-1]
+    return _named(line), _named(tail), _named(_last_delimited(tail) or "")
+
+
+def _named(text: str) -> str:
+    """``_unset``, a symbol by its name: ``\\theta`` is theta."""
+    return _unset(text[-_LONGEST_TEXT:]).replace("\\", "")
+
+
+def _last_delimited(text: str) -> str | None:
+    """The inside of the last formula in ``text``."""
+    last = last_match(_DELIMITED, text)
+    return None if last is None else next(group for group in last.groups() if group is not None)
+
+
+def _unset(text: str) -> str:
+    """``text`` in lower case without what only sets it: dollars, fonts, spacing, marks around it."""
+    for mark in ("$", "\\(", "\\)", "\\[", "\\]"):
+        text = text.replace(mark, "")
+    count = 1
+    while count:  # the innermost first
+        text, count = _FONT.subn(r"\1", text)
+    return _SPACING.sub(" ", text).strip(_AROUND).lower()
+
+
+def _response_text(found: str, whole: bool) -> str:
+    """What is searched. A bare expression is taken as one, as the reference is; ``whole``: ``found`` may be prose, of
+    which the last box is the answer (math-verify would take several together for a set)."""
+    boxed = extract_answer(found, "boxed") if whole else None
+    if boxed is not None:
+        return _boxed(boxed)
+    text = found.strip()
+    if len(text) > _LONGEST_TEXT:
+        text = text[-_LONGEST_TEXT:]
+        text = text[text.find("\n") + 1 :]  # math in a line is delimited in pairs: begin with a whole one
+    if any(mark in text for mark in _DELIMITERS) or "\n" in text or not text:
+        return text
+    return text if whole and _TWO_LETTERS.search(_COMMAND.sub(" ", text)) else _boxed(text)
+
+
+def _boxed(text: str) -> str:
+    return f"\\boxed{{{text}}}"

@@ -1,0 +1,67 @@
+"""What a verifier is once its parameters are bound: a function of a task and a response, or one that can do more."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from headway.records.rollout import Verdict
+from headway.records.task import Task
+from headway.rollout.verification.verdicts import failed_verdict, to_verdict
+
+Scorer = Callable[[Task, str], object]
+
+_LONGEST_DETAIL = 4000  # characters of a traceback that are kept: its end says what happened
+
+
+@runtime_checkable
+class ManyScorer(Protocol):
+    """A scorer that waits for something else most of the time and so scores several responses at once."""
+
+    @property
+    def concurrency(self) -> int:
+        """Responses at once, in one process."""
+        ...
+
+    @property
+    def longest_s(self) -> float:
+        """The longest it takes over one response."""
+        ...
+
+    def __call__(self, task: Task, response: str) -> object: ...
+
+    def score_all(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
+        """One Verdict per response, in order; raises nothing for one that can't be scored."""
+        ...
+
+
+def score_each(scorer: Scorer, task: Task, responses: Sequence[str]) -> list[Verdict]:
+    """What ``scorer`` makes of each response, several at once where it can; raises nothing."""
+    if isinstance(scorer, ManyScorer):
+        return scorer.score_all(task, responses)
+    return [score_guarded(scorer, task, response) for response in responses]
+
+
+def longest_s(scorer: Scorer) -> float:
+    """The longest it may take over one response by its own limits; 0 where it has none."""
+    return scorer.longest_s if isinstance(scorer, ManyScorer) else 0.0
+
+
+def score_guarded(
+    score: Callable[[Task, str], object], task: Task, response: str, now: Callable[[], float] = time.monotonic
+) -> Verdict:
+    """Score one response; whatever the verifier raises becomes a failed Verdict with the traceback in detail.
+
+    An OSError (a refused connection, a timeout) is infrastructure, worth another try; the rest is its own defect."""
+    started = now()
+    try:
+        verdict = to_verdict(score(task, response))
+    except (Exception, SystemExit) as error:  # the reward boundary's one capture point
+        detail = "".join(traceback.format_exception(error))[-_LONGEST_DETAIL:]
+        cause = f"the verifier raised {type(error).__name__}: {error}"
+        verdict = failed_verdict(cause[:300], infrastructure=isinstance(error, OSError), detail=detail)
+    return msgspec.structs.replace(verdict, verify_s=now() - started)

@@ -1,0 +1,94 @@
+"""The verifier worker: scores one task's responses inside its own process."""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from headway.config import schema
+from headway.config.sources import VerifierSettings
+from headway.records.rollout import Verdict
+from headway.records.task import Task
+from headway.rollout.verification.scorers import ManyScorer, score_guarded
+from headway.rollout.verification.verdicts import failed_verdict
+from headway.rollout.verification.verifiers import resolve_named
+
+
+class VerifierService:
+    """Worker class. One call scores a task's whole group; each response has ``timeout_s`` of its own (up to a
+    tenth more: see Watchdog).
+
+    The limit is enforced here by a watchdog thread in C that needs no interpreter lock: a response that hangs, even
+    inside a regular expression that holds the lock, ends this *process*. ``client.py`` sees a dead worker,
+    starts another and finds out which response did it.
+    """
+
+    def __init__(
+        self, context: Any, *, verifier: dict[str, Any], named: dict[str, dict[str, Any]] | None = None
+    ) -> None:
+        """``verifier``: a config.Verifier as plain types; ``named``: those that tasks choose, by ``Task.verifier``.
+
+        Each is made once. Raises ConfigurationError, naming it, when one can't be imported or refuses a parameter.
+        """
+        settings: dict[str, VerifierSettings] = {"": schema.VerifierConfig.model_validate(verifier)}
+        settings |= {name: VerifierSettings.model_validate(raw) for name, raw in (named or {}).items()}
+        self._verifiers = {name: (resolve_named(name, chosen), chosen.timeout_s) for name, chosen in settings.items()}
+
+    def score(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
+        """One Verdict per response, in order. A raise or an unusable return value costs only its response."""
+        if task.verifier not in self._verifiers:
+            known = ", ".join(name for name in self._verifiers if name) or "none"
+            cause = f"task {task.task_id} asks for the verifier {task.verifier!r}, and there is {known}"
+            return [failed_verdict(cause)] * len(responses)
+        verdicts: list[Verdict] = []
+        score, timeout_s = self._verifiers[task.verifier]
+        if isinstance(score, ManyScorer):
+            return score_many(score, timeout_s, task, responses)
+        with Watchdog(timeout_s) as watchdog:
+            for response in responses:
+                watchdog.restart()
+                verdicts.append(score_guarded(score, task, response))
+        return verdicts
+
+
+def score_many(score: ManyScorer, timeout_s: float, task: Task, responses: Sequence[str]) -> list[Verdict]:
+    """Score responses several at once; the watchdog gives them ``timeout_s`` for each that one thread scores in a row.
+    Their verify_s is an equal part each of the time that all took."""
+    started = time.monotonic()
+    with Watchdog(timeout_s * -(-len(responses) // score.concurrency)) as watchdog:
+        watchdog.restart()
+        verdicts = score.score_all(task, responses)
+    elapsed_s = (time.monotonic() - started) / max(1, len(verdicts))
+    return [msgspec.structs.replace(verdict, verify_s=elapsed_s) for verdict in verdicts]
+
+
+class Watchdog:
+    """Ends the process (exit code 1, traceback on stderr) when one piece of work in its block takes too long.
+
+    ``restart`` begins a piece. Arming costs a thread, much more than scoring a short answer, so it is armed for
+    1.1 x ``timeout_s`` and armed anew only by a piece that begins more than 0.1 x ``timeout_s`` later: every piece
+    has between 1.0 and 1.1 x ``timeout_s``.
+    """
+
+    def __init__(self, timeout_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._timeout_s = timeout_s
+        self._now = now
+        self._armed_s = -math.inf
+
+    def __enter__(self) -> Watchdog:
+        return self
+
+    def restart(self) -> None:
+        now = self._now()
+        if now - self._armed_s > 0.1 * self._timeout_s:
+            faulthandler.dump_traceback_later(1.1 * self._timeout_s, exit=True, file=sys.__stderr__ or 2)
+            self._armed_s = now
+
+    def __exit__(self, *_: object) -> None:
+        faulthandler.cancel_dump_traceback_later()

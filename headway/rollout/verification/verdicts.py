@@ -1,0 +1,121 @@
+"""Verdicts: made of what verifiers return, applied to rollouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, SupportsFloat, cast
+
+import msgspec
+
+from headway.records.rollout import Failure, Rollout, Verdict
+from headway.runtime.hooks import finite_number, shown
+
+
+def to_verdict(result: object) -> Verdict:
+    """A verifier's return value as a Verdict; one that can't be used becomes a Verdict with ``failure``.
+
+    A number counts as solved from 1 upwards; a mapping or a Verdict may say otherwise. Rewards by turn come in a
+    mapping's "turn_rewards" (its reward is their sum, unless it gives one) or in a Verdict.
+    """
+    solved: object = None
+    detail: object = {}
+    turns: object = ()
+    if isinstance(result, Verdict):
+        if result.failure is not None:
+            return msgspec.structs.replace(result, reward=0.0, solved=False)
+        value, solved, detail, turns = result.reward, result.solved, result.detail, result.turn_rewards
+    elif isinstance(result, Mapping):
+        fields = {str(key): field for key, field in cast("Mapping[Any, Any]", result).items()}
+        turns = fields.pop("turn_rewards", ())
+        value, solved, detail = fields.pop("reward", None), fields.pop("solved", None), fields
+    else:
+        value = result
+    turn_rewards = _numbers(turns)
+    if turn_rewards is None:
+        return failed_verdict(f"the verifier's turn_rewards are {shown(turns)}: a list of finite numbers is expected")
+    reward = sum(turn_rewards) if value is None and turn_rewards else _number(value)
+    if reward is None:
+        return failed_verdict(
+            f"the verifier returned {shown(result)}: expected a number, a Verdict or a dictionary with 'reward'"
+        )
+    if not math.isfinite(reward):
+        return failed_verdict(f"the reward is {reward}, not a finite number")
+    try:
+        plain = msgspec.to_builtins(detail, str_keys=True, enc_hook=_plain)
+        msgspec.msgpack.encode(plain)  # as it will be: no integers beyond 64 bits, no halves of surrogate pairs
+    except (TypeError, ValueError, OverflowError) as error:
+        return failed_verdict(f"the verdict's detail can't be stored: {error}")
+    verdict = result if isinstance(result, Verdict) else Verdict(reward=reward, solved=False)
+    return msgspec.structs.replace(
+        verdict,
+        reward=reward,
+        solved=reward >= 1 if solved is None else bool(solved),
+        turn_rewards=turn_rewards,
+        detail=plain,
+    )
+
+
+def failed_verdict(cause: str, *, infrastructure: bool = False, detail: str = "", verify_s: float = 0.0) -> Verdict:
+    """A Verdict whose reward is not valid, failed at the boundary "reward"."""
+    failure = Failure(boundary="reward", cause=cause, infrastructure=infrastructure, detail=detail)
+    return Verdict(reward=0.0, solved=False, verify_s=verify_s, failure=failure)
+
+
+def _number(value: object) -> float | None:
+    # anything with a float form counts (NumPy scalars, 0-d tensors); text doesn't have one
+    if not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(cast("SupportsFloat", value))
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several, a huge integer
+        return None
+
+
+def _numbers(values: Any) -> tuple[float, ...] | None:
+    """Finite numbers out of a list, a tuple or an array; None for anything else."""
+    plain: object = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(plain, (list, tuple)):
+        return None
+    numbers = [finite_number(value) for value in cast("list[object]", plain)]
+    finite = [number for number in numbers if number is not None]
+    return tuple(finite) if len(finite) == len(numbers) else None
+
+
+def _plain(value: Any) -> Any:
+    """NumPy scalars and arrays as plain numbers and lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} has no JSON form")
+
+
+def apply_verdict(rollout: Rollout, verdict: Verdict, now: float) -> Rollout:
+    """``rollout`` verified at ``now`` (clock seconds). A rollout that had failed before keeps its failure.
+
+    Rewards by turn are the verdict's, one for each turn. Where only the rollout has them, the verdict's reward is added
+    to the last."""
+    if rollout.failure is not None:
+        return msgspec.structs.replace(rollout, finished_s=now)
+    ends = rollout.turn_ends or (len(rollout.response_ids),)
+    turns = verdict.turn_rewards
+    if not turns and rollout.turn_rewards and verdict.failure is None:
+        turns = (*rollout.turn_rewards[:-1], rollout.turn_rewards[-1] + float(verdict.reward))
+    if turns and (len(turns) != len(ends) or rollout.branches):
+        cause = f"the verifier gave rewards of {len(turns)} turns to a response of {len(ends)}"
+        if rollout.branches:
+            cause = "the verifier gave rewards by turn to a rollout with branches, whose turns have no one order"
+        failure = Failure(boundary="reward", cause=cause, infrastructure=False)
+        verdict, turns = msgspec.structs.replace(verdict, failure=failure), ()
+    return msgspec.structs.replace(
+        rollout,
+        reward=float(verdict.reward) if verdict.failure is None else 0.0,
+        solved=verdict.solved and verdict.failure is None,
+        turn_ends=ends if turns else rollout.turn_ends,
+        turn_rewards=turns,
+        verdict=verdict.detail,
+        failure=verdict.failure,
+        verify_s=verdict.verify_s,
+        judge_tokens=verdict.judge_tokens,
+        judge_cost=verdict.judge_cost,
+        finished_s=now,
+    )

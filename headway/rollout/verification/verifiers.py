@@ -1,0 +1,348 @@
+"""Verifiers: named functions that score a response to a task, and a user's own by ``module:function``.
+
+A user's function is called as ``function(task, response, **parameters)`` and returns a number, a ``Verdict`` or
+``{"reward": number, "solved": bool, ...}`` (further keys become the verdict's detail).
+
+What it raises never becomes a reward. An OSError (ConnectionError, TimeoutError, ...) is infrastructure, as is a
+Verdict whose failure says so: the response is scored again, ``rollout.retries`` times, and then fails. Anything else
+is the verifier's own defect and fails the response at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from headway.config.sources import VerifierSettings
+from headway.records.errors import ConfigurationError
+from headway.records.task import Task
+from headway.rollout.chat_model import completions_url
+from headway.rollout.verification.extraction import EXTRACTS, Extract, close, extract_answer, last_match, last_number
+from headway.rollout.verification.judge import DEFAULT_PATTERN, DEFAULT_PROMPT, Judge
+from headway.rollout.verification.math_answers import math_scorer
+from headway.rollout.verification.scorers import Scorer, longest_s
+from headway.rollout.verification.weighted import Part, WeightedScorer
+from headway.runtime.imports import import_function
+from headway.tasks.entries import unpack_entry
+from headway.tasks.sources import build_generator
+
+PRUNER_KEY = "pruning."  # and a pruner: the verifier of half a response that it asks
+
+VERIFIERS: dict[str, Callable[..., Scorer]] = {}  # name -> builder: parameters in, scorer out; checks parameters
+
+
+def register(name: str) -> Callable[[Callable[..., Scorer]], Callable[..., Scorer]]:
+    """Register a builder (keyword parameters -> scorer) under ``name``."""
+
+    def add(builder: Callable[..., Scorer]) -> Callable[..., Scorer]:
+        if name in VERIFIERS:
+            raise ValueError(f"verifier {name!r} is already registered")
+        VERIFIERS[name] = builder
+        return builder
+
+    return add
+
+
+def resolve_verifier(verifier: VerifierSettings) -> Scorer:
+    """The scorer that ``verifier`` names, with its parameters bound.
+
+    Raises ConfigurationError: an unknown name (with the nearest), a module or function that can't be imported
+    (with the reason), an unknown or invalid parameter.
+    """
+    name, parameters = verifier.name, verifier.parameters
+    builder = VERIFIERS.get(name)
+    if builder is None:
+        function = import_function(name, "verifier.name", VERIFIERS)
+        _require_parameters(name, function, (None, ""), parameters)
+        return functools.partial(function, **parameters)
+    _require_parameters(name, builder, (), parameters)
+    scorer = builder(**parameters)
+    if longest_s(scorer) > verifier.timeout_s:
+        raise ConfigurationError(
+            f"verifier.timeout_s = {verifier.timeout_s:g} would kill {name!r} at work: by its timeouts, retries and "
+            f"waits it may take {longest_s(scorer):g} s over a response"
+        )
+    return scorer
+
+
+def resolve_named(key: str, verifier: VerifierSettings) -> Scorer:
+    """``resolve_verifier`` of what tasks choose by ``key`` (``Task.verifier``; "": the experiment's own), which errors
+    say instead of [verifier]."""
+    try:
+        return resolve_verifier(verifier)
+    except ConfigurationError as error:
+        if not key:
+            raise
+        own = key.startswith("{") or ":" in key
+        section = "a task source's or row's verifier." if own else f"verifiers.{key}."
+        if key.startswith(PRUNER_KEY):
+            section = f"{key}."
+        raise ConfigurationError(section + str(error).removeprefix("verifier.")) from error
+
+
+def _require_parameters(
+    name: str, function: Callable[..., object], given: tuple[object, ...], parameters: Mapping[str, Any]
+) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # a built-in without a signature: the first call will tell
+    try:
+        signature.bind(*given, **parameters)
+    except TypeError as error:
+        names = list(signature.parameters)[len(given) :]
+        valid = ", ".join(names) or "none"
+        raise ConfigurationError(
+            f"verifier.parameters = {dict(parameters)} don't fit {name!r}: {error}; valid: {valid}"
+        ) from None
+
+
+# --- the built-in verifiers ------------------------------------------------------------------------------
+
+
+@register("exact")
+def exact(*, extract: Extract = "all", strip: bool = True) -> Scorer:
+    """1 when the extracted answer equals ``task.answer`` (both stripped of outer blanks with ``strip``), else 0. A task
+    without an answer fails the response, naming the task: an empty response would be right."""
+    _require_extract(extract)
+
+    def score(task: Task, response: str) -> float:
+        wanted = task.answer.strip() if strip else task.answer
+        if not wanted:
+            raise ValueError(f"task {task.task_id} has no answer to compare with")
+        found = extract_answer(response, extract)
+        return float(found is not None and (found.strip() if strip else found) == wanted)
+
+    return score
+
+
+@register("numeric")
+def numeric(*, extract: Extract = "all", marker: str = "", tolerance: float = 0.0) -> Scorer:
+    """1 when the last number of the extracted answer is within ``tolerance`` of ``task.answer``, else 0.
+
+    With ``marker`` (for example "####" or "=") the first number after the marker's last occurrence counts.
+    """
+    _require_extract(extract)
+    _require_number("tolerance", tolerance)
+
+    def score(task: Task, response: str) -> float:
+        reference = _reference_number(task)
+        found = extract_answer(response, extract)
+        number = None if found is None else last_number(found, marker)
+        return float(number is not None and close(number, reference, tolerance))
+
+    return score
+
+
+@register("regex")
+def regex(*, pattern: str, group: int | str | None = None, extract: Extract = "all") -> Scorer:
+    """1 when ``group`` of the last match of ``pattern`` equals ``task.answer`` (outer blanks stripped), else 0.
+
+    ``group`` defaults to the first group, or to the whole match when the pattern has none. Where the task has no
+    answer, a match is enough. Flags go into the pattern: ``(?s)``, ``(?i)``.
+    """
+    _require_extract(extract)
+    compiled = _compiled(pattern)
+    chosen = group if group is not None else min(1, compiled.groups)
+    names: list[int | str] = [*range(compiled.groups + 1), *compiled.groupindex]
+    if chosen not in names:
+        raise ConfigurationError(f"verifier.parameters.group = {chosen!r}: the pattern has {names}")
+
+    def score(task: Task, response: str) -> float:
+        text = extract_answer(response, extract)
+        last = None if text is None else last_match(compiled, text)
+        if last is None:
+            return 0.0
+        return float(not task.answer or (last.group(chosen) or "").strip() == task.answer.strip())
+
+    return score
+
+
+@register("math")
+def mathematics(*, extract: Extract = "all", float_rounding: int = 6, strict: bool = True) -> Scorer:
+    """1 when the answer equals ``task.answer`` as mathematics (the package math-verify), else 0 and the reason.
+
+    Both may be LaTeX ("\\frac{1}{2}", in dollars or \\boxed or bare) or plain ("1/2", "0.5", "50%"); of a response the
+    last boxed expression counts, or else what math-verify takes for the final answer in its last 4,000 characters.
+    ``float_rounding``: decimals that must agree where a side is no exact number. ``strict``: variables must have the
+    same names, and sets and tuples differ. A reference that can't be parsed fails the response, naming the task.
+    """
+    _require_extract(extract)
+    if isinstance(float_rounding, bool) or not isinstance(float_rounding, int) or float_rounding < 0:
+        raise ConfigurationError(f"verifier.parameters.float_rounding = {float_rounding!r}: must be an integer >= 0")
+    if not isinstance(strict, bool):
+        raise ConfigurationError(f"verifier.parameters.strict = {strict!r}: must be true or false")
+    return math_scorer(extract, float_rounding, strict)
+
+
+@register("reasoning-gym")
+def reasoning_gym(*, extract: Extract = "all") -> Scorer:
+    """The reward of the task's own generator (0 to 1, its partial credit included) for the stripped answer.
+
+    Needs tasks of ``source = "reasoning-gym"``; their metadata carries the generator's name and the whole entry.
+    """
+    _require_extract(extract)
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ConfigurationError("verifier.name = 'reasoning-gym': the package reasoning-gym is not installed")
+    datasets: dict[str, Any] = {}  # by generator and parameters: building one can read data files
+
+    def score(task: Task, response: str) -> float:
+        if "generator" not in task.metadata or "entry" not in task.metadata:
+            raise ValueError(
+                f"task {task.task_id} carries no reasoning-gym entry: this verifier scores only "
+                "tasks of source = 'reasoning-gym'"
+            )
+        name, parameters = task.metadata["generator"], task.metadata.get("parameters", {})
+        key = name + json.dumps(parameters, sort_keys=True)
+        if key not in datasets:
+            datasets[key] = build_generator(name, {**parameters, "seed": 0, "size": 1})
+        answer = extract_answer(response, extract)
+        stripped = None if answer is None else answer.strip()
+        return float(datasets[key].score_answer(answer=stripped, entry=unpack_entry(task.metadata["entry"])))
+
+    return score
+
+
+@register("weighted")
+def weighted(*, parts: list[dict[str, Any]], solved_by: str = "") -> Scorer:
+    """The weighted sum of other verifiers' rewards.
+
+    ``parts``: tables of ``name``, ``parameters``, ``weight`` (default 1, may be negative) and ``label`` (default: the
+    name). ``solved_by``: the label of the part that says whether the task is solved; default: the first.
+    """
+    if not isinstance(parts, list) or not parts:
+        raise ConfigurationError(f"verifier.parameters.parts = {parts!r}: a list of tables is needed")
+    built = tuple(_part(index, given) for index, given in enumerate(parts))
+    labels = [part.label for part in built]
+    if len(set(labels)) < len(labels):
+        raise ConfigurationError(f"verifier.parameters.parts: {labels}: give those of equal name a 'label' each")
+    if solved_by and solved_by not in labels:
+        valid = ", ".join(labels)
+        raise ConfigurationError(f"verifier.parameters.solved_by = {solved_by!r}: valid: {valid}")
+    return WeightedScorer(parts=built, solved_by=solved_by or labels[0])
+
+
+def _part(index: int, given: object) -> Part:
+    where = f"verifier.parameters.parts[{index}]"
+    known = ("name", "parameters", "weight", "label")
+    fields = dict(cast("Mapping[str, Any]", given)) if isinstance(given, Mapping) else {}
+    unknown = [key for key in fields if key not in known]
+    if unknown or not isinstance(fields.get("name"), str):
+        what = f"unknown key {unknown[0]!r}" if unknown else f"{given!r} has no 'name'"
+        raise ConfigurationError(f"{where}: {what}; valid: {', '.join(known)}")
+    weight, label = fields.get("weight", 1.0), fields.get("label", fields["name"])
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+        raise ConfigurationError(f"{where}.weight = {weight!r}: must be a finite number")
+    if not isinstance(label, str):
+        raise ConfigurationError(f"{where}.label = {label!r}: must be a text")
+    try:
+        settings = VerifierSettings(name=fields["name"], parameters=fields.get("parameters", {}))
+        scorer = resolve_verifier(settings.model_copy(update={"timeout_s": math.inf}))
+    except ValidationError:
+        raise ConfigurationError(f"{where}.parameters = {fields.get('parameters')!r}: must be a table") from None
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}.{str(error).removeprefix('verifier.')}") from None
+    return Part(label=label, scorer=scorer, weight=float(weight))
+
+
+@register("judge")
+def judge(
+    *,
+    url: str,
+    model: str,
+    api_key_env: str = "",
+    prompt: str = DEFAULT_PROMPT,
+    system: str = "",
+    pattern: str = DEFAULT_PATTERN,
+    lowest: float = 0.0,
+    highest: float = 10.0,
+    solved_at: float = 1.0,
+    concurrency: int = 8,
+    timeout_s: float = 30.0,
+    retries: int = 2,
+    retry_s: float = 1.0,
+    price_prompt: float = 0.0,
+    price_completion: float = 0.0,
+    body: dict[str, Any] | None = None,
+) -> Scorer:
+    """A language model's score, as a reward from 0 to 1 (rollout/verification/judge.py).
+
+    ``url``: the endpoint's base, say https://api.openai.com/v1. ``api_key_env``: the environment variable that holds
+    its key. ``prompt`` may say {prompt}, {answer}, {response}, {lowest} and {highest}; the last match of ``pattern`` in
+    the answer is the score. ``concurrency`` requests at once in each verifier process. ``price_*``: of a million
+    tokens. ``body``: further keys of the request, say {temperature = 0, max_tokens = 512}.
+    """
+    for name, text in (("url", url), ("model", model), ("api_key_env", api_key_env), ("prompt", prompt)):
+        if not isinstance(text, str):
+            raise ConfigurationError(f"verifier.parameters.{name} = {text!r}: must be a text")
+    if not url.startswith(("http://", "https://")) or not model:
+        raise ConfigurationError(f"verifier.parameters: url = {url!r}, model = {model!r}: an http(s) address, a name")
+    if "{response}" not in prompt:
+        raise ConfigurationError("verifier.parameters.prompt doesn't say {response}: the judge would see nothing of it")
+    key = os.environ.get(api_key_env, "") if api_key_env else ""
+    if api_key_env and not key:
+        raise ConfigurationError(f"verifier.parameters.api_key_env: the environment has no {api_key_env}")
+    for name, value in (("timeout_s", timeout_s), ("retry_s", retry_s), ("solved_at", solved_at)):
+        _require_number(name, value)
+    for name, value in (("price_prompt", price_prompt), ("price_completion", price_completion)):
+        _require_number(name, value)
+    for name, value, least in (("concurrency", concurrency, 1), ("retries", retries, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"verifier.parameters.{name} = {value!r}: must be an integer >= {least}")
+    if timeout_s == 0 or not lowest < highest:
+        raise ConfigurationError(
+            f"verifier.parameters: timeout_s = {timeout_s}, lowest = {lowest}, highest = {highest}: needed are a limit "
+            "above 0, and lowest below highest"
+        )
+    return Judge(
+        url=completions_url(url),
+        model=model,
+        key=key,
+        prompt=prompt,
+        system=system,
+        pattern=_compiled(pattern),
+        lowest=lowest,
+        highest=highest,
+        solved_at=solved_at,
+        concurrency=concurrency,
+        timeout_s=timeout_s,
+        retries=retries,
+        retry_s=retry_s,
+        price_prompt=price_prompt,
+        price_completion=price_completion,
+        body=body or {},
+    )
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ConfigurationError(f"verifier.parameters.pattern = {pattern!r}: {error}") from None
+
+
+def _require_extract(extract: str) -> None:
+    if extract not in EXTRACTS:
+        raise ConfigurationError(f"verifier.parameters.extract = {extract!r}: valid: {', '.join(EXTRACTS)}")
+
+
+def _require_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ConfigurationError(f"verifier.parameters.{name} = {value!r}: must be a finite number >= 0")
+
+
+def _reference_number(task: Task) -> Decimal:
+    number = last_number(task.answer)
+    if number is None:
+        raise ValueError(f"task {task.task_id}: its answer {task.answer!r} is not a number")
+    return number

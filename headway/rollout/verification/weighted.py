@@ -1,0 +1,72 @@
+"""A verifier of several parts, whose reward is the weighted sum of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headway.records.rollout import Verdict
+from headway.records.task import Task
+from headway.rollout.verification.scorers import Scorer, longest_s, score_each
+from headway.rollout.verification.verdicts import failed_verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One verifier of the sum."""
+
+    label: str
+    scorer: Scorer
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedScorer:
+    """Scores with every part: reward = sum of weight x the part's reward; solved: what the part ``solved_by`` says.
+
+    A part that fails fails the response, infrastructure failures included: there is no sum without it. Rewards by turn
+    are summed turn by turn, and must then come from every part.
+    """
+
+    parts: tuple[Part, ...]
+    solved_by: str
+    concurrency: int = 1  # as far as is known here: parts may do more
+
+    @property
+    def longest_s(self) -> float:
+        return sum(longest_s(part.scorer) for part in self.parts)
+
+    def __call__(self, task: Task, response: str) -> Verdict:
+        return self.score_all(task, (response,))[0]
+
+    def score_all(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
+        """One Verdict per response, in order; parts that score several at once do."""
+        by_part = [score_each(part.scorer, task, responses) for part in self.parts]
+        return [self._sum([verdicts[i] for verdicts in by_part]) for i in range(len(responses))]
+
+    def _sum(self, verdicts: Sequence[Verdict]) -> Verdict:
+        spent: dict[str, Any] = {
+            "judge_tokens": sum(verdict.judge_tokens for verdict in verdicts),
+            "judge_cost": sum(verdict.judge_cost for verdict in verdicts),
+        }
+        for part, verdict in zip(self.parts, verdicts, strict=True):
+            if verdict.failure is not None:
+                failure = msgspec.structs.replace(verdict.failure, cause=f"{part.label}: {verdict.failure.cause}")
+                return Verdict(reward=0.0, solved=False, failure=failure, **spent)
+        turns = {len(verdict.turn_rewards) for verdict in verdicts}
+        if len(turns) > 1:
+            counts = ", ".join(f"{p.label} {len(v.turn_rewards)}" for p, v in zip(self.parts, verdicts, strict=True))
+            return failed_verdict(f"rewards by turn can't be added: {counts}")
+        pairs = list(zip(self.parts, verdicts, strict=True))
+        return Verdict(
+            reward=sum(part.weight * verdict.reward for part, verdict in pairs),
+            solved=next(verdict.solved for part, verdict in pairs if part.label == self.solved_by),
+            turn_rewards=tuple(
+                sum(part.weight * verdict.turn_rewards[turn] for part, verdict in pairs) for turn in range(turns.pop())
+            ),
+            detail={part.label: {**verdict.detail, "reward": verdict.reward} for part, verdict in pairs},
+            **spent,
+        )

@@ -1,0 +1,350 @@
+"""Sandboxes in containers of a Docker daemon. Needs the package aiodocker (`pip install 'headway[docker]'`).
+
+A container's command is our own first process (`inside.py`), which brings its Python along: an image needs none. It is
+talked to over the container's input and output, in the same frames as a local sandbox. When the owner is gone the
+daemon closes that input, the first process ends, and the daemon removes the container.
+
+Docker makes the namespaces, the limits and the read-only root; the first process adds our filter of system calls and
+ends commands. What can be written to are `inside.PLACES`, each a memory file system with a limit of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiodocker
+import msgspec
+
+from headway.records.errors import ConfigurationError
+from headway.records.sandbox import (
+    Capabilities,
+    SandboxError,
+    SandboxSpec,
+    Snapshot,
+    environment_failure,
+    infrastructure_failure,
+)
+from headway.records.sandbox_statistics import Reaped
+from headway.runtime.supervision import to_its_end
+from headway.sandbox import leftovers, snapshot_store
+from headway.sandbox.docker.daemon import BROKEN, CARRIED, ENDS, LABEL, Daemon
+from headway.sandbox.guest import portable_python, wire
+from headway.sandbox.guest.entry import PLACES
+from headway.sandbox.linux.cgroups import KEPT_PROCESSES
+from headway.sandbox.local.backend import LocalBackend
+from headway.sandbox.local.sandbox import LocalSandbox
+
+# What the kernel shows of the machine in a container; the first are Docker's own defaults.
+MASKED = """
+/proc/asound /proc/acpi /proc/kcore /proc/keys /proc/latency_stats /proc/timer_list /proc/timer_stats /proc/sched_debug
+/proc/scsi /sys/firmware /sys/devices/virtual/powercap /sys/kernel /sys/block /sys/bus /sys/class /sys/dev /sys/module
+/sys/power /sys/hypervisor
+""".split()  # noqa: SIM905
+MANY_USERS = 1_000_000_000  # numbers of users that nobody has
+FEW_USERS = 2_000, 60_000  # ... where the daemon has only so many itself
+ERROR_BYTES = 2000
+
+
+class DockerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How the backend works with a daemon."""
+
+    image: str = ""  # of specs that name no root
+    url: str = ""  # of the daemon; "": DOCKER_HOST, or where its socket usually is
+    runtime: str = ""  # of its containers, as the daemon calls it: runsc, kata, ...; "": the daemon's default
+    python: str = sys.executable  # whose first process runs on; its standard library is all that is used
+    start_timeout_s: float = 60.0  # until a sandbox is ready
+    answer_grace_s: float = 10.0  # beyond a command's own time, until its sandbox counts as dead
+
+
+class DockerBackend(LocalBackend):
+    """Makes sandboxes in a daemon. Its life is a local backend's, with the daemon in the zygote's place: when it goes
+    away its sandboxes count as dead, and the next `create` looks for it again."""
+
+    def __init__(
+        self,
+        *,
+        run: str = "",
+        snapshots: str | Path | None = None,
+        snapshot_bytes: int | None = None,
+        settings: DockerSettings | None = None,
+    ) -> None:
+        super().__init__(run=run, snapshots=snapshots, snapshot_bytes=snapshot_bytes)
+        self._docker = settings or DockerSettings()
+        self._daemon: Daemon | None = None
+        self._reached = False
+
+    async def start(self) -> None:
+        """Reach the daemon, and remove what dead owners left there; nothing to do if that is done."""
+        async with self._starting:
+            if self._closed:
+                raise SandboxError(infrastructure_failure("the backend is closed", retry=False))
+            if self._daemon is not None and self._daemon.alive:
+                return
+            if self._daemon is not None:
+                gone, self._daemon = self._daemon, None
+                await gone.close()
+            try:
+                self._daemon = await Daemon.reach(self._docker.url, self._run, self._docker.python, self._on_ended)
+            except SandboxError as error:
+                if self._reached:  # it went away: it may come back
+                    raise
+                remedy = "start it, add this user to its group, or name it by sandbox.settings.url or DOCKER_HOST"
+                raise ConfigurationError(f"sandbox.backend = 'docker': {error.failure.what}; {remedy}") from error
+            self._reached = True
+
+    def _check(self, spec: SandboxSpec) -> None:
+        spec.limits.check()
+        if not (spec.root or self._docker.image):
+            raise ConfigurationError("sandbox image: Docker needs one: a name that the daemon knows, or a tar's path")
+        if spec.network:
+            raise ConfigurationError("sandbox network: the docker backend has no allow-list; leave it empty")
+
+    async def _create(
+        self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, snapshot: Snapshot | None
+    ) -> LocalSandbox:
+        await self.start()
+        daemon = self._daemon
+        assert daemon is not None
+        try:
+            return await self._make(daemon, spec, labels, ttl_s, snapshot)
+        except BROKEN as error:
+            raise SandboxError(infrastructure_failure(f"the Docker daemon: {error}")) from error
+
+    async def _make(
+        self, daemon: Daemon, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, snapshot: Snapshot | None
+    ) -> LocalSandbox:
+        image, variables = await daemon.image(spec.root or self._docker.image)
+        volume = await daemon.carried_volume(image)
+        now_s = time.time()
+        record = leftovers.SandboxRecord(
+            id=f"sb-{secrets.token_hex(6)}",
+            backend="docker",
+            run=self._run,
+            labels=labels,
+            owner_pid=os.getpid(),
+            owner_started=leftovers.started(os.getpid()) or 0,
+            ttl_s=ttl_s,
+            created_s=now_s,
+        )
+        config = self._config(daemon, spec, image, volume)
+        own = {f"{LABEL}{key}": value for key, value in labels.items()}
+        config["Labels"] = {**daemon.labels, **own, ENDS: str(now_s + ttl_s)}
+        container = _Container(daemon, record.id)
+        told = msgspec.structs.replace(spec, environment={**variables, **spec.environment})
+        sandbox = LocalSandbox(record, told, container, self._snapshots, self._docker.answer_grace_s)
+        self._sandboxes[record.id] = sandbox
+        try:
+            with contextlib.ExitStack() as opened:
+                tar = await snapshot_store.opened(snapshot, opened) if snapshot is not None else None
+                wanted = {"limits": msgspec.to_builtins(spec.limits), "workdir": spec.workdir, "ttl_s": ttl_s}
+                wanted["snapshot"] = tar is not None
+                async with asyncio.timeout(self._docker.start_timeout_s):
+                    reader, writer = await container.start(config)
+                    opening = asyncio.create_task(sandbox.serve(reader, writer, self._docker.start_timeout_s))
+                    with contextlib.suppress(ConnectionError):  # it has ended: what it said tells why
+                        await writer.send(wire.frame(wanted))
+                        while tar is not None:
+                            part = await to_its_end(asyncio.to_thread(os.read, tar, wire.CHUNK_BYTES))
+                            await writer.send(wire.frame({}, part))
+                            if not part:
+                                break
+                    await opening
+        except TimeoutError:
+            with contextlib.suppress(SandboxError):  # it couldn't be ended: the next look of the reaper
+                await to_its_end(sandbox.terminate())
+            raise SandboxError(infrastructure_failure(f"sandbox {record.id} wasn't ready in time")) from None
+        except BaseException:
+            with contextlib.suppress(SandboxError):
+                await to_its_end(sandbox.terminate())
+            raise
+        return sandbox
+
+    def _config(self, daemon: Daemon, spec: SandboxSpec, image: str, volume: str) -> dict[str, Any]:
+        """A container as the daemon wants it described."""
+        limits = spec.limits
+        options = " ".join(daemon.information.get("SecurityOptions") or [])
+        if "rootless" in options or "userns" in options:
+            user = FEW_USERS[0] + secrets.randbelow(FEW_USERS[1] - FEW_USERS[0])
+        else:
+            user = MANY_USERS + secrets.randbelow(MANY_USERS)  # nobody else's: what is counted per user is its own
+        disk = f"rw,nosuid,nodev,exec,size={limits.disk_bytes},nr_inodes={limits.inodes + 8},uid={user},gid={user}"
+        modes = {place: "1777" if place in ("tmp", "var/tmp", "dev/shm") else "0755" for place in PLACES}
+        mount = {"Type": "volume", "Source": volume, "Target": CARRIED, "ReadOnly": True}
+        host = {
+            "AutoRemove": True,
+            "ReadonlyRootfs": True,
+            "Tmpfs": {f"/{place}": f"{disk},mode={mode}" for place, mode in modes.items()},
+            "Mounts": [mount],
+            "Memory": limits.memory_bytes,
+            "MemorySwap": limits.memory_bytes,
+            "PidsLimit": limits.processes + KEPT_PROCESSES,
+            "NanoCpus": round(limits.cpus * 1e9),
+            "NetworkMode": "none",
+            "IpcMode": "none",  # its own, without Docker's /dev/shm: ours is among the places
+            "CapDrop": ["ALL"],
+            "SecurityOpt": ["no-new-privileges"],
+            "MaskedPaths": MASKED,
+            "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],
+            "LogConfig": {"Type": "none"},  # what it says is for us
+            "Init": False,
+            **({"Runtime": self._docker.runtime} if self._docker.runtime else {}),
+        }
+        return {
+            "Image": image,
+            "Entrypoint": [*portable_python.command(CARRIED), f"{portable_python.LOADER}in_container as main; main()"],
+            "Cmd": [f"{CARRIED}/codes"],
+            "Env": ["LC_ALL=C.UTF-8", "LD_LIBRARY_PATH=", "LD_PRELOAD="],
+            "User": f"{user}:{user}",
+            "Healthcheck": {"Test": ["NONE"]},  # else the image's: a command that nobody asked for
+            "WorkingDir": "/",
+            "Hostname": "sandbox",
+            "OpenStdin": True,
+            "StdinOnce": True,  # and closed for good when the owner is gone
+            "AttachStdin": True,
+            "AttachStdout": True,
+            "AttachStderr": True,
+            "Tty": False,
+            "HostConfig": host,
+        }
+
+    async def capabilities(self) -> Capabilities:
+        await self.start()
+        assert self._daemon is not None
+        can = self._daemon.information
+        missing = [
+            f"no limit of {name}: the daemon says it can't ({key} in docker info); mount that control group"
+            for name, key in (("memory", "MemoryLimit"), ("processes", "PidsLimit"), ("cpus", "CpuCfsQuota"))
+            if not can.get(key)
+        ]
+        return Capabilities(
+            backend="docker",
+            memory_limit=bool(can.get("MemoryLimit")),
+            process_limit=bool(can.get("PidsLimit")),
+            cpu_limit=bool(can.get("CpuCfsQuota")),
+            disk_limit=True,
+            pause=True,
+            snapshot=self._snapshots is not None,
+            images=True,
+            own_user=True,
+            missing=tuple(missing),
+        )
+
+    async def preflight(
+        self, specs: Sequence[SandboxSpec], *, live: int = 1, allow_unbounded: bool = False
+    ) -> list[str]:
+        """See :meth:`Backend.preflight`."""
+        try:
+            await self.start()
+        except (SandboxError, ConfigurationError) as error:
+            return [str(error)]
+        return await super().preflight(specs, live=live, allow_unbounded=allow_unbounded)
+
+    def _written(self, specs: Sequence[SandboxSpec], live: int) -> list[tuple[Path, int]]:
+        return super()._written(specs, live)[1:]  # records are the daemon's
+
+    async def reap(self) -> list[Reaped]:
+        """See :meth:`Reaping.reap`."""
+        await self.start()
+        assert self._daemon is not None
+        try:
+            return await self._daemon.reap()
+        except BROKEN as error:
+            raise SandboxError(infrastructure_failure(f"the Docker daemon: {error}")) from error
+
+    async def close(self) -> None:
+        self._closed = True
+        await asyncio.gather(*(box.terminate() for box in list(self._sandboxes.values())), return_exceptions=True)
+        async with self._starting:
+            if self._daemon is not None:
+                await self._daemon.close()
+                self._daemon = None
+
+
+class _Container:
+    """One, in the place that a zygote has for local sandboxes: it is asked to end it."""
+
+    def __init__(self, daemon: Daemon, name: str) -> None:
+        self._daemon = daemon
+        self._name = name
+        self._making: asyncio.Task[Any] | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._daemon.alive
+
+    async def start(self, config: dict[str, Any]) -> tuple[asyncio.StreamReader, _Input]:
+        self._making = asyncio.create_task(self._daemon.make(self._name, config))
+        container = await asyncio.shield(self._making)  # one that is being made couldn't be removed yet
+        stream = container.attach(stdin=True, stdout=True, stderr=True)
+        await stream._init()
+        reader = asyncio.StreamReader(limit=1 << 20)
+        writer = _Input(stream, reader)
+        try:
+            await container.start()
+        except aiodocker.DockerError as error:
+            writer.close()
+            if error.status == 400:  # what the image is, not what the machine does
+                raise SandboxError(environment_failure(f"the image can't be started: {error.message}")) from error
+            raise
+        return reader, writer
+
+    def request(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+        """Nothing but the end is ever asked for."""
+        if self._ending is None or self._ending.done():
+            self._ending = asyncio.create_task(self._end())
+
+    async def _end(self) -> None:
+        if self._making is not None:
+            await asyncio.gather(self._making, return_exceptions=True)
+        await self._daemon.remove(self._name)
+
+
+class _Input:
+    """The input of a container for writing; its output goes to ``reader``."""
+
+    def __init__(self, stream: Any, reader: asyncio.StreamReader) -> None:
+        self._stream = stream
+        self._pending: deque[bytes] = deque()
+        self._sending = asyncio.Lock()
+        self._errors = b""
+        self._pumping = asyncio.create_task(self._pump(reader))
+
+    async def _pump(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while (message := await self._stream.read_out()) is not None:
+                if message.stream == 1:
+                    reader.feed_data(message.data)
+                else:
+                    self._errors = (self._errors + message.data)[-ERROR_BYTES:]
+        finally:
+            reader.feed_eof()
+
+    def write(self, data: bytes) -> None:
+        self._pending.append(data)
+
+    async def drain(self) -> None:
+        async with self._sending:
+            while self._pending:
+                try:
+                    await self._stream.write_in(self._pending.popleft())
+                except (AssertionError, RuntimeError) as error:  # as its library says that it is closed
+                    raise ConnectionResetError(f"the container's input is closed: {error}") from error
+
+    async def send(self, data: bytes) -> None:
+        self.write(data)
+        await self.drain()
+
+    def close(self) -> None:
+        self._pumping.cancel()
+        closing = asyncio.ensure_future(self._stream.close())
+        closing.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be closed already

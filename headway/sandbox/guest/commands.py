@@ -1,0 +1,369 @@
+"""The commands of a sandbox, as its first process runs them. Standard library alone.
+
+Each is the leader of a session of its own. It has ended when its process has, not when its pipes are closed: a daemon
+that holds them would make that wait forever. What is in the pipes then is taken; for what a daemon may still hold there
+is a short grace, and after that its output is read and thrown away, so that it neither blocks nor dies of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import select
+import signal
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+from headway.sandbox.guest import isolation
+from headway.sandbox.linux import kernel
+
+GRACE_S = 0.1  # for output that somebody else still holds the pipe of
+READ_BYTES = 1 << 16
+KILL_ROUNDS = 20
+HELD_PIPES = 64  # of daemons, read and thrown away; beyond that the oldest is closed
+NICER = 5  # than init, which comes first when the cores are full of commands
+ERROR = struct.Struct("=i")  # the system's number of one; 0: none
+CANT_RUN, NOT_FOUND = 126, 127  # what shells return
+
+
+class Command:
+    """One that runs, or has just ended.
+
+    Lifecycle: *running* -> its process ended -> *drained* (all pipes at their end, or the grace over) -> reported.
+    """
+
+    def __init__(self, number: int, wanted: dict[str, Any], stdin: bytes | None) -> None:
+        self.number = number
+        self.started_s = time.monotonic()
+        self.timeout_s: float = wanted["timeout_s"]
+        self.max_bytes: int = wanted["max_output_bytes"]
+        self.stdin = stdin
+        self.pid = -1
+        # What kept its process from becoming it, as that process says here; once it has, this is out of its reach.
+        self.unprepared = mmap.mmap(-1, ERROR.size)
+        self.others: set[int] = set()  # processes that were there before it
+        self.overlapped = False  # by another command: what is newer than this one may be the other's
+        self.kills_before = 0
+        self.pipes: dict[int, bytearray] = {}  # of its output, open ones
+        self.output: tuple[bytearray, bytearray] = (bytearray(), bytearray())
+        self.stdin_pipe = -1
+        self.truncated = False
+        self.timed_out = False
+        self.status: int | None = None
+        self.ended_s = 0.0
+
+    def deadline_s(self) -> float:
+        """When something has to be done about it though nothing happens."""
+        if self.status is not None:
+            return self.ended_s + GRACE_S
+        return float("inf") if self.timed_out else self.started_s + self.timeout_s
+
+    def read(self, pipe: int) -> bool:
+        """Take what is there, once. False: the pipe is at its end, or empty."""
+        try:
+            data = os.read(pipe, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            del self.pipes[pipe]
+            os.close(pipe)
+            return False
+        kept = self.pipes[pipe]
+        room = self.max_bytes - len(kept)
+        kept += data[:room]
+        self.truncated |= len(data) > room
+        return True
+
+    def feed(self) -> None:
+        """Give it of its input what the pipe takes."""
+        assert self.stdin is not None
+        with contextlib.suppress(BlockingIOError):
+            try:
+                self.stdin = self.stdin[os.write(self.stdin_pipe, self.stdin[:READ_BYTES]) :]
+            except BrokenPipeError:
+                self.stdin = b""
+        if not self.stdin:
+            self.close_stdin()
+
+    def close_stdin(self) -> None:
+        if self.stdin_pipe >= 0:
+            os.close(self.stdin_pipe)
+            self.stdin_pipe = -1
+
+    def report(self, kills: int) -> tuple[dict[str, Any], bytes]:
+        """Head and body of the answer."""
+        assert self.status is not None
+        (error,) = ERROR.unpack(self.unprepared)
+        self.unprepared.close()
+        if error:
+            return {"error": error, "what": f"its process can't be made ready: {os.strerror(error)}"}, b""
+        code = os.waitstatus_to_exitcode(self.status)
+        out, err = self.output
+        head = {
+            "exit_code": code if code >= 0 else None,
+            "signal": -code if code < 0 else None,
+            "timed_out": self.timed_out,
+            "oom": kills > self.kills_before,
+            "truncated": self.truncated,
+            "stdout_bytes": len(out),
+            "duration_s": self.ended_s - self.started_s,
+        }
+        return head, bytes(out) + bytes(err)
+
+
+class Commands:
+    """All commands of a sandbox; `poll` is the loop's, and has every pipe registered that something may come from."""
+
+    def __init__(self, poll: select.poll, prepare: Callable[[], None], kills: Callable[[], int]) -> None:
+        self._poll = poll
+        self._prepare = prepare
+        self._kills = kills
+        self._running: dict[int, Command] = {}  # by process
+        self._by_pipe: dict[int, Command] = {}
+        self._held: list[int] = []  # pipes of commands that were reported: somebody else still writes to them
+        self._stopped_s: float | None = None
+
+    def start(self, number: int, wanted: dict[str, Any], stdin: bytes | None) -> None:
+        if wanted["alone"]:
+            self.kill_all()
+        command = Command(number, wanted, stdin)
+        command.others = _processes()
+        command.kills_before = self._kills()
+        for other in self._running.values():
+            other.overlapped = command.overlapped = True
+        self._spawn(command, wanted)
+        self._running[command.pid] = command
+
+    def _spawn(self, command: Command, wanted: dict[str, Any]) -> None:
+        inputs = os.pipe() if command.stdin else (os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), -1)
+        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        try:
+            command.pid = os.fork()
+        except OSError:
+            for descriptor in (out, err, inputs[1]):
+                if descriptor >= 0:
+                    os.close(descriptor)
+            raise
+        finally:
+            if command.pid:  # or fork has failed: not in the child
+                for descriptor in (inputs[0], out_end, err_end):
+                    os.close(descriptor)
+        if command.pid == 0:
+            _become(command, wanted, (inputs[0], out_end, err_end), self._prepare)
+        for pipe, kept in zip((out, err), command.output, strict=True):
+            os.set_blocking(pipe, False)
+            command.pipes[pipe] = kept
+            self._by_pipe[pipe] = command
+            self._poll.register(pipe, select.POLLIN)
+        if command.stdin:
+            command.stdin_pipe = inputs[1]
+            os.set_blocking(inputs[1], False)
+            self._by_pipe[inputs[1]] = command
+            self._poll.register(inputs[1], select.POLLOUT)
+
+    def ready(self, pipe: int) -> None:
+        """Something can be read from ``pipe``, or written to it."""
+        command = self._by_pipe.get(pipe)
+        if command is None:
+            if pipe in self._held:
+                self._throw_away(pipe)
+        elif pipe == command.stdin_pipe:
+            command.feed()
+            if command.stdin_pipe < 0:
+                self._forget(pipe)
+        else:
+            command.read(pipe)
+            if pipe not in command.pipes:
+                self._forget(pipe)
+
+    def _throw_away(self, pipe: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if not os.read(pipe, READ_BYTES):
+                self._poll.unregister(pipe)
+                self._held.remove(pipe)
+                os.close(pipe)
+
+    def _forget(self, pipe: int) -> None:
+        self._by_pipe.pop(pipe, None)
+        with contextlib.suppress(KeyError):
+            self._poll.unregister(pipe)
+
+    def reap(self) -> bool:
+        """Collect whoever has ended, orphans too. False: nobody is left."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            command = self._running.get(pid)
+            if command is not None:
+                command.status, command.ended_s = status, time.monotonic()
+                for pipe in list(command.pipes):
+                    self._drain(command, pipe)
+
+    def _drain(self, command: Command, pipe: int) -> None:
+        """Take what its process has left. A daemon that writes as fast as this reads must not make it endless."""
+        for _ in range(2 * (1 << 20) // READ_BYTES):  # as much as a pipe can be made to hold, and more
+            if not command.read(pipe):
+                break
+        if pipe not in command.pipes:
+            self._forget(pipe)
+
+    def done(self) -> list[Command]:
+        """Those to be reported, taken out."""
+        now = time.monotonic()
+        over = [c for c in self._running.values() if c.status is not None and (not c.pipes or now >= c.deadline_s())]
+        for command in over:
+            del self._running[command.pid]
+            if command.stdin_pipe >= 0:
+                self._forget(command.stdin_pipe)
+                command.close_stdin()
+            for pipe in command.pipes:
+                del self._by_pipe[pipe]  # still registered: read and thrown away from now on
+                self._held.append(pipe)
+            while len(self._held) > HELD_PIPES:
+                oldest = self._held.pop(0)
+                self._poll.unregister(oldest)
+                os.close(oldest)
+        return over
+
+    def enforce(self) -> None:
+        """End what is beyond its time."""
+        if self._stopped_s is not None:
+            return
+        for command in list(self._running.values()):
+            if command.status is None and time.monotonic() >= command.deadline_s():
+                command.timed_out = True
+                self._kill(command)
+
+    def deadline_s(self) -> float:
+        if self._stopped_s is not None:
+            return float("inf")
+        return min((command.deadline_s() for command in self._running.values()), default=float("inf"))
+
+    def _kill(self, command: Command) -> None:
+        """It and everything it has started; what hides in sessions of its own is found by being newer than it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(command.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(command.pid, signal.SIGKILL)
+        if command.overlapped:
+            return
+        if not command.others:
+            _kill_everybody()
+            return
+        for _ in range(KILL_ROUNDS):
+            newer = _processes() - command.others
+            for pid in newer:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if not newer:
+                return
+            time.sleep(0.001)
+            self.reap()
+        _kill_everybody()  # it forks faster than it can be followed
+
+    def kill_all(self) -> None:
+        """Everything but init; what ran is reported as killed."""
+        self.go_on()
+        _kill_everybody()
+        deadline = time.monotonic() + 2.0
+        while self.reap() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def stop(self) -> None:
+        """All processes stand still, and with them their time limits. Signals, not the freezer: what is frozen can't be
+        killed, and would outlive an owner that is."""
+        if self._stopped_s is None:
+            self._stopped_s = time.monotonic()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        if self._stopped_s is not None:
+            stood_s = time.monotonic() - self._stopped_s
+            self._stopped_s = None
+            for command in self._running.values():
+                command.timeout_s += stood_s
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGCONT)
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped_s is not None
+
+
+def _become(
+    command: Command, wanted: dict[str, Any], streams: tuple[int, int, int], prepare: Callable[[], None]
+) -> None:
+    """In the child: turn into the command, or say on its own stderr why not. What fails before that is none of the
+    command's doing, and is told to init. Never returns."""
+    code = CANT_RUN
+    try:
+        try:
+            for number, descriptor in enumerate(streams):
+                if descriptor == number:  # can't be: 0, 1 and 2 are taken
+                    fcntl.fcntl(descriptor, fcntl.F_SETFD, 0)
+                os.dup2(descriptor, number)
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            prepare()
+        except Exception as error:
+            ERROR.pack_into(command.unprepared, 0, getattr(error, "errno", None) or errno.EINVAL)
+            os._exit(CANT_RUN)
+        os.chdir(wanted["workdir"])
+        os.execvpe(wanted["argv"][0], wanted["argv"], wanted["environment"])
+    except OSError as error:
+        code = NOT_FOUND if error.errno == errno.ENOENT else CANT_RUN
+        what = os.fsdecode(error.filename or wanted["argv"][0])
+        os.write(2, f"{what}: {error.strerror}\n".encode(errors="replace"))
+    finally:
+        os._exit(code)
+
+
+def _kill_everybody() -> None:
+    """But init: one call, which none can outrun by forking."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+
+
+def _processes() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()} - {1}
+
+
+def tasks() -> int:
+    """Threads of all processes: what the limit of processes counts."""
+    count = 0
+    for pid in _processes():
+        with contextlib.suppress(OSError):
+            count += os.stat(f"/proc/{pid}/task").st_nlink - 2
+    return count
+
+
+def limits_of_commands(limits: dict[str, Any], memory_limited: bool, proc: int) -> Callable[[], None]:
+    """What each command's process does to itself first."""
+
+    def prepare() -> None:
+        # Only the files of a process that others may look into can be written to. By now it is a copy of init that
+        # has nothing of init's: no descriptor of the owner's above all.
+        os.closerange(3, proc)
+        os.closerange(proc + 1, 1 << 20)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+        descriptor = os.open("self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
+        os.write(descriptor, b"1000")  # before init, when memory is short
+        os.close(descriptor)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        with contextlib.suppress(PermissionError):  # what else runs here has made it nicer still meanwhile
+            os.nice(NICER)
+        isolation.restrict_command(limits, memory_limited)
+
+    return prepare

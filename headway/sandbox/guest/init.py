@@ -1,0 +1,227 @@
+"""The first process of a sandbox: serves its owner's requests over a socket, reaps, keeps the time to live.
+
+Standard library alone. It ends when the socket does, when its time is over or when the zygote dies; with it, by the
+kernel's rule for the first process of a namespace, everything else in the sandbox. It runs as the same user as the
+commands, which can neither signal it (that rule again) nor look into it (it isn't dumpable, and ptrace is filtered).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from headway.sandbox.guest import files, snapshots, wire
+from headway.sandbox.guest.commands import Commands, limits_of_commands, tasks
+from headway.sandbox.linux import cgroups
+
+RECEIVE_BYTES = 1 << 17
+MISTAKES = (OSError, ValueError, MemoryError)  # of a request: names that can't be names among them
+Head = dict[str, Any]
+
+
+class OwnerConnection(Protocol):
+    """The owner's line: a socket, or what does for one."""
+
+    def fileno(self) -> int: ...
+    def setblocking(self, wait: bool, /) -> None: ...
+    def recv(self, most: int, /) -> bytes: ...
+    def send(self, data: memoryview, /) -> int: ...
+    def sendall(self, data: bytes, /) -> None: ...
+
+
+class Init:
+    """The loop. ``kills``: descriptor with the count of kills for memory, or -1; ``written``: directories that hold
+    what was written, as descriptors behind what goes before their names."""
+
+    def __init__(
+        self, owner: OwnerConnection, wanted: Head, written: Sequence[tuple[str, int]], proc: int, kills: int
+    ) -> None:
+        self._owner = owner
+        self._written = written
+        self._frames = wire.Frames()
+        self._outgoing: deque[memoryview] = deque()
+        self._producing: deque[tuple[int, Iterator[bytes], Callable[[], None]]] = deque()
+        self._writings: dict[int, files.Writing] = {}
+        self._paused = False  # by the owner; a snapshot stops commands without this
+        self._ends_s = time.monotonic() + wanted["ttl_s"]
+        self._poll = select.poll()
+        prepare = limits_of_commands(wanted["limits"], kills >= 0, proc)
+        self._commands = Commands(self._poll, prepare, lambda: cgroups.read_kill_count(kills))
+        self._kills = kills
+        self._wake, wake_end = os.pipe()
+        for descriptor in (self._wake, wake_end):
+            os.set_blocking(descriptor, False)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # from within, the first process gets what it has a handler for
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+        owner.setblocking(False)
+        self._poll.register(self._wake, select.POLLIN)
+        self._poll.register(owner, select.POLLIN)
+
+    def run(self) -> None:
+        """Never returns."""
+        self._send({"ready": True})
+        self._flush()
+        while True:
+            for descriptor, _ in self._poll.poll(self._wait_ms()):
+                if descriptor == self._owner.fileno():
+                    self._receive()
+                elif descriptor == self._wake:
+                    os.read(self._wake, 4096)
+                else:
+                    self._commands.ready(descriptor)
+            self._commands.reap()
+            self._commands.enforce()
+            for command in self._commands.done():
+                head, body = command.report(cgroups.read_kill_count(self._kills))
+                self._send({"id": command.number, **head}, body)
+            self._flush()
+            if time.monotonic() >= self._ends_s:
+                os._exit(wire.EXIT_TTL)
+
+    def _wait_ms(self) -> float:
+        if self._producing and not self._outgoing:
+            return 0
+        until_s = min(self._ends_s, self._commands.deadline_s()) - time.monotonic()
+        return min(max(0.0, until_s * 1000 + 0.5), 1e8)
+
+    # Talking to the owner: nothing here waits for it.
+
+    def _receive(self) -> None:
+        try:
+            data = self._owner.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            os._exit(wire.EXIT_CLOSED)
+        for head, body in self._frames.feed(data):
+            self._handle(head, body)
+
+    def _send(self, head: Head, body: bytes = b"") -> None:
+        self._outgoing.append(memoryview(wire.frame(head, body)))
+
+    def _flush(self) -> None:
+        try:
+            while self._outgoing or self._produce():
+                chunk = self._outgoing[0]
+                sent = self._owner.send(chunk)
+                if sent == len(chunk):
+                    self._outgoing.popleft()
+                else:
+                    self._outgoing[0] = chunk[sent:]
+            self._poll.modify(self._owner, select.POLLIN)
+        except BlockingIOError:
+            self._poll.modify(self._owner, select.POLLIN | select.POLLOUT)
+        except OSError:
+            os._exit(wire.EXIT_CLOSED)
+
+    def _produce(self) -> bool:
+        """Queue the next chunk of what is being read. False: there is none."""
+        if not self._producing:
+            return False
+        number, chunks, finished = self._producing[0]
+        try:
+            self._send({"id": number, "more": True}, next(chunks))
+        except StopIteration:
+            self._producing.popleft()
+            self._send({"id": number})
+            finished()
+        except MISTAKES as error:
+            self._producing.popleft()
+            self._send({"id": number, **_told(error)})
+            finished()
+        return True
+
+    # Requests.
+
+    def _handle(self, head: Head, body: bytes) -> None:
+        number = head["id"]
+        try:
+            answer = self._do(number, head, body)
+        except MISTAKES as error:
+            answer = _told(error)
+        if answer is not None:
+            self._send({"id": number, **answer})
+
+    def _do(self, number: int, head: Head, body: bytes) -> Head | None:
+        """The answer; None: it comes later, or has been sent."""
+        do = head["do"]
+        if do == "exec":
+            if self._commands.stopped:
+                raise OSError(errno.EBUSY, "the sandbox is paused")
+            try:
+                self._commands.start(number, head, body if head["stdin"] else None)
+            except OSError as error:
+                return {**_told(error), "tasks": tasks()}
+            return None
+        if do == "read":
+            self._producing.append((number, files.read(head["path"], head["max_bytes"]), lambda: None))
+            return None
+        if do == "write":
+            return self._write(number, head, body)
+        if do == "list":
+            self._send({"id": number}, files.listing(head["path"], head["max_entries"]))
+            return None
+        if do == "snapshot":
+            self._commands.stop()
+            self._producing.append((number, snapshots.pack(self._written, head["max_bytes"]), self._go_on))
+            return None
+        return self._change(do, head)
+
+    def _change(self, do: str, head: Head) -> Head:
+        if do == "pause":
+            self._paused = True
+            self._commands.stop()
+        elif do == "resume":
+            self._paused = False
+            self._commands.go_on()
+        elif do == "renew":
+            self._ends_s = time.monotonic() + head["ttl_s"]
+        elif do != "health":
+            raise OSError(errno.ENOSYS, f"unknown request {do!r}")
+        return {}
+
+    def _go_on(self) -> None:
+        if not self._paused:
+            self._commands.go_on()
+
+    def _write(self, number: int, head: Head, body: bytes) -> Head | None:
+        """One chunk of a file; the last one answers."""
+        if head["first"]:
+            self._writings[number] = files.Writing(head["path"], head["mode"])
+        writing = self._writings.get(number)
+        if writing is None:
+            return None  # it failed before, and that was told
+        try:
+            writing.add(body)
+            if not head["last"]:
+                return None
+            writing.finish()
+        except OSError:
+            del self._writings[number]
+            raise
+        del self._writings[number]
+        return {}
+
+
+def _told(error: Exception) -> Head:
+    if isinstance(error, OSError):
+        return {"error": error.errno or errno.EIO, "what": f"{error.strerror or error}"[:500]}
+    code = errno.ENOMEM if isinstance(error, MemoryError) else errno.EINVAL
+    return {"error": code, "what": f"{error}"[:500]}
+
+
+def fail(owner: OwnerConnection, step: str, code: int, what: str) -> None:
+    """Tell the owner that the sandbox couldn't be made. Never returns."""
+    with contextlib.suppress(OSError):
+        owner.sendall(wire.frame({"failed": step, "error": code, "what": what}))
+    os._exit(wire.EXIT_SETUP)

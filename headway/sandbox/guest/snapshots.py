@@ -1,0 +1,174 @@
+"""What was written in a sandbox as a tar, and back. Standard library alone.
+
+Both ends are the first process of a sandbox: the owner stores the bytes and never unpacks them, so whatever names and
+links are in there reach no other file system. Deleted files of the layers below are in it as the overlay keeps them,
+as character devices 0:0, and are deleted again; a directory made anew in place of one below carries a mark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+import tarfile
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from headway.sandbox.guest.wire import CHUNK_BYTES
+
+DEPTH = 256  # of directories: each is held open on the way down
+OPAQUE = "HEADWAY.opaque"
+BLOCK = tarfile.BLOCKSIZE
+HOLE = bytes(4096)  # a page: what a disk in memory is made of
+MOUNTED = frozenset({"proc", "sys"})
+
+
+def pack(roots: Sequence[tuple[str, int]], max_bytes: int) -> Iterator[bytes]:
+    """The files below some directories, given with what goes before their names, in chunks. Raises OSError: EFBIG
+    beyond ``max_bytes``, ELOOP beyond ``DEPTH``."""
+    left = max_bytes - 2 * BLOCK  # its end is counted too
+    for prefix, root in roots:
+        seen: dict[int, str] = {}  # inode with several names -> the first
+        for chunk in _walk(root, prefix, 0, seen):
+            left -= len(chunk)
+            if left < 0:
+                raise OSError(errno.EFBIG, f"the files take more than {max_bytes} bytes")
+            yield chunk
+    yield bytes(2 * BLOCK)
+
+
+def _walk(folder: int, prefix: str, depth: int, seen: dict[int, str]) -> Iterator[bytes]:
+    if depth > DEPTH:
+        raise OSError(errno.ELOOP, f"directories nested more than {DEPTH} deep")
+    for name in sorted(os.listdir(folder)):
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        member = _member(prefix + name, found)
+        if stat.S_ISREG(found.st_mode):
+            if found.st_nlink > 1 and found.st_ino in seen:
+                member.type, member.linkname, member.size = tarfile.LNKTYPE, seen[found.st_ino], 0
+                yield _head(member)
+                continue
+            seen[found.st_ino] = member.name
+            yield from _file(folder, name, member)
+        elif stat.S_ISLNK(found.st_mode):
+            member.linkname = os.readlink(name, dir_fd=folder)
+            yield _head(member)
+        elif stat.S_ISDIR(found.st_mode):
+            with _opened(name, folder, found.st_mode, os.O_DIRECTORY) as inner:
+                with contextlib.suppress(OSError):
+                    if os.getxattr(inner, "user.overlay.opaque") == b"y":
+                        member.pax_headers = {OPAQUE: "y"}
+                yield _head(member)
+                yield from _walk(inner, f"{prefix}{name}/", depth + 1, seen)
+        elif not stat.S_ISSOCK(found.st_mode):  # a socket is nothing without who listens
+            yield _head(member)
+
+
+def _member(name: str, found: os.stat_result) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.mode, member.mtime = stat.S_IMODE(found.st_mode), int(found.st_mtime)
+    kinds = {stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE, stat.S_IFIFO: tarfile.FIFOTYPE}
+    member.type = kinds.get(stat.S_IFMT(found.st_mode), tarfile.REGTYPE)
+    if stat.S_ISCHR(found.st_mode):
+        member.type = tarfile.CHRTYPE
+    member.size = found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return member
+
+
+def _file(folder: int, name: str, member: tarfile.TarInfo) -> Iterator[bytes]:
+    with _opened(name, folder, member.mode, os.O_NONBLOCK) as descriptor:
+        yield _head(member)
+        left = member.size
+        while left:
+            data = os.read(descriptor, min(CHUNK_BYTES, left)) or bytes(min(CHUNK_BYTES, left))
+            left -= len(data)
+            yield data
+    if member.size % BLOCK:
+        yield bytes(BLOCK - member.size % BLOCK)
+
+
+@contextlib.contextmanager
+def _opened(name: str, folder: int, mode: int, flags: int) -> Iterator[int]:
+    """Also what its owner may not read: whoever owns it may change that, for as long as this takes."""
+    flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    changed = not mode & stat.S_IRUSR or (stat.S_ISDIR(mode) and not mode & stat.S_IXUSR)
+    if changed:
+        os.chmod(name, 0o700, dir_fd=folder)  # no link: it has been looked at, and nothing runs meanwhile
+    try:
+        descriptor = os.open(name, flags, dir_fd=folder)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+    finally:
+        if changed:
+            os.chmod(name, stat.S_IMODE(mode), dir_fd=folder)
+
+
+def _head(member: tarfile.TarInfo) -> bytes:
+    return member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+
+
+class Readable(Protocol):
+    def read(self, count: int, /) -> bytes: ...
+
+
+def unpack(file: Readable, root: str = "/") -> None:
+    """Make the files of a tar below ``root``, which is the sandbox's own by now. Raises OSError where that fails."""
+    folders: list[tuple[str, tarfile.TarInfo]] = []
+    try:
+        with tarfile.open(fileobj=file, mode="r|", errorlevel=2) as archive:  # type: ignore[call-overload]
+            while (member := archive.next()) is not None:
+                archive.members.clear()  # type: ignore[attr-defined]  # it would remember all of them
+                path = os.path.join(root, member.name)
+                if member.isdir():
+                    folders.append((path, member))
+                _make(archive, member, path, root)
+    except tarfile.TarError as error:
+        raise OSError(errno.EBADMSG, f"not a snapshot: {error}") from error
+    for path, member in reversed(folders):
+        os.chmod(path, member.mode)
+        os.utime(path, (member.mtime, member.mtime))
+
+
+def _make(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str, root: str) -> None:
+    if member.isdir():
+        if member.pax_headers.get(OPAQUE):
+            _remove(path)
+        if not os.path.isdir(path) or os.path.islink(path):
+            _remove(path)
+            os.mkdir(path, 0o700)
+        else:
+            os.chmod(path, member.mode | 0o700)
+        return
+    _remove(path)
+    if member.ischr():
+        return  # deleted
+    if member.issym():
+        os.symlink(member.linkname, path)
+    elif member.islnk():
+        os.link(os.path.join(root, member.linkname), path, follow_symlinks=False)
+    elif member.isfifo():
+        os.mkfifo(path, member.mode)
+    else:
+        source = archive.extractfile(member)
+        assert source is not None
+        with open(path, "xb", CHUNK_BYTES) as target:
+            while page := source.read(len(HOLE)):
+                if page == HOLE[: len(page)]:  # a hole, as packed: written, it would take room
+                    target.seek(len(page), os.SEEK_CUR)
+                else:
+                    target.write(page)
+            target.truncate(member.size)
+            os.fchmod(target.fileno(), member.mode)
+        os.utime(path, (member.mtime, member.mtime))
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)

@@ -1,0 +1,73 @@
+"""How the two sides of a sandbox's socket talk: frames of a JSON head and a body of bytes. Standard library alone.
+
+A frame is two big-endian 32-bit lengths, the head, the body. Whoever reads one from a sandbox bounds both lengths
+first: what is behind that socket isn't trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+LENGTHS = struct.Struct(">II")
+HEAD_BYTES = 1 << 20  # the most of a head: arguments and environment of a command
+BODY_BYTES = 8 << 20  # the most of a body: the output of a command, both streams
+CHUNK_BYTES = 1 << 18  # what files are sent in
+MESSAGE_BYTES = 1 << 16  # the most of a request to the zygote, which comes as one packet
+
+EXIT_CLOSED, EXIT_TTL, EXIT_SETUP = 0, 3, 4  # how init ends by itself
+
+
+class Malformed(Exception):
+    """Bytes that are no frame, or a frame beyond the limits."""
+
+
+def frame(head: dict[str, Any], body: bytes = b"") -> bytes:
+    encoded = json.dumps(head, separators=(",", ":")).encode()
+    return LENGTHS.pack(len(encoded), len(body)) + encoded + body
+
+
+def lengths(prefix: bytes, *, most_body: int = BODY_BYTES) -> tuple[int, int]:
+    """Of a head and a body. Raises Malformed beyond the limits."""
+    head, body = LENGTHS.unpack(prefix)
+    if head > HEAD_BYTES or body > most_body:
+        raise Malformed(f"a frame of {head} + {body} bytes")
+    return head, body
+
+
+def head_of(encoded: bytes) -> dict[str, Any]:
+    try:
+        head = json.loads(encoded)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"a head that is no JSON: {error}") from None
+    if not isinstance(head, dict):
+        raise Malformed("a head that is no object")
+    return head
+
+
+class Frames:
+    """Bytes as they come, frames as they are whole."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+        self._bytes += data
+        while len(self._bytes) >= LENGTHS.size:
+            head, body = lengths(bytes(self._bytes[: LENGTHS.size]))
+            end = LENGTHS.size + head + body
+            if len(self._bytes) < end:
+                return
+            whole = bytes(self._bytes[LENGTHS.size : end])
+            del self._bytes[:end]
+            yield head_of(whole[:head]), whole[head:]
+
+
+class FrameWriter(Protocol):
+    """What is needed of a line to a sandbox."""
+
+    def write(self, data: bytes, /) -> None: ...
+    async def drain(self) -> None: ...
+    def close(self) -> None: ...

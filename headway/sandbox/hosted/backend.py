@@ -1,0 +1,306 @@
+"""Sandboxes at a provider: what Modal, E2B and Prime have in common.
+
+An adapter (`provider.py`) is thin: it makes, lists and ends sandboxes, moves a file in and out, and runs a line of
+shell. Everything else is `hosted_runner.py`, which is put into each sandbox and run once for each request; it needs
+`python3` there. **Untested against the live services**: the adapters of E2B and Prime have been tried on local servers
+that speak what their SDKs speak, Modal's on stand-ins for its SDK's classes.
+
+A sandbox carries labels from its creation on: run, rollout, and who its owner is. What a killed run has left is
+found by them, and ended at the next start on the same machine (`reap`); past that, it ends at its time to live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from headway.records.errors import ConfigurationError
+from headway.records.network import allow_list
+from headway.records.sandbox import (
+    Capabilities,
+    SandboxError,
+    SandboxInfo,
+    SandboxSpec,
+    Snapshot,
+    environment_failure,
+    infrastructure_failure,
+    of_a_start,
+)
+from headway.records.sandbox_statistics import Reaped
+from headway.runtime.clock import Clock, RealClock
+from headway.runtime.supervision import to_its_end
+from headway.sandbox import leftovers, snapshot_store
+from headway.sandbox.hosted.provider import OWNER, RUN, Provider, asked, is_dead, plain_labels, this_owner
+from headway.sandbox.hosted.sandbox import HostedSandbox
+from headway.sandbox.pace import SharedRateLimit
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+END_TRIES = 3  # of one that nobody else knows; later ones come with `reap` and `close`
+ENDING_S = 60.0  # that whoever gave a start up, or closes, waits until nothing of it is left
+DELETING_S = 5.0  # that dropped snapshots hold up its closing; the rest stays noted, for the next look
+UNTESTED = "untested against the live service: docs/sandboxes.md says what it was tried on"
+
+
+class HostedBackend:
+    """See :class:`Backend`. Started by its first call that needs it, or by `start`."""
+
+    def __init__(
+        self,
+        provider: Provider,
+        *,
+        run: str = "",
+        state: str | Path | None = None,
+        snapshots: Path | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """``snapshots``: the folder where it is noted what the provider keeps, to be deleted there when it is dropped
+        (`snapshot_folder.py`); None: what is taken stays."""
+        self._provider = provider
+        self._snapshots = snapshots
+        self._run = run
+        self._clock = clock or RealClock()
+        state = Path(state) if state is not None else leftovers.default_state()
+        account = hashlib.sha256(provider.account.encode()).hexdigest()[:16]
+        settings = provider.settings
+        file = state / "rates" / f"{provider.name}-{account}"
+        self._pace = SharedRateLimit(file, settings.creates_per_s, settings.creates_at_once, self._clock)
+        self._sandboxes: dict[str, HostedSandbox] = {}
+        self._by_key: dict[str, asyncio.Task[HostedSandbox]] = {}
+        self._orphans: dict[str, HostedSandbox] = {}  # that were never handed out, and wouldn't end
+        self._endings: set[asyncio.Task[None]] = set()  # of what was made for nobody
+        self._starting = asyncio.Lock()
+        self._started = self._closed = False
+
+    async def start(self) -> None:
+        """End what dead owners of this machine have left."""
+        async with self._starting:
+            if self._closed:
+                raise SandboxError(infrastructure_failure("the backend is closed", retry=False))
+            if not self._started:
+                log.warning("sandboxes by %s: %s", self._provider.name, UNTESTED)
+                for line in await self._end_left():
+                    log.info("%s", line)
+                self._started = True
+
+    async def reap(self) -> list[Reaped]:
+        """End sandboxes whose owners were processes of this machine, and are dead, and own ones that nobody else knows.
+        One line for each. Snapshots that were dropped are deleted."""
+        reaped = await self._end_left()
+        await self._delete_dropped()  # here alone: a start that waited for thousands of them would fail
+        return reaped
+
+    async def _end_left(self) -> list[Reaped]:
+        reaped: list[Reaped] = []
+        for box in list(self._orphans.values()):
+            await self._end_once(box)
+            whose = f"{self._provider.name} {box.id} of this run"
+            reaped.append(Reaped(owner=whose, sandboxes=1, stuck=box.id in self._orphans))
+        for info in await self._asked("list sandboxes", self._provider.list({})):
+            if is_dead(info.labels.get(OWNER, "")):
+                await self._asked(f"end {info.id}", self._provider.terminate(info.id))
+                whose = f"{self._provider.name} {info.id} of run {info.labels.get(RUN) or '-'}"
+                reaped.append(Reaped(owner=whose, sandboxes=1))
+        return reaped
+
+    async def _delete_dropped(self) -> None:
+        """Snapshots that nobody goes on from. What the provider doesn't delete yet is tried again at the next look."""
+        for name, mark in [] if self._snapshots is None else snapshot_store.dropped(self._snapshots):
+            maker, _, kept = name.partition(":")
+            if maker != self._provider.name:
+                continue
+            try:
+                await self._asked(f"delete snapshot {kept}", self._provider.delete_snapshot(kept))
+            except SandboxError as error:
+                log.info("%s", error)
+                if "hold_s" in error.failure.evidence:
+                    return
+            else:
+                mark.unlink(missing_ok=True)
+
+    async def create(
+        self,
+        spec: SandboxSpec,
+        *,
+        idempotency_key: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        ttl_s: float | None = None,
+        snapshot: Snapshot | None = None,
+    ) -> HostedSandbox:
+        """See :meth:`Backend.create`."""
+        spec.limits.check()
+        allow_list(spec.network)
+        self._provider.check(spec)
+        key = idempotency_key or secrets.token_hex(16)
+        making = self._by_key.get(key)
+        if making is None or (making.done() and _of_no_use(making)):
+            making = asyncio.create_task(self._create(spec, dict(labels or {}), ttl_s or spec.ttl_s, snapshot))
+            self._by_key = {one: task for one, task in self._by_key.items() if not (task.done() and _of_no_use(task))}
+            self._by_key[key] = making
+        if idempotency_key is not None:
+            return await asyncio.shield(making)  # whoever is cancelled asks again by the same key
+        try:
+            return await making
+        finally:
+            self._by_key.pop(key, None)
+
+    async def _create(
+        self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, snapshot: Snapshot | None
+    ) -> HostedSandbox:
+        await self.start()
+        await self._pace.wait()
+        told = plain_labels({**labels, OWNER: this_owner(), RUN: self._run})
+        source = None if snapshot is None else self._source(snapshot)
+        key = secrets.token_hex(16)  # of this attempt: by the caller's own, one that has ended would be given again
+        # Not to be cancelled in the middle: what it makes would be known to nobody here.
+        making = asyncio.create_task(self._provider.create(spec, told, ttl_s, key, source))
+        try:
+            name = await self._asked("make a sandbox", asyncio.shield(making))
+        except asyncio.CancelledError:
+            await self._given_up(self._end_unwanted(making, spec, told, ttl_s))
+            raise
+        except SandboxError as error:
+            self._pace.hold(float(error.failure.evidence.get("hold_s", 0.0)))
+            raise SandboxError(of_a_start(error.failure)) from error
+        sandbox = self._known(name, spec, told, ttl_s)
+        try:
+            await sandbox.open()
+        except BaseException as error:
+            await self._given_up(self._end(sandbox))
+            if isinstance(error, SandboxError):
+                raise SandboxError(of_a_start(error.failure)) from error
+            raise
+        return sandbox
+
+    def _known(self, name: str, spec: SandboxSpec, labels: dict[str, str], ttl_s: float) -> HostedSandbox:
+        info = SandboxInfo(id=name, labels=labels, state="running", owner_pid=os.getpid(), created_s=time.time())
+        sandbox = HostedSandbox(info, spec, ttl_s, self._provider, self._gone, self._snapshots)
+        self._sandboxes[name] = sandbox
+        return sandbox
+
+    def _source(self, snapshot: Snapshot) -> str:
+        maker, _, kept = snapshot.path.partition(":")
+        if maker != self._provider.name:
+            raise SandboxError(environment_failure(f"{snapshot.path} is no snapshot of {self._provider.name}"))
+        return kept
+
+    # What was made for nobody.
+
+    async def _given_up(self, ending: Coroutine[Any, Any, None]) -> None:
+        """Whoever gave up keeps its place until nothing is left, for `ENDING_S` at most."""
+        task = asyncio.create_task(ending, name=f"ending a sandbox at {self._provider.name}")
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+        await to_its_end(asyncio.wait({task}, timeout=ENDING_S))
+
+    async def _end_unwanted(
+        self, making: asyncio.Task[str], spec: SandboxSpec, labels: dict[str, str], ttl_s: float
+    ) -> None:
+        await asyncio.wait({making})
+        if not making.cancelled() and making.exception() is None:
+            await self._end(self._known(making.result(), spec, labels, ttl_s))
+
+    async def _end(self, box: HostedSandbox) -> None:
+        self._orphans[box.id] = box
+        for attempt in range(END_TRIES):
+            if attempt:
+                await self._clock.sleep(2.0**attempt)
+            await self._end_once(box)
+            if box.id not in self._orphans:
+                return
+        log.warning("%s %s couldn't be ended: it is tried again", self._provider.name, box.id)
+
+    async def _end_once(self, box: HostedSandbox) -> None:
+        with contextlib.suppress(SandboxError):
+            await box.terminate()
+
+    def _gone(self, name: str) -> None:
+        self._sandboxes.pop(name, None)
+        self._orphans.pop(name, None)
+
+    async def _asked(self, what: str, call: Awaitable[T]) -> T:
+        return await asked(self._provider, what, call)
+
+    async def attach(self, sandbox_id: str) -> HostedSandbox:
+        sandbox = self._sandboxes.get(sandbox_id)
+        if sandbox is None or sandbox.ended:
+            raise SandboxError(
+                infrastructure_failure(f"sandbox {sandbox_id} is none of this process's live ones", retry=False)
+            )
+        return sandbox
+
+    async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
+        """Of this owner, as the provider has them."""
+        wanted = plain_labels({**(labels or {}), OWNER: this_owner()})
+        found = await self._asked("list sandboxes", self._provider.list(wanted))
+        return [info for info in found if wanted.items() <= info.labels.items()]
+
+    async def terminate(self, sandbox_id: str) -> None:
+        if sandbox_id in self._sandboxes:
+            await self._sandboxes[sandbox_id].terminate()
+        else:
+            await self._asked(f"end {sandbox_id}", self._provider.terminate(sandbox_id))
+
+    async def capabilities(self) -> Capabilities:
+        can = self._provider.can()
+        return msgspec.structs.replace(can, missing=(*can.missing, UNTESTED))
+
+    async def preflight(
+        self, specs: Sequence[SandboxSpec], *, live: int = 1, allow_unbounded: bool = False
+    ) -> list[str]:
+        """See :meth:`Backend.preflight`. ``live``: how many there will be at once."""
+        problems: list[str] = []
+        limit = self._provider.settings.account_limit
+        try:
+            await self.start()
+            if limit and (there := await self._asked("count sandboxes", self._provider.count())) + live > limit:
+                problems.append(
+                    f"{live} sandboxes are needed and {there} live at {self._provider.name}, more than its account's"
+                    f" {limit}: lower sandbox.live to {max(0, limit - there)}, end those (`headway sandboxes reap"
+                    f" --backend {self._provider.name}`), or have the limit raised"
+                )
+            for spec in specs:
+                box = await self.create(spec, labels={"purpose": "preflight"}, ttl_s=300.0)
+                try:
+                    await box.write("/tmp/preflight", b"written")
+                    if await box.read("/tmp/preflight") != b"written":
+                        problems.append("a file that was written is read otherwise")
+                finally:
+                    await box.terminate()
+        except (SandboxError, ConfigurationError) as error:
+            problems.append(f"a sandbox can't be made at {self._provider.name}: {error}")
+        return problems
+
+    async def close(self) -> None:
+        self._closed = True
+        for making in self._by_key.values():
+            making.cancel()
+        await asyncio.gather(*self._by_key.values(), return_exceptions=True)
+        if self._endings:
+            await asyncio.wait(self._endings, timeout=ENDING_S)
+        await asyncio.gather(*(box.terminate() for box in list(self._sandboxes.values())), return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DELETING_S):
+                await self._delete_dropped()
+        await self._provider.close()
+
+    async def __aenter__(self) -> HostedBackend:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def _of_no_use(made: asyncio.Task[HostedSandbox]) -> bool:
+    return made.cancelled() or made.exception() is not None or made.result().ended

@@ -1,0 +1,188 @@
+"""Sandboxes at Modal, by its SDK (`pip install 'headway[modal]'`). **Untested against the live service.**
+
+The SDK speaks gRPC to the service and, for commands and files, to the machine that a sandbox is on, over TLS with
+credentials of its own: nothing that a local server could stand in for honestly. The tests stand in for the SDK's
+classes instead, and hold every call against the real ones' signatures. How long a sandbox lives is fixed when it is
+made (`life_s`): its time to live is kept by its owner, and past the owner's death by the next start's `reap`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from headway.records.errors import ConfigurationError
+from headway.records.network import authority_of, is_address
+from headway.records.sandbox import (
+    MIB,
+    Capabilities,
+    SandboxFailure,
+    SandboxInfo,
+    SandboxSpec,
+    environment_failure,
+    infrastructure_failure,
+    model_failure,
+)
+from headway.runtime.imports import import_extra
+from headway.sandbox.hosted.provider import HOLD_S, OWNER, HostedSettings, ShellResult
+
+# What its errors, and all that derive from them, mean.
+ENVIRONMENT = ("AuthError", "PermissionDeniedError", "InvalidError", "ImageBuildError", "VersionError", "NotFoundError")
+GONE = ("SandboxTerminatedError", "SandboxTimeoutError")
+
+
+class ModalSettings(HostedSettings, frozen=True, kw_only=True):
+    key_variable: str = "MODAL_TOKEN_SECRET"
+    key_id_variable: str = "MODAL_TOKEN_ID"
+    template: str = "python:3.12-slim"
+    app: str = "headway-sandboxes"  # what they are listed under
+    life_s: float = 4 * 3600.0  # of a sandbox, whatever becomes of its owner; Modal's own limit is a day
+
+
+class ModalProvider:
+    """See :class:`Provider`. ``sdk``: the package, unless a test has one of its own."""
+
+    name = "modal"
+
+    def __init__(self, settings: ModalSettings, sdk: Any = None) -> None:
+        self.settings = settings
+        self.life_s = settings.life_s
+        self._sdk = sdk or import_extra("modal", "modal", "sandbox.backend = 'modal'")
+        self.account = os.environ.get(settings.key_id_variable, "")
+        self._secret = os.environ.get(settings.key_variable, "")
+        if not self.account or not self._secret:
+            raise ConfigurationError(
+                f"sandbox.backend = 'modal': set {settings.key_id_variable} and {settings.key_variable}, its account's"
+            )
+        if settings.address:
+            raise ConfigurationError(
+                "sandbox.settings.address: Modal's is set by MODAL_SERVER_URL, before it is loaded"
+            )
+        self._client: Any = None
+        self._app: Any = None
+        self._boxes: dict[str, Any] = {}
+
+    async def _opened(self) -> tuple[Any, Any]:
+        if self._app is None:
+            self._client = await self._sdk.Client.from_credentials.aio(self.account, self._secret)
+            self._app = await self._sdk.App.lookup.aio(self.settings.app, client=self._client, create_if_missing=True)
+        return self._app, self._client
+
+    def can(self) -> Capabilities:
+        return Capabilities(
+            backend="modal",
+            memory_limit=True,
+            process_limit=True,
+            cpu_limit=True,
+            disk_limit=True,
+            network_allow_list=True,
+            snapshot=True,
+            images=True,
+            own_user=True,
+            missing=("no pause", "limits of disk, inodes and processes are Modal's, whatever the spec says"),
+        )
+
+    def check(self, spec: SandboxSpec) -> None:
+        for entry in spec.network:
+            if authority_of(entry.removeprefix("*."))[1] is not None:
+                raise ConfigurationError(f"sandbox network {entry!r}: Modal has no ports in its list; leave :PORT out")
+
+    async def create(
+        self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, key: str, snapshot: str | None
+    ) -> str:
+        app, client = await self._opened()
+        images = self._sdk.Image
+        image = (
+            images.from_id(snapshot, client=client)
+            if snapshot
+            else images.from_registry(spec.root or self.settings.template)
+        )
+        network: dict[str, Any] = {"block_network": not spec.network}
+        if spec.network:
+            addresses = [entry for entry in spec.network if is_address(authority_of(entry)[0] or "")]
+            network["outbound_domain_allowlist"] = [entry for entry in spec.network if entry not in addresses]
+            network["outbound_cidr_allowlist"] = [
+                f"{entry.strip('[]')}/{128 if entry.startswith('[') else 32}" for entry in addresses
+            ]
+        box = await self._sdk.Sandbox.create.aio(
+            "sleep",
+            "infinity",
+            app=app,
+            tags=labels,
+            image=image,
+            timeout=math.ceil(max(ttl_s, self.life_s)),
+            cpu=(spec.limits.cpus, spec.limits.cpus),
+            memory=(math.ceil(spec.limits.memory_bytes / MIB), math.ceil(spec.limits.memory_bytes / MIB)),
+            client=client,
+            **network,
+        )
+        self._boxes[box.object_id] = box
+        return str(box.object_id)
+
+    async def list(self, labels: Mapping[str, str]) -> list[SandboxInfo]:
+        app, client = await self._opened()
+        found: list[SandboxInfo] = []
+        async for box in self._sdk.Sandbox.list.aio(app_id=app.app_id, tags=dict(labels) or None, client=client):
+            tags = await box.get_tags.aio()
+            if OWNER in tags:
+                found.append(SandboxInfo(id=box.object_id, labels=tags, state="running"))
+        return found
+
+    async def count(self) -> int:
+        _, client = await self._opened()
+        return len([box async for box in self._sdk.Sandbox.list.aio(client=client)])
+
+    async def terminate(self, sandbox: str) -> None:
+        box = self._boxes.pop(sandbox, None)
+        if box is None:
+            _, client = await self._opened()
+            with contextlib.suppress(self._sdk.exception.NotFoundError):
+                box = await self._sdk.Sandbox.from_id.aio(sandbox, client=client)
+        if box is not None:
+            await box.terminate.aio()
+
+    async def run(self, sandbox: str, line: str, timeout_s: float) -> ShellResult:
+        process = await self._boxes[sandbox].exec.aio("sh", "-c", line, timeout=math.ceil(timeout_s))
+        said = await process.stdout.read.aio()
+        return ShellResult(exit_code=await process.wait.aio(), stdout=said)
+
+    async def put(self, sandbox: str, path: str, data: bytes) -> None:
+        await self._boxes[sandbox].filesystem.write_bytes.aio(data, path)
+
+    async def get(self, sandbox: str, path: str) -> bytes:
+        return bytes(await self._boxes[sandbox].filesystem.read_bytes.aio(path))
+
+    async def renew(self, sandbox: str, ttl_s: float) -> None:
+        """Its owner's affair, within `life_s`."""
+
+    async def pause(self, sandbox: str) -> None:
+        raise NotImplementedError
+
+    async def resume(self, sandbox: str, ttl_s: float) -> None:
+        raise NotImplementedError
+
+    async def snapshot(self, sandbox: str, name: str) -> str:
+        return str((await self._boxes[sandbox].snapshot_filesystem.aio()).object_id)
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        """Modal keeps them for 30 days. Its call that deletes an image is experimental, and what becomes of images and
+        sandboxes that were made from it isn't said."""
+
+    def failure_of(self, error: Exception, what: str) -> SandboxFailure:
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        what = f"{what}: {str(error)[:300]}"
+        if kinds & set(GONE) or (isinstance(error, KeyError) and error.args and error.args[0] not in self._boxes):
+            return infrastructure_failure(what, evidence={"gone": True})
+        if "ResourceExhaustedError" in kinds:
+            return infrastructure_failure(what, evidence={"hold_s": HOLD_S})
+        if "SandboxFilesystemError" in kinds:
+            return model_failure(what)
+        if kinds & set(ENVIRONMENT):
+            return environment_failure(what)
+        return infrastructure_failure(what, evidence={"error": type(error).__name__})
+
+    async def close(self) -> None:
+        self._boxes.clear()

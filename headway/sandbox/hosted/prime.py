@@ -1,0 +1,205 @@
+"""Sandboxes at Prime Intellect, by its SDK (`pip install 'headway[prime]'`). **Untested against the live service.**
+
+Its API is HTTP and JSON; commands go by connect-rpc through a gateway, files beside them. A sandbox is a virtual
+machine of an image that the service can pull. How long it lives is fixed when it is made (`life_s`): its time to live
+is kept by its owner, and past the owner's death by the next start's `reap`. An empty list of hosts is taken to mean
+none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from headway.records.errors import ConfigurationError
+from headway.records.network import authority_of, is_address
+from headway.records.sandbox import (
+    Capabilities,
+    SandboxFailure,
+    SandboxInfo,
+    SandboxSpec,
+    environment_failure,
+    infrastructure_failure,
+    model_failure,
+)
+from headway.runtime.imports import import_extra
+from headway.sandbox.hosted.provider import HostedSettings, ShellResult, failure_of_status
+
+GIB = 1 << 30
+STATUS = re.compile(r"HTTP (\d{3})\b")
+STATES = {"RUNNING": "running", "PAUSED": "paused", "PENDING": "starting", "PROVISIONING": "starting"}
+
+
+class PrimeSettings(HostedSettings, frozen=True, kw_only=True):
+    key_variable: str = "PRIME_API_KEY"
+    template: str = "python:3.12-slim"
+    life_s: float = 4 * 3600.0  # of a sandbox, whatever becomes of its owner
+    start_timeout_s: float = 300.0
+
+
+class PrimeProvider:
+    """See :class:`Provider`."""
+
+    name = "prime"
+
+    def __init__(self, settings: PrimeSettings) -> None:
+        self.settings = settings
+        self.life_s = settings.life_s
+        self._sdk = import_extra("prime_sandboxes", "prime", "sandbox.backend = 'prime'")
+        self.account = os.environ.get(settings.key_variable, "")
+        if not self.account:
+            raise ConfigurationError(f"sandbox.backend = 'prime': set {settings.key_variable} to the account's key")
+        self._client = self._sdk.AsyncSandboxClient(api_key=self.account)
+        if settings.address:
+            self._client.client.base_url = settings.address.rstrip("/").removesuffix("/api/v1")
+
+    def can(self) -> Capabilities:
+        return Capabilities(
+            backend="prime",
+            memory_limit=True,
+            process_limit=True,
+            cpu_limit=True,
+            disk_limit=True,
+            network_allow_list=True,
+            snapshot=True,
+            images=True,
+            own_user=True,
+            missing=(
+                "no pause",
+                "limits are rounded up to whole cores and GiB; processes and inodes have none but the machine's",
+            ),
+        )
+
+    def check(self, spec: SandboxSpec) -> None:
+        for entry in spec.network:
+            host, port = authority_of(entry.removeprefix("*."))
+            if host is not None and port not in (None, 80, 443) and not is_address(host):
+                raise ConfigurationError(f"sandbox network {entry!r}: Prime takes names on ports 80 and 443 alone")
+
+    async def create(
+        self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, key: str, snapshot: str | None
+    ) -> str:
+        limits = spec.limits
+        request = self._sdk.CreateSandboxRequest(
+            name=f"headway-{key[:24]}",
+            docker_image=None if snapshot else spec.root or self.settings.template,
+            checkpoint_id=snapshot,
+            cpu_cores=math.ceil(limits.cpus),
+            memory_gb=math.ceil(limits.memory_bytes / GIB),
+            disk_size_gb=None if snapshot else math.ceil(limits.disk_bytes / GIB),
+            network_allowlist=list(spec.network),
+            timeout_minutes=math.ceil(max(ttl_s, self.life_s) / 60),
+            labels=[f"{name}={value}" for name, value in labels.items()],
+            idempotency_key=key,
+        )
+        made = await self._client.create(request)
+        try:
+            async with asyncio.timeout(self.settings.start_timeout_s):
+                await self._client.wait_for_creation(made.id)
+        except BaseException:
+            with contextlib.suppress(Exception):  # what went wrong before is what is told
+                await self._client.delete(made.id)
+            raise
+        return str(made.id)
+
+    async def list(self, labels: Mapping[str, str]) -> list[SandboxInfo]:
+        wanted = [f"{name}={value}" for name, value in labels.items()] or None
+        found: list[SandboxInfo] = []
+        page, more = 1, True
+        while more:
+            answer = await self._client.list(labels=wanted, page=page, exclude_terminated=True)
+            found += [
+                SandboxInfo(
+                    id=one.id,
+                    labels={name: value for name, _, value in (label.partition("=") for label in one.labels)},
+                    state=STATES.get(one.status, "ended"),  # pyright: ignore[reportArgumentType]
+                    created_s=one.created_at.timestamp(),
+                )
+                for one in answer.sandboxes
+            ]
+            page, more = page + 1, answer.has_next
+        return [one for one in found if one.state != "ended"]
+
+    async def count(self) -> int:
+        return int((await self._client.list(page=1, per_page=1, exclude_terminated=True)).total)
+
+    async def terminate(self, sandbox: str) -> None:
+        with self._unless_unknown():
+            await self._client.delete(sandbox)
+
+    async def run(self, sandbox: str, line: str, timeout_s: float) -> ShellResult:
+        said = await self._client.execute_command(sandbox, line, timeout=math.ceil(timeout_s))
+        return ShellResult(exit_code=said.exit_code, stdout=said.stdout)
+
+    async def put(self, sandbox: str, path: str, data: bytes) -> None:
+        timeout_s = math.ceil(self.settings.request_timeout_s)
+        await self._client.upload_bytes(sandbox, path, data, Path(path).name, timeout=timeout_s)
+
+    async def get(self, sandbox: str, path: str) -> bytes:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "taken")
+            timeout_s = math.ceil(self.settings.request_timeout_s)
+            await self._client.download_file(sandbox, path, str(file), timeout=timeout_s)
+            return await asyncio.to_thread(file.read_bytes)
+
+    async def renew(self, sandbox: str, ttl_s: float) -> None:
+        """Its owner's affair, within `life_s`."""
+
+    async def pause(self, sandbox: str) -> None:
+        raise NotImplementedError
+
+    async def resume(self, sandbox: str, ttl_s: float) -> None:
+        raise NotImplementedError
+
+    async def snapshot(self, sandbox: str, name: str) -> str:
+        taken = await self._client.checkpoint(sandbox)
+        await self._client.wait_for_checkpoint(taken.id)
+        return str(taken.id)
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        """Its data stays there for as long as later ones need it."""
+        with self._unless_unknown():
+            await self._client.delete_checkpoint(snapshot)
+
+    @contextlib.contextmanager
+    def _unless_unknown(self) -> Iterator[None]:
+        try:
+            yield
+        except self._sdk.APIError as error:
+            if _status(error) != 404:
+                raise
+
+    def failure_of(self, error: Exception, what: str) -> SandboxFailure:
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        what = f"{what}: {str(error)[:300]}"
+        if "SandboxOOMError" in kinds:
+            failure = model_failure(f"{what}: out of memory as a whole", oom=True, gone=True)
+            return failure
+        if "SandboxImagePullError" in kinds:
+            return environment_failure(what)
+        if "SandboxNotRunningError" in kinds:
+            return infrastructure_failure(what, evidence={"gone": True})
+        for kind, status in (("UnauthorizedError", 401), ("PaymentRequiredError", 402)):
+            if kind in kinds:
+                return failure_of_status(status, what)
+        status = _status(error)
+        if status is not None:
+            return failure_of_status(status, what)
+        if "ValidationError" in kinds:
+            return environment_failure(what)
+        return infrastructure_failure(what, evidence={"error": type(error).__name__})
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def _status(error: Exception) -> int | None:
+    """Its errors say it in their text."""
+    match = STATUS.search(str(error))
+    return int(match[1]) if match else None

@@ -1,0 +1,321 @@
+"""One sandbox at a provider: requests by way of the runner in it (`hosted_runner.py`), and what their failures mean."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import posixpath
+import shlex
+import zipfile
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from headway.records.errors import ConfigurationError
+from headway.records.sandbox import (
+    ExecResult,
+    FileInfo,
+    SandboxError,
+    SandboxFailure,
+    SandboxInfo,
+    SandboxSpec,
+    Snapshot,
+    environment_failure,
+    infrastructure_failure,
+    model_failure,
+)
+from headway.sandbox.failures import file_failure
+from headway.sandbox.guest.hosted_runner import MARK
+from headway.sandbox.hosted.provider import Provider, ShellResult, asked
+from headway.sandbox.protocol import FILE_BYTES, OUTPUT_BYTES
+from headway.sandbox.snapshot_store import note_hosted
+
+T = TypeVar("T")
+FOLDER = "/tmp/.headway"  # in a sandbox
+ARGUMENT_BYTES = 1 << 16  # of a request in a command line; a longer one goes as a file
+GRACE_S = 20.0  # beyond a command's own time, for the provider
+SIGNALS = range(129, 129 + 64)  # a signal's number, as shells tell it; Python and Go say a negative one
+IN_RUNNER = (
+    "__init__.py",
+    "sandbox/__init__.py",
+    "sandbox/guest/__init__.py",
+    "sandbox/guest/wire.py",
+    "sandbox/guest/files.py",
+    "sandbox/guest/hosted_runner.py",
+)
+
+
+class HostedSandbox:
+    """See :class:`Sandbox`."""
+
+    def __init__(
+        self,
+        info: SandboxInfo,
+        spec: SandboxSpec,
+        ttl_s: float,
+        provider: Provider,
+        gone: Callable[[str], None],
+        snapshots: Path | None = None,
+    ) -> None:
+        """``snapshots``: the folder where it is noted what the provider keeps."""
+        self._info = info
+        self._spec = spec
+        self._ttl_s = ttl_s
+        self._provider = provider
+        self._tell_gone = gone
+        self._snapshots = snapshots
+        self._processes: list[Any] = []  # the provider's own, there before any command
+        self._count = 0
+        self._paused = False
+        self._ready = False  # the runner has answered
+        self._why: SandboxFailure | None = None
+        self._ends_s = 0.0  # by the loop's clock
+        self._timer: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._lasts(ttl_s)
+
+    @property
+    def id(self) -> str:
+        return self._info.id
+
+    @property
+    def ended(self) -> bool:
+        return self._why is not None
+
+    async def open(self) -> None:
+        """Put the runner in and make the working directory."""
+        await self._asked("put the runner in", self._provider.put(self.id, f"{FOLDER}/runner.zip", _runner()))
+        said = await self._ask({"do": "begin", "workdir": self._spec.workdir})
+        if "error" in said:
+            raise SandboxError(environment_failure(f"{self._spec.workdir} can't be made: {said['what']}"))
+        with self._understanding():
+            self._processes = list(said["processes"])
+        self._ready = True
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        workdir: str | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float = 60.0,
+        max_output_bytes: int = OUTPUT_BYTES,
+        alone: bool = False,
+    ) -> ExecResult:
+        """See :meth:`Sandbox.exec`."""
+        if not argv:
+            raise ConfigurationError("sandbox exec: needs a command")
+        request = {
+            "do": "exec",
+            "argv": list(argv),
+            "environment": {**self._spec.environment, **(environment or {})},
+            "workdir": workdir or self._spec.workdir,
+            "stdin": stdin or b"",
+            "timeout_s": timeout_s,
+            "max_output_bytes": max_output_bytes,
+            "alone": alone,
+            "processes": self._processes,
+        }
+        said = await self._ask(request, timeout_s)
+        if said.get("killed"):
+            failure = model_failure(f"what watched over the command {said['killed']}", signal=9)
+            return ExecResult(exit_code=None, signal=9, failure=failure)
+        if "error" in said:
+            raise SandboxError(infrastructure_failure(f"a command can't be started: {said['what']}"))
+        with self._understanding():
+            return _result(said, timeout_s)
+
+    async def read(self, path: str, *, max_bytes: int = FILE_BYTES) -> bytes:
+        said = await self._file({"do": "read", "path": path, "max_bytes": max_bytes})
+        with self._understanding():
+            return base64.b64decode(said["data"])
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        await self._file({"do": "write", "path": path, "mode": mode, "data": data})
+
+    async def list(self, path: str, *, max_entries: int = 10_000) -> list[FileInfo]:
+        said = await self._file({"do": "list", "path": path, "max_entries": max_entries})
+        with self._understanding():
+            return msgspec.convert(said["entries"], list[FileInfo])
+
+    async def _file(self, request: dict[str, Any]) -> dict[str, Any]:
+        path = request["path"]
+        said = await self._ask({**request, "path": posixpath.join(self._spec.workdir, path)})
+        if "error" in said:
+            raise SandboxError(file_failure(path, said))
+        if said.get("killed"):
+            raise SandboxError(model_failure(f"{path}: what should have looked {said['killed']}", errno="ESRCH"))
+        return said
+
+    # Its life.
+
+    async def snapshot(self, name: str) -> Snapshot:
+        """At the provider, by its id: nothing but a note of it comes here."""
+        self._need(self._provider.can().snapshot, "snapshots")
+        paused = self._paused
+        if paused:  # E2B takes none of what is
+            await self.resume()
+        kept = await self._asked("take a snapshot", self._provider.snapshot(self.id, name))
+        path = f"{self._provider.name}:{kept}"
+        if self._snapshots is not None:
+            with contextlib.suppress(OSError):  # the disk is full: it is never deleted there
+                note_hosted(self._snapshots, path)
+        if paused:
+            await self.pause()
+        return Snapshot(path=path, bytes=0, sha256="")
+
+    async def pause(self) -> None:
+        self._need(self._provider.can().pause, "pauses")
+        await self._asked("pause", self._provider.pause(self.id))
+        self._paused = True
+
+    async def resume(self) -> None:
+        self._need(self._provider.can().pause, "pauses")
+        await self._asked("resume", self._provider.resume(self.id, self._ttl_s))
+        self._paused = False
+
+    def _need(self, can: bool, what: str) -> None:
+        if not can:
+            raise SandboxError(environment_failure(f"{self._provider.name} has no {what} of this kind"))
+
+    async def renew(self, ttl_s: float) -> None:
+        await self._asked("give it more time", self._provider.renew(self.id, ttl_s))
+        self._lasts(ttl_s)
+
+    def _lasts(self, ttl_s: float) -> None:
+        """From now on. Where the provider keeps no time that can be renewed, its owner does."""
+        loop = asyncio.get_running_loop()
+        self._ttl_s, self._ends_s = ttl_s, loop.time() + ttl_s
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._provider.life_s is not None:
+            self._timer = loop.call_later(ttl_s, self._time_is_over)
+
+    def _time_is_over(self) -> None:
+        self._why = self._why or self._over()
+        self._ending = asyncio.create_task(self._end_late())
+
+    async def _end_late(self) -> None:
+        with contextlib.suppress(SandboxError):  # whoever has it tries again
+            await self.terminate()
+
+    def _over(self) -> SandboxFailure:
+        what = f"sandbox {self.id}: its time to live of {self._ttl_s:g} s is over; give more, or renew it"
+        return environment_failure(what)
+
+    async def health(self) -> None:
+        await self._ask({"do": "list", "path": FOLDER, "max_entries": 10_000})
+
+    async def terminate(self) -> None:
+        """See :meth:`Sandbox.terminate`. Raises SandboxError when the provider doesn't do it."""
+        if self._why is None:
+            self._why = environment_failure(f"sandbox {self.id} was ended by its owner")
+        await asked(self._provider, f"end {self.id}", self._provider.terminate(self.id))
+        if self._timer is not None:  # until then it is one more who tries
+            self._timer.cancel()
+        self._tell_gone(self.id)
+
+    # Requests.
+
+    async def _ask(self, request: dict[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
+        """The runner's answer; ``killed``: it gave none, and the sandbox lives."""
+        if self._paused:
+            raise SandboxError(environment_failure(f"sandbox {self.id} is paused: resume it first"))
+        self._count += 1
+        file = f"{FOLDER}/{self._count}"
+        long = len(request.get("data", b"")) + len(request.get("stdin", b"")) > ARGUMENT_BYTES
+        told = await asyncio.to_thread(_told, request) if long else _told(request)  # the loop has others to serve
+        if len(told) > ARGUMENT_BYTES:
+            await self._asked("put a request in", self._provider.put(self.id, file, told))
+            told = f"@{file}".encode()
+        line = (
+            f"PYTHONPATH={FOLDER}/runner.zip exec python3 -m headway.sandbox.guest.hosted_runner"
+            f" {shlex.quote(told.decode())} {file}.out"
+        )
+        limit_s = timeout_s + GRACE_S + self._provider.settings.request_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                ran = await self._asked("run a command", self._provider.run(self.id, line, timeout_s + GRACE_S))
+        except TimeoutError:
+            self._why = infrastructure_failure(f"no answer of sandbox {self.id} in {limit_s:g} s")
+            with contextlib.suppress(SandboxError):
+                await asked(self._provider, f"end {self.id}", self._provider.terminate(self.id))
+            raise SandboxError(self._why) from None
+        return await self._said(ran)
+
+    async def _said(self, ran: ShellResult) -> dict[str, Any]:
+        last = ran.stdout.rpartition(f"\n{MARK}")[2] if f"\n{MARK}" in ran.stdout else ""
+        if not last:
+            if ran.exit_code in (126, 127):
+                raise SandboxError(environment_failure("there is no python3 in the sandbox: use an image that has it"))
+            if ran.exit_code in SIGNALS or ran.exit_code < 0 or (ran.exit_code == 1 and self._ready):
+                return {"killed": "was ended or taken away"}  # by the code in there: before any ran, it worked
+            what = f"sandbox {self.id} gave no answer, with exit code {ran.exit_code}"
+            raise SandboxError(infrastructure_failure(what, evidence={"exit_code": ran.exit_code}))
+        with self._understanding():
+            said = json.loads(last)
+            if "in" in said:
+                said = json.loads(await self._asked("take an answer out", self._provider.get(self.id, str(said["in"]))))
+            return dict(said)
+
+    async def _asked(self, what: str, call: Awaitable[T]) -> T:
+        if self._why is not None:
+            if asyncio.iscoroutine(call):
+                call.close()
+            raise SandboxError(self._why)
+        try:
+            return await asked(self._provider, what, call)
+        except SandboxError as error:
+            if self._why is None and not error.failure.evidence.get("gone"):
+                raise
+            over = asyncio.get_running_loop().time() >= self._ends_s
+            self._why = self._why or (self._over() if over else error.failure)
+            self._tell_gone(self.id)
+            raise SandboxError(self._why) from error
+
+    @contextlib.contextmanager
+    def _understanding(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
+            what = f"sandbox {self.id} sent what can't be understood: {str(error)[:200]}"
+            raise SandboxError(infrastructure_failure(what, retry=False)) from error
+
+
+def _told(request: Mapping[str, Any]) -> bytes:
+    return base64.b64encode(json.dumps(request, default=lambda data: base64.b64encode(data).decode()).encode())
+
+
+def _runner() -> bytes:
+    """What is put into each sandbox."""
+    package = Path(__file__).resolve().parents[2]
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in IN_RUNNER:
+            archive.writestr(f"headway/{name}", (package / name).read_bytes())
+    return made.getvalue()
+
+
+def _result(said: Mapping[str, Any], timeout_s: float) -> ExecResult:
+    code, number, timed_out = said["exit_code"], said["signal"], bool(said["timed_out"])
+    failure = None
+    if timed_out:
+        failure = model_failure(f"not done in {timeout_s:g} s, and killed", timed_out=True)
+    elif number is not None:
+        failure = model_failure(f"ended by signal {int(number)}", signal=int(number))
+    return ExecResult(
+        exit_code=None if code is None else int(code),
+        signal=None if number is None else int(number),
+        timed_out=timed_out,
+        truncated=bool(said["truncated"]),
+        stdout=base64.b64decode(said["stdout"]),
+        stderr=base64.b64decode(said["stderr"]),
+        duration_s=float(said["duration_s"]),
+        failure=failure,
+    )

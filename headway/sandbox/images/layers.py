@@ -1,0 +1,228 @@
+"""The tar of one layer, unpacked: its files by number, its names as entries.
+
+No name in a tar becomes a name on the disk here: contents are written to `data/0`, `data/1` and so on. What names and
+links come to is `image_tree.py`'s to say, and only directories that were made there are ever walked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from headway.sandbox.images.streams import CHUNK_BYTES, Counted
+from headway.sandbox.images.tree import MOST_NODES, ImageError, Kind, TreeEntry, shown
+
+NAME_BYTES = 255
+PATH_BYTES = 4095
+BLOCK_BYTES = 4096  # files take whole blocks of a disk
+HEADERS = 16  # before a file's own
+GLOBAL_BYTES = 1 << 20  # of headers that are for all files behind them
+NODE_BYTES = 512  # what a file takes besides: its inode and its names
+WHITEOUT, WHITEOUT_META, OPAQUE = b".wh.", b".wh..wh.", b".wh..wh..opq"
+LATEST_S = 1 << 33
+ENTRIES = "entries"
+DATA = "data"
+KINDS: dict[bytes, Kind] = {
+    tarfile.DIRTYPE: "folder",
+    tarfile.SYMTYPE: "link",
+    tarfile.LNKTYPE: "same",
+    tarfile.FIFOTYPE: "pipe",
+    tarfile.CHRTYPE: "nothing",
+    tarfile.BLKTYPE: "nothing",
+}
+# tarfile raises these too, on headers made to do harm.
+DAMAGED = (tarfile.TarError, ValueError, OverflowError, KeyError, IndexError, TypeError)
+
+
+class _Header(tarfile.TarInfo):
+    """`tarfile` keeps whatever comes before a file is reached, without a limit. This refuses it."""
+
+    def _proc_member(
+        self, archive: Tar
+    ) -> tarfile.TarInfo:  # called for every header, those before a file's own nested
+        if self.type == tarfile.GNUTYPE_SPARSE:
+            raise ImageError(f"{self.name[:200]!r} is packed as a sparse file: make the tar without --sparse")
+        if self.type == tarfile.XGLTYPE:
+            archive.global_bytes += self.size
+        if archive.global_bytes > GLOBAL_BYTES:
+            raise ImageError(f"its global headers have more than {GLOBAL_BYTES} bytes")
+        archive.headers += 1
+        if archive.headers > HEADERS:
+            raise ImageError(f"it has headers upon headers, more than {HEADERS} before a file: made to do harm")
+        try:
+            return super()._proc_member(archive)  # type: ignore[misc]
+        finally:
+            archive.headers -= 1
+
+    def _proc_gnusparse_10(self, member: tarfile.TarInfo, *_: object) -> None:
+        raise ImageError(f"{member.name[:200]!r} is packed as a sparse file: make the tar without --sparse")
+
+
+class Tar(tarfile.TarFile):
+    """One that may be made to do harm: to be read from a `Counted`. Its members aren't remembered."""
+
+    tarinfo = _Header
+    headers = 0  # that are being read, of one file
+    global_bytes = 0
+
+    def next(self) -> tarfile.TarInfo | None:
+        self.members.clear()  # type: ignore[attr-defined]
+        return super().next()
+
+    @classmethod
+    def of(cls, stream: Counted) -> Tar:
+        return cls.open(fileobj=stream, mode="r:", encoding="utf-8", errors="surrogateescape")  # type: ignore[call-overload]
+
+
+class FileOwner(msgspec.Struct, frozen=True):
+    """Whose the files are to be: an overlay can't take over those of a user it doesn't know."""
+
+    uid: int
+    gid: int
+
+    def give(self, descriptor: int) -> None:
+        if (self.uid, self.gid) != (os.geteuid(), os.getegid()):
+            os.fchown(descriptor, self.uid, self.gid)
+
+
+def unpack(
+    source: IO[bytes], folder: Path, owner: FileOwner, take: Callable[[int], None], most_bytes: int, *, marked: bool
+) -> tuple[str, int]:
+    """Write a tar's contents and entries into ``folder``. Returns its digest and how many bytes it takes.
+
+    ``take`` is told of bytes before they are written, and with 0 that work goes on: it raises where they don't fit, or
+    nobody waits. ``most_bytes``: of the tar itself. ``marked``: it must say where it ends, for nothing else tells
+    whether it was cut off. Raises ImageError, OSError.
+    """
+    passed = 0
+
+    def count(size: int) -> None:
+        nonlocal passed
+        passed += size
+        take(0)
+        if passed > most_bytes:
+            raise ImageError(f"it unpacks to more than {most_bytes} bytes: give sandbox.store_bytes more")
+
+    stream = Counted(source, count)
+    writer = _Writer(folder, owner, take)
+    try:
+        with Tar.of(stream) as archive:
+            while (member := archive.next()) is not None:
+                writer.take_in(archive, member)
+    except DAMAGED as error:
+        raise ImageError(f"it isn't a tar, or is damaged or cut off: {error}") from None
+    if stream.last.strip(b"\0") or (marked and not stream.last):
+        raise ImageError("it is damaged or cut off: its end isn't marked as such")
+    stream.drain()
+    return f"sha256:{stream.digest.hexdigest()}", writer.finish()
+
+
+class _Writer:
+    def __init__(self, folder: Path, owner: FileOwner, take: Callable[[int], None]) -> None:
+        (folder / DATA).mkdir(mode=0o700)
+        self._folder = folder
+        self._owner = owner
+        self._take = take
+        self._entries: list[TreeEntry] = []
+        self._files = 0
+        self._bytes = 0
+
+    def take_in(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        name = _name(member.name)
+        above, _, last = name.rpartition(b"/")
+        if last.startswith(WHITEOUT):
+            if last == OPAQUE:
+                self._add(TreeEntry(name=above, kind="emptied"))
+            elif not last.startswith(WHITEOUT_META):  # what aufs kept for itself
+                hidden = last.removeprefix(WHITEOUT)
+                if hidden in (b"", b".", b".."):
+                    raise ImageError(f"{shown(name)} deletes what has no name")
+                self._add(TreeEntry(name=above + b"/" + hidden if above else hidden, kind="hidden"))
+            return
+        kind = "file" if member.isreg() else KINDS.get(member.type)
+        if kind is None:
+            raise ImageError(f"{shown(name)} is of type {member.type!r}, which no file system knows")
+        target, data = b"", -1
+        if kind == "link":
+            target = _encoded(member.linkname)
+            if not target or len(target) > PATH_BYTES or b"\0" in target:
+                raise ImageError(f"{shown(name)} is a link to what can't be a name")
+        elif kind == "same":
+            target = _name(member.linkname)
+        elif kind == "file":
+            data = self._write(archive, member, name)
+        # No bits that change users: nothing but sandboxes has use for these files.
+        mode = member.mode & (0o1777 if kind == "folder" else 0o777)
+        self._add(TreeEntry(name=name, kind=kind, mode=mode, mtime_s=_time(member), target=target, data=data))
+
+    def _add(self, entry: TreeEntry) -> None:
+        self._claim(NODE_BYTES)
+        self._entries.append(entry)
+        if len(self._entries) > MOST_NODES:
+            raise ImageError(f"it has more than {MOST_NODES} files and directories")
+
+    def _claim(self, size: int) -> None:
+        self._take(size)
+        self._bytes += size
+
+    def _write(self, archive: tarfile.TarFile, member: tarfile.TarInfo, name: bytes) -> int:
+        if member.size < 0:
+            raise ImageError(f"{shown(name)} has {member.size} bytes")
+        self._claim(-(-member.size // BLOCK_BYTES) * BLOCK_BYTES)  # before the first is written
+        number = self._files
+        self._files += 1
+        source = archive.extractfile(member)
+        assert source is not None
+        with open(self._folder / DATA / str(number), "xb") as target:
+            left = member.size
+            while left:
+                part = source.read(min(CHUNK_BYTES, left))
+                if not part:
+                    raise ImageError(f"it is cut off in the middle of {shown(name)}")
+                left -= len(part)
+                self._take(0)  # of a sparse file little passes
+                target.write(part)
+            target.flush()
+            self._owner.give(target.fileno())
+            os.fchmod(target.fileno(), member.mode & 0o777)
+        time_s = _time(member)
+        os.utime(self._folder / DATA / str(number), (time_s, time_s))
+        return number
+
+    def finish(self) -> int:
+        encoded = msgspec.msgpack.encode(self._entries)
+        self._claim(len(encoded))
+        (self._folder / ENTRIES).write_bytes(encoded)
+        return self._bytes
+
+
+def entries_of(folder: Path) -> list[TreeEntry]:
+    """Those of an unpacked layer."""
+    return msgspec.msgpack.decode((folder / ENTRIES).read_bytes(), type=list[TreeEntry])
+
+
+def _encoded(name: str) -> bytes:
+    return name.encode("utf-8", "surrogateescape")
+
+
+def _name(given: str) -> bytes:
+    """A tar's name as one below the root: what starts with "/" means the image's, and nothing leads up."""
+    whole = _encoded(given)
+    parts = [part for part in whole.split(b"/") if part not in (b"", b".")]
+    if b".." in parts:
+        raise ImageError(f"{shown(whole)} leads out of its root")
+    if len(whole) > PATH_BYTES or b"\0" in whole or any(len(part) > NAME_BYTES for part in parts):
+        raise ImageError(f"{shown(whole)} can't be a file's name")
+    return b"/".join(parts)
+
+
+def _time(member: tarfile.TarInfo) -> int:
+    with contextlib.suppress(ValueError, OverflowError):
+        return min(max(int(member.mtime), 0), LATEST_S)
+    return 0

@@ -1,0 +1,157 @@
+"""The root file system that sandboxes start from: out of a directory, a tar, an OCI image or what `docker save` writes.
+
+A directory is used as it is. Anything else is unpacked into a store once (`image_store.py`), and found there again.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import threading
+from pathlib import Path
+
+from headway.records.errors import ConfigurationError
+from headway.sandbox.images import archives
+from headway.sandbox.images.layers import FileOwner
+from headway.sandbox.images.store import Held, Store
+from headway.sandbox.images.tree import ImageError
+from headway.sandbox.local.zygote_process import LocalSettings
+
+STORE_BYTES = 20 << 30
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+log = logging.getLogger(__name__)
+
+
+class Image:
+    """A root file system that is ready. In use until it is released or this process ends: so long it isn't removed.
+
+    Example: ``with prepare("python.tar") as image: spec = SandboxSpec(root=str(image.root))``
+    """
+
+    def __init__(self, root: Path, held: Held | None = None, *, unpacked: int = 0, removed: tuple[str, ...] = ()):
+        self.root = root
+        self.environment = held.record.environment if held is not None else {}  # what the image says of it
+        self.unpacked = unpacked  # layers: 0 of one that was there
+        self.removed = removed  # a line for each image that made room for this one
+        self._held = held
+
+    def release(self) -> None:
+        if self._held is not None:
+            self._held.release()
+
+    def __enter__(self) -> Image:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def default_store() -> Path:
+    """This user's. Root's lies where the user that sandboxes run as can go, which root's home isn't."""
+    told = os.environ.get("XDG_CACHE_HOME", "")
+    if told:
+        return Path(told, "headway", "images")
+    if os.geteuid() == 0 and os.access("/var/cache", os.W_OK):
+        return Path("/var/cache/headway/images")
+    return Path.home() / ".cache" / "headway" / "images"
+
+
+def sandbox_owner() -> FileOwner:
+    """Whom sandboxes run as, outside: see `LocalSettings`."""
+    uid = LocalSettings().sandbox_uid
+    return FileOwner(uid, uid) if os.geteuid() == 0 else FileOwner(os.geteuid(), os.getegid())
+
+
+def prepare(
+    image: str,
+    store: str | Path = "",
+    *,
+    store_bytes: int = STORE_BYTES,
+    owner: FileOwner | None = None,
+    stop: threading.Event | None = None,
+) -> Image:
+    """The root file system of an image, unpacked if it wasn't: ``PATH``, or ``PATH#NAME`` where there are several.
+
+    ``store``: "": this user's; ``stop``: set by whoever doesn't wait any more, which raises image_store.Stopped.
+    Blocks, for as long as unpacking takes. Raises ConfigurationError: what is wrong, and what would be valid.
+    """
+    owner = owner or sandbox_owner()
+    try:
+        path, name = _locate(image)
+        if path.is_dir() and not archives.is_layout(path):
+            return Image(_reachable(path, owner))
+        kept = Store(Path(store).expanduser().absolute() if store else default_store(), owner, store_bytes)
+        _reachable(kept.folder / "images", owner)
+        return _from_store(kept, path, name, stop)
+    except ImageError as error:
+        raise ConfigurationError(f"sandbox.image = {image!r}: {error}") from None
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        remedy = f": free some in {store or default_store()}, or set sandbox.store" if error.errno in _FULL else ""
+        told = f"sandbox.image = {image!r}: can't be unpacked: {error.strerror}{where}{remedy}"
+        raise ConfigurationError(told) from error
+
+
+def _locate(image: str) -> tuple[Path, str]:
+    path, name = Path(image).expanduser(), ""
+    if not path.exists() and "#" in image:
+        before, _, name = image.rpartition("#")
+        path = Path(before).expanduser()
+    if not path.exists():
+        raise ImageError(
+            "no such file. Valid are a directory, a tar of a root file system, an OCI archive or layout, and what"
+            " docker save writes: of an image in a registry, `skopeo copy docker://NAME oci-archive:FILE.tar`"
+        )
+    if not (path.is_dir() or path.is_file()):
+        raise ImageError("it is neither a file nor a directory")
+    return path.resolve(), name
+
+
+def _from_store(store: Store, path: Path, name: str, stop: threading.Event | None) -> Image:
+    key = Path(f"{path}#{name}") if name else path
+    stamp = _stamp(path)
+    known = store.known(key, stamp)
+    if known is not None and (held := store.acquire(known)) is not None:
+        return Image(held.root, held)
+    with store.changing(stop) as change:
+        known = store.known(key, stamp)  # another process may have made it meanwhile
+        if known is None:
+            with archives.opened(path, name, change.scratch(), change.take, store.most_bytes) as found:
+                layers = [change.layer(source) for source in found.layers]
+                known = change.image(layers, found.environment, str(key))
+            if _stamp(path) != stamp:
+                raise ImageError("it was changed while it was read: try again")
+            store.remember(key, stamp, known)
+        held = store.acquire(known)
+    assert held is not None  # none but the one that changes it removes anything
+    for line in change.removed:
+        log.info("removed for room: %s", line)
+    return Image(held.root, held, unpacked=change.unpacked, removed=tuple(change.removed))
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Another one wherever a file has been changed. Of OCI's layout its index stands for all."""
+    found = (path / "index.json" if path.is_dir() else path).stat()
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+def _reachable(root: Path, owner: FileOwner) -> Path:
+    """Raises ImageError where sandboxes' user can't go: the overlay would only say that something isn't allowed."""
+    for place in (*reversed(root.parents), root):
+        found = place.stat()
+        if os.geteuid() == owner.uid:
+            open_to = os.access(place, os.X_OK)
+        elif found.st_uid == owner.uid:
+            open_to = bool(found.st_mode & stat.S_IXUSR)
+        elif found.st_gid == owner.gid:
+            open_to = bool(found.st_mode & stat.S_IXGRP)
+        else:
+            open_to = bool(found.st_mode & stat.S_IXOTH)
+        if not open_to:
+            raise ImageError(
+                f"user {owner.uid}, whom sandboxes run as, can't go through {place}: chmod o+x {place}, or take another"
+                " place"
+            )
+    return root

@@ -1,0 +1,129 @@
+"""Archives as streams: decompressed, hashed and bounded on the way, whatever they claim of themselves."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib
+import io
+import os
+import zlib
+from collections.abc import Callable
+from typing import IO, Any, cast
+
+from headway.sandbox.images.tree import ImageError
+
+CHUNK_BYTES = 1 << 20
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+REFUSED = {b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz"}
+BROKEN = (EOFError, zlib.error, gzip.BadGzipFile)
+
+
+class Region(io.RawIOBase):
+    """Some bytes of a file, read as if they were one."""
+
+    def __init__(self, descriptor: int, start: int, size: int) -> None:
+        self._descriptor = descriptor
+        self._start = start
+        self._at = start
+        self._end = start + size
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: self._start, os.SEEK_CUR: self._at, os.SEEK_END: self._end}[whence]
+        self._at = max(base + offset, self._start)
+        return self._at - self._start
+
+    def readinto(self, buffer: Any) -> int:
+        data = os.pread(self._descriptor, max(0, min(len(buffer), self._end - self._at)), self._at)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+class Counted:
+    """What `tarfile` reads from: goes forward only, never takes much at once, and hashes all that passes.
+
+    ``passed`` is called with every count of bytes: it raises where that becomes too much, or nobody waits any more.
+    """
+
+    def __init__(self, source: IO[bytes], passed: Callable[[int], None]) -> None:
+        self._source = source
+        self._passed = passed
+        self._at = 0
+        self.last = b""  # what was read last
+        self.digest = hashlib.sha256()
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= CHUNK_BYTES:
+            raise ImageError(f"it has a header of {size} bytes: damaged, or made to do harm")
+        parts: list[bytes] = []
+        while size:
+            try:
+                part = self._source.read(size)
+            except BROKEN as error:
+                raise ImageError(f"it is cut off or damaged: {error}") from None
+            except Exception as error:
+                if type(error).__name__ != "ZstdError":  # of a package that may not be there to import it from
+                    raise
+                raise ImageError(f"it is cut off or damaged: {error}") from None
+            if not part:
+                break
+            size -= len(part)
+            self._at += len(part)
+            self._passed(len(part))
+            self.digest.update(part)
+            parts.append(part)
+        self.last = b"".join(parts)
+        return self.last
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, to: int) -> None:
+        if to < self._at:
+            raise ImageError("one of its headers leads backwards: damaged, or made to do harm")
+        while self._at < to and self.read(min(CHUNK_BYTES, to - self._at)):
+            pass
+
+    def drain(self) -> None:
+        while self.read(CHUNK_BYTES):
+            pass
+
+
+def decompressed(raw: io.BufferedReader) -> tuple[IO[bytes], bool]:
+    """A stream as what is in it, and whether that took decompressing. Known by its first bytes."""
+    start = raw.peek(8)
+    if start.startswith(GZIP):
+        return cast(IO[bytes], gzip.GzipFile(fileobj=raw, mode="rb")), True
+    if start.startswith(ZSTD):
+        return _zstd(raw), True
+    for mark, name in REFUSED.items():
+        if start.startswith(mark):
+            raise ImageError(f"it is compressed with {name}: valid are gzip, zstd, and none")
+    return raw, False
+
+
+def _zstd(raw: io.BufferedReader) -> IO[bytes]:
+    try:
+        return importlib.import_module("compression.zstd").ZstdFile(raw)  # Python 3.14
+    except ImportError:
+        pass
+    try:
+        decompressor = importlib.import_module("zstandard").ZstdDecompressor()
+        return decompressor.stream_reader(raw, read_across_frames=True)
+    except ImportError:
+        raise ImageError("it is compressed with zstd: pip install zstandard, or compress it with gzip") from None
+
+
+def sha256_of(source: IO[bytes], passed: Callable[[int], None]) -> str:
+    digest = hashlib.sha256()
+    while data := source.read(CHUNK_BYTES):
+        passed(0)
+        digest.update(data)
+    return f"sha256:{digest.hexdigest()}"

@@ -1,0 +1,159 @@
+"""The filter of system calls in a sandbox, as a program of the kernel's packet filter, and its installation.
+
+Allowed is what stands in `system_calls.py`. On top of that some calls are looked at by their arguments: `clone` makes
+no namespaces, `socket` and `socketpair` only families that the network namespace or the file system confines (not
+vsock, netlink, packet, ...), `ioctl` puts no characters into terminals, `personality` only the harmless ones. `clone3`
+passes its flags in memory, where a filter can't look: it doesn't exist, and libraries fall back on `clone`.
+
+The sandbox's first process is of the same user as the commands, so the kernel would let them change its limits and its
+turns on the cores and the disk. `prlimit64` is for oneself alone (limits of a command that is being made ready are
+nobody else's either); the calls about turns may name neither the first process nor all processes of a user.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import struct
+
+from headway.sandbox.linux.system_calls import allowed_numbers
+
+LOAD, JUMP_EQUAL, JUMP_GREATER, JUMP_AT_LEAST, JUMP_SET, RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
+ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data; little-endian machines only
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+LOOKED_AT = {  # call -> its numbers
+    "clone": {"x86_64": 56, "aarch64": 220},
+    "clone3": {"x86_64": 435, "aarch64": 435},
+    "socket": {"x86_64": 41, "aarch64": 198},
+    "socketpair": {"x86_64": 53, "aarch64": 199},
+    "ioctl": {"x86_64": 16, "aarch64": 29},
+    "personality": {"x86_64": 135, "aarch64": 92},
+    "prlimit64": {"x86_64": 302, "aarch64": 261},
+    "sched_setaffinity": {"x86_64": 203, "aarch64": 122},
+    "sched_setscheduler": {"x86_64": 144, "aarch64": 119},
+    "sched_setparam": {"x86_64": 142, "aarch64": 118},
+    "sched_setattr": {"x86_64": 314, "aarch64": 274},
+    "setpriority": {"x86_64": 141, "aarch64": 140},
+    "ioprio_set": {"x86_64": 251, "aarch64": 30},
+}
+X32_CALLS = 0x40000000  # a second set of numbers that x86_64 kernels may take
+NEWEST_KNOWN = 456  # what is newer doesn't exist here: programs then use what they used before
+NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}
+FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
+TERMINAL_INPUT = (0x5412, 0x541C, 0x5423)  # TIOCSTI, TIOCLINUX, TIOCSETD
+PERSONALITIES = (0x0, 0x8, 0x20000, 0x20008, 0x40000, 0xFFFFFFFF)
+ONESELF, FIRST_PROCESS = 0, 1  # as numbers of processes
+PRIO_USER, IOPRIO_WHO_USER = 2, 3
+
+Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
+
+
+def program(machine: str | None = None) -> bytes:
+    """The filter for ``machine`` (this one's by default) as an array of struct sock_filter."""
+    machine = machine or platform.machine()
+    if machine not in ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"no system call filter for {machine}: only {', '.join(ARCHITECTURES)}")
+    steps: list[Instruction] = [
+        (LOAD, 0, 0, ARCHITECTURE_AT),
+        (JUMP_EQUAL, 1, 0, ARCHITECTURES[machine]),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, NUMBER_AT),
+    ]
+    if machine == "x86_64":
+        steps += [(JUMP_AT_LEAST, 0, 1, X32_CALLS), _refuse(errno.ENOSYS)]
+    for call, checks in _looked_at().items():
+        steps += [(JUMP_EQUAL, 0, len(checks), LOOKED_AT[call][machine]), *checks]
+    for first, last in _ranges(allowed_numbers(machine)):
+        steps += [(JUMP_GREATER, 2, 0, last), (JUMP_AT_LEAST, 0, 1, first), (RETURN, 0, 0, ALLOW)]
+    steps += [(JUMP_GREATER, 0, 1, NEWEST_KNOWN), _refuse(errno.ENOSYS), _refuse(errno.EPERM)]
+    return b"".join(struct.pack("=HBBI", *step) for step in steps)
+
+
+def _looked_at() -> dict[str, list[Instruction]]:
+    """Per call what decides on it; each list ends with a return, and leaves nothing of the number loaded. Arguments
+    are looked at by their low halves: the kernel takes all of these as 32 bits."""
+    first = (LOAD, 0, 0, ARGUMENTS_AT)
+    second = (LOAD, 0, 0, ARGUMENTS_AT + 8)
+    families = [first, *_one_of(FAMILIES, otherwise=errno.EAFNOSUPPORT)]
+    not_the_first = [first, *_none_of((FIRST_PROCESS,))]
+    # Of the number 1 is also the first process's own group, where it has one that can be named.
+    second_not_the_first = [second, *_none_of((FIRST_PROCESS,))]
+    return {
+        "clone3": [_refuse(errno.ENOSYS)],
+        "clone": [first, (JUMP_SET, 0, 1, NAMESPACES), _refuse(errno.EPERM), (RETURN, 0, 0, ALLOW)],
+        "socket": families,
+        "socketpair": families,
+        "personality": [first, *_one_of(PERSONALITIES, otherwise=errno.EPERM)],
+        "ioctl": [second, *_none_of(TERMINAL_INPUT)],
+        "prlimit64": [first, *_one_of((ONESELF,), otherwise=errno.EPERM)],
+        **dict.fromkeys(("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), not_the_first),
+        "setpriority": [first, *_unless(PRIO_USER), *second_not_the_first],
+        "ioprio_set": [first, *_unless(IOPRIO_WHO_USER), *second_not_the_first],
+    }
+
+
+def _one_of(values: tuple[int, ...], *, otherwise: int) -> list[Instruction]:
+    matches = [(JUMP_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
+    return [*matches, _refuse(otherwise), (RETURN, 0, 0, ALLOW)]
+
+
+def _none_of(values: tuple[int, ...]) -> list[Instruction]:
+    matches = [(JUMP_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
+    return [*matches, (RETURN, 0, 0, ALLOW), _refuse(errno.EPERM)]
+
+
+def _unless(value: int) -> list[Instruction]:
+    return [(JUMP_EQUAL, 0, 1, value), _refuse(errno.EPERM)]
+
+
+def _refuse(error: int) -> Instruction:
+    return (RETURN, 0, 0, ERRNO | error)
+
+
+def _ranges(numbers: set[int]) -> list[tuple[int, int]]:
+    """Runs of consecutive numbers, ascending."""
+    runs: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs
+
+
+def verdict(filter_program: bytes, machine: str, number: int, arguments: tuple[int, ...] = ()) -> int:
+    """What the filter returns for a call: the same machine in a few lines, for tests and for `preflight`."""
+    padded = (*arguments, 0, 0, 0, 0, 0, 0)[:6]
+    data = struct.pack("=IIQ6Q", number, ARCHITECTURES.get(machine, 0), 0, *padded)
+    steps = list(struct.iter_unpack("=HBBI", filter_program))
+    at, loaded = 0, 0
+    while True:
+        code, if_true, if_false, operand = steps[at]
+        at += 1
+        if code == RETURN:
+            return operand
+        if code == LOAD:
+            (loaded,) = struct.unpack_from("=I", data, operand)
+            continue
+        outcome = {
+            JUMP_EQUAL: loaded == operand,
+            JUMP_GREATER: loaded > operand,
+            JUMP_AT_LEAST: loaded >= operand,
+            JUMP_SET: bool(loaded & operand),
+        }[code]
+        at += if_true if outcome else if_false
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+
+def install(filter_program: bytes) -> None:
+    """Bind this process and all that come of it. Needs no_new_privs."""
+    memory = ctypes.create_string_buffer(filter_program, len(filter_program))
+    made = _Program(len(filter_program) // 8, ctypes.cast(memory, ctypes.c_void_p).value)
+    if ctypes.CDLL(None, use_errno=True).prctl(22, 2, ctypes.byref(made), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+        code = ctypes.get_errno()
+        raise OSError(code, f"seccomp filter: {errno.errorcode.get(code, code)}")

@@ -1,0 +1,318 @@
+"""The way out of a sandbox that may reach some hosts: an HTTP proxy in the owner's process that knows the list.
+
+The sandbox keeps its network of a loopback and nothing else. Its first process opens a listening socket there before
+any command runs and hands it out (`rooms.open_door`); a socket stays in the network it was made in, whoever holds it,
+so the owner accepts here what connects there, and nothing has to be carried through the sandbox.
+
+What comes in is taken for hostile: heads are bounded and read strictly (`proxy_request.py`), connections, bytes and
+time are limited. Names are resolved here, and the address that was looked at is the one that is connected to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from headway.records.network import AllowList, allow_list, host_of, is_address, is_public
+from headway.records.sandbox import HostUse, NetworkUse
+from headway.runtime.clock import RealClock
+from headway.sandbox.local import proxy_request
+from headway.sandbox.local.proxy_request import ProxyRefused, ProxyRequest
+from headway.sandbox.pace import Pace
+
+CHUNK_BYTES = 1 << 16
+LINGER_S = 1.0  # for a refused caller to read why
+KEPT_HOSTS = 256  # of each verdict; a sandbox may ask for any number
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]  # name and port -> addresses; raises OSError
+
+# Of their own: a sandbox that asks for slow names must not hold up what else the owner's threads do.
+_resolvers = ThreadPoolExecutor(64, thread_name_prefix="resolver")
+
+
+class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What one sandbox may use of its owner."""
+
+    connections: int = 32  # at once; more wait until one is over
+    connections_per_s: float = 50.0
+    bytes: int = 2 << 30  # in both directions, all its life
+    head_bytes: int = 16 << 10  # of a request
+    head_s: float = 10.0  # until it is there
+    lookups: int = 2  # of names, at once: each holds a thread of all sandboxes' until it ends, however long that takes
+    connect_s: float = 15.0  # until a name is resolved, and until an address has answered
+    idle_s: float = 60.0  # without a byte in either direction
+
+
+class ProxyEntrance:
+    """The two ends of what a sandbox's listening socket is handed out over."""
+
+    def __init__(self) -> None:
+        self._ours, self.theirs = socket.socketpair()
+        self._ours.setblocking(False)
+
+    def received(self) -> socket.socket:
+        """The listener. For a sandbox that is ready: it has handed it out before."""
+        _, descriptors, _, _ = socket.recv_fds(self._ours, 1, 1)
+        return socket.socket(fileno=descriptors[0])
+
+    def close(self) -> None:
+        self._ours.close()
+        self.theirs.close()
+
+
+async def resolve(name: str, port: int) -> list[str]:
+    """By the machine's own resolver."""
+    loop = asyncio.get_running_loop()
+    found = await loop.run_in_executor(_resolvers, lambda: socket.getaddrinfo(name, port, type=socket.SOCK_STREAM))
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+class Proxy:
+    """Serves what connects to ``listener`` until it is closed.
+
+    Invariants: no connection leaves but to an address that is listed, or to a public one of a name that is; never more
+    than ``connections`` at once; `close` leaves no socket.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        allowed: Sequence[str],
+        settings: ProxySettings | None = None,
+        resolve: Resolve = resolve,
+    ) -> None:
+        self._listener = listener
+        self._allowed: AllowList = allow_list(allowed)
+        self._settings = settings or ProxySettings()
+        self._resolve = resolve
+        self._places = asyncio.Semaphore(self._settings.connections)
+        self._lookups = asyncio.Semaphore(self._settings.lookups)
+        per_s = self._settings.connections_per_s
+        self._pace = Pace(per_s, max(1, int(per_s)), RealClock())
+        self._open: set[asyncio.Task[None]] = set()
+        self._bytes = self._peak = 0
+        self._hosts: dict[tuple[str, int, str], list[int]] = {}  # host, port, why not -> requests, bytes
+        listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept(), name="sandbox proxy")
+        self._accepting.add_done_callback(lambda _: listener.close())  # only when the loop looks at it no more
+
+    def close(self) -> None:
+        """End all connections; the tasks end with the loop's next turn."""
+        self._accepting.cancel()
+        for task in self._open:
+            task.cancel()
+
+    def statistics(self) -> NetworkUse:
+        hosts = [
+            HostUse(host=host, port=port, refused=why, requests=requests, bytes=passed)
+            for (host, port, why), (requests, passed) in self._hosts.items()
+        ]
+        return NetworkUse(
+            used=len(self._open),
+            capacity=self._settings.connections,
+            peak=self._peak,
+            bytes=self._bytes,
+            hosts=tuple(hosts),
+        )
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._places.acquire()
+            await self._pace.wait()
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError:  # no descriptors left, or it went before it was accepted
+                self._places.release()
+                await asyncio.sleep(0.05)
+                continue
+            task = asyncio.create_task(self._serve(connection))
+            self._open.add(task)
+            self._peak = max(self._peak, len(self._open))
+            task.add_done_callback(functools.partial(self._served, connection))
+
+    def _served(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        connection.close()  # a task that is cancelled before it began has done nothing
+        self._open.discard(task)
+        self._places.release()
+
+    async def _serve(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection, limit=self._settings.head_bytes)
+        try:
+            try:
+                await self._pass_on(reader, writer)
+            except ProxyRefused as refused:
+                await _refuse(reader, writer, refused)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            pass  # either end has gone, or does nothing: closed below
+        finally:
+            writer.transport.abort()
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = proxy_request.read(await self._head(reader))
+        entry = (request.host, request.port, "")
+        try:
+            server_reader, server = await self._connect(request)
+        except ProxyRefused as refused:
+            self._note((request.host, request.port, refused.reason))
+            raise
+        self._note(entry)
+        try:
+            if request.tunnel:
+                writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            else:
+                server.write(request.head)
+            async with asyncio.timeout(self._settings.idle_s) as idle:
+                await self._relay((reader, writer), (server_reader, server), request, idle, self._hosts.get(entry))
+        finally:
+            server.transport.abort()
+
+    async def _head(self, reader: asyncio.StreamReader) -> bytes:
+        try:
+            async with asyncio.timeout(self._settings.head_s):
+                return await reader.readuntil(b"\r\n\r\n")
+        except TimeoutError:
+            raise ProxyRefused(408, "Request Timeout", f"no whole head in {self._settings.head_s:g} s") from None
+        except asyncio.LimitOverrunError:
+            most = self._settings.head_bytes
+            raise ProxyRefused(
+                431, "Request Header Fields Too Large", f"a head has at most {most} bytes here"
+            ) from None
+
+    # Who may be reached.
+
+    async def _connect(self, request: ProxyRequest) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """To an address that has passed. Raises Refused."""
+        host, port = request.host, request.port
+        if not self._allowed.allows(host, port):
+            raise self._not_listed(f"{host} port {port}")
+        if self._bytes >= self._settings.bytes:
+            raise ProxyRefused(
+                403, "Out of bytes", f"this sandbox has sent and received its {self._settings.bytes} bytes"
+            )
+        addresses = [host] if is_address(host) else await self._addresses(host, port)
+        error: Exception | None = None
+        for address in addresses[:4]:
+            try:
+                async with asyncio.timeout(self._settings.connect_s):
+                    return await self._open_to(address, port)
+            except (OSError, TimeoutError) as failed:
+                error = failed
+        raise ProxyRefused(
+            502, "Bad Gateway", f"{host} port {port} can't be reached: {error or 'no answer'}"
+        ) from error
+
+    async def _addresses(self, host: str, port: int) -> list[str]:
+        try:
+            async with asyncio.timeout(self._settings.connect_s):
+                found = [host_of(f"[{one}]" if ":" in one else one) for one in await self._looked_up(host, port)]
+        except (OSError, TimeoutError, UnicodeError) as error:
+            raise ProxyRefused(502, "Bad Gateway", f"{host} can't be resolved: {error or 'no answer'}") from error
+        addresses = [one for one in found if one is not None and self._may_be(one, port)]
+        if not addresses:
+            raise self._not_listed(f"{host} is {', '.join(map(str, found[:4]))}, which isn't public, and", "Not public")
+        return addresses
+
+    async def _looked_up(self, host: str, port: int) -> Sequence[str]:
+        await self._lookups.acquire()
+        looking = asyncio.ensure_future(self._resolve(host, port))
+        looking.add_done_callback(self._has_looked)
+        await asyncio.wait({looking})  # whoever gives up doesn't end it: a thread can't be
+        return looking.result()
+
+    def _has_looked(self, looking: asyncio.Future[Sequence[str]]) -> None:
+        self._lookups.release()
+        if not looking.cancelled():
+            looking.exception()  # nobody may be waiting
+
+    def _may_be(self, address: str, port: int) -> bool:
+        return is_public(address) or self._allowed.allows(address, port)
+
+    async def _open_to(self, address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(address, port, limit=CHUNK_BYTES)
+        own = writer.get_extra_info("sockname")[0] == writer.get_extra_info("peername")[0]
+        if own and not self._allowed.allows(address, port):  # public, but this machine's
+            writer.transport.abort()
+            raise self._not_listed(f"{address} is this machine's, and", "Not public")
+        return reader, writer
+
+    def _not_listed(self, what: str, reason: str = "Not on the allow-list") -> ProxyRefused:
+        listed = ", ".join(self._allowed.written)
+        return ProxyRefused(403, reason, f"{what} isn't on this sandbox's list of hosts (network = {listed})")
+
+    # Bytes.
+
+    async def _relay(
+        self,
+        inside: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        outside: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        request: ProxyRequest,
+        idle: asyncio.Timeout,
+        use: list[int] | None,
+    ) -> None:
+        """Both directions, until both have ended; of a plain request, until the answer has."""
+        loop = asyncio.get_running_loop()
+
+        def passed(count: int) -> None:
+            idle.reschedule(loop.time() + self._settings.idle_s)
+            self._bytes += count
+            if use is not None:
+                use[1] += count
+            if self._bytes > self._settings.bytes:
+                raise ConnectionAbortedError("out of bytes")
+
+        most = None if request.tunnel else request.body_bytes
+        up = asyncio.create_task(_pump(inside[0], outside[1], passed, most))
+        down = asyncio.create_task(_pump(outside[0], inside[1], passed))
+        try:
+            running = {up, down}
+            while down in running or (request.tunnel and running):
+                ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for one in ended:
+                    one.result()
+        finally:
+            for one in (up, down):
+                one.cancel()
+            await asyncio.gather(up, down, return_exceptions=True)
+        for _, writer in (inside, outside):
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    def _note(self, entry: tuple[str, int, str]) -> None:
+        if entry in self._hosts or len(self._hosts) < KEPT_HOSTS:
+            self._hosts.setdefault(entry, [0, 0])[0] += 1
+
+
+async def _pump(
+    source: asyncio.StreamReader,
+    target: asyncio.StreamWriter,
+    passed: Callable[[int], None],
+    most: int | None = None,
+) -> None:
+    """All that comes, to its end, and the end too. With ``most``: so many bytes; more of them is an error."""
+    while data := await source.read(CHUNK_BYTES):
+        if most is not None:
+            most -= len(data)
+            if most < 0:  # another request, to whatever host: one at a time
+                raise ConnectionAbortedError("more than one request")
+        passed(len(data))
+        target.write(data)
+        await target.drain()
+    if most is None:
+        target.write_eof()
+
+
+async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, refused: ProxyRefused) -> None:
+    body = f"{refused}\n".encode()
+    head = f"HTTP/1.1 {refused.status} {refused.reason}\r\nContent-Type: text/plain\r\nContent-Length: {len(body)}\r\n"
+    writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+    writer.write_eof()
+    async with asyncio.timeout(LINGER_S):  # closed with something unread, what it was told would be lost
+        while await reader.read(CHUNK_BYTES):
+            pass

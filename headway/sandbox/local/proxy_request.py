@@ -1,0 +1,106 @@
+"""The head of a request to a proxy, read strictly: what two programs could read in two ways is refused."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from headway.records.network import authority_of
+
+_REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}) ([\x21-\x7e]+) HTTP/1\.([01])")
+_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t\x20-\x7e\x80-\xff]*)")
+_ABSOLUTE = re.compile(r"http://([^/?#]*)(/[^#]*|\?[^#]*)?", re.IGNORECASE)
+_LENGTH = re.compile(rb"[0-9]{1,15}")
+# Between two neighbours only: not passed on.
+_OF_THE_HOP = {b"connection", b"keep-alive", b"te", b"trailer", b"upgrade", b"proxy-connection", b"proxy-authorization"}
+
+
+class ProxyRefused(Exception):
+    """What is answered instead of passing a request on."""
+
+    def __init__(self, status: int, reason: str, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+        self.reason = reason
+
+
+class ProxyRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of a proxy: a tunnel, or one plain request that is passed on."""
+
+    host: str  # as `host_of` gives it
+    port: int
+    tunnel: bool
+    head: bytes = b""  # what the server gets of a plain one
+    body_bytes: int = 0  # ... and how much follows
+
+
+def read(head: bytes) -> ProxyRequest:
+    """``head``: up to and with its empty line. Raises Refused."""
+    first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
+    match = _REQUEST_LINE.fullmatch(first)
+    if match is None:
+        raise _bad("the first line is no HTTP/1 request")
+    method, target, minor = match[1], match[2].decode(), match[3]
+    headers = [_header(line) for line in lines]
+    if method == b"CONNECT":
+        host, port = authority_of(target)
+        if host is None or port is None:
+            raise _bad("CONNECT needs HOST:PORT")
+        return ProxyRequest(host=host, port=port, tunnel=True)
+    return _plain(method, target, minor, headers)
+
+
+def _plain(method: bytes, target: str, minor: bytes, headers: list[tuple[bytes, bytes]]) -> ProxyRequest:
+    match = _ABSOLUTE.fullmatch(target)
+    if match is None:
+        raise _bad("give http://HOST/PATH as the target; HTTPS goes by CONNECT")
+    host, port = authority_of(match[1])
+    if host is None:
+        raise _bad("the target names no host")
+    port = port or 80
+    named = [value.decode("latin-1").strip() for name, value in headers if name == b"host"]
+    if len(named) > 1 or (not named and minor == b"1"):
+        raise _bad("one Host header is needed")
+    for said in named:
+        said_host, said_port = authority_of(said)
+        if (said_host, said_port or 80) != (host, port):
+            raise _bad("target and Host header name two hosts")
+    path = match[2] or "/"
+    dropped = {b"host", *_OF_THE_HOP}
+    for name, value in headers:
+        if name == b"connection":
+            dropped |= {one.strip().lower() for one in value.split(b",")}
+    dropped -= {b"content-length", b"transfer-encoding"}  # whoever names these would have two lengths of one body
+    shown = f"[{host}]" if ":" in host else host
+    kept = [
+        b"%s %s HTTP/1.%s" % (method, (path if path.startswith("/") else f"/{path}").encode(), minor),
+        f"Host: {shown}{'' if port == 80 else f':{port}'}".encode(),
+        *(b"%s: %s" % (name, value) for name, value in headers if name not in dropped),
+        b"Connection: close",
+    ]
+    return ProxyRequest(
+        host=host, port=port, tunnel=False, head=b"\r\n".join(kept) + b"\r\n\r\n", body_bytes=_length(headers)
+    )
+
+
+def _header(line: bytes) -> tuple[bytes, bytes]:
+    match = _HEADER.fullmatch(line)
+    if match is None:
+        raise _bad("a header that is none")
+    return match[1].lower(), match[2].rstrip(b" \t")
+
+
+def _length(headers: list[tuple[bytes, bytes]]) -> int:
+    if any(name == b"transfer-encoding" for name, _ in headers):
+        raise ProxyRefused(411, "Length Required", "a plain request needs a Content-Length here; HTTPS may be chunked")
+    lengths = [value for name, value in headers if name == b"content-length"]
+    if not lengths:
+        return 0
+    if len(lengths) > 1 or not _LENGTH.fullmatch(lengths[0]):
+        raise _bad("one Content-Length, a number")
+    return int(lengths[0])
+
+
+def _bad(why: str) -> ProxyRefused:
+    return ProxyRefused(400, "Bad Request", why)

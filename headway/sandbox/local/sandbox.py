@@ -1,0 +1,460 @@
+"""One sandbox of the local backend, as its owner sees it: requests over its socket, and what their failures mean."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from headway.records.errors import ConfigurationError
+from headway.records.sandbox import (
+    ExecResult,
+    FileInfo,
+    NetworkUse,
+    SandboxError,
+    SandboxFailure,
+    SandboxInfo,
+    SandboxSpec,
+    Snapshot,
+    environment_failure,
+    infrastructure_failure,
+    model_failure,
+)
+from headway.runtime.supervision import to_its_end
+from headway.sandbox.failures import Head, file_failure, os_failure, result_of, setup_failure
+from headway.sandbox.guest import wire
+from headway.sandbox.guest.isolation import PROXY_PORT
+from headway.sandbox.leftovers import SandboxRecord
+from headway.sandbox.local.proxy import Proxy
+from headway.sandbox.protocol import FILE_BYTES, OUTPUT_BYTES
+from headway.sandbox.snapshot_store import SnapshotFolder
+
+ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/home/user",
+    "USER": "user",
+    "LANG": "C.UTF-8",
+    "TMPDIR": "/tmp",
+}
+THROUGH_PROXY = f"http://127.0.0.1:{PROXY_PORT}"
+PROXIED = {
+    **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), THROUGH_PROXY),
+    **dict.fromkeys(("NO_PROXY", "no_proxy"), "localhost,127.0.0.1,::1"),
+}
+Take = Callable[[bytes], Awaitable[None] | None]  # of an answer's parts, as they come
+ODD = (wire.Malformed, KeyError, TypeError, ValueError, OverflowError, RecursionError, msgspec.DecodeError)
+LONGEST_PATH = 4096  # characters; the kernel counts bytes
+LOOK_AGAIN_S = 0.25  # whether one that is paused goes on
+ENDING_S = 10.0  # from the request to end a sandbox until nothing of it is left
+
+
+class ZygoteClient(Protocol):
+    """What a sandbox needs of the process it came from."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    def request(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None: ...
+
+
+class _Call:
+    """A request that is under way: its answer, and the parts of it that come before."""
+
+    def __init__(self, room: int) -> None:
+        self.answer: asyncio.Future[tuple[Head, bytes]] = asyncio.get_running_loop().create_future()
+        self.take: Take = lambda part: None
+        self.room = room  # bytes that parts may still have
+
+
+class LocalSandbox:
+    """See :class:`Sandbox`. What comes out of its socket is taken for hostile: it is bounded, and checked."""
+
+    def __init__(
+        self,
+        record: SandboxRecord,
+        spec: SandboxSpec,
+        zygote: ZygoteClient,
+        snapshots: SnapshotFolder | None,
+        grace_s: float,
+    ) -> None:
+        self._record = record
+        self._spec = spec
+        self._environment = {**ENVIRONMENT, **(PROXIED if spec.network else {}), **spec.environment}
+        self._zygote = zygote
+        self._snapshots = snapshots
+        self._grace_s = grace_s
+        self._calls: dict[int, _Call] = {}
+        self._count = 0
+        self._reader: asyncio.Task[None] | None = None
+        self._writer: wire.FrameWriter | None = None
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = loop.create_future()
+        self._gone: asyncio.Future[None] = loop.create_future()  # nothing of it is left
+        self._heard_out: asyncio.Future[None] = loop.create_future()  # its socket is at its end
+        self._why: SandboxFailure | None = None  # it has ended, or is ending
+        self._broken = ""  # what was wrong with what it sent
+        self._proxy: Proxy | None = None  # where it may reach some hosts
+        self._paused = False
+        self._still_since: float | None = None  # commands stand still, and their time limits with them
+        self._stood_s = 0.0  # ... for so long before that
+
+    @property
+    def id(self) -> str:
+        return self._record.id
+
+    @property
+    def ended(self) -> bool:
+        return self._why is not None
+
+    @property
+    def info(self) -> SandboxInfo:
+        state = "starting" if not self._ready.done() else "paused" if self._paused else "running"
+        return SandboxInfo(
+            id=self.id,
+            labels=self._record.labels,
+            state="ended" if self.ended else state,
+            owner_pid=self._record.owner_pid,
+            created_s=self._record.created_s,
+        )
+
+    async def open(self, ours: socket.socket, timeout_s: float) -> None:
+        """Wait until it is ready. Raises SandboxError when it can't be made."""
+        await self.serve(*await asyncio.open_unix_connection(sock=ours, limit=1 << 20), timeout_s)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: wire.FrameWriter, timeout_s: float) -> None:
+        """The same, over any line to it."""
+        self._writer = writer
+        self._reader = asyncio.create_task(self._read(reader), name=f"sandbox {self.id}")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(self._ready)
+        except TimeoutError:
+            raise SandboxError(infrastructure_failure(f"sandbox {self.id} wasn't ready in {timeout_s:g} s")) from None
+
+    def let_out(self, proxy: Proxy) -> None:
+        """It may reach hosts, by ``proxy``, which ends with it."""
+        self._proxy = proxy
+        if self.ended:
+            proxy.close()
+
+    @property
+    def network_use(self) -> NetworkUse | None:
+        """What it asked of which host, after its end too; None: it may reach none."""
+        return None if self._proxy is None else self._proxy.statistics()
+
+    # Commands.
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        workdir: str | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float = 60.0,
+        max_output_bytes: int = OUTPUT_BYTES,
+        alone: bool = False,
+    ) -> ExecResult:
+        """See :meth:`Sandbox.exec`."""
+        most = wire.BODY_BYTES // 2
+        if not argv or max_output_bytes > most or len(stdin or b"") > wire.BODY_BYTES:
+            raise ConfigurationError(
+                f"sandbox exec: needs a command, at most {most} bytes of output and {wire.BODY_BYTES} of input"
+            )
+        head = {
+            "do": "exec",
+            "argv": list(argv),
+            "environment": {**self._environment, **(environment or {})},
+            "workdir": workdir or self._spec.workdir,
+            "stdin": stdin is not None,
+            "timeout_s": timeout_s,
+            "max_output_bytes": max_output_bytes,
+            "alone": alone,
+        }
+        if len(wire.frame(head)) > wire.HEAD_BYTES:  # as a shell says it of what the kernel refuses
+            return ExecResult(exit_code=126, stderr=b"argument list too long\n")
+        answer, body = await self._ask(head, stdin or b"", wait_s=timeout_s + self._grace_s)
+        if "error" in answer:
+            return self._not_started(answer)
+        with self._understanding():
+            return result_of(answer, body, timeout_s)
+
+    def _not_started(self, answer: Head) -> ExecResult:
+        """A command that got no process: the limits' doing is the model's code's own."""
+        code, tasks = int(answer["error"]), int(answer.get("tasks", 0))
+        limit = self._spec.limits.processes
+        if code == errno.EAGAIN and tasks >= limit - 2:
+            failure = model_failure("no more processes: the sandbox has as many as it may", tasks=tasks, limit=limit)
+            return ExecResult(exit_code=None, failure=failure)
+        if code == errno.ENOMEM:
+            return ExecResult(exit_code=None, oom=True, failure=model_failure("no memory left to start a command"))
+        if code == errno.EBUSY:
+            raise SandboxError(environment_failure(f"sandbox {self.id} is paused: resume it first"))
+        raise SandboxError(os_failure("a command can't be started", answer))
+
+    # Files.
+
+    async def read(self, path: str, *, max_bytes: int = FILE_BYTES) -> bytes:
+        """See :meth:`Sandbox.read`."""
+        parts: list[bytes] = []
+        head = {"do": "read", "path": self._path(path), "max_bytes": max_bytes}
+        answer, _ = await self._ask(head, take=parts.append, room=max_bytes)
+        if "error" in answer:
+            raise SandboxError(file_failure(path, answer))
+        return b"".join(parts)
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """See :meth:`Sandbox.write`."""
+        chunks = [data[at : at + wire.CHUNK_BYTES] for at in range(0, len(data), wire.CHUNK_BYTES)] or [b""]
+        heads = [
+            {"do": "write", "path": self._path(path), "mode": mode, "first": at == 0, "last": at == len(chunks) - 1}
+            for at in range(len(chunks))
+        ]
+        answer, _ = await self._ask(heads[0], chunks[0], more=list(zip(heads[1:], chunks[1:], strict=True)))
+        if "error" in answer:
+            raise SandboxError(file_failure(path, answer))
+
+    async def list(self, path: str, *, max_entries: int = 10_000) -> list[FileInfo]:
+        """See :meth:`Sandbox.list`."""
+        answer, body = await self._ask({"do": "list", "path": self._path(path), "max_entries": max_entries})
+        if "error" in answer:
+            raise SandboxError(file_failure(path, answer))
+        with self._understanding():
+            return msgspec.json.decode(body, type=list[FileInfo])
+
+    def _path(self, path: str) -> str:
+        if len(path) >= LONGEST_PATH:
+            raise SandboxError(model_failure(f"{path[:60]}...: the name is too long", errno="ENAMETOOLONG"))
+        return os.path.join(self._spec.workdir, path)
+
+    # Its life.
+
+    async def snapshot(self, name: str) -> Snapshot:
+        """See :meth:`Sandbox.snapshot`."""
+        if self._snapshots is None:
+            raise ConfigurationError(f"sandbox snapshot {name!r}: needs a backend with a folder for snapshots")
+        most = 2 * self._spec.limits.disk_bytes + 2048 * self._spec.limits.inodes
+        async with self._standing_still(), self._snapshots.incoming(name, self.id) as parts:
+            head = {"do": "snapshot", "max_bytes": most}
+            asking = self._ask(head, take=parts.append, room=most, wait_s=600.0)
+            answer, _ = await to_its_end(asking)  # until then commands are stopped
+            if "error" in answer:
+                raise SandboxError(file_failure("the snapshot", answer))
+            return await parts.keep()
+
+    async def pause(self) -> None:
+        async with self._standing_still():
+            try:
+                await self._change({"do": "pause"})
+                self._paused = True
+            except asyncio.CancelledError:  # it is heard all the same, by then or later
+                with contextlib.suppress(SandboxError):  # it has ended
+                    if not self._paused:
+                        await to_its_end(self.resume())
+                raise
+
+    async def resume(self) -> None:
+        await self._change({"do": "resume"})
+        self._paused = False
+        self._move_on()
+
+    async def renew(self, ttl_s: float) -> None:
+        await self._change({"do": "renew", "ttl_s": ttl_s})
+
+    async def health(self) -> None:
+        await self._change({"do": "health"})
+
+    async def _change(self, head: Head) -> None:
+        answer, _ = await self._ask(head)
+        if "error" in answer:
+            raise SandboxError(os_failure(f"sandbox {head['do']}", answer))
+
+    async def terminate(self) -> None:
+        """See :meth:`Sandbox.terminate`."""
+        if self._why is None:
+            self._why = environment_failure(f"sandbox {self.id} was ended by its owner")
+        if not self._gone.done() and self._zygote.alive:
+            with contextlib.suppress(SandboxError):  # the zygote has died: so has the sandbox
+                self._zygote.request({"do": "terminate", "id": self.id})
+            await asyncio.wait({self._gone}, timeout=ENDING_S)
+        self._close()
+        if not self._gone.done() and self._zygote.alive:
+            raise SandboxError(infrastructure_failure(f"something of sandbox {self.id} doesn't end"))
+
+    def has_ended(self, code: int | None, oom_kills: int, why: SandboxFailure | None = None) -> None:
+        """Nothing of it is left. ``code``: of its first process, negative for a signal; None: the zygote has died.
+        ``why``: where that is known already."""
+        if (self._why or why) is None and code is not None and not self._broken and not self._heard_out.done():
+            # What it said last may not be read yet, and says more than its exit code: why it couldn't be made.
+            self._heard_out.add_done_callback(lambda _: self._end(code, oom_kills, None))
+        else:
+            self._end(code, oom_kills, why)
+
+    def _end(self, code: int | None, oom_kills: int, why: SandboxFailure | None) -> None:
+        if self._why is None:
+            self._why = why or self._cause(code, oom_kills)
+        if not self._gone.done():
+            self._gone.set_result(None)
+        self._close()
+
+    def _cause(self, code: int | None, oom_kills: int) -> SandboxFailure:
+        evidence = {"oom_kills": oom_kills, **({} if code is None else {"code": code})}
+        if self._broken:
+            return infrastructure_failure(f"sandbox {self.id}: {self._broken}", evidence=evidence)
+        if code is None:
+            return infrastructure_failure("the process that makes sandboxes has died", evidence=evidence)
+        if code == wire.EXIT_TTL:
+            what = f"sandbox {self.id}: its time to live of {self._record.ttl_s:g} s is over; give more, or renew it"
+            return environment_failure(what, **evidence)
+        if oom_kills and code in (-9, 128 + 9):  # the second: as bubblewrap and shells pass it on
+            return model_failure(f"sandbox {self.id}: out of memory as a whole", **evidence)
+        return infrastructure_failure(f"sandbox {self.id} has died", evidence=evidence)
+
+    def _close(self) -> None:
+        if self._proxy is not None:
+            self._proxy.close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._reader is not None:
+            self._reader.cancel()
+            self._reader = None
+        if not self._ready.done():
+            assert self._why is not None
+            self._ready.set_exception(SandboxError(self._why))
+            self._ready.exception()  # nobody may be waiting
+        for call in self._calls.values():
+            if not call.answer.done() and self._why is not None:
+                call.answer.set_exception(SandboxError(self._why))
+                call.answer.exception()  # whoever asked may have given up
+        self._calls.clear()
+
+    # The socket.
+
+    async def _ask(
+        self,
+        head: Head,
+        body: bytes = b"",
+        *,
+        more: Sequence[tuple[Head, bytes]] = (),
+        take: Take | None = None,
+        room: int = 0,
+        wait_s: float | None = None,
+    ) -> tuple[Head, bytes]:
+        """Send a request and wait for its answer. One that doesn't come in time ends the sandbox: it is no use."""
+        if self._why is not None:
+            raise SandboxError(self._why)
+        writer = self._writer
+        if writer is None:
+            raise SandboxError(infrastructure_failure(f"sandbox {self.id} has closed its socket"))
+        self._count += 1
+        number = self._count
+        call = self._calls[number] = _Call(room)
+        if take is not None:
+            call.take = take
+        wait_s = self._grace_s if wait_s is None else wait_s
+        try:
+            async with asyncio.timeout(max(wait_s, self._grace_s)):
+                for part_head, part in ((head, body), *more):
+                    writer.write(wire.frame({"id": number, **part_head}, part))
+                    with contextlib.suppress(ConnectionError):
+                        await writer.drain()
+                        if self._writer is not None:
+                            continue
+                    break  # it has died: the answer says of what
+            return await self._answer(call, wait_s, head["do"] == "exec")
+        except TimeoutError:
+            self._broken = f"no answer to {head['do']} in {wait_s:g} s"
+            self._why = self._cause(None, 0)
+            with contextlib.suppress(SandboxError):  # whoever has it tries again
+                await self.terminate()
+            raise SandboxError(self._why) from None
+        finally:
+            self._calls.pop(number, None)
+
+    async def _answer(self, call: _Call, wait_s: float, still_counts_not: bool) -> tuple[Head, bytes]:
+        """Raises TimeoutError when it doesn't come in time; of a command, what it stood still doesn't count."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + wait_s - self._stood_s
+        while True:
+            left_s = until_s + self._stood_s - loop.time()
+            if self._still_since is not None and still_counts_not:
+                left_s = max(left_s, LOOK_AGAIN_S)
+            if left_s <= 0:
+                raise TimeoutError
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    return await asyncio.shield(call.answer)
+
+    @contextlib.asynccontextmanager
+    async def _standing_still(self) -> AsyncIterator[None]:
+        """Its commands may be stopped meanwhile."""
+        began_s = asyncio.get_running_loop().time()
+        first, self._still_since = self._still_since is None, self._still_since or began_s
+        try:
+            yield
+        finally:
+            if first and not self._paused:
+                self._move_on()
+
+    def _move_on(self) -> None:
+        if self._still_since is not None:
+            self._stood_s += asyncio.get_running_loop().time() - self._still_since
+            self._still_since = None
+
+    @contextlib.contextmanager
+    def _understanding(self) -> Iterator[None]:
+        """What an answer holds is as agreed, or the sandbox is no use any more."""
+        try:
+            yield
+        except ODD as error:
+            self._give_up(error)
+            raise SandboxError(self._cause(None, 0)) from error
+
+    def _give_up(self, error: Exception) -> None:
+        self._broken = f"it sent what can't be understood: {type(error).__name__}: {str(error)[:200]}"
+        with contextlib.suppress(SandboxError):
+            self._zygote.request({"do": "terminate", "id": self.id})
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Take what it sends until it ends. Anything that isn't as agreed ends it."""
+        try:
+            while True:
+                head_bytes, body_bytes = wire.lengths(await reader.readexactly(wire.LENGTHS.size))
+                head = wire.head_of(await reader.readexactly(head_bytes))
+                body = await reader.readexactly(body_bytes) if body_bytes else b""
+                if (taking := self._take(head, body)) is not None:
+                    await taking  # the disk: more isn't read meanwhile
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return  # it has ended: the zygote tells how
+        except ODD as error:
+            self._give_up(error)
+        finally:
+            if not self._heard_out.done():
+                self._heard_out.set_result(None)
+
+    def _take(self, head: Head, body: bytes) -> Awaitable[None] | None:
+        if "ready" in head:
+            if not self._ready.done():
+                self._ready.set_result(None)
+            return None
+        if "failed" in head:
+            self._why = setup_failure(head)
+            return None  # its end comes next
+        call = self._calls.get(int(head["id"]))
+        if call is None:
+            return None  # whoever asked has given up
+        if "more" in head:
+            call.room -= len(body)
+            if call.room < 0:
+                raise wire.Malformed("more than was asked for")
+            return call.take(body)
+        if not call.answer.done():
+            call.answer.set_result((head, body))
+        return None

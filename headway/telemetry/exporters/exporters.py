@@ -1,0 +1,320 @@
+"""Where a ledger's lines go besides its file: trackers and `/metrics`, each in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from headway.config.schema import Experiment
+from headway.records.errors import ConfigurationError, HeadwayError, Interrupted
+from headway.records.ledger import EventRecord, LedgerLine, StepRecord
+from headway.records.trace import Pulse
+from headway.runtime.run_directory import RunDirectory
+from headway.telemetry.ledger import Ledger
+from headway.telemetry.metrics import Histogram, histograms, scalars
+
+PROMETHEUS = "prometheus"
+LOGGING = "logging"
+
+# name -> (module and class of its exporter, package it needs, what to install)
+EXPORTERS: dict[str, tuple[str, str, str]] = {
+    "tensorboard": ("headway.telemetry.exporters.tensorboard:TensorBoard", "tensorboardX", "tensorboardX"),
+    "wandb": ("headway.telemetry.exporters.wandb:WeightsAndBiases", "wandb", "headway[wandb]"),
+    "mlflow": ("headway.telemetry.exporters.mlflow:MLflow", "mlflow", "headway[mlflow]"),
+    "trackio": ("headway.telemetry.exporters.trackio:Trackio", "trackio", "headway[trackio]"),
+    PROMETHEUS: ("headway.telemetry.exporters.prometheus:Prometheus", "prometheus_client", "prometheus-client"),
+    LOGGING: ("headway.telemetry.exporters.own:OwnLogging", "headway", "headway"),
+}
+
+CAPACITY = 1000  # lines that wait for one exporter; more are dropped
+FINISH_S = 45.0  # what exporters get to write the rest at the end of a run, together
+GIVE_UP_S = 10.0  # ... of one that was stopped, or failed
+
+EVENT_EXPORTING = "exporting"  # where the lines go besides the ledger
+EVENT_EXPORTER_FAILED = "exporter_failed"  # the first line an exporter lost
+EVENT_EXPORTER_LOST = "exporter_lost"  # data: lines lost in all
+
+Status = Literal["finished", "interrupted", "failed"]
+Rows = list[dict[str, object]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What an exporter is started with."""
+
+    experiment: Experiment
+    folder: Path  # the run's
+    run_name: str
+    run_id: str | None  # of the tracker's run that goes on, as the exporter gave it the last time; None: a new one
+
+
+class Exporter:
+    """One destination. Built in the main thread before the run begins: then everything that is wrong with its settings
+    raises ConfigurationError. Every later call comes from its own thread, in the order of the ledger's lines; whatever
+    one raises costs that line and nothing else.
+
+    Every call does nothing by default: a destination takes what it can show.
+
+    ``run_id``: names the tracker's run, so that a resumed one goes on in it. ``place``: where to look, for a person.
+    """
+
+    run_id: str | None = None
+    place: str = ""
+    wants_pulses = False
+
+    def log(self, step: int, values: dict[str, float], shapes: dict[str, Histogram]) -> None:
+        """Numbers of a step or of an evaluation; ``step``: version of the trainer."""
+
+    def line(self, line: LedgerLine) -> None:
+        """Every line, as it was recorded; `log` or `event` follows with what is in it."""
+
+    def event(self, event: EventRecord) -> None:
+        """Something happened."""
+
+    def table(self, step: int, rows: Rows) -> None:
+        """Kept rollouts: prompt, response, reward, ..."""
+
+    def pulse(self, pulse: Pulse) -> None:
+        """The queue and the workers now; only with ``wants_pulses``."""
+
+    def finish(self, status: Status) -> None:
+        """No further call follows."""
+
+
+class _Lane:
+    """An exporter's queue and thread."""
+
+    def __init__(self, name: str, exporter: Exporter, capacity: int) -> None:
+        self.name = name
+        self.exporter = exporter
+        self.lost = 0
+        self.error = ""  # of the first lost line
+        self._counting = threading.Lock()
+        self._status: Status = "finished"
+        self._capacity = capacity  # of jobs; the end mark finds room in a full queue too
+        self._queue: queue.SimpleQueue[Callable[[Exporter], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=f"export-{name}", daemon=True)
+        self._thread.start()
+
+    def offer(self, job: Callable[[Exporter], None]) -> None:
+        """Never waits: with a full queue the job is lost."""
+        if self._queue.qsize() < self._capacity:
+            self._queue.put(job)
+        else:
+            self._lose(f"{self._capacity} lines wait for it: it is too slow, or hangs")
+
+    def _lose(self, reason: str, lines: int = 1) -> None:
+        with self._counting:
+            self.error = self.error or reason
+            self.lost += lines
+
+    def _serve(self) -> None:
+        while (job := self._queue.get()) is not None:
+            self._guarded(job)
+        self._guarded(lambda exporter: exporter.finish(self._status))
+
+    def _guarded(self, job: Callable[[Exporter], None]) -> None:
+        try:
+            job(self.exporter)
+        except Exception as error:  # the boundary to a tracker: its failures must not reach the run
+            self._lose(f"{type(error).__name__}: {error}")
+
+    def end(self, status: Status) -> None:
+        """Let it write what waits and finish; returns at once."""
+        self._status = status
+        self._queue.put(None)
+
+    def join(self, deadline_s: float) -> None:
+        """Wait until it has finished, until ``deadline_s`` (monotonic); what isn't written then is lost."""
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        if self._thread.is_alive():  # at one line and those in the queue but for the mark; or at its finish
+            self._lose("not done in time at the end of the run", max(1, self._queue.qsize()))
+
+
+class Exports:
+    """The exporters of one run.
+
+    Lifecycle: `start_exports` -> *open* (``take`` is a subscriber of the ledger) -> ``close``.
+
+    Invariant: no call waits for an exporter, but ``close``, for at most FINISH_S. A line that an exporter can't take
+    is dropped and counted; the ledger gets one event at the first of an exporter and one with their number at the end.
+    """
+
+    def __init__(self, exporters: dict[str, Exporter], ledger: Ledger, *, table_every_steps: int = 0,
+                 capacity: int = CAPACITY, sources: Iterable[str] = ()) -> None:  # fmt: skip
+        """``sources``: labels of all task sources of the run, see `scalars`."""
+        self._ledger = ledger
+        self._sources = tuple(sources)
+        self._lanes = [_Lane(name, exporter, capacity) for name, exporter in exporters.items()]
+        self._told: set[str] = set()
+        self._newest: LedgerLine | None = None
+        self._table_every_steps = table_every_steps
+        self._rows: Rows = []
+        self._table_step = 0
+
+    def take(self, line: LedgerLine) -> None:
+        """Hand a line of the ledger to every exporter."""
+        self._newest = line
+        for lane in self._lanes:
+            lane.offer(lambda exporter: _export(exporter, line, self._sources))
+            if lane.error and lane.name not in self._told:
+                self._told.add(lane.name)
+                self._tell(EVENT_EXPORTER_FAILED, f"{lane.name}: {lane.error}")
+        if isinstance(line, StepRecord) and self._rows and line.step >= self._table_step:
+            self._offer_table(line.step)
+
+    def sample(self, row: dict[str, object]) -> None:
+        """Put a kept rollout into the next table."""
+        if self._table_every_steps:
+            self._rows.append(row)
+
+    def pulse(self, pulse: Pulse) -> None:
+        """Hand a pulse to those who want it."""
+        for lane in self._lanes:
+            if lane.exporter.wants_pulses:
+                lane.offer(lambda exporter: exporter.pulse(pulse))
+
+    @property
+    def wants_pulses(self) -> bool:
+        return any(lane.exporter.wants_pulses for lane in self._lanes)
+
+    def announce(self) -> None:
+        """Say in the ledger where the lines go, unless it is nowhere but to TensorBoard."""
+        if any(lane.name != "tensorboard" for lane in self._lanes):
+            self._tell(EVENT_EXPORTING, "; ".join(f"{lane.name}: {lane.exporter.place}" for lane in self._lanes))
+
+    def close(self, status: Status = "finished") -> None:
+        """Let everyone finish; a second call does nothing."""
+        lanes, self._lanes = self._lanes, []
+        deadline_s = time.monotonic() + (FINISH_S if status == "finished" else GIVE_UP_S)
+        with contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the command's result
+            for lane in lanes:  # before any is waited for: one that hangs uses up the time, not the others' end
+                lane.end(status)
+            for lane in lanes:
+                lane.join(deadline_s)
+        for lane in lanes:
+            if lane.lost:
+                detail = f"{lane.name}: {lane.lost} lines of the ledger are missing there; first cause: {lane.error}"
+                self._tell(EVENT_EXPORTER_LOST, detail, lines=lane.lost)
+
+    def _tell(self, event: str, detail: str, **data: float | int | str) -> None:
+        """Record an event at the time and version of the ledger's newest line."""
+        step, time_s = (0, 0.0) if self._newest is None else (self._newest.step, self._newest.time_s)
+        self._ledger.record(EventRecord(event=event, detail=detail, step=step, time_s=time_s, data=data))
+
+    def _offer_table(self, step: int) -> None:
+        rows, self._rows = self._rows, []
+        self._table_step = step + self._table_every_steps
+        for lane in self._lanes:
+            lane.offer(lambda exporter: exporter.table(step, rows))
+
+    def __enter__(self) -> Exports:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            ours = issubclass(kind, Exception) and not issubclass(kind, Interrupted)
+            self.close("failed" if ours else "interrupted")
+
+
+def _export(exporter: Exporter, line: LedgerLine, sources: tuple[str, ...]) -> None:
+    exporter.line(line)
+    if isinstance(line, EventRecord):
+        exporter.event(line)
+    elif values := scalars(line, sources):
+        exporter.log(line.step, values, histograms(line))
+
+
+# --- starting them ---------------------------------------------------------------------------------------
+
+
+def wanted(experiment: Experiment) -> list[str]:
+    """The exporters ``experiment`` asks for; `/metrics` first, because it fails fastest."""
+    own = [LOGGING] if experiment.hooks.logging != "none" else []
+    return [*([PROMETHEUS] if experiment.ledger.prometheus else []), *own, *experiment.ledger.trackers]
+
+
+def missing_packages(experiment: Experiment) -> Iterator[str]:
+    """What to say of every exporter whose package isn't installed."""
+    for name in wanted(experiment):
+        _, package, install = EXPORTERS[name]
+        if importlib.util.find_spec(package) is None:
+            key = _key(name)
+            yield f"{key}: {name!r} needs the package {package}: pip install '{install}'"
+
+
+def start_exports(experiment: Experiment, directory: RunDirectory, ledger: Ledger, *, resume: bool) -> Exports:
+    """Start what ``experiment`` asks for and subscribe it to ``ledger``. A resumed run goes on in the trackers' runs
+    that ``RUN/trackers.json`` names.
+
+    Raises ConfigurationError when a package is missing or an exporter refuses its settings; none is left open then.
+    """
+    if missing := list(missing_packages(experiment)):
+        raise ConfigurationError("; ".join(missing))
+    path = directory.path / "trackers.json"
+    ids = _stored_ids(path) if resume else {}
+    started: dict[str, Exporter] = {}
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            for name in wanted(experiment):
+                started[name] = _start(name, experiment, directory.path, ids.get(name))
+        ids |= {name: exporter.run_id for name, exporter in started.items() if exporter.run_id is not None}
+        if ids:
+            directory.write_json(path, ids)
+    except BaseException:
+        for exporter in started.values():
+            with contextlib.suppress(Exception):  # the first error is the one to report
+                exporter.finish("failed")
+        raise
+    every = experiment.ledger.table_every_steps
+    exports = Exports(started, ledger, table_every_steps=every, sources=_source_labels(experiment))
+    ledger.subscribe(exports.take)
+    return exports
+
+
+def _source_labels(experiment: Experiment) -> Iterator[str]:
+    tasks = experiment.tasks
+    for sources in (tasks.train, tasks.validation, tasks.test):
+        yield from (source.called for source in sources or ())
+
+
+def _start(name: str, experiment: Experiment, folder: Path, run_id: str | None) -> Exporter:
+    module, _, cls = EXPORTERS[name][0].partition(":")
+    run_name = experiment.ledger.name or folder.resolve().name
+    start = Start(experiment=experiment, folder=folder, run_name=run_name, run_id=run_id)
+    try:
+        return getattr(importlib.import_module(module), cls)(start)
+    except HeadwayError:
+        raise
+    except Exception as error:  # the boundary to a tracker: no key, no network, a version that differs
+        raise ConfigurationError(f"{_key(name)}: {name!r} can't be started: {type(error).__name__}: {error}") from error
+
+
+def _key(name: str) -> str:
+    """The key of the experiment file that asks for an exporter."""
+    return {PROMETHEUS: "ledger.prometheus", LOGGING: "hooks.logging"}.get(name, "ledger.trackers")
+
+
+def _stored_ids(path: Path) -> dict[str, Any]:
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is damaged: {error}; remove it to begin new runs in the trackers") from None
+    return ids if isinstance(ids, dict) else {}

@@ -1,0 +1,61 @@
+"""MLflow. Where to is said by MLFLOW_TRACKING_URI; by default MLflow's own file, ``mlflow.db`` where it is run."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunTag
+
+from headway.config.load import flatten
+from headway.records.ledger import EventRecord
+from headway.telemetry.exporters.exporters import Exporter, Rows, Start, Status
+from headway.telemetry.metrics import Histogram
+
+_PARAMETERS_PER_CALL = 100  # MLflow's limit
+_LONGEST_VALUE = 6000  # characters of a parameter, MLflow's limit
+_STATES: dict[Status, str] = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+
+
+class MLflow(Exporter):
+    """One run of the experiment called ``ledger.project``. MLflow has no histograms; tables are JSON artifacts."""
+
+    def __init__(self, start: Start) -> None:
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        ledger = start.experiment.ledger
+        self._client = MlflowClient()
+        if start.run_id is not None:
+            self._run_id = self._client.get_run(start.run_id).info.run_id
+            self._client.update_run(self._run_id, status="RUNNING")
+        else:
+            known = self._client.get_experiment_by_name(ledger.project)
+            experiment_id = known.experiment_id if known else self._client.create_experiment(ledger.project)
+            tags = {tag: "true" for tag in ledger.tags} | ({"group": ledger.group} if ledger.group else {})
+            run = self._client.create_run(experiment_id, run_name=start.run_name, tags=tags)
+            self._run_id: str = run.info.run_id
+            self._describe(start)
+        self.run_id = self._run_id
+        self.place = f"{self._client.tracking_uri}, run {self.run_id}"
+
+    def _describe(self, start: Start) -> None:
+        parameters = [Param(key, str(value)[:_LONGEST_VALUE]) for key, value in flatten(start.experiment).items()]
+        for first in range(0, len(parameters), _PARAMETERS_PER_CALL):
+            self._client.log_batch(self._run_id, params=parameters[first : first + _PARAMETERS_PER_CALL])
+
+    def log(self, step: int, values: dict[str, float], shapes: dict[str, Histogram]) -> None:
+        now_ms = int(time.time() * 1000)
+        self._client.log_batch(
+            self._run_id, metrics=[Metric(name, value, now_ms, step) for name, value in values.items()]
+        )
+
+    def event(self, event: EventRecord) -> None:
+        self._client.log_batch(
+            self._run_id, tags=[RunTag(f"event.{event.event}", f"version {event.step}: {event.detail}"[:5000])]
+        )
+
+    def table(self, step: int, rows: Rows) -> None:
+        self._client.log_dict(self._run_id, {"rows": rows}, f"samples/step_{step:08d}.json")
+
+    def finish(self, status: Status) -> None:
+        self._client.set_terminated(self._run_id, status=_STATES[status])

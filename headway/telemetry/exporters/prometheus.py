@@ -1,0 +1,153 @@
+"""`/metrics`: the newest numbers of the ledger and the state of queue and workers, for Prometheus to scrape."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from headway.records.errors import ConfigurationError
+from headway.records.ledger import EventRecord
+from headway.records.trace import Pulse
+from headway.runtime.addresses import is_loopback, require_free, split_address
+from headway.telemetry.exporters.exporters import Exporter, Start, Status
+from headway.telemetry.metrics import LENGTHS, STEP_METRICS, Histogram
+
+_UNUSUAL = re.compile(r"[^a-zA-Z0-9_]")
+_STALENESS_LIMITS = [0, 1, 2, 3, 4, 6, 8, 12, 16, 32]  # steps
+_LENGTH_LIMITS = [2**power for power in range(21)]  # tokens
+_COUNTED = re.compile(r"^(endings|failures)/(\w+)_rollouts$")
+_LABELS = {"endings": "ending", "failures": "boundary"}
+# Pulse -> gauge of the same name as in the ledger's step records, fresher
+_LIVE = {
+    "open_groups": "queue/open_groups",
+    "running_groups": "queue/running_groups",
+    "parked_groups": "queue/parked_groups",
+    "buffered_groups": "queue/buffered_groups",
+    "oldest_age_s": "queue/oldest_age_s",
+    "slots": "queue/slots",
+    "running_rollouts": "queue/running_rollouts",
+    "waiting_rollouts": "queue/waiting_rollouts",
+    "kv_used_tokens": "queue/kv_used_tokens",
+    "kv_capacity_tokens": "queue/kv_capacity_tokens",
+}
+
+
+def metric_name(name: str) -> str:
+    """``group/quantity_unit`` as Prometheus spells it: ``headway_group_quantity_unit``."""
+    return "headway_" + _UNUSUAL.sub("_", name)
+
+
+class Prometheus(Exporter, Collector):
+    """An HTTP server in threads of its own. Counters and histograms count since this process began the run."""
+
+    wants_pulses = True
+
+    def __init__(self, start: Start) -> None:
+        address = start.experiment.ledger.prometheus
+        try:
+            require_free(address)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"ledger.prometheus: {error}") from None
+        host, port = split_address(address)
+        self._gauges: dict[str, float] = {}
+        self._counts: dict[str, Counter[str]] = {"endings": Counter(), "failures": Counter(), "events": Counter()}
+        self._shapes: dict[str, Counter[int]] = {}
+        self._sums: dict[str, float] = defaultdict(float)
+        self._steps = 0
+        self._step_at_s: float | None = None
+        self._pulse: Pulse | None = None
+        registry = CollectorRegistry()
+        registry.register(self)
+        self._server, self._thread = start_http_server(port, host, registry)
+        bound = self._server.server_port
+        shown = f"[{host}]" if ":" in host else host
+        self.place = f"http://{shown}:{bound}/metrics"
+        if not is_loopback(address):
+            self.place += " (whoever reaches this machine can read it)"
+
+    # --- from the exporter's thread ---------------------------------------------------------------------------
+
+    def log(self, step: int, values: dict[str, float], shapes: dict[str, Histogram]) -> None:
+        gauges = dict(self._gauges)
+        for name, value in values.items():
+            counted = _COUNTED.match(name)
+            if counted:
+                self._counts[counted[1]][counted[2]] += int(value)
+            else:
+                gauges[name] = value
+        for name, histogram in shapes.items():
+            counts = Counter(self._shapes.get(name, {}))
+            for edge, count in zip(histogram.edges[1:], histogram.counts, strict=True):
+                counts[int(edge)] += count
+            self._shapes[name] = counts
+            mean = values.get("length/mean_tokens" if name == LENGTHS else name.replace("_steps", "_mean_steps"), 0.0)
+            self._sums[name] += mean * sum(histogram.counts)
+        if "time/step_s" in values:
+            self._steps += 1
+            self._step_at_s = time.monotonic()
+        self._gauges = gauges  # replaced whole: a scrape sees the old numbers or the new
+
+    def event(self, event: EventRecord) -> None:
+        self._counts["events"][event.event] += 1
+
+    def pulse(self, pulse: Pulse) -> None:
+        self._pulse = pulse
+        self._gauges = self._gauges | {name: float(getattr(pulse, field)) for field, name in _LIVE.items()}
+
+    def finish(self, status: Status) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    # --- from a scrape's thread -------------------------------------------------------------------------------
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        return []  # what there is shows only once the run has got there
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]:
+        for name, value in sorted(self._gauges.items()):
+            meaning = STEP_METRICS[name][1] if name in STEP_METRICS else name
+            yield GaugeMetricFamily(metric_name(name), meaning, value)
+        yield CounterMetricFamily("headway_steps", "training steps, skipped ones too", self._steps)
+        if self._step_at_s is not None:
+            age_s = time.monotonic() - self._step_at_s
+            yield GaugeMetricFamily("headway_last_step_age_s", "since the newest step's record", age_s)
+        for group, label in _LABELS.items():
+            family = CounterMetricFamily(f"headway_{group}_rollouts", f"{group} of rollouts", labels=[label])
+            for value, count in list(self._counts[group].items()):
+                family.add_metric([value], count)
+            yield family
+        events = CounterMetricFamily("headway_events", "events of the ledger", labels=["event"])
+        for event, count in list(self._counts["events"].items()):
+            events.add_metric([event], count)
+        yield events
+        for name, counts in list(self._shapes.items()):
+            yield _histogram(name, counts, self._sums[name])
+        yield from self._workers()
+
+    def _workers(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        pulse = self._pulse
+        if pulse is None:
+            return
+        yield GaugeMetricFamily("headway_version", "completed training steps", pulse.version)
+        yield GaugeMetricFamily("headway_applied_version", "lowest that a replica samples with", pulse.applied_version)
+        up = GaugeMetricFamily("headway_worker_up", "1: its process lives", labels=["worker"])
+        restarts = CounterMetricFamily("headway_worker_restarts", "of its process", labels=["worker"])
+        for worker in pulse.workers:
+            up.add_metric([worker.name], float(worker.up))
+            restarts.add_metric([worker.name], worker.restarts)
+        yield up
+        yield restarts
+
+
+def _histogram(name: str, counts: Counter[int], total: float) -> HistogramMetricFamily:
+    limits = _LENGTH_LIMITS if name == LENGTHS else _STALENESS_LIMITS
+    buckets = [(str(float(limit)), float(sum(n for end, n in counts.items() if end <= limit))) for limit in limits]
+    buckets.append(("+Inf", float(counts.total())))
+    return HistogramMetricFamily(metric_name(f"{name}_distribution"), f"{name}, of every step", buckets, total)

@@ -1,0 +1,126 @@
+"""A run in one record, computed from its ledger alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, RunSummary, StepRecord
+from headway.records.rollout import ENDINGS
+from headway.telemetry.ledger import EVENT_BEST, EVENT_BOOKS, EVENT_END, EVENT_RESUME, EVENT_SIMULATED, EVENT_START
+
+
+def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
+    """Sum up the lines of a run (as `read_ledger` gives them: replays resolved).
+
+    Wait ratios are weighted by the time of each step; rates are over the time of all steps, waits included, but
+    for the consumption rate, which leaves the trainer's wait out. The books count as balanced only when the run
+    said so: a killed run has ``books_balanced = False`` and ``finished = False``.
+    """
+    steps = [line for line in lines if isinstance(line, StepRecord)]
+    total_s = sum(step.step_s for step in steps)
+    samples = sum(step.samples for step in steps if not step.skipped)
+    wait_s = sum(step.trainer_wait_s for step in steps)
+    books = books_event(lines)
+    return RunSummary(
+        finished=is_finished(lines),
+        steps=recorded_steps(steps),
+        samples_trained=samples,
+        duration_s=duration_s(lines),
+        solve_rate_before=_solve_rate(lines, "before"),
+        solve_rate_after=_solve_rate(lines, "after"),
+        best_version=_best_version(lines),
+        trainer_wait_ratio=_share(wait_s, total_s),
+        generator_wait_ratio=_share(sum(step.generator_wait_ratio * step.step_s for step in steps), total_s),
+        generator_lent_ratio=_share(sum(step.generator_lent_ratio * step.step_s for step in steps), total_s),
+        max_trajectory_staleness=int(max((step.trajectory_staleness.max for step in steps), default=0)),
+        books_balanced=books is not None and bool(books.data.get("balanced", 0)),
+        length_bias_ks=steps[-1].length_bias_ks if steps else 0.0,
+        consumption_per_s=_share(samples, total_s - wait_s),
+        production_per_s=_share(sum(step.production_per_s * step.step_s for step in steps), total_s),
+        effective_production_per_s=_share(
+            sum(step.effective_production_per_s * step.step_s for step in steps), total_s
+        ),
+        trained_per_s=_share(samples, total_s),
+        endings=_endings(steps, books),
+        simulated=any(isinstance(line, EventRecord) and line.event == EVENT_SIMULATED for line in lines),
+    )
+
+
+def recorded_steps(lines: Sequence[LedgerLine]) -> int:
+    """The version after the last step recorded."""
+    return max((line.version for line in lines if isinstance(line, StepRecord)), default=0)
+
+
+def last_step(lines: Sequence[LedgerLine]) -> StepRecord | None:
+    """The last step that was recorded as it happened: one rebuilt after a kill doesn't know the knobs."""
+    steps = (line for line in reversed(lines) if isinstance(line, StepRecord))
+    return next((step for step in steps if step.flow.concurrent_rollouts), None)
+
+
+def is_finished(lines: Sequence[LedgerLine]) -> bool:
+    """Whether the run ended in order and was not resumed since."""
+    names = [line.event for line in lines if isinstance(line, EventRecord)]
+    marks = [name for name in names if name in (EVENT_START, EVENT_RESUME, EVENT_END)]
+    return bool(marks) and marks[-1] == EVENT_END
+
+
+def books_event(lines: Sequence[LedgerLine]) -> EventRecord | None:
+    """The closing of the books, if the run closed them and wasn't resumed since."""
+    for line in reversed(lines):
+        if isinstance(line, EventRecord) and line.event == EVENT_BOOKS:
+            return line
+        if isinstance(line, EventRecord) and line.event in (EVENT_START, EVENT_RESUME):
+            return None
+    return None
+
+
+def duration_s(lines: Sequence[LedgerLine]) -> float:
+    """Time of all sessions of the run, in seconds: each starts its clock anew."""
+    total, session = 0.0, 0.0
+    for line in lines:
+        if isinstance(line, EventRecord) and line.event in (EVENT_START, EVENT_RESUME):
+            total, session = total + session, 0.0
+        session = max(session, line.time_s)
+    return total + session
+
+
+def evaluations(lines: Sequence[LedgerLine]) -> list[EvaluationRecord]:
+    return [line for line in lines if isinstance(line, EvaluationRecord)]
+
+
+def held_evaluation(lines: Sequence[LedgerLine], phase: str) -> EvaluationRecord | None:
+    """The evaluation ``before`` (the first) or ``after`` (the last) training; the test split's where there is one.
+    None as well when it measured nothing: every attempt failed."""
+    of_phase = [record for record in evaluations(lines) if record.phase == phase]
+    chosen = [record for record in of_phase if record.split == "test"] or of_phase
+    measured = [record for record in chosen if record.samples]
+    if not measured:
+        return None
+    return measured[0] if phase == "before" else measured[-1]
+
+
+def _solve_rate(lines: Sequence[LedgerLine], phase: str) -> float | None:
+    record = held_evaluation(lines, phase)
+    return None if record is None else record.solve_rate
+
+
+def _best_version(lines: Sequence[LedgerLine]) -> int | None:
+    for line in reversed(lines):
+        if isinstance(line, EventRecord) and line.event == EVENT_BEST and "version" in line.data:
+            return int(line.data["version"])
+    return None
+
+
+def _endings(steps: Sequence[StepRecord], books: EventRecord | None) -> dict[str, int]:
+    """Counts by ending: the closed books where they carry them, else the sum over the steps."""
+    if books is not None and any(ending in books.data for ending in ENDINGS):
+        return {ending: int(books.data.get(ending, 0)) for ending in ENDINGS if books.data.get(ending, 0)}
+    totals: dict[str, int] = {}
+    for step in steps:
+        for ending, count in step.endings.items():
+            totals[ending] = totals.get(ending, 0) + count
+    return totals
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0

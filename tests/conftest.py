@@ -1,0 +1,41 @@
+"""Settings of all tests: import paths of the processes that tests start, tiers, and which files come first."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+PATHS = [str(HERE / "support"), str(HERE / "e2e"), str(HERE / "slow"), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(path for path in PATHS if path)
+
+# Seconds of the longest files, on two cores: they are begun first, so that no worker is left alone with one at the end.
+LONGEST_S = {
+    "e2e/test_agents.py": 90,
+    "e2e/test_environment_deaths.py": 60,
+    "e2e/test_environment_parking.py": 60,
+    "e2e/test_generator_pool.py": 60,
+    "e2e/test_run_faults.py": 90,
+    "e2e/test_sandbox_kills.py": 50,
+    "e2e/test_serve.py": 60,
+    "e2e/test_worker_deaths.py": 60,
+    "unit/models/test_models_native.py": 40,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the slow tier, give tests of real processes their time, and put the longest files first."""
+
+    def seconds(item: pytest.Item) -> float:
+        place = str(item.path.relative_to(HERE))
+        return LONGEST_S.get(place, 10 if place.startswith("e2e/") else 1)
+
+    for item in items:
+        place = item.path.relative_to(HERE).parts[0]
+        if place == "slow":
+            item.add_marker(pytest.mark.slow)
+        if place in ("e2e", "slow") and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(600))
+    items.sort(key=lambda item: -seconds(item))  # stable: a file's tests stay together, in their order

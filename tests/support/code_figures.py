@@ -1,0 +1,87 @@
+"""Figures of the package's source: lines of code, sizes of files and functions, public classes, docstrings."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "headway"
+FILES = {file: file.read_text(encoding="utf-8") for file in sorted(PACKAGE.rglob("*.py"))}
+TREES = {file: ast.parse(text) for file, text in FILES.items()}
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_SILENT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[Documented, ast.Constant]]:
+    """Every module, class and function of ``tree`` that has a docstring, with it."""
+    for node in ast.walk(tree):
+        if not isinstance(node, Documented) or not node.body:
+            continue
+        first = node.body[0]
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            yield node, first.value
+
+
+def lines_of_code() -> int:
+    """Lines of the package that hold code: blank lines, comments and docstrings don't count; C++ counts alike."""
+    total = 0
+    for file, text in FILES.items():
+        lines: set[int] = set()
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type not in _SILENT:
+                lines.update(range(token.start[0], token.end[0] + 1))
+        for _, text_node in docstrings(TREES[file]):
+            lines.difference_update(range(text_node.lineno, (text_node.end_lineno or text_node.lineno) + 1))
+        total += len(lines)
+    for file in [*PACKAGE.rglob("*.cpp"), *PACKAGE.rglob("*.h")]:
+        code = re.sub(r"/\*.*?\*/", "", file.read_text(encoding="utf-8"), flags=re.S)
+        total += sum(bool(line.split("//")[0].strip()) for line in code.splitlines())
+    return total
+
+
+def class_homes() -> dict[str, list[str]]:
+    """The files that define each public class, by its name."""
+    homes: dict[str, list[str]] = defaultdict(list)
+    for file, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(str(file.relative_to(PACKAGE)))
+    return homes
+
+
+def modules_at_the_door() -> dict[str, int]:
+    """Modules directly in each package, ``__init__.py`` not counted."""
+    doors: dict[str, int] = defaultdict(int)
+    for file in FILES:
+        if file.name != "__init__.py":
+            doors[str(file.parent.relative_to(PACKAGE.parent))] += 1
+    return doors
+
+
+def longest_functions() -> list[tuple[int, str]]:
+    """(lines, where) of every function, the longest first."""
+    found = [
+        ((node.end_lineno or node.lineno) - node.lineno + 1, f"{file.relative_to(PACKAGE)}:{node.name}")
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    return sorted(found, reverse=True)
+
+
+_ELLIPTIC = re.compile(r"(What|Whom|Who|Whose|One|So many|Of|It|Those|The same)\b")
+
+
+def elliptic_docstrings() -> list[str]:
+    """Places of docstrings that can't be read alone: their first word stands for something that isn't named."""
+    return [
+        f"{file.relative_to(PACKAGE)}:{text.lineno} {str(text.value).splitlines()[0]}"
+        for file, tree in TREES.items()
+        for _, text in docstrings(tree)
+        if _ELLIPTIC.match(str(text.value))
+    ]

@@ -1,0 +1,116 @@
+"""Reading an experiment: errors name key, value and what would be valid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from headway.algorithms import advantages, aggregation
+from headway.config import schema
+from headway.config.load import load_experiment, require_resumable, validate_experiment
+from headway.config.sandbox import SandboxConfig
+from headway.records.errors import ConfigurationError
+from headway.trainer import kl, losses
+
+
+def refusal(**sections: dict[str, Any]) -> str:
+    raw: dict[str, Any] = {"run": {"directory": "r"}, "model": {"path": "m"}, "tasks": {"train": {"path": "t.jsonl"}}}
+    with pytest.raises(ConfigurationError) as caught:
+        validate_experiment({**raw, **sections}, "test")
+    return str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    loop = tmp_path / "experiment.toml"
+    loop.symlink_to(loop)  # an error that root gets too, unlike a missing permission
+    with pytest.raises(ConfigurationError, match=f"{loop} can't be read: Too many levels of symbolic links"):
+        load_experiment(loop)
+
+
+def test_advantages_and_losses_have_names_of_their_own() -> None:
+    assert set(schema.ADVANTAGES) == {*advantages.ADVANTAGES, *advantages.BATCH_ADVANTAGES}
+    assert not advantages.ADVANTAGES.keys() & advantages.BATCH_ADVANTAGES.keys()
+    assert set(schema.LOSSES) == set(losses.LOSSES)
+    for names, owner in ((schema.ADVANTAGES, advantages), (schema.LOSSES, losses)):
+        assert len(set(names)) == len(names)
+        assert all(callable(owner.resolve(name)) for name in names)
+    wrong = refusal(algorithm={"advantage": "ppo_clip", "loss": "group_mean"})
+    assert f"algorithm.advantage = 'ppo_clip': valid: {', '.join(schema.ADVANTAGES)} or mod" in wrong
+    assert f"algorithm.loss = 'group_mean': valid: {', '.join(schema.LOSSES)} or module:function" in wrong
+
+
+def test_aggregations_and_estimators_are_those_there_are() -> None:
+    fields = schema.AlgorithmConfig.model_fields
+    assert get_args(fields["aggregation"].annotation) == get_args(aggregation.Aggregation)
+    assert get_args(fields["kl_estimator"].annotation) == get_args(kl.KlEstimator)
+
+
+def test_sections_that_contradict_each_other_are_named_with_their_values() -> None:
+    assert "rollout.top_p = 0.9 with rollout.top_k = 0 gives" in refusal(rollout={"top_p": 0.9})
+    tiny = refusal(rollout={"group_size": 1}, queue={"groups_per_step": 1})
+    assert "queue.groups_per_step = 1 times rollout.group_size = 1 must be at least 2" in tiny
+
+
+@pytest.mark.parametrize(("key", "split"), [("seed", "train"), ("size", "validation"), ("seed", "test")])
+def test_a_generators_seed_and_size_are_keys_of_their_own(key: str, split: str) -> None:
+    generated = {"source": "reasoning-gym", "name": "chain_sum", "parameters": {key: 7}}
+    wrong = refusal(tasks={"train": {"path": "t.jsonl"}, split: generated})
+    assert f"tasks.{split}.parameters.{key} = 7 has no effect: set tasks.{split}.{key}" in wrong
+
+
+def test_dashes_are_the_users_in_names_and_underscores_in_keys(tmp_path: Path) -> None:
+    file = tmp_path / "experiment.toml"
+    text = (
+        '[run]\ndirectory = "r"\n[model]\npath = "m"\n[[tasks.train]]\nsource = "reasoning-gym"\nname = "chain_sum"\n'
+    )
+    file.write_text(text + '[verifiers.my-boxed]\nname = "math"\n', encoding="utf-8")
+    given = [
+        "--verifiers.my-boxed.timeout-s=3",
+        "--verifiers.my-boxed.parameters.a-b.c-d=4",
+        "--verifiers.an-other.name=exact",
+        "--tasks.train.0.parameters.min-terms=2",
+        "--rollout.group-size=4",
+        "--verifier.parameters.x-y=5",
+    ]
+    found = load_experiment(file, given)
+    assert set(found.verifiers) == {"my-boxed", "an-other"}
+    boxed = found.verifiers["my-boxed"]
+    assert (boxed.name, boxed.timeout_s, boxed.parameters) == ("math", 3, {"a-b": {"c-d": 4}})
+    assert found.tasks.train[0].parameters == {"min-terms": 2}
+    assert (found.rollout.group_size, found.verifier.parameters) == (4, {"x-y": 5})
+    with pytest.raises(ConfigurationError, match=r"unknown key 'rollout.group_sise'; did you mean 'group_size'\?"):
+        load_experiment(file, ["--rollout.group-sise=4"])
+
+
+def test_a_time_limit_may_change_on_resume_but_no_parameter_of_that_name(tmp_path: Path) -> None:
+    assert schema.is_resumable("verifiers.x.timeout_s")
+    assert not schema.is_resumable("verifiers.x.parameters.timeout_s")
+    assert not schema.is_resumable("verifiers.timeout_s")
+    assert not schema.is_resumable("tasks.train.verifier.timeout_s")  # stored tasks know their verifier by that table
+    file = tmp_path / "experiment.toml"
+    text = '[run]\ndirectory = "r"\n[model]\npath = "m"\n[tasks.train]\npath = "t"\n'
+    file.write_text(text + '[verifiers.x]\nname = "my:own"\nparameters = { timeout_s = 1 }\n', encoding="utf-8")
+    stored = load_experiment(file)
+    require_resumable(stored, load_experiment(file, ["--verifiers.x.timeout_s=3"]))
+    with pytest.raises(ConfigurationError, match=r"resumed: verifiers\.x\.parameters\.timeout_s: 1 -> 3$"):
+        require_resumable(stored, load_experiment(file, ["--verifiers.x.parameters.timeout_s=3"]))
+
+
+def test_where_sandboxes_and_fixed_models_are_may_change_on_resume_but_not_what_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "experiment.toml"
+    text = '[run]\ndirectory = "r"\n[model]\npath = "m"\n[tasks.train]\npath = "t"\n[environment]\nname = "dialogue"\n'
+    text += '[environment.models.user]\naddress = "http://one/v1"\nmodel = "small"\n'
+    file.write_text(text, encoding="utf-8")
+    stored = load_experiment(file)
+    given = ["--environment.models.user.address=http://two/v1", "--sandbox.live=8", "--environment.workers=2"]
+    require_resumable(stored, load_experiment(file, given))
+    for given in ("--environment.models.user.model=large", "--sandbox.limits.memory_bytes=1000000000"):
+        with pytest.raises(ConfigurationError, match=given[2:].partition("=")[0]):
+            require_resumable(stored, load_experiment(file, [given]))
+
+
+def test_a_start_of_a_sandbox_has_less_time_where_nothing_is_fetched() -> None:
+    assert [SandboxConfig(backend=backend).start_limit_s for backend in ("local", "docker", "modal")] == [30, 300, 300]
+    assert SandboxConfig(backend="docker", start_timeout_s=7).start_limit_s == 7

@@ -1,0 +1,51 @@
+"""docs/configuration.md is what the schema says today, and every key in it means something."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from headway.config.load import flatten, validate_experiment
+from headway.config.reference import reference
+
+PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
+ROW = re.compile(
+    r"^\| `(?P<key>[\w.]+)`(?P<mark> ↻)? \| (?P<valid>.*) \| (?P<default>[^|]*) \| (?P<meaning>.*) \|$", re.M
+)
+
+
+def rows_of(section: str) -> dict[str, re.Match[str]]:
+    part = next(part for part in reference().split("\n## ") if f"`[{section}]`" in part.splitlines()[0])
+    return {row["key"]: row for row in ROW.finditer(part)}
+
+
+def test_page_is_up_to_date():
+    command = "python -m headway.config.reference > docs/configuration.md"
+    assert PAGE.read_text(encoding="utf-8") == reference(), f"run: {command}"
+
+
+def test_every_key_of_every_section_is_explained():
+    source = {"path": "tasks.jsonl"}
+    raw = {"run": {"directory": "run"}, "model": {"path": "model"}, "tasks": {"train": source}}
+    for key in flatten(validate_experiment(raw, "example")):
+        section, _, name = key.rpartition(".")
+        if section in ("tasks", ""):  # a whole optional section, explained in the list above the table or below a title
+            continue
+        if section.endswith((".columns", ".limits")):  # a table inside the section
+            section, _, table = section.rpartition(".")
+            name = f"{table}.{name}"
+        assert rows_of(section)[name]["meaning"].strip(), f"{key} has no comment in headway/config/schema.py"
+
+
+def test_limits_choices_defaults_and_resumability_are_told():
+    rate = rows_of("algorithm")["clip_low"]
+    assert (rate["valid"], rate["default"], rate["mark"]) == ("number > 0, < 1", "`0.2`", None)
+    assert rows_of("queue")["overdue"]["valid"] == r"`wait` \| `drop` \| `mask`"
+    assert rows_of("algorithm")["token_mask"]["valid"] == "[number ≥ 0, number > 0]"
+    assert rows_of("run")["directory"]["default"] == "**required**"
+    assert rows_of("run")["time_limit_s"]["default"] == "*unset*"
+    assert rows_of("generator")["devices"]["valid"] == "list of text"
+    assert rows_of("generator")["slots"]["mark"] == " ↻"
+    marks = {key: row["mark"] for key, row in rows_of("environment").items() if key.startswith("models.")}
+    assert (marks["models.address"], marks["models.model"]) == (" ↻", None)
+    assert rows_of("tasks.validation").keys() == rows_of("tasks.train").keys()

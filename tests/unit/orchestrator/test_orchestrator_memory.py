@@ -1,0 +1,262 @@
+"""What a run will need, by arithmetic, and what is there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.config.load import validate_experiment
+from headway.config.schema import Experiment
+from headway.models.configuration import DecoderConfig, SlidingWindow
+from headway.orchestrator.preflight import memory
+from headway.orchestrator.preflight.memory import memory_findings, memory_places, memory_uses, parameter_count
+from headway.records.planning import Finding, MemoryPlace, MemoryUse
+from headway.weights.leftovers import SHARED_MEMORY
+
+GIB = 2**30
+
+MODEL = DecoderConfig(
+    vocabulary_size=1000,
+    width=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    intermediate=128,
+    max_positions=4096,
+    tied=True,
+)
+PARAMETERS = 1000 * 64 + 2 * ((4 + 2 * 2 + 4) * 16 * 64 + 3 * 64 * 128)
+
+
+def experiment(folder: Path, **sections: dict[str, Any]) -> Experiment:
+    raw: dict[str, Any] = {
+        "run": {"directory": str(folder / "run")},
+        "model": {"path": "m"},
+        "tasks": {"train": {"path": "t"}},
+        "rollout": {"max_prompt_tokens": 100, "max_response_tokens": 400},
+        "generator": {"slots": 10},
+    }
+    for name, values in sections.items():
+        raw[name] = raw.get(name, {}) | values
+    return validate_experiment(raw, "test")
+
+
+def uses_of(folder: Path, **sections: dict[str, Any]) -> dict[str, MemoryUse]:
+    return {f"{use.name} {use.place}": use for use in memory_uses(experiment(folder, **sections), MODEL)}
+
+
+def test_parameters() -> None:
+    assert parameter_count(MODEL) == PARAMETERS
+
+
+def test_a_generator_on_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = uses_of(tmp_path)["generator-0 memory"].parts
+    assert parts["weights"] == parts["packed weights"] == parts["update buffer"] == 4 * PARAMETERS
+    assert parts["KV cache"] == 2 * 2 * 10 * 2 * 500 * 16 * 4  # two of: layers, slots, heads, tokens, numbers, bytes
+    assert uses_of(tmp_path, generator={"native_kernels": False})["generator-0 memory"].parts["packed weights"] == 0
+    assert uses_of(tmp_path, generator={"devices": ["cpu:0-1"]})["generator-0 memory"].parts["packed weights"] == 0
+    short_numbers: dict[str, Any] = {"dtype": "bfloat16"}
+    monkeypatch.setattr(memory, "cpu_multiplies_bfloat16", lambda: True)
+    half = uses_of(tmp_path, generator=short_numbers)["generator-0 memory"].parts
+    assert (half["KV cache"], half["packed weights"]) == (parts["KV cache"] // 2, 0)
+    monkeypatch.setattr(memory, "cpu_multiplies_bfloat16", lambda: False)
+    widened = uses_of(tmp_path, generator=short_numbers)["generator-0 memory"].parts
+    assert (widened["KV cache"], widened["update buffer"]) == (parts["KV cache"], 2 * PARAMETERS)
+    short = uses_of(tmp_path, generator={"kv_capacity_tokens": 250})["generator-0 memory"].parts
+    assert short["KV cache"] == parts["KV cache"] // 2
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_weights_are_those_the_kernels_pack(family: str, tied: bool) -> None:
+    torch = pytest.importorskip("torch")
+    from headway.generator.engines.torch.model_runner import ModelRunner
+    from tests.conformance.reference import random_model
+
+    torch.set_num_threads(1)
+    runner = ModelRunner(random_model(0, family=family, tied=tied), slots=1, context_tokens=8, fixed_shapes=False)
+    if runner._kernels is None:
+        pytest.skip("no C++ compiler here")
+    packed = sum(weight.numel() for weight, _ in runner._kernels._panels.values())
+    assert packed == memory._packed_count(runner.model.config)
+
+
+def test_a_trainer_rank_on_cores(tmp_path: Path) -> None:
+    parts = uses_of(tmp_path)["trainer-0 memory"].parts
+    assert parts["weights"] + parts["gradients"] + parts["AdamW"] == 16 * PARAMETERS
+    assert "reference" not in parts
+    assert parts["logits"] == 5 * 4 * 16384 * 1000
+    penalised = uses_of(tmp_path, algorithm={"kl_coefficient": 0.1})["trainer-0 memory"].parts
+    assert penalised["reference"] == 4 * PARAMETERS
+    two = uses_of(tmp_path, trainer={"devices": ["cpu:0", "cpu:1"]})
+    assert two["trainer-1 memory"].parts["gradients"] == 8 * PARAMETERS
+    twice = uses_of(tmp_path, trainer={"micro_batch_tokens": 32768 // 2 * 2, "dtype": "bfloat16"})
+    assert twice["trainer-0 memory"].parts["activations"] < 2 * parts["activations"]
+    assert memory.activation_bytes(MODEL, 2000, "float32") == 2 * memory.activation_bytes(MODEL, 1000, "float32")
+
+
+def test_a_small_batch_needs_no_more_than_its_tokens(tmp_path: Path) -> None:
+    small = uses_of(tmp_path, queue={"groups_per_step": 1}, rollout={"group_size": 2})["trainer-0 memory"].parts
+    assert small["activations"] == memory.activation_bytes(MODEL, 1000, "float32")
+
+
+def test_checkpointing_keeps_the_input_of_each_layer(tmp_path: Path) -> None:
+    deep = replace(MODEL, layers=40)
+    plain, checkpointed = (memory.activation_bytes(deep, 1000, "float32", checkpointing=on) for on in (False, True))
+    assert checkpointed < plain / 8
+    assert checkpointed > 40 * 1000 * 4 * 64
+    parts = [
+        uses_of(tmp_path, trainer={"gradient_checkpointing": on})["trainer-0 memory"].parts for on in (False, True)
+    ]
+    assert parts[1]["activations"] < parts[0]["activations"]
+
+
+def test_capped_scores_are_computed_in_full() -> None:
+    assert memory.score_bytes(MODEL, 1000, 500, "float32") == 0
+    capped = replace(MODEL, attention_softcap=50.0)
+    assert memory.score_bytes(capped, 1000, 500, "float32") == 2 * 4 * 1000 * 500 * 8
+    assert memory.score_bytes(capped, 1000, 500, "bfloat16") == 2 * 4 * 1000 * 500 * 10
+    assert memory.score_bytes(capped, 1000, 500, "float32", checkpointing=True) == 4 * 1000 * 500 * 8
+    window = SlidingWindow(tokens=100, layers=(0,))
+    windowed = replace(capped, window=window)
+    assert memory.score_bytes(windowed, 1000, 500, "float32") == 4 * 1000 * (500 + 200) * 8
+
+
+def test_a_resumed_request_prefills_its_response_too(tmp_path: Path) -> None:
+    few, many = (
+        uses_of(tmp_path, rollout={"max_response_tokens": tokens})["generator-0 memory"].parts["activations"]
+        for tokens in (100, 300)
+    )
+    assert many > few
+
+
+def test_published_weights_are_main_memory() -> None:
+    uses = [
+        MemoryUse(name="orchestrator", place="memory", parts={"base": 10}),
+        MemoryUse(name="published weights", place=str(SHARED_MEMORY), parts={"versions": 32}),
+    ]
+    assert {place.name: place.needed_bytes for place in memory_places(uses)} == {"memory": 42, str(SHARED_MEMORY): 32}
+
+
+def test_on_a_gpu_the_host_keeps_the_process(tmp_path: Path) -> None:
+    uses = uses_of(tmp_path, generator={"devices": ["cuda:0"]}, trainer={"devices": ["cuda:0"]})
+    assert uses["generator-0 cuda:0"].parts["weights"] == 4 * PARAMETERS
+    assert "KV cache" not in uses["generator-0 memory"].parts
+    assert uses["generator-0 memory"].parts["update buffer"] == 4 * PARAMETERS
+    needed = {place.name: place.needed_bytes for place in memory_places(list(uses.values()))}
+    together = uses["generator-0 cuda:0"].total_bytes + uses["trainer-0 cuda:0"].total_bytes
+    assert needed["cuda:0"] == together
+
+
+def vllm(devices: list[str], dtype: str = "bfloat16", **fields: Any) -> dict[str, Any]:
+    arguments = fields.pop("engine_arguments", {})
+    return {"engine": "vllm", "devices": devices, "dtype": dtype, "engine_arguments": arguments} | fields
+
+
+def test_ranks_of_vllm_share_weights_and_kv(tmp_path: Path) -> None:
+    alone = uses_of(tmp_path, generator=vllm(["cuda:0"]))
+    assert alone["generator-0 cuda:0"].parts["weights"] == 2 * PARAMETERS  # as the dtype has them, at all times
+    assert alone["generator-0 cuda:0"].parts["KV cache"] == 2 * 2 * 10 * 2 * 500 * 16 * 2
+    shared = {"tensor_parallel_size": 2}
+    uses = uses_of(tmp_path, generator=vllm(["cuda:0", "cuda:2"], engine_arguments=shared))
+    on_gpus = [f"generator-{index} cuda:{2 * index}" for index in range(2)]
+    on_gpus += [f"generator-{index} rank 1 cuda:{2 * index + 1}" for index in range(2)]
+    for name in on_gpus:
+        assert uses[name].parts["weights"] == PARAMETERS
+        assert uses[name].parts["KV cache"] == alone["generator-0 cuda:0"].parts["KV cache"] // 2
+        assert uses[name.rpartition(" ")[0] + " memory"].parts["update buffer"] == 2 * PARAMETERS
+    wide = uses_of(tmp_path, generator=vllm(["cuda:0"], engine_arguments={"tensor_parallel_size": 4}))
+    kv = [
+        use.parts["KV cache"] for name, use in wide.items() if "cuda" in name
+    ]  # a head on each of four, which are two
+    assert kv == [alone["generator-0 cuda:0"].parts["KV cache"] // 2] * 4
+
+
+def test_a_model_that_fits_on_two_gpus_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "gpu_memory", lambda index: (7 * GIB // 4, 7 * GIB // 4))
+    large = replace(MODEL, width=1024, layers=24, heads=16, kv_heads=4, head_dim=64, intermediate=4096)
+    rollout = {"max_prompt_tokens": 100, "max_response_tokens": 200}
+    for ranks, fits in ((1, False), (2, True)):
+        generator = vllm(["cuda:0"], engine_arguments={"tensor_parallel_size": ranks}, slots=64)
+        uses = memory_uses(experiment(tmp_path, generator=generator, rollout=rollout), large)
+        found = [one for one in memory_findings(uses, memory_places(uses)) if "cuda" in one.message]
+        assert (not [one for one in found if one.level == "error"]) == fits
+
+
+def test_kv_of_vllm_is_one_pool(tmp_path: Path) -> None:
+    token = 2 * 2 * 2 * 16 * 4  # two of: layers, heads, numbers
+    for fields, expected in (
+        ({"kv_capacity_tokens": 700}, 700 * token),
+        ({"engine_arguments": {"kv_cache_memory_bytes": 12345}}, 12345),
+        ({"engine_arguments": {"gpu_memory_utilization": 0.5}}, 0),  # what is there
+    ):
+        parts = uses_of(tmp_path, generator=vllm(["cpu:0"], "float32", **fields))["generator-0 memory"].parts
+        assert parts["KV cache"] == expected
+        assert (parts["weights"], parts["packed weights"]) == (4 * PARAMETERS, 4 * 1000 * 64)  # the tied head's copy
+
+
+def test_files(tmp_path: Path) -> None:
+    uses = memory_uses(experiment(tmp_path, checkpoint={"keep_last": 3}), MODEL)
+    files = {use.name: use for use in uses}
+    assert files["published weights"].total_bytes == 3 * 4 * PARAMETERS
+    assert files["checkpoints"].parts["checkpoints"] == 4 * 12 * PARAMETERS
+    assert files["buffer"].place == str(tmp_path / "run")
+
+
+# --- what is there ---------------------------------------------------------------------------------------
+
+
+def find(place: str, needed: int, capacity: int, available: int, name: str = "generator-0") -> list[Finding]:
+    use = MemoryUse(name=name, place=place, parts={"KV cache": needed})
+    there = MemoryPlace(name=place, needed_bytes=needed, capacity_bytes=capacity, available_bytes=available)
+    return list(memory_findings([use], [there]))
+
+
+@pytest.mark.parametrize("place", ["memory", "cuda:0"])
+def test_what_cannot_fit_is_an_error_and_what_hardly_fits_a_warning(place: str) -> None:
+    [error] = find(place, 11 * GIB, 10 * GIB, 9 * GIB)
+    assert error.level == "error"
+    assert error.key == "generator.slots"
+    assert f"up to 11.00 GiB of {place} needed (most by generator-0: KV cache)" in error.message
+    assert "only 10.00 GiB" in error.message
+    [warning] = find(place, 91 * GIB, 200 * GIB, 100 * GIB)
+    assert warning.level == "warning"
+    assert "100.00 GiB are free now" in warning.message
+    assert find(place, 89 * GIB, 200 * GIB, 100 * GIB) == []
+
+
+def test_a_place_of_unknown_size_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "gpu_memory", lambda index: None)
+    uses = memory_uses(experiment(tmp_path, generator={"devices": ["cuda:0"], "slots": 10**7}), MODEL)
+    places = memory_places(uses)
+    assert next(place for place in places if place.name == "cuda:0").capacity_bytes is None
+    assert not [finding for finding in memory_findings(uses, places) if "cuda" in finding.message]
+
+
+def test_a_container_is_as_large_as_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = memory.machine_memory()
+    assert real is not None
+    monkeypatch.setattr(memory, "_number", lambda file: {"memory.max": GIB, "memory.current": GIB // 4}.get(file.name))
+    assert memory.machine_memory() == (GIB, GIB * 3 // 4)
+
+
+def test_a_gpu_is_asked_by_its_visible_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    class Answer:
+        stdout = "81559, 80000\n"
+
+    def run(command: list[str], **_: object) -> Answer:
+        asked.append(command)
+        return Answer()
+
+    monkeypatch.setattr(memory.subprocess, "run", run)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert memory.gpu_memory(1) == (81559 << 20, 80000 << 20)
+    assert "--id=5" in asked[0]
+    monkeypatch.setattr(memory.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(FileNotFoundError()))
+    assert memory.gpu_memory(0) is None

@@ -1,0 +1,138 @@
+"""`headway sft` over a stand-in for its worker: it saves only what has learnt something."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_trainer import make_experiment
+
+from headway.config.load import validate_experiment
+from headway.config.schema import Experiment
+from headway.orchestrator.jobs import sft
+from headway.orchestrator.jobs.sft_data import SftTokens
+from headway.records.errors import ConfigurationError, NoProgress
+from headway.trainer.checkpoints import CheckpointState, write_folder
+
+
+def experiment(folder: Path, **section: Any) -> Experiment:
+    raw = make_experiment("no-model", folder, sft={"data": "pairs.jsonl", "output": str(folder / "out"), **section})
+    raw["tasks"] |= {"validation": {"path": "validation.jsonl"}}
+    return validate_experiment(raw, "test")
+
+
+class Trainer:
+    """Stands for the worker: it applies no step but the ``applied`` first."""
+
+    def __init__(self, applied: int) -> None:
+        self.applied = applied
+        self.steps = 0
+        self.saved: list[str] = []
+
+    async def start(self, spec: object) -> Trainer:
+        return self
+
+    async def stop(self) -> None: ...
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        if method == "steps":
+            self.steps += arguments[0]
+            version = min(self.applied, self.steps)
+            return {"version": version, "skipped": self.steps - version, "loss_mean": 1.0}
+        if method == "save":
+            self.saved.append(arguments[0])
+        return None
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    stand_in = Trainer(applied=0)
+    monkeypatch.setattr(sft, "LocalLauncher", lambda *a, **k: stand_in)
+    one = SftTokens(
+        token_ids_n=np.zeros(2, np.int32),
+        learned_n=np.ones(2, bool),
+        lengths_s=np.full(1, 2),
+        counts={"kept": 1},
+    )
+    monkeypatch.setattr(sft, "read_sft_tokens", lambda experiment: one)
+    return stand_in
+
+
+@pytest.mark.parametrize("output", [".", "models"])
+def test_an_output_that_could_only_fail_at_the_end(
+    tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "another").mkdir(parents=True)
+    with pytest.raises(ConfigurationError, match=f"sft.output = '{output}'.*(own name|valid: a new folder)"):
+        sft.run_sft(experiment(tmp_path, output=output))
+    assert trainer.steps == 0
+
+
+def test_a_model_that_learnt_nothing_is_not_saved(tmp_path: Path, trainer: Trainer) -> None:
+    with pytest.raises(NoProgress, match="all 5 steps were skipped"):
+        sft.run_sft(experiment(tmp_path, steps=5))
+    assert trainer.saved == []
+    trainer.applied, trainer.steps = 1, 0
+    shown: list[dict[str, Any]] = []
+    assert sft.run_sft(experiment(tmp_path, steps=5), on_progress=shown.append)["skipped"] == 4
+    assert trainer.saved == [str(tmp_path / "out")]
+    assert shown[-1] == {"step": 5, "loss_mean": 1.0, "skipped": 4}
+
+
+def test_what_a_save_left_when_it_was_killed_is_cleared_away(tmp_path: Path, trainer: Trainer) -> None:
+    out = tmp_path / "out"
+    write_folder(out, lambda folder: (folder / "model.safetensors").write_text("whole"), CheckpointState(version=1))
+
+    def half(folder: Path) -> None:
+        (folder / "model.safetensors").write_text("ha")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if not child:
+        write_folder(out, half, CheckpointState(version=2))
+    os.waitpid(child, 0)
+    assert (tmp_path / "out.tmp" / "model.safetensors").read_text() == "ha"
+    trainer.applied = 1
+    sft.run_sft(experiment(tmp_path, steps=5))
+    assert sorted(os.listdir(tmp_path)) == [".out.lock", "out"]
+    assert (out / "model.safetensors").read_text() == "whole"  # until the new one is saved (by the worker: not here)
+
+    (tmp_path / "out.tmp").mkdir()
+    (tmp_path / "out.tmp" / "model.safetensors").write_text("somebody's")
+    with pytest.raises(ConfigurationError, match=r"would remove .*out\.tmp: move it"):
+        sft.run_sft(experiment(tmp_path, steps=5))
+    assert (tmp_path / "out.tmp" / "model.safetensors").read_text() == "somebody's"
+
+
+def test_an_evaluation_that_measured_nothing_is_not_a_solve_rate_of_0(
+    tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [
+        SimpleNamespace(samples=8, solve_rate=0.25, standard_error=0.1),
+        SimpleNamespace(samples=0, solve_rate=0.0, standard_error=0.0),
+    ]
+
+    class Scorer:
+        def __init__(self, *_: object) -> None:
+            self.generator = self
+
+        async def start(self, stack: object) -> None: ...
+
+        async def update_weights(self, weights: object) -> None: ...
+
+        async def score(self, phase: str, step: int) -> SimpleNamespace:
+            return records.pop(0)
+
+    monkeypatch.setattr(sft, "Scorer", Scorer)
+    trainer.applied = 10
+    shown: list[dict[str, Any]] = []
+    given = experiment(tmp_path, steps=10, evaluate_every_steps=5, stop_at_solve_rate=0.9)
+    result = sft.run_sft(given, on_progress=shown.append)
+    assert [line.get("solve_rate") for line in shown[1:]] == [0.25, None]
+    assert result["solve_rate"] == 0.25

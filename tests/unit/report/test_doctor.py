@@ -1,0 +1,174 @@
+"""`headway doctor` over ledgers of runs in virtual time, whose bounds are known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from headway.cli.main import app
+from headway.config.schema import Experiment
+from headway.control.tuning.diagnosis import Diagnosis, _as_configured, _Candidate, _more_in_environments, diagnose
+from headway.control.tuning.ledger_model import estimate, shape_of
+from headway.records.errors import ConfigurationError
+from headway.records.ledger import LedgerLine, StepRecord
+from headway.report.doctor import costs_of, examine, print_report
+from headway.runtime.clock import RealClock
+from headway.telemetry.ledger import Ledger
+from tests.support.simulated_run import Outcome, experiment_of, small_run
+
+DECODE = {"token_s": lambda running: 0.004 + 0.0003 * running}
+
+
+def run(steps: int = 40, **options: Any) -> Outcome:
+    return small_run(steps=steps, **(DECODE | options))
+
+
+def diagnosis(outcome: Outcome, shared: Sequence[str] = ()) -> Diagnosis:
+    found = diagnose(outcome.steps, outcome.experiment, shape_of(outcome.experiment), shared)
+    assert isinstance(found, Diagnosis), found
+    return found
+
+
+def recorded(outcome: Outcome, folder: Path, steps: int | None = None) -> Path:
+    """The run's folder as the doctor finds it."""
+    lines: list[LedgerLine] = [line for line in outcome.lines if isinstance(line, StepRecord)][:steps]
+    with Ledger(folder, RealClock()) as ledger:
+        for line in lines:
+            ledger.record(line)
+    settings: Experiment = outcome.experiment
+    (folder / "config.json").write_text(settings.model_dump_json(exclude_unset=True))
+    return folder
+
+
+def keys(found: Diagnosis) -> set[str]:
+    return {key for change in found.changes for key in change.settings}
+
+
+def test_a_slow_trainer_binds_and_the_generator_needs_nothing() -> None:
+    found = diagnosis(run(budget=4, sample_s=0.1))
+    assert found.binding == "trainer"
+    assert found.samples_per_s == pytest.approx(9.9, rel=0.05)
+    assert not keys(found) & {"generator.slots", "generator.devices", "queue.budget"}
+
+
+def test_stragglers_bind_a_small_budget_and_the_predicted_gain_comes_true() -> None:
+    before = run(budget=1, steps=80, sample_s=0.005)
+    found = diagnosis(before)
+    assert found.binding == "admission"
+    assert found.needed_budget > 1
+    change = next(one for one in found.changes if "queue.budget" in one.settings)
+    budget = int(change.settings["queue.budget"])
+    after = run(budget=budget, steps=80, sample_s=0.005)
+    rates = [80 * 16 / outcome.duration_s for outcome in (before, after)]
+    assert rates[1] / rates[0] == pytest.approx(1 + change.gain, rel=0.15)
+
+
+def test_a_slow_verifier_binds_and_more_workers_help() -> None:
+    found = diagnosis(run(budget=4, sample_s=0.002, verify_s=0.08))
+    assert found.binding == "verifier"
+    assert found.changes[0].settings == {"verifier.workers": "2"}
+    assert found.changes[0].gain > 0.5
+
+
+def test_devices_are_named_as_they_are_set() -> None:
+    found = diagnosis(run(slots=4, budget=4, sample_s=0.002), ["cpu:1"])
+    devices = next(one for one in found.changes if "generator.devices" in one.settings)
+    assert json.loads(devices.settings["generator.devices"]) == ["cpu:0", "cpu:1"]
+    assert devices.needs
+
+
+def test_useful_samples_are_told_apart_and_costs_add_up() -> None:
+    outcome = run(budget=0, sample_s=0.02)
+    costs = costs_of(outcome.steps, outcome.experiment, 3.0)
+    seconds = sum(step.step_s for step in outcome.steps)
+    assert costs.devices == 2
+    assert costs.device_h == pytest.approx(2 * seconds / 3600)
+    assert costs.usd == pytest.approx(3.0 * costs.device_h)
+    trainer = sum(hours for cause, hours in costs.lost_h.items() if cause.startswith("trainer: waits for"))
+    waited = sum(step.trainer_wait_s + step.flow.update_wait_s for step in outcome.steps)
+    assert trainer == pytest.approx(waited / 3600, rel=0.01)
+    assert list(costs.lost_h.values()) == sorted(costs.lost_h.values(), reverse=True)
+    assert sum(costs.lost_h.values()) < costs.device_h
+
+
+def test_one_screen_and_one_object(tmp_path: Path) -> None:
+    folder = recorded(run(budget=1, sample_s=0.005), tmp_path)
+    console = Console(record=True, width=100)
+    print_report(examine(folder, 2.0), 2.0, console)
+    text = console.export_text()
+    assert len(text.splitlines()) < 45
+    assert "What would help most" in text
+    assert "--queue.budget=" in text
+    assert "USD" in text
+    result = CliRunner().invoke(app, ["doctor", str(folder), "--json"])
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["diagnosis"]["changes"][0]["settings"]
+    assert found["costs"]["usd"] is None
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    folder = recorded(run(steps=12), tmp_path, steps=6)
+    with pytest.raises(ConfigurationError, match="of the 8 steps in steady state"):
+        examine(folder)
+    with pytest.raises(ConfigurationError, match="usd-per-device-hour"):
+        examine(folder, -1.0)
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigurationError, match=r"config\.json can't be read"):
+        examine(folder)
+    with pytest.raises(ConfigurationError):
+        examine(tmp_path / "nothing")
+
+
+def test_what_is_recommended_is_what_its_settings_give() -> None:
+    """Surplus follows the batch, concurrency never falls below a group, and what is refused is not recommended."""
+    raw: dict[str, Any] = {
+        "rollout": {"group_size": 4, "max_response_tokens": 400},
+        "queue": {"groups_per_step": 4, "budget": 0, "oversampling": 2.0, "surplus": "discard"},
+        "curriculum": {"mode": "adaptive", "max_group_size": 16},
+        "algorithm": {"overlong": "penalty", "overlong_buffer_tokens": 300},
+    }
+    experiment = experiment_of(Path("unused"), **raw)
+
+    def built(change: dict[str, Any], **settings: str) -> _Candidate | None:
+        named = {key.replace("__", "."): value for key, value in settings.items()}
+        return _as_configured(_Candidate(named, "admission", change), experiment)
+
+    larger = built({"groups_per_step": 8}, queue__groups_per_step="8")
+    assert larger is not None
+    assert larger.change["surplus_groups"] == 8
+    fewer = built({"concurrent_rollouts": 8}, queue__max_concurrent_rollouts="8")
+    assert fewer is not None
+    assert fewer.change["concurrent_rollouts"] == 16
+    assert built({}, rollout__max_response_tokens="200") is None
+
+
+def test_more_rollouts_in_environments_get_room_there_too() -> None:
+    def settings(environment: dict[str, Any], live: int) -> dict[str, str]:
+        experiment = experiment_of(
+            Path("none"),
+            environment=environment,
+            sandbox={"live": live},
+            queue={"max_concurrent_rollouts": 40},
+            generator={"slots": 32},
+            rollout={"group_size": 4},
+        )
+        found = estimate(run(steps=12).steps[4:], shape_of(experiment))
+        assert found is not None
+        model = msgspec.structs.replace(found.model, concurrent_rollouts=experiment.concurrent_rollouts)
+        return _more_in_environments(model, experiment).settings
+
+    rollouts = {"queue.max_concurrent_rollouts": "80"}
+    assert settings({"name": "python_tool"}, live=64) == rollouts | {"sandbox.live": "80"}
+    assert settings({"name": "python_tool"}, live=100) == rollouts
+    assert settings({"name": "python_tool", "concurrency": 40}, live=100) == rollouts | {
+        "environment.concurrency": "80"
+    }
+    assert settings({}, live=64) == rollouts, "a function of tokens has no sandboxes of ours"

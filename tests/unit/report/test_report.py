@@ -1,0 +1,452 @@
+"""The report: verdicts in words, one self-contained page, JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from synthetic_run import evaluation, step_record, synthetic_lines, write_run
+
+from headway.records.errors import ConfigurationError, HeadwayError
+from headway.records.ledger import Distribution, EventRecord, Flow, LedgerLine, PrunerFigures, StepRecord
+from headway.report import live
+from headway.report import page as page_module
+from headway.report.formats import duration, quantity
+from headway.report.page import report
+from headway.report.plots import PLOTS, PlotData, render
+from headway.report.run_view import as_json, view_run
+from headway.report.series import Series, pooled_histogram, smoothed
+from headway.report.verdict import judge, judge_balance, judge_learning
+from headway.runtime.run_directory import RunDirectory
+from headway.telemetry.metrics import scalars
+from headway.telemetry.summary import evaluations, summarise
+
+# --- verdict ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("trainer", "generator", "budget", "balance"),
+    [
+        (0.00, 0.00, 4, "matched"),
+        (0.05, 0.09, 4, "matched"),
+        (0.45, 0.02, 4, "generation-bound"),
+        (0.21, 0.10, 4, "generation-bound"),
+        (0.02, 0.45, 4, "training-bound"),
+        (0.15, 0.08, 4, "matched"),
+        (0.18, 0.12, 4, "matched"),
+        (0.50, 0.45, 4, "other-bound"),
+        (0.22, 0.15, 4, "other-bound"),
+        (0.60, 0.35, 4, "generation-bound"),
+        (0.55, 0.45, 0, "synchronous"),
+        (0.45, 0.02, None, "generation-bound"),
+    ],
+)
+def test_balance(trainer: float, generator: float, budget: int | None, balance: str) -> None:
+    found, text = judge_balance(trainer, generator, budget)
+    assert found == balance
+    assert f"{trainer:.0%}" in text
+    assert f"{generator:.0%}" in text
+
+
+@given(*[st.floats(0, 1)] * 3, st.sampled_from([None, 0, 4]))
+def test_environments_bind_only_where_both_wait_a_lot_and_rollouts_are_mostly_there(
+    trainer: float, generator: float, environment: float, budget: int | None
+) -> None:
+    balance, text = judge_balance(trainer, generator, budget, environment=environment)
+    binds = min(trainer, generator) > 0.2 and environment > 0.4 and budget != 0
+    assert (balance == "environment-bound") == binds
+    assert binds == ("more generators would not" in text and "sandbox.live" in text)
+    if not binds:
+        assert (balance, text) == judge_balance(trainer, generator, budget)
+
+
+def test_the_share_of_the_environments_is_read_from_the_ledger() -> None:
+    lines = [step_record(s, trainer_wait_ratio=0.6, trainer_wait_s=0.7, generator_wait_ratio=0.6) for s in range(4)]
+
+    def text(environment_s: float) -> str:
+        flow = Flow(generating_s=10.0, environment_s=environment_s)
+        steps: list[LedgerLine] = [msgspec.structs.replace(line, flow=flow) for line in lines]
+        return judge(steps, summarise(steps), 4).balance_text
+
+    assert "rollouts spend 75% of their time" in text(7.5)
+    assert text(1.0).startswith("Bound by neither model")
+
+
+def test_on_shared_devices_nobody_is_the_bottleneck() -> None:
+    balance, busy = judge_balance(0.5, 0.02, 4, lent=0.48)
+    assert balance == "time-shared"
+    assert "48%" in busy
+    assert "Nobody waits" in busy
+    assert "budget of 1" in judge_balance(0.7, 0.3, 0, lent=0.3)[1]
+    assert "admission" in judge_balance(0.7, 0.3, 4, lent=0.3)[1]
+
+
+@given(a=st.floats(0, 1), b=st.floats(0, 1))
+@settings(deadline=None, max_examples=200)
+def test_balance_mirrors(a: float, b: float) -> None:
+    mirror = {"generation-bound": "training-bound", "training-bound": "generation-bound"}
+    one, other = judge_balance(a, b, 4)[0], judge_balance(b, a, 4)[0]
+    assert mirror.get(one, one) == other
+
+
+def test_learning_needs_two_standard_errors() -> None:
+    def judged(before: float, after: float, error: float) -> str:
+        lines = [
+            evaluation("before", 0, before, standard_error=error),
+            evaluation("after", 9, after, standard_error=error),
+        ]
+        return judge_learning(lines)[0]
+
+    assert judged(0.45, 0.93, 0.01) == "improved"
+    assert judged(0.93, 0.45, 0.01) == "worse"
+    assert judged(0.50, 0.52, 0.01) == "no measurable change"  # 0.02 < 2 x 0.0141
+    assert judged(0.50, 0.53, 0.01) == "improved"
+    assert judged(0.50, 0.50, 0.0) == "no measurable change"
+
+
+def test_learning_text_has_the_numbers() -> None:
+    learning, change, error, text = judge_learning(synthetic_lines(20))
+    assert learning == "improved"
+    assert change == pytest.approx(0.478)
+    assert error == pytest.approx(math.hypot(math.sqrt(0.452 * 0.548 / 500), math.sqrt(0.93 * 0.07 / 500)))
+    assert text.startswith(
+        "Yes: solve rate on 500 held-out tasks 0.452 ± 0.022 (version 0) → 0.930 ± 0.011 (version 20)"
+    )
+
+
+def test_learning_without_held_evaluations_uses_validation_then_training() -> None:
+    validations = [evaluation("during", step, rate, "validation") for step, rate in ((20, 0.4), (60, 0.7))]
+    assert judge_learning(validations)[0] == "improved"
+    steps = [step_record(step, solve_rate=0.2 if step < 5 else 0.8) for step in range(10)]
+    learning, change, _, text = judge_learning(steps)
+    assert (learning, change) == ("unknown", None)
+    assert "from 0.200" in text
+    assert "to 0.800" in text
+    assert "Too early" in judge_learning(steps[:3])[3]
+
+
+def test_an_evaluation_whose_every_attempt_failed_measured_nothing() -> None:
+    nothing = {"samples": 0, "failed": 500, "standard_error": 0.0}
+    lines = [
+        evaluation("before", 0, 0.0, "validation", **nothing),
+        evaluation("during", 20, 0.4, "validation"),
+        evaluation("during", 40, 0.0, "validation", **nothing),
+        evaluation("during", 60, 0.7, "validation"),
+        evaluation("after", 60, 0.0, **nothing),
+    ]
+    learning, change, _, _ = judge_learning(lines)
+    assert learning == "improved"
+    assert change == pytest.approx(0.3)
+    assert judge_learning([lines[0], lines[1], lines[4]])[0] == "unknown"
+    summary = summarise(lines)
+    assert (summary.solve_rate_before, summary.solve_rate_after) == (None, None)
+    assert "not measured" in page_module._evaluations([lines[0]])
+    assert "not measured" not in page_module._evaluations([lines[1]])
+    assert live.evaluation_line(lines[0]).startswith("validation before: solve rate not measured (500 tasks")
+    assert scalars(lines[0]) == {}
+    plot = next(plot for plot in PLOTS if plot.title == "Solve rate")
+    assert render(plot, PlotData(Series([]), [lines[0], lines[4]], 4)) is None
+
+
+def judged(lines: list[LedgerLine], budget: int | None):
+    return judge(lines, summarise(lines), budget)
+
+
+def test_a_broken_budget_is_said_loudly() -> None:
+    stale = step_record(0, trajectory_staleness=Distribution(mean=2.0, max=5.0, histogram={"5": 1}))
+    verdict = judged([stale], 4)
+    assert verdict.staleness_within_budget is False
+    assert verdict.staleness_text.startswith("BUDGET BROKEN: trajectories were at most 5 versions old")
+    assert judged([stale], 5).staleness_within_budget is True
+    assert judged([stale], None).staleness_within_budget is None
+
+
+def test_a_skipped_step_trained_nothing() -> None:
+    fresh = Distribution(mean=0.0, max=0.0, histogram={"0": 64})
+    stale = Distribution(mean=4.0, max=4.0, histogram={"4": 64})
+    lines: list[LedgerLine] = [
+        step_record(0, trajectory_staleness=fresh),
+        step_record(1, trajectory_staleness=stale, skipped=True),
+    ]
+    assert "0.0 on average" in judged(lines, 4).staleness_text
+    assert judged(lines[1:], 4).staleness_text == "Nothing has been trained yet."
+
+
+def test_books_and_failures() -> None:
+    lines = synthetic_lines(5)
+    assert judged(lines, 4).books_text.startswith("Balanced: every rollout")
+    assert judged(lines, 4).failures_text == "Nothing."
+    unbalanced = [
+        *lines[:-2],
+        EventRecord(event="books", detail="rollout 3-1 ended twice", data={"balanced": 0}),
+    ]
+    assert judged(unbalanced, 4).books_text.startswith("NOT BALANCED: rollout 3-1 ended twice")
+    failing = [step_record(0, failures={"reward": 2, "engine": 1}, endings={"trained": 61, "failed": 3})]
+    verdict = judged(failing, 4)
+    assert verdict.failures == {"reward": 2, "engine": 1}
+    assert verdict.failures_text == "3 of 64 rollouts: 1 at the engine, 2 at the reward."
+    assert verdict.books_text.startswith("Not closed yet")
+
+
+def test_nothing_recorded_yet() -> None:
+    verdict = judged([EventRecord(event="start")], 4)
+    assert verdict.balance == "unknown"
+    assert verdict.staleness_within_budget is None
+    assert verdict.learning == "unknown"
+
+
+# --- columns ---------------------------------------------------------------------------------------------
+
+
+def test_series_thins_to_bins_and_ignores_what_is_not_finite() -> None:
+    steps = [StepRecord(step=i, version=i + 1, solve_rate=float(i), metrics={"loss": math.nan}) for i in range(10)]
+    series = Series(steps, max_points=4)
+    assert series.per_bin == 3
+    assert series.x.tolist() == [2.0, 5.0, 8.0, 10.0]
+    assert series.mean(lambda step: step.solve_rate).tolist() == [1.0, 4.0, 7.0, 9.0]
+    assert series.max(lambda step: step.solve_rate).tolist() == [2.0, 5.0, 8.0, 9.0]
+    assert all(math.isnan(value) for value in series.metric("loss"))
+
+
+def test_smoothing_keeps_constants_and_bridges_gaps() -> None:
+    values = Series([step_record(i, solve_rate=0.5) for i in range(9)]).mean(lambda step: step.solve_rate)
+    assert smoothed(values, 4).tolist() == pytest.approx([0.5] * 9)
+    values[3] = math.nan
+    assert smoothed(values, 3).tolist() == pytest.approx([0.5] * 9)
+    assert smoothed(values[:2], 5).tolist() == pytest.approx([0.5] * 2)
+
+
+def test_histograms_pool_in_numeric_order() -> None:
+    assert list(pooled_histogram([{"10": 1, "2": 3}, {"2": 1}]).items()) == [(2, 4), (10, 1)]
+
+
+def test_numbers_read_well() -> None:
+    assert [duration(s) for s in (0.0123, 3.42, 59.99, 307, 7500)] == [
+        "12 ms", "3.4 s", "1 min 00 s", "5 min 07 s", "2 h 05 min",
+    ]  # fmt: skip
+    assert [quantity(v) for v in (0.1234, 12.34, 1700.4, 20000, 3.1e9)] == ["0.123", "12.3", "1,700", "20 k", "3.1 G"]
+
+
+# --- page ------------------------------------------------------------------------------------------------
+
+
+class PageReader(HTMLParser):
+    """Collects what a page refers to, and whether its elements close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.references: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "data", "action", "srcset"):
+                self.references.append(value or "")
+            if name == "id":
+                self.ids.append(value or "")
+            if "url(" in (value or ""):
+                self.references.append((value or "").split("url(")[1].split(")")[0])
+        if tag not in ("meta", "br", "link", "img"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read_page(path: Path) -> PageReader:
+    reader = PageReader()
+    reader.feed(path.read_text(encoding="utf-8"))
+    assert reader.open == []
+    return reader
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return report(write_run(tmp_path_factory.mktemp("run"), synthetic_lines(60)))
+
+
+def test_page_is_self_contained(page: Path) -> None:
+    reader = read_page(page)
+    assert page.name == "report.html"
+    assert reader.references
+    assert all(reference.startswith("#") for reference in reader.references), "loads something from elsewhere"
+    assert {reference[1:] for reference in reader.references} <= set(reader.ids)
+    assert not {"script", "img", "iframe", "link", "object", "embed", "image"} & set(reader.tags)
+    assert "@import" not in page.read_text(encoding="utf-8")
+
+
+def test_page_has_no_id_twice(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    defined = [part.split('"')[0] for part in text.split('<clipPath id="')[1:]]
+    assert defined
+    assert len(defined) == len(set(defined))
+
+
+def test_page_has_verdict_plots_and_evaluations(page: Path) -> None:
+    reader = read_page(page)
+    for words in ("Generation-bound", "Within budget", "Yes: solve rate", "Balanced: every rollout", "Nothing."):
+        assert words in reader.text
+    for title in ("Solve rate", "Who waits", "Queue depth", "Staleness", "Endings", "Loss", "Weight updates"):
+        assert title in reader.text
+    assert "0.452 ± 0.022" in reader.text
+    assert reader.tags.count("svg") == 26
+    assert "<synthetic> & made up" in reader.text  # escaped on the page, itself again when read
+
+
+def test_every_plot_is_well_formed(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for part in text.split("<svg")[1:]:
+        ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>")
+
+
+def test_the_last_bin_of_the_endings_counts_only_its_own_steps() -> None:
+    steps = [step_record(step, endings={"trained": 64}) for step in range(5)]
+    axes = Figure().subplots()
+    evidence = PlotData(Series(steps, max_points=2), [], 4)  # three steps, then two
+    assert next(plot for plot in PLOTS if plot.title == "Endings").draw(axes, evidence)
+    heights = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert set(heights.tolist()) == {0.0, 64.0}
+
+
+def test_the_learning_rate_has_its_plot() -> None:
+    evidence = PlotData(Series([step_record(step) for step in range(3)]), [], 4)
+    assert render(next(plot for plot in PLOTS if plot.title == "Learning rate"), evidence) is not None
+
+
+def test_plots_are_the_same_when_drawn_again() -> None:
+    lines = synthetic_lines(30)
+    evidence = PlotData(Series([line for line in lines if isinstance(line, StepRecord)]), evaluations(lines), 4)
+    for plot in PLOTS[:3]:
+        assert render(plot, evidence) == render(plot, evidence)
+
+
+@pytest.fixture
+def few_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of a page's time goes into its plots."""
+    monkeypatch.setattr("headway.report.page.PLOTS", PLOTS[:2])
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [],
+        [EventRecord(event="start")],
+        [StepRecord(step=0, version=1)],
+        [StepRecord(step=0, version=0, skipped=True, metrics={"loss": math.nan})],
+        [evaluation("before", 0, 0.5)],
+    ],
+)
+def test_page_of_a_run_that_has_hardly_begun(tmp_path: Path, lines: list[LedgerLine]) -> None:
+    read_page(report(write_run(tmp_path, lines, budget=None)))
+    json.dumps(as_json(view_run(tmp_path)), allow_nan=False)
+
+
+@pytest.mark.usefixtures("few_plots")
+def test_a_metric_the_report_does_not_know_gets_its_own_plot(tmp_path: Path) -> None:
+    lines = [step_record(step, metrics={"my_kl": 0.1 * step}) for step in range(4)]
+    assert "my_kl" in read_page(report(write_run(tmp_path, lines))).text
+
+
+@pytest.mark.usefixtures("few_plots")
+def test_page_of_a_killed_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", synthetic_lines(30)[:-4])
+    with (folder / "ledger.jsonl").open("ab") as file:
+        file.write(b'{"kind":"step","st')
+    text = read_page(report(folder, tmp_path / "out.html")).text
+    assert "stopped before its end" in text
+    assert "Not closed yet" in text
+    assert (tmp_path / "out.html").is_file()
+
+
+def test_page_that_cannot_be_written(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [StepRecord(step=0, version=1)])
+    with pytest.raises(HeadwayError, match="can't be written"):
+        report(folder, tmp_path / "nowhere" / "out.html")
+    with pytest.raises(ConfigurationError, match="holds no run"):
+        report(tmp_path / "nowhere")
+
+
+# --- JSON ------------------------------------------------------------------------------------------------
+
+
+def test_json_has_what_machines_ask_for(tmp_path: Path) -> None:
+    found = as_json(view_run(write_run(tmp_path, synthetic_lines(40))))
+    json.dumps(found, allow_nan=False)
+    expected = {
+        "solve_rate_before": 0.452,
+        "solve_rate_after": 0.93,
+        "max_trajectory_staleness": 3,
+        "books_balanced": True,
+        "length_bias_ks": 0.02,
+        "state": "finished",
+        "staleness_budget": 4,
+        "skipped_steps": 0,
+        "best_version": 40,
+    }
+    assert {key: found[key] for key in expected} == expected
+    assert found["trainer_wait_ratio"] == pytest.approx(0.25)
+    assert 0.03 <= found["generator_wait_ratio"] <= 0.05
+    assert found["verdict"]["balance"] == "generation-bound"
+    assert found["mean_trajectory_staleness"] == pytest.approx(1.3)
+    assert len(found["evaluations"]) == 4
+
+
+def test_mean_token_staleness_weighs_tokens(tmp_path: Path) -> None:
+    long = Distribution(mean=3.0, max=3, histogram={"3": 900})
+    short = Distribution(mean=1.0, max=1, histogram={"1": 100})
+    lines: list[LedgerLine] = [step_record(0, token_staleness=long), step_record(1, token_staleness=short)]
+    found = as_json(view_run(write_run(tmp_path, lines)))
+    assert found["mean_token_staleness"] == pytest.approx(0.9 * 3 + 0.1 * 1)
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    lines = [step_record(0, reward_mean=1.0), evaluation("before", 0, 0.5)]
+    folder = write_run(tmp_path, lines)
+    text = (folder / "ledger.jsonl").read_text().replace('"standard_error":0.02', '"standard_error":null,"x":0.02')
+    (folder / "ledger.jsonl").write_text(text)
+    found = as_json(view_run(folder))
+    json.dumps(found, allow_nan=False)
+    assert found["solve_rate_before_error"] is None
+
+
+def test_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, synthetic_lines(5)[:-4])
+    with RunDirectory(folder) as run:
+        run.acquire()
+        assert as_json(view_run(folder))["state"] == "running"
+    assert as_json(view_run(folder))["state"] == "stopped"
+
+
+def test_what_was_pruned_is_said_where_something_was() -> None:
+    plain = [step_record(step, ended_tokens={"trained": 500}) for step in range(4)]
+    assert judge(plain, summarise(plain), 2).pruning_text == ""
+    figures = PrunerFigures(rollouts=10, dropped=4, saved_tokens=100, audits=3, audited_tokens=900, wrong=1,
+                            reward_bias=0.25)  # fmt: skip
+    pruned = [*plain, step_record(4, pruning={"repetition": figures}, ended_tokens={"trained": 275})]
+    verdict = judge(pruned, summarise(pruned), 2)
+    assert verdict.pruning_text == (
+        "10 rollouts ended early (repetition 10), 4 of them left their group; about 2,275 response tokens saved, 50% "
+        "of what would have been generated. Of 3 audited ones, which ran to their own end, pruning would have been "
+        "wrong about 1 (33%); their reward is +0.250 off what it would have given."
+    )
+    assert verdict.sentences[-1] == ("What was pruned?", verdict.pruning_text)
+    assert "What was pruned?" not in dict(judge(plain, summarise(plain), 2).sentences)

@@ -1,0 +1,318 @@
+"""The live view, `show`, and the tables that commands end with."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from synthetic_run import evaluation, step_record, synthetic_lines
+
+from headway.config.load import validate_experiment
+from headway.config.schema import Experiment
+from headway.records.errors import ConfigurationError
+from headway.records.ledger import Distribution, EventRecord, StepRecord
+from headway.report.live import LiveState, LiveView, bar, live_view, screen, sparkline
+from headway.report.plan import plan_rows
+from headway.report.progress import SftProgress
+from headway.report.show import SampleSelection, read_samples, select, show_samples, visible
+from headway.report.tables import print_evaluation, print_mapping, print_summary
+from headway.telemetry.summary import summarise
+
+
+def experiment(**queue: object) -> Experiment:
+    raw = {
+        "run": {"directory": "runs/x", "steps": 200},
+        "model": {"path": "m"},
+        "tasks": {"train": {"path": "t.jsonl"}},
+        "queue": queue,
+    }
+    return validate_experiment(raw, "test")
+
+
+class Screen:
+    """A console that writes to memory."""
+
+    def __init__(self, terminal: bool = False, width: int = 100) -> None:
+        self.buffer = io.StringIO()
+        self.console = Console(file=self.buffer, force_terminal=terminal, width=width, highlight=False)
+
+    @property
+    def text(self) -> str:
+        return self.buffer.getvalue()
+
+
+def drawn(state: LiveState, width: int = 100) -> str:
+    out = Screen(width=width)
+    out.console.print(screen(state))
+    return out.text
+
+
+# --- live ------------------------------------------------------------------------------------------------
+
+
+def test_screen_answers_the_three_questions() -> None:
+    state = LiveState(experiment())
+    for line in synthetic_lines(60):
+        state.take(line)
+    text = drawn(state)
+    assert "Who waits?" in text
+    assert "25%" in text
+    assert "generation-bound" in text
+    assert "worst 3 of 4" in text
+    assert "solve rate" in text
+    assert "before 0.452" in text
+    assert "step 60/200" in text
+    assert "left" not in text  # the run has ended
+    assert "trained 3,840 · filtered 960" in text
+
+
+def test_screen_before_the_first_step_and_with_odd_numbers() -> None:
+    state = LiveState(experiment())
+    assert "Starting" in drawn(state)
+    state.take(StepRecord(step=0, version=0, skipped=True, solve_rate=math.nan, metrics={"loss": math.nan}))
+    drawn(state)
+    state.take(EventRecord(event="worker_died", detail="[bold]trainer-0[/bold]\nTraceback"))
+    assert "[bold]trainer-0[/bold]" in drawn(state)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_screen_fits_its_width(width: int) -> None:
+    state = LiveState(experiment())
+    for line in synthetic_lines(30):
+        state.take(line)
+    assert max(len(row) for row in drawn(state, width).splitlines()) <= width
+
+
+def test_time_left_is_by_steps_or_by_the_limit() -> None:
+    state = LiveState(experiment())
+    for step in range(50):
+        state.take(step_record(step, step_s=2.0, time_s=2.0 * (step + 1)))
+    assert state.left_s() == pytest.approx(150 * 2.0)
+    limited = state.experiment.model_copy(
+        update={"run": state.experiment.run.model_copy(update={"time_limit_s": 130.0})}
+    )
+    state.experiment = limited
+    assert state.left_s() == pytest.approx(30.0)
+
+
+def test_recent_waits_forget_the_past_and_weigh_by_time() -> None:
+    state = LiveState(experiment())
+    for step in range(30):
+        state.take(step_record(step, trainer_wait_ratio=1.0))
+    for step in range(30, 50):
+        state.take(step_record(step, trainer_wait_ratio=0.0 if step % 2 else 0.5, step_s=3.0 if step % 2 else 1.0))
+    assert state.recent_mean(lambda step: step.trainer_wait_ratio) == pytest.approx(0.5 / 4)
+
+
+def test_a_broken_budget_shows_and_the_histogram_has_the_budget_in_it() -> None:
+    state = LiveState(experiment(budget=2))
+    state.take(step_record(0, trajectory_staleness=Distribution(mean=1.0, max=3.0, histogram={"0": 8, "3": 1})))
+    assert "worst 3 of 2 · 0█ 1▁ 2▁ 3▂" in drawn(state)
+
+
+def test_bars_and_sparklines() -> None:
+    assert bar(0.5, 10, "blue").plain == "█████░░░░░"
+    assert bar(7.0, 4, "blue").plain == "████"
+    assert bar(math.nan, 4, "blue").plain == "░░░░"
+    assert sparkline([0.0, 0.5, 1.0, math.nan], 10) == "▁▅█ "
+    assert sparkline([float(i >= 50) for i in range(100)], 2) == "▁█"
+    assert sparkline([], 5) == ""
+
+
+def test_without_a_terminal_it_prints_a_line_now_and_then() -> None:
+    out, time_s = Screen(), [0.0]
+    with LiveView(experiment(), out.console, now=lambda: time_s[0]) as view:
+        for step in range(12):
+            view(step_record(step))
+            time_s[0] += 1.0
+        view(evaluation("during", 12, 0.5, "validation"))
+    lines = out.text.splitlines()
+    assert [line.split()[1].split("/")[0] for line in lines if line.startswith("step")] == ["1", "6", "11", "12"]
+    assert any(line.startswith("validation during: solve rate 0.500 ± 0.022") for line in lines)
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_on_a_terminal_it_redraws_at_most_twice_a_second_and_leaves_the_last_state() -> None:
+    out, time_s = Screen(terminal=True), [0.0]
+    with LiveView(experiment(), out.console, now=lambda: time_s[0]) as view:
+        for step in range(20):
+            view(step_record(step))
+            time_s[0] += 0.1
+    assert 4 <= out.text.count("Who waits?") <= 6
+    assert "step 20/200" in out.text.rpartition("headway · runs/x")[2]
+
+
+def test_no_view_when_it_is_not_wanted() -> None:
+    with live_view(experiment(), enabled=False) as view:
+        assert view is None
+
+
+# --- show ------------------------------------------------------------------------------------------------
+
+
+def sample(step: int, group: int, member: int = 0, **changes: object) -> dict[str, object]:
+    return {
+        "step": step,
+        "group": group,
+        "member": member,
+        "prompt": "8+3=",
+        "response": "11",
+        "reward": 1.0,
+        "solved": True,
+        "advantage": 0.7,
+        "versions": [[step - 1, 2], [step, 1]],
+        "finish_reason": "stop",
+        "ending": "trained",
+        "pruned": None,
+        **changes,
+    }
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    samples = [sample(1, 10), sample(1, 11, solved=False, reward=0.0), sample(2, 12), sample(3, 13)]
+    text = "".join(json.dumps(item) + "\n" for item in samples)
+    (tmp_path / "samples.jsonl").write_text(text + '{"step": 4, "gro')
+    return tmp_path
+
+
+def test_selection(kept: Path) -> None:
+    samples = read_samples(kept)
+    assert [s.group for s in samples] == [10, 11, 12, 13]
+    assert [s.group for s in select(samples, SampleSelection(step=1))] == [10, 11]
+    assert [s.group for s in select(samples, SampleSelection(group=12))] == [12]
+    assert [s.group for s in select(samples, SampleSelection(solved=False))] == [11]
+    assert [s.group for s in select(samples, SampleSelection(solved=True, limit=2))] == [12, 13]
+
+
+def test_a_sample_recorded_again_counts_once(kept: Path) -> None:
+    path = kept / "samples.jsonl"
+    path.write_text(json.dumps(sample(1, 10, response="a")) + "\n" + json.dumps(sample(1, 10, response="b")) + "\n")
+    assert [s.response for s in read_samples(kept)] == ["b"]
+
+
+def test_show_prints_prompt_response_reward_and_versions(kept: Path) -> None:
+    out = Screen()
+    show_samples(kept, SampleSelection(step=2), console=out.console)
+    for words in (
+        "8+3=",
+        "11",
+        "solved",
+        "reward 1",
+        "advantage +0.700",
+        "versions 1 (×2), 2 (×1), staleness 1",
+        "trained",
+    ):
+        assert words in out.text
+
+
+def test_show_says_who_was_pruned_and_who_was_audited(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hit = {"pruner": "repetition", "why": "a loop of 7 tokens", "at_tokens": 64, "saved_tokens": 190.4,
+           "audited": False, "cut_reward": None}  # fmt: skip
+    lines = [sample(1, 1, pruned=hit), sample(1, 2, pruned=hit | {"audited": True, "saved_tokens": 0, "cut_reward": 0})]
+    (kept / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    show_samples(kept, SampleSelection(), console=Console(width=200))
+    out = capsys.readouterr().out
+    assert "pruned by repetition at 64 tokens: a loop of 7 tokens; about 190 tokens saved" in out
+    assert "audited, else pruned by repetition at 64 tokens: a loop of 7 tokens; pruning would have given 0" in out
+
+
+def test_show_json(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show_samples(kept, SampleSelection(limit=1), as_json=True)
+    assert json.loads(capsys.readouterr().out) == sample(3, 13) | {"pruned": None}
+    show_samples(kept, SampleSelection(step=99), as_json=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_show_says_what_there_is(kept: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="it holds steps 1 to 3"):
+        show_samples(kept, SampleSelection(step=99))
+    with pytest.raises(ConfigurationError, match="samples_per_step"):
+        read_samples(tmp_path / "nothing")
+    (kept / "samples.jsonl").write_text('{"step": 1}\n{}\n')
+    with pytest.raises(ConfigurationError, match="line 1 is damaged"):
+        read_samples(kept)
+
+
+def test_a_response_cannot_drive_the_terminal(kept: Path) -> None:
+    hostile = "\x1b]0;owned\x07 [bold red]x[/] \x9b31m é\t1"
+    (kept / "samples.jsonl").write_text(json.dumps(sample(1, 1, response=hostile)) + "\n")
+    out = Screen()
+    show_samples(kept, SampleSelection(), console=out.console)
+    assert "\x1b" not in out.text
+    assert "\x07" not in out.text
+    assert "[bold red]x[/]" in out.text
+    assert visible(hostile) == "\\x1b]0;owned\\x07 [bold red]x[/] \\x9b31m é\t1"
+
+
+# --- tables ----------------------------------------------------------------------------------------------
+
+
+def test_summary_table_and_json() -> None:
+    summary = summarise(synthetic_lines(20))
+    out = Screen()
+    print_summary(summary, console=out.console, run_dir="runs/x")
+    for words in ("0.452 before → 0.930 after", "trainer 25.0%", "balanced", "headway report runs/x", "1,280 trained"):
+        assert words in out.text
+    out = Screen(width=40)
+    print_summary(summary, as_json=True, console=out.console)
+    assert json.loads(out.text)["solve_rate_after"] == 0.93
+
+
+def test_evaluation_and_mapping() -> None:
+    out = Screen()
+    print_evaluation(evaluation("after", 9, 0.75, failed=2), console=out.console)
+    print_mapping({"final_loss": 0.123456, "dropped": 3}, console=out.console)
+    assert "solve rate 0.750 ± 0.019 (500 tasks, version 9, 2 failed)" in out.text
+    assert "final loss   0.1235" in out.text
+
+
+def test_plan_names_the_numbers_that_matter() -> None:
+    rows = dict(plan_rows(experiment(groups_per_step=16, budget=3)))
+    assert "16 groups × 8 rollouts = 128 samples a step" in rows["batch"]
+    assert "at most 64 groups open" in rows["queue"]
+    assert "synchronous" in dict(plan_rows(experiment(budget=0)))["queue"]
+
+
+def test_plan_says_what_a_preset_came_to() -> None:
+    def objective(**algorithm: object) -> str:
+        raw = experiment().model_dump(exclude_unset=True) | {"algorithm": algorithm}
+        return dict(plan_rows(validate_experiment(raw, "test")))["objective"]
+
+    assert objective() == (
+        "decoupled_ppo, advantage group_mean_std, clip 0.8 to 1.28, weights at most 2, token_mean, "
+        "groups of equal rewards filtered"
+    )
+    assert objective(preset="grpo", behaviour_weight_cap=5.0, token_mask=[0.5, 5.0]) == (
+        "preset grpo, ppo_clip, advantage group_mean_std, clip 0.8 to 1.2, weights at most 5, seq_mean_token_mean, "
+        "KL 0.04 (k3, in the loss) to m, token weights within 0.5 to 5"
+    )
+    masks = {"sequence_mask": [0.99, 1.01], "second_moment_limit": 0.04, "overlong": "mask", "dual_clip": 3.0}
+    assert objective(preset="gspo", clip_high=0.5, **masks) == (
+        "preset gspo, gspo, advantage group_mean_std, clip 0.9997 to 1.5, dual clip 3, seq_mean_token_mean, "
+        "response weights within 0.99 to 1.01, second moment at most 0.04, overlong responses: mask, "
+        "groups of equal rewards filtered"
+    )
+    assert "weights at most 1.28, token_mean" in objective(preset="cispo")
+    assert "dppo, advantage group_mean_std, divergence at most 0.15, weights at most 2" in objective(loss="dppo")
+    assert "KL 0.01 (k1, in the reward)" in objective(preset="reinforce++")
+    assert "clip" not in objective(preset="rloo")
+
+
+def test_sft_progress_prints_now_and_then_and_evaluations_at_once() -> None:
+    out, time_s = Screen(), [0.0]
+    with SftProgress(experiment(), console=out.console, now=lambda: time_s[0]) as progress:
+        for step in range(5):
+            progress({"step": step, "loss": 0.5})
+            time_s[0] += 1.0
+        progress({"step": 5, "solve_rate": 0.25})
+    assert out.text.splitlines() == [
+        "step 0/1000 · loss 0.5",
+        "step 2/1000 · loss 0.5",
+        "step 4/1000 · loss 0.5",
+        "step 5/1000 · solve rate 0.25",
+    ]

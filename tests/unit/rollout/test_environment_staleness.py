@@ -1,0 +1,74 @@
+"""How old an environment may be that a rollout goes on in after a resume."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from played import GROUP
+
+from headway.orchestrator.dispatch import Dispatch
+from headway.orchestrator.parking import Parking
+from headway.orchestrator.state import RunningGroup
+from headway.records.environment import EnvironmentState, NextTurn, PartialRollout, SavedEpisode
+from headway.records.generation import PartialResponse
+from headway.records.rollout import Group, Rollout
+from headway.runtime.channel import Channel
+from headway.runtime.clock import VirtualClock, run_virtual
+
+SAVED = SavedEpisode(exchanges=(), asked=NextTurn(said=()), environment=EnvironmentState())
+RESPONSE = PartialResponse(ids=(1,), logprobs=(-1.0,))
+
+
+@pytest.mark.parametrize(
+    ("version", "policy", "episode", "begun"),
+    [
+        (3, "restart", SAVED, (RESPONSE, 0, SAVED)),
+        (4, "restart", SAVED, "anew"),
+        (4, "fail", SAVED, None),
+        (4, "fail", None, (RESPONSE, 0, None)),  # it begins anew anyway, and holds nothing then
+    ],
+)
+def test_its_limit_holds_after_a_resume_too(version: int, policy: str, episode: Any, begun: Any) -> None:
+    """Parked at version 1, and a former process had completed steps since."""
+    seen: dict[int, Any] = {}
+
+    class Rollouts:
+        async def generate_member(self, group: Group, member: int, parked: PartialRollout | None = None) -> Rollout:
+            seen[member] = "anew" if parked is None else (parked.response, parked.resumes, parked.episode)
+            return Rollout(group=group.index, member=member, prompt_ids=group.prompt_ids)
+
+    async def main() -> tuple[Rollout, ...]:
+        queue = SimpleNamespace(
+            max_environment_staleness=2, stale_environment=policy, surplus="keep", group_timeout_s=None
+        )
+        state = SimpleNamespace(
+            version=version,
+            training=False,
+            running={},
+            running_rollouts=2,
+            knobs=SimpleNamespace(concurrent_rollouts=2),
+            changed=SimpleNamespace(notify=lambda: None),
+        )
+        run = SimpleNamespace(
+            parking=Parking(cast("Any", state), cast("Any", None), cast("Any", queue)),
+            rollouts=Rollouts(),
+            pruning=None,
+            experiment=SimpleNamespace(queue=queue),
+            clock=VirtualClock(),
+            state=state,
+        )
+        generated: Channel[Any] = Channel(1)
+        parked = PartialRollout(
+            group=GROUP.index, member=1, response=RESPONSE, resumes=0, environment_version=1, episode=episode
+        )
+        entry = RunningGroup(group=GROUP, unfinished=2, partials={1: parked})
+        await Dispatch(cast("Any", run), generated)._generate(entry)
+        return (await generated.get())[1]
+
+    rollouts = run_virtual(main())
+    assert seen == {0: "anew", **({} if begun is None else {1: begun})}
+    failure = rollouts[1].failure
+    assert (failure is None) == (begun is not None)
+    assert failure is None or (failure.boundary, failure.infrastructure) == ("environment", False)
