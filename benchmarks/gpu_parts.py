@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from parts.gpu_load import (
     CHARACTERS,
@@ -39,6 +38,7 @@ from headway.models.decoder import Decoder
 from headway.models.loading import DTYPES, build, load_model, save_model, weights_of
 from headway.records.generation import UpdateMode, VersionSpan
 from headway.records.rollout import Rollout, Sample
+from headway.records.tokens import encoder
 from headway.records.training import TrainBatch
 from headway.tokens.training import train_byte_fallback_tokenizer
 from headway.trainer.service import TrainerService
@@ -297,7 +297,7 @@ def update(settings: Settings) -> None:
                 version = repeat + 1 + 10 * UPDATE_MODES.index(mode)
                 synchronise(settings)
                 published = publisher.publish(version, source)
-                service.submit(msgspec.msgpack.encode(requests(settings.configuration(), concurrent, prompt, response)))
+                service.submit(encoder().encode(requests(settings.configuration(), concurrent, prompt, response)))
                 for _ in range(response // 2):
                     service.tick()
                 seconds = timed(settings, lambda p=published, m=mode: taken.append(service.update_weights(p, m)))

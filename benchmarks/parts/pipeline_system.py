@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-import msgspec
-
 from headway.config.schema import Experiment
 from headway.orchestrator.train import observing, wire
 from headway.records.ledger import LedgerLine, StepRecord
+from headway.records.tokens import encoder
 from headway.records.training import TrainBatch
 from headway.runtime.clock import RealClock
 from headway.runtime.run_directory import RunDirectory
@@ -138,9 +137,9 @@ def serialisation_ms(batches: Sequence[TrainBatch]) -> dict[str, float]:
         return 1000 * (time.process_time() - started) / samples
 
     encoded = [pickle.dumps(batch, protocol=5) for batch in batches]
-    encoder = msgspec.msgpack.Encoder()
+    rows = encoder()
     return {
         "encode for the trainer": timed(lambda: [pickle.dumps(batch, protocol=5) for batch in batches]),
         "decode in the trainer": timed(lambda: [pickle.loads(data) for data in encoded]),
-        "encode for the buffer": timed(lambda: [encoder.encode(s.rollout) for b in batches for s in b.samples]),
+        "encode for the buffer": timed(lambda: [rows.encode(s.rollout) for b in batches for s in b.samples]),
     }

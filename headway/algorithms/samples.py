@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.records.rollout import Branch, Rollout, Sample
+from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
 from headway.records.training import TrainBatch
 
 IntArray = NDArray[np.int64]
@@ -75,38 +76,31 @@ def build_arrays(batch: TrainBatch) -> SampleArrays:
     responses_s = _count(len(r.response_ids) for r in rollouts)
     _require_consistent(owners, rollouts, responses_s)
     lengths_s = prompts_s + responses_s
-    tokens, response_tokens = int(lengths_s.sum()), int(responses_s.sum())
+    longest = int(prompts_s.max(initial=0))
+    unlearnt, unsampled = TokenMask.filled(False, longest), TokenLogprobs.filled(0.0, longest)
 
-    token_ids_n = np.fromiter(
-        chain.from_iterable(chain.from_iterable((r.prompt_ids, r.response_ids) for r in rollouts)), np.int64, tokens
+    token_ids_n = TokenIds.concatenated((ids for r in rollouts for ids in (r.prompt_ids, r.response_ids)), np.int64)
+    loss_mask_n = TokenMask.concatenated(
+        mask for r in rollouts for mask in (unlearnt[: len(r.prompt_ids)], r.response_mask)
     )
-    starts_s = np.cumsum(lengths_s) - lengths_s
-    response_starts_s = np.cumsum(responses_s) - responses_s
-    # Where each response token lies in the flat batch: its place in its response, shifted to its sample.
-    at_r = np.arange(response_tokens) + np.repeat(starts_s + prompts_s - response_starts_s, responses_s)
-
-    loss_mask_n = np.zeros(tokens, np.bool_)
-    loss_mask_n[at_r] = np.fromiter(chain.from_iterable(r.response_mask for r in rollouts), np.bool_, response_tokens)
-    loss_mask_n[starts_s[lengths_s > 0]] = False  # only matters where a prompt is empty
-    behaviour_logprobs_n = np.zeros(tokens, np.float32)
-    behaviour_logprobs_n[at_r] = np.fromiter(
-        chain.from_iterable(r.response_logprobs for r in rollouts), np.float32, response_tokens
+    loss_mask_n[(np.cumsum(lengths_s) - lengths_s)[lengths_s > 0]] = False  # only matters where a prompt is empty
+    behaviour_logprobs_n = TokenLogprobs.concatenated(
+        logprobs for r in rollouts for logprobs in (unsampled[: len(r.prompt_ids)], r.response_logprobs)
     )
-    versions_n = np.full(tokens, PROMPT_VERSION, np.int64)
-    versions_n[at_r] = np.fromiter(
-        chain.from_iterable(repeat(span.version, span.tokens) for r in rollouts for span in r.versions),
-        np.int64,
-        response_tokens,
-    )
-    advantages_n = np.zeros(tokens, np.float32)
-    advantages_n[at_r] = _advantages(owners, rollouts, responses_s)
+    versions: list[tuple[int, int]] = []  # and how many tokens have each
+    advantages: list[tuple[float, int]] = []
+    for sample, sequence in zip(owners, rollouts, strict=True):
+        versions.append((PROMPT_VERSION, len(sequence.prompt_ids)))
+        versions += [(span.version, span.tokens) for span in sequence.versions]
+        advantages.append((0.0, len(sequence.prompt_ids)))
+        advantages += _advantages(sample, sequence)
     weights = [sample.weight for sample in owners]
     return SampleArrays(
         token_ids_n=token_ids_n,
         loss_mask_n=loss_mask_n,
         behaviour_logprobs_n=behaviour_logprobs_n,
-        advantages_n=advantages_n,
-        versions_n=versions_n,
+        advantages_n=_repeated(advantages, np.float32),
+        versions_n=_repeated(versions, np.int64),
         lengths_s=lengths_s,
         groups_s=np.fromiter((sample.rollout.group for sample in owners), np.int64, len(owners)),
         weights_s=None if all(weight == 1.0 for weight in weights) else np.array(weights),
@@ -147,22 +141,23 @@ def _count(lengths: Iterable[int]) -> IntArray:
     return np.fromiter(lengths, np.int64)
 
 
-def _advantages(samples: Sequence[Sample], sequences: Sequence[Rollout | Branch], responses_s: IntArray) -> FloatArray:
-    """[R] the advantage of every response token: its sample's, or its turn's."""
-    advantages_s = np.fromiter((sample.advantage for sample in samples), np.float32, len(samples))
-    advantages_r = np.repeat(advantages_s, responses_s)
-    ends_s = np.cumsum(responses_s)
-    for index, sample in enumerate(samples):
-        if sample.turn_advantages and sequences[index] is sample.rollout:
-            turns_t = np.diff(sample.rollout.turn_ends, prepend=0)
-            if len(turns_t) != len(sample.turn_advantages) or turns_t.sum() != responses_s[index]:
-                raise ValueError(
-                    f"rollout {sample.rollout.rollout_id}: {len(sample.turn_advantages)} turn advantages, turns end at "
-                    f"{list(sample.rollout.turn_ends)} of {responses_s[index]} response tokens"
-                )
-            start = ends_s[index] - responses_s[index]
-            advantages_r[start : ends_s[index]] = np.repeat(np.array(sample.turn_advantages, np.float32), turns_t)
-    return advantages_r
+def _repeated(runs: Sequence[tuple[float, int]], kind: type[np.generic]) -> NDArray[Any]:
+    """Each value as often as it says."""
+    return np.repeat(np.array([value for value, _ in runs], kind), [tokens for _, tokens in runs])
+
+
+def _advantages(sample: Sample, sequence: Rollout | Branch) -> list[tuple[float, int]]:
+    """The advantages of a sequence's response tokens, and how many have each: its sample's, or its turns'."""
+    tokens = len(sequence.response_ids)
+    if not sample.turn_advantages or sequence is not sample.rollout:
+        return [(sample.advantage, tokens)]
+    turns_t = np.diff(sample.rollout.turn_ends, prepend=0)
+    if len(turns_t) != len(sample.turn_advantages) or turns_t.sum() != tokens:
+        raise ValueError(
+            f"rollout {sample.rollout.rollout_id}: {len(sample.turn_advantages)} turn advantages, turns end at "
+            f"{list(sample.rollout.turn_ends)} of {tokens} response tokens"
+        )
+    return list(zip(sample.turn_advantages, turns_t.tolist(), strict=True))
 
 
 def _require_consistent(

@@ -12,7 +12,8 @@ import msgspec
 
 from headway.records.errors import BufferCorrupt, HeadwayError, StorageFailed
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+_LISTED_TOKENS = 2  # the version before: its records list tokens as numbers, which readers take as well
 
 # A rollout has a row once it has finished or ended; open ones are the members without a row (or with
 # finished = 1 and no ending). Small columns stay for the audit; payloads and tasks go when a checkpoint
@@ -22,7 +23,7 @@ TABLES = (
         idx INTEGER PRIMARY KEY,      -- admission index
         task_id TEXT NOT NULL,
         task BLOB,                    -- JSON; NULL once released
-        prompt_ids BLOB,              -- msgpack; NULL once released
+        prompt_ids BLOB,              -- msgpack, int32; NULL once released
         size INTEGER NOT NULL,
         admitted_version INTEGER NOT NULL,
         admitted_s REAL NOT NULL,
@@ -115,16 +116,23 @@ def open_database(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def require_readable(version: int, path: Path) -> None:
+    """Raises BufferCorrupt for a schema version that this Headway doesn't read."""
+    if version not in (_LISTED_TOKENS, SCHEMA_VERSION):
+        raise BufferCorrupt(
+            f"the group buffer {path} has schema version {version}; this Headway reads versions {_LISTED_TOKENS} and "
+            f"{SCHEMA_VERSION}: resume the run with the Headway that wrote it"
+        )
+
+
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("PRAGMA synchronous=NORMAL")
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     if version == 0 and tables:
         raise BufferCorrupt(f"{path} is a database, but not a group buffer")
-    if version not in (0, SCHEMA_VERSION):
-        raise BufferCorrupt(
-            f"the group buffer {path} has schema version {version}; this Headway reads version {SCHEMA_VERSION}"
-        )
+    if version != 0:
+        require_readable(version, path)
     mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
     if mode != "wal":
         raise StorageFailed(f"the file system of {path} does not support SQLite's WAL (journal mode {mode})")
@@ -139,6 +147,8 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     problem = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if problem != "ok":
         raise BufferCorrupt(f"the group buffer {path} is damaged: {problem}")
+    if version == _LISTED_TOKENS:  # from now on records with arrays may follow, which that Headway doesn't read
+        connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
 
 @contextmanager

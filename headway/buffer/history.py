@@ -6,10 +6,9 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from headway.buffer.database import SCHEMA_VERSION, reading
+from headway.buffer.database import reading, require_readable
 from headway.buffer.rows import read_drawn_groups
 from headway.records.curriculum import DrawnGroup
-from headway.records.errors import BufferCorrupt
 
 
 def read_history(path: Path) -> list[DrawnGroup]:
@@ -17,8 +16,5 @@ def read_history(path: Path) -> list[DrawnGroup]:
     with reading(path), closing(sqlite3.connect(path, timeout=10.0)) as connection:
         connection.execute("PRAGMA query_only=ON")
         version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version != SCHEMA_VERSION:
-            raise BufferCorrupt(
-                f"the group buffer {path} has schema version {version}; this Headway reads version {SCHEMA_VERSION}"
-            )
+        require_readable(version, path)
         return read_drawn_groups(connection)

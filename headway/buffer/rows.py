@@ -15,17 +15,18 @@ from headway.records.environment import PartialRollout
 from headway.records.errors import BufferCorrupt
 from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.records.task import Task
+from headway.records.tokens import TokenIds, decoder
 
 Outcome = Literal["trained", "skipped"]
 
 MEMBER_BITS = 16  # a group has fewer than 2 ** 16 members
 INSERT_ROLLOUT = "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
-_rollout_decoder = msgspec.msgpack.Decoder(Rollout)
-_parked_decoder = msgspec.msgpack.Decoder(PartialRollout)
+_rollout_decoder = decoder(Rollout)
+_parked_decoder = decoder(PartialRollout)
 _task_decoder = msgspec.json.Decoder(Task)
 _draw_decoder = msgspec.json.Decoder(Draw)
-_ids_decoder = msgspec.msgpack.Decoder(tuple[int, ...])
+_ids_decoder = decoder(TokenIds)
 
 
 class LoggedBatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,6 +36,7 @@ from headway.records.curriculum import Draw, DrawnGroup, TaskEvidence
 from headway.records.environment import PartialRollout
 from headway.records.errors import BooksUnbalanced, BufferCorrupt, BufferFull, HeadwayError
 from headway.records.rollout import ENDINGS, Batch, Ending, FinishedGroup, Group, Rollout
+from headway.records.tokens import encoder
 from headway.runtime.clock import Clock, RealClock
 
 
@@ -88,7 +89,7 @@ class GroupBuffer:
         self._clock: Clock = clock or RealClock()
         self._connection = open_database(self._path)
         self._entries: dict[int, _Entry] = {}
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = encoder()
         try:
             with reading(self._path):
                 self._recover()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from headway.control.routing.replicas import ReplicaLoad, choose_replica
 from headway.generator.fake_replica import FakeReplica, FakeRequest, ReplicaCosts
@@ -90,7 +90,7 @@ class FakeGenerator:
         self._replicas = [DrivenReplica(costs, version, clock, self._end_due) for _ in range(replicas)]
         self._open: dict[str, tuple[FakeRequest, DrivenReplica, asyncio.Future[GenerationResult]]] = {}
         self._serial = 0
-        self._last_route: tuple[tuple[int, ...], int] | None = None
+        self._last_route: tuple[Sequence[int], int] | None = None
         self._routed = self._spills = self._moves = 0
         self._updating = asyncio.Lock()
         self._stopped = False

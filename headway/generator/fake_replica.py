@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headway.records.clients import Watch
-from headway.records.counted import CountedTokens, Repeated, tokens_from
+from headway.records.counted import CountedTokens, Repeated, joined, tokens_from
 from headway.records.generation import FinishReason, GenerationRequest, PartialResponse, UpdateMode, VersionSpan
 
 LOGPROB = -0.5  # of every token
@@ -80,7 +80,7 @@ class FakeRequest:
         self.done = 0
         self.stretch = 0  # how often it was preempted: events of an earlier stretch are void
         self.spans: list[list[int]] = [[span.version, span.tokens] for span in request.partial.versions]
-        self.prompt_key: tuple[tuple[int, ...], int] = ((), 0)  # with the version it began under
+        self.prompt_key: tuple[Sequence[int], int] = ((), 0)  # with the version it began under
         self.first_token_s = 0.0
         self.reprefills = 0
         self.cached = False  # it began with the KV of its session
@@ -132,7 +132,7 @@ class FakeReplica:
         self._allowed = 0  # of all open requests
         self._sessions: OrderedDict[str, int] = OrderedDict()  # KV that ended turns left behind, oldest first
         self._session_tokens = 0
-        self._prompts: Counter[tuple[tuple[int, ...], int]] = Counter()  # prompts in the KV of running ones
+        self._prompts: Counter[tuple[Sequence[int], int]] = Counter()  # prompts in the KV of running ones
         self.generated = self.prefilled = self.finished = self.preemptions = 0
         self.busy_s = self.idle_s = self.paused_s = self.lent_s = self.decode_steps = 0.0
 
@@ -439,14 +439,15 @@ class FakeReplica:
         versions = tuple(VersionSpan(version=version, tokens=tokens) for version, tokens in self.spans(entry))
         if not produced:
             return PartialResponse(ids=before.ids, logprobs=before.logprobs, versions=versions), 0
-        new: tuple[int, ...]
-        logprobs: tuple[float, ...]
+        new: Sequence[int]
+        logprobs: Sequence[float]
         if self.costs.counted:
             new = CountedTokens.of(produced, entry.request.sampling.seed, last=_last_id(entry, ended))
             logprobs = Repeated.of(LOGPROB, produced)
         else:
             new, logprobs = made_up(entry, entry.resumed_tokens, entry.resumed_tokens + produced, ended)
-        return PartialResponse(ids=before.ids + new, logprobs=before.logprobs + logprobs, versions=versions), produced
+        ids, logprobs = joined(before.ids, new), joined(before.logprobs, logprobs)
+        return PartialResponse(ids=ids, logprobs=logprobs, versions=versions), produced
 
 
 def made_up(

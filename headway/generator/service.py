@@ -18,6 +18,7 @@ from headway.records.generation import (
     TokenDelta,
     UpdateMode,
 )
+from headway.records.tokens import decoder, encoder
 from headway.runtime.child import WorkerContext
 
 STREAM_INTERVAL_S = 0.08  # running requests' tokens: an engine that dies costs no more than this
@@ -36,8 +37,8 @@ class GeneratorService:
         self._context = context
         self._engine = build_engine(EngineSettings(**settings), context)
         self._activity = Activity()
-        self._encoder = msgspec.msgpack.Encoder()
-        self._requests = msgspec.msgpack.Decoder(list[GenerationRequest])
+        self._encoder = encoder()
+        self._requests = decoder(list[GenerationRequest])
         self._lent_since_s: float | None = None
         self._lent_s = self._lent_idle_s = self._idle_before_s = 0.0
         self._streamed_s = time.monotonic()

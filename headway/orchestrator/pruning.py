@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -246,7 +246,7 @@ class Pruner:
                 name = f"prune-{entry.group.index}-{entry.number}"
                 entry.judge = asyncio.create_task(self._ask(entry, pruner, entry.response.ids), name=name)
 
-    async def _ask(self, entry: _Member, pruner: str, ids: tuple[int, ...]) -> None:
+    async def _ask(self, entry: _Member, pruner: str, ids: Sequence[int]) -> None:
         task = msgspec.structs.replace(entry.group.task, verifier=PRUNER_KEY + pruner)
         try:
             [verdict] = await self._run.verifier.verify(task, [self._run.tokenizer.decode(ids)])
@@ -324,7 +324,7 @@ class Pruner:
             hit = msgspec.structs.replace(hit, cut_reward=float(verdict.reward))
         return msgspec.structs.replace(rollout, pruned=hit)
 
-    async def _verify(self, group: Group, ids: tuple[int, ...]) -> Verdict:
+    async def _verify(self, group: Group, ids: Sequence[int]) -> Verdict:
         [verdict] = await self._run.verifier.verify(group.task, [self._run.tokenizer.decode(ids)])
         return verdict
 

@@ -13,7 +13,7 @@ from headway.planner.quantities import mix, uniform
 from headway.planner.scenario import Scenario
 from headway.planner.workload import Plan, TurnProfile, WorkloadModel
 from headway.records.clients import Watch
-from headway.records.counted import CountedTokens, Repeated
+from headway.records.counted import CountedTokens, Repeated, joined
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
@@ -379,8 +379,8 @@ def _wake(waiting: asyncio.Future[None]) -> None:
 
 def _joined(before: PartialResponse, new: PartialResponse) -> PartialResponse:
     return PartialResponse(
-        ids=before.ids + new.ids,
-        logprobs=before.logprobs + new.logprobs,
+        ids=joined(before.ids, new.ids),
+        logprobs=joined(before.logprobs, new.logprobs),
         versions=_appended(before.versions, new.versions),
     )
 
@@ -391,8 +391,8 @@ def _replied(before: PartialResponse, tokens: int, seed: int) -> PartialResponse
         return before
     span = VersionSpan(version=before.versions[-1].version, tokens=tokens)
     return PartialResponse(
-        ids=before.ids + CountedTokens.of(tokens, seed, sampled=0),
-        logprobs=before.logprobs + Repeated.of(before.logprobs[-1], tokens),
+        ids=joined(before.ids, CountedTokens.of(tokens, seed, sampled=0)),
+        logprobs=joined(before.logprobs, Repeated.of(before.logprobs[-1], tokens)),
         versions=_appended(before.versions, (span,)),
     )
 

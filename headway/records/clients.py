@@ -177,6 +177,6 @@ class TextCodec(Protocol):
 class PromptCodec(TextCodec, Protocol):
     """What the loops need of a tokenizer."""
 
-    def render(self, prompt: str | Sequence[Mapping[str, Any]], template: Literal["raw", "chat"], /) -> tuple[int, ...]:
+    def render(self, prompt: str | Sequence[Mapping[str, Any]], template: Literal["raw", "chat"], /) -> Sequence[int]:
         """Prompt ids of a task: its text, or a conversation."""
         ...

@@ -9,6 +9,7 @@ import msgspec
 
 from headway.records.generation import GenerationResult, PartialResponse
 from headway.records.rollout import Branch, Failure, Group, Rollout
+from headway.records.tokens import IdSequence
 
 HistoryReasoning = Literal["as_sent", "restore"]  # of an answer that a client sends back without its reasoning
 ToolFormat = Literal["auto", "hermes", "llama_json", "none"]  # of tool calls; auto: as the chat template writes them
@@ -49,7 +50,7 @@ class ClientSampling(msgspec.Struct, frozen=True, kw_only=True):
 class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One answer that is to be sampled."""
 
-    prompt_ids: tuple[int, ...]  # of everything before it
+    prompt_ids: IdSequence  # of everything before it
     max_tokens: int
     stop: tuple[str, ...] = ()  # strings that end it
     purpose: str  # of its random numbers; no other answer of its rollout has the same

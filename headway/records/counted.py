@@ -7,10 +7,14 @@ plain tuple, so records that hold these can be stored and counted, not read agai
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, SupportsIndex, overload
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from headway.records.tokens import TokenMask
 
 _PERIOD = 991  # the tokens of a response repeat after this many; prime, so that seeds differ
 _FIRST_ID = 8
@@ -56,6 +60,9 @@ class _Counted(tuple[Any, ...]):
 
     def __contains__(self, value: object) -> bool:
         return any(item == value for item in self)
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.array(list(self), dtype=dtype)  # never what is stored
 
 
 class CountedTokens(_Counted):
@@ -141,15 +148,21 @@ class SampledMask(_Counted):
         return position < self.sampled
 
 
-def sampled_mask(ids: Sequence[int]) -> tuple[bool, ...]:
+def joined(before: Sequence[Any], new: Sequence[Any]) -> Any:
+    """Both, one after the other: arrays as an array, counted ones counted."""
+    after: Any = new
+    return before + after if before and new else before or new  # type: ignore[operator]
+
+
+def sampled_mask(ids: Sequence[int]) -> Sequence[bool]:
     """The loss mask of a response: True for every token the policy sampled."""
-    return SampledMask.of(len(ids), ids.sampled) if isinstance(ids, CountedTokens) else (True,) * len(ids)
+    return SampledMask.of(len(ids), ids.sampled) if isinstance(ids, CountedTokens) else TokenMask.filled(True, len(ids))
 
 
 def sampled_tokens(mask: Sequence[bool]) -> int:
     """How many tokens of a mask carry loss."""
-    return mask.sampled if isinstance(mask, SampledMask) else sum(mask)
+    return mask.sampled if isinstance(mask, SampledMask) else int(np.count_nonzero(mask))
 
 
 def all_finite(values: Sequence[float]) -> bool:
-    return math.isfinite(values.value) if isinstance(values, Repeated) else all(map(math.isfinite, values))
+    return bool(np.isfinite(values.value if isinstance(values, Repeated) else np.asarray(values, np.float64)).all())

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
+
+from headway.records.tokens import SAMPLED, IdSequence, LogprobSequence, TokenIds, TokenLogprobs, sampled
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 LOWEST_TEMPERATURE = 1e-8  # beside 0: logits divided by less may leave the range of float32
@@ -33,8 +37,8 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens a response has so far; enough to go on elsewhere."""
 
-    ids: tuple[int, ...] = ()  # [N] sampled token ids
-    logprobs: tuple[float, ...] = ()  # [N] behaviour log-probabilities (DESIGN rule 5)
+    ids: IdSequence = TokenIds()  # [N] sampled token ids
+    logprobs: LogprobSequence = TokenLogprobs()  # [N] behaviour log-probabilities (DESIGN rule 5)
     versions: tuple[VersionSpan, ...] = ()  # spans that cover the N tokens
 
 
@@ -42,7 +46,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One model call."""
 
     request_id: str  # unique among open requests
-    prompt_ids: tuple[int, ...]  # [P] ids of everything before the response
+    prompt_ids: IdSequence  # [P] ids of everything before the response
     sampling: SamplingParameters
     priority: int = 0  # lower is served first; rollouts use their group's admission index (oldest first)
     partial: PartialResponse = PartialResponse()  # tokens already sampled: continue after them
@@ -50,18 +54,33 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""  # requests of one name extend one another: they go where its KV is; "": none
 
 
-class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens a request gained since the last delta; all sampled under one version."""
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """Tokens a request gained since the last delta; all sampled under one version.
+
+    They travel as plain bytes, which `TokenBlock.append` takes as they are.
+    """
 
     request_id: str
-    ids: tuple[int, ...] = ()  # [N] new token ids
-    logprobs: tuple[float, ...] = ()  # [N] behaviour log-probabilities
+    data: bytes = b""  # [N] new tokens and their behaviour log-probabilities (records.tokens.SAMPLED)
     version: int = -1  # version of these tokens (-1 when there are none)
     finish_reason: FinishReason | None = None  # set on the request's last delta
     error: str = ""  # cause, when finish_reason is "error"
     refused: bool = False  # ... which lies in what was asked: every replica would say the same
     reprefilled: bool = False  # the KV behind these tokens was recomputed since the last delta
     void: bool = False  # an "error" which says: nothing gained since the request was submitted is to be believed
+
+    @classmethod
+    def of(cls, request_id: str, ids: Sequence[int], logprobs: Sequence[float], **fields: Any) -> TokenDelta:
+        """A delta of these tokens; ``fields``: the others."""
+        return cls(request_id=request_id, data=sampled(ids, logprobs).tobytes(), **fields)
+
+    @property
+    def ids(self) -> TokenIds:
+        return TokenIds(np.frombuffer(self.data, SAMPLED)["id"])
+
+    @property
+    def logprobs(self) -> TokenLogprobs:
+        return TokenLogprobs(np.frombuffer(self.data, SAMPLED)["logprob"])
 
 
 class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ import msgspec
 
 from headway.records.generation import FinishReason, VersionSpan
 from headway.records.task import Task
+from headway.records.tokens import IdSequence, LogprobSequence, MaskSequence, TokenIds, TokenLogprobs, TokenMask
 
 Boundary = Literal["model", "environment", "sandbox", "reward", "engine"]
 Ending = Literal["trained", "filtered", "pruned", "discarded", "overdue", "failed"]
@@ -55,10 +56,10 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     ``prompt_ids``. Invariant: as of a rollout's own response. The first response token is sampled.
     """
 
-    prompt_ids: tuple[int, ...]  # everything before the first token that is this branch's own
-    response_ids: tuple[int, ...]
-    response_logprobs: tuple[float, ...]
-    response_mask: tuple[bool, ...]
+    prompt_ids: IdSequence  # everything before the first token that is this branch's own
+    response_ids: IdSequence
+    response_logprobs: LogprobSequence
+    response_mask: MaskSequence
     versions: tuple[VersionSpan, ...]
     turn_ends: tuple[int, ...] = ()  # response tokens up to the end of each turn
     finish_reason: FinishReason = "stop"  # of its last call; a client's own limit of tokens is no "length"
@@ -86,10 +87,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     group: int  # admission index of its group, unique in the run
     member: int  # 0 .. group size - 1
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...] = ()
-    response_logprobs: tuple[float, ...] = ()
-    response_mask: tuple[bool, ...] = ()  # True: sampled by the policy, may carry loss
+    prompt_ids: IdSequence
+    response_ids: IdSequence = TokenIds()
+    response_logprobs: LogprobSequence = TokenLogprobs()
+    response_mask: MaskSequence = TokenMask()  # True: sampled by the policy, may carry loss
     versions: tuple[VersionSpan, ...] = ()
     finish_reason: FinishReason = "stop"
     reward: float = 0.0  # what the verifier said; valid only when failure is None
@@ -154,11 +155,11 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         yield from self.branches
 
     @property
-    def judged_ids(self) -> tuple[int, ...]:
+    def judged_ids(self) -> IdSequence:
         """Response tokens that a verifier reads: all of them; of a recorded conversation the last answer's."""
         if not self.calls or False not in self.response_mask:
             return self.response_ids
-        return self.response_ids[len(self.response_mask) - self.response_mask[::-1].index(False) :]
+        return self.response_ids[len(self.response_mask) - list(self.response_mask)[::-1].index(False) :]
 
     @property
     def response_tokens(self) -> int:
@@ -184,7 +185,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     task: Task
-    prompt_ids: tuple[int, ...]
+    prompt_ids: IdSequence
     size: int
     admitted_version: int  # lowest version applied by any live replica at admission
     admitted_s: float

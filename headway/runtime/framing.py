@@ -96,12 +96,26 @@ class FrameReader:
             return frames
         at = 0
         while at < count:
+            if self._stage == "header" and not self._filled and (frame := self._whole_frame(at, count)) is not None:
+                frames.append(frame)
+                at += HEADER.size + len(frame.payload)
+                continue
             taken = min(count - at, len(self._part) - self._filled)
             self._part[self._filled : self._filled + taken] = self._scratch[at : at + taken]
             self._filled += taken
             at += taken
             self._advance(frames)
         return frames
+
+    def _whole_frame(self, at: int, end: int) -> Frame | None:
+        """The frame without buffers that lies whole in the scratch buffer from ``at`` on: most events are such."""
+        first = at + HEADER.size
+        if first > end:
+            return None
+        kind, buffers, call, payload_bytes = HEADER.unpack_from(self._scratch, at)
+        if buffers or first + payload_bytes > end:
+            return None
+        return Frame(kind, call, bytearray(self._scratch[first : first + payload_bytes]), [])
 
     def _begin(self) -> None:
         """Expect a header next."""

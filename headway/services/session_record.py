@@ -10,6 +10,7 @@ import msgspec
 
 from headway.generator.recording.sessions import Session, key_digest
 from headway.records.errors import HeadwayError
+from headway.records.tokens import plain
 from headway.runtime.line_file import LineFile
 
 _KEY_DIGITS = 16  # of the BLAKE2b digest of a key: sessions of one name are told apart, and the key isn't given away
@@ -85,4 +86,6 @@ def recorded_line(session: Session) -> bytes | None:
     if not recorded.branches:
         return None
     key = key_digest(session.key).hex()[:_KEY_DIGITS] if session.key else ""
-    return msgspec.json.encode({"rollout": session.rollout, "key": key, **msgspec.to_builtins(recorded)})
+    return msgspec.json.encode(
+        {"rollout": session.rollout, "key": key, **msgspec.to_builtins(recorded, enc_hook=plain)}
+    )

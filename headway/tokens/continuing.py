@@ -15,6 +15,7 @@ from typing import Any
 
 from headway.records.conversations import RequestRefused, ToolFormat
 from headway.records.errors import ConfigurationError
+from headway.records.tokens import TokenIds
 from headway.tokens.messages import Message, require_encodable, same_answer, template_form
 from headway.tokens.output_parsing import begins_inside_reasoning, output_format, parse_output, response_text
 from headway.tokens.pieces import PieceEncoder
@@ -28,7 +29,7 @@ _SENTINEL = "\U0010f8a3"  # private use: no text has it by accident
 class SampledAnswer:
     """A sampled answer, as far as prompts that go on from it depend on it."""
 
-    ids: tuple[int, ...]  # as sampled, the token that ended it included
+    ids: TokenIds  # as sampled, the token that ended it included
     message: Message  # what a client was told it is
     calls: bool = True  # its request allowed tool calls
     opened: bool = False  # it began inside reasoning
@@ -72,7 +73,7 @@ class Chat:
         opened = begins_inside_reasoning(prompt)
         text = response_text(self.tokenizer, ids, self.written, stop)
         message = parse_output(text, self.written, calls=calls, opened=opened, call_prefix=call_prefix)
-        return SampledAnswer(ids=tuple(ids), message=message, calls=calls, opened=opened, stop=stop)
+        return SampledAnswer(ids=TokenIds(ids), message=message, calls=calls, opened=opened, stop=stop)
 
     def behind(self, answer: SampledAnswer, text: str, at: int, *, exactly: bool = False) -> int | None:
         """Where ``text``, a prompt's, goes on behind ``answer``, which it has from character ``at`` on; None when it

@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from headway.records.errors import ConfigurationError
+from headway.records.tokens import TokenIds
 from headway.tokens.messages import json_text
 
 Template = Literal["raw", "chat"]
@@ -147,17 +148,17 @@ class Tokenizer:
         """Its source, as the folder has it."""
         return self._template
 
-    def render(self, prompt: str | Sequence[Mapping[str, Any]], template: Template = "raw") -> tuple[int, ...]:
+    def render(self, prompt: str | Sequence[Mapping[str, Any]], template: Template = "raw") -> TokenIds:
         """Prompt ids of a task: its text as it is ("raw"), or one user turn, or a conversation so far, by the folder's
         chat template ("chat")."""
         if template == "raw":
             if not isinstance(prompt, str):
                 raise ConfigurationError("template = 'raw' takes texts; a conversation needs 'chat'")
-            return tuple(self.encode(prompt, add_special_tokens=True))
+            return TokenIds(self.encode(prompt, add_special_tokens=True))
         if template != "chat":
             raise ConfigurationError(f"template = {template!r}: valid are 'raw' and 'chat'")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return tuple(self.encode(self.render_messages(messages)))
+        return TokenIds(self.encode(self.render_messages(messages)))
 
     def render_messages(
         self,

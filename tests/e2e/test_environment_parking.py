@@ -18,6 +18,7 @@ from diary import KEPT, digest, turns_of
 from repairs import write_repositories
 
 from headway.records.rollout import Rollout
+from headway.records.tokens import restored
 from headway.tokens.continuing import Chat
 from headway.tokens.output_parsing import client_form
 from headway.tokens.tokenizer import Tokenizer
@@ -67,7 +68,7 @@ def experiment(folder: Path, tmp_path: Path, **sections: dict[str, Any]) -> Path
 def rollouts_of(run: Path) -> list[tuple[int | None, Rollout]]:
     """Of groups that finished, with the step they were trained in."""
     lines = Path(os.environ[KEPT]).read_bytes().splitlines()
-    kept = [msgspec.json.decode(line, type=Rollout) for line in lines]
+    kept = [msgspec.json.decode(line, type=Rollout, dec_hook=restored) for line in lines]
     by_member = {(rollout.group, rollout.member): rollout for rollout in kept}  # a kill may come before the commit
     with sqlite3.connect(f"file:{run / 'buffer.db'}?mode=ro", uri=True) as connection:
         steps = dict(connection.execute("SELECT idx, step FROM groups WHERE ending = 'trained'"))

@@ -33,6 +33,7 @@ from headway.records.conversations import RecordedConversation
 from headway.records.ledger import StepRecord
 from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
+from headway.records.tokens import restored
 from headway.rollout.makers.select import make_rollouts
 from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.runtime.clock import RealClock
@@ -128,7 +129,7 @@ def test_serving_a_model_folder(inputs: Path, tmp_path: Path) -> None:
     [line] = record.read_text().splitlines()
     data = json.loads(line)
     assert (data.pop("rollout"), data["reward"], data["calls"]) == ("mine", 0.5, 4)
-    recorded = msgspec.convert(data, RecordedConversation)
+    recorded = msgspec.convert(data, RecordedConversation, dec_hook=restored)
     model = load_model(inputs / "model")
     greedy = len(text) + 1
     learned = sum(sum(branch.response_mask) for branch in recorded.branches)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from headway.records.rollout import Group, Rollout
+from headway.records.tokens import plain
 from headway.rollout.environment import Answer, Environment, Episode
 
 ANSWER_TOKENS = 60  # a random model knows no end
@@ -31,7 +32,7 @@ def keep(group: Group, rollouts: Sequence[Rollout]) -> dict[str, float]:
     """hooks.group_meta: write down what has finished, for the run itself keeps no tokens of what it has trained."""
     with Path(os.environ[KEPT]).open("ab") as file:
         for rollout in rollouts if rollouts[0].opened_s else ():  # not the made-up ones that hooks are tried with
-            file.write(msgspec.json.encode(rollout) + b"\n")
+            file.write(msgspec.json.encode(rollout, enc_hook=plain) + b"\n")
     return {}
 
 

@@ -23,6 +23,7 @@ from headway.records.generation import (
     TokenDelta,
     UpdateMode,
 )
+from headway.records.tokens import decoder, encoder
 from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock
 from headway.runtime.local_worker import Death
@@ -88,8 +89,8 @@ class FakeWorker:
         self._ready: list[TokenDelta] = []
         self._emitting: asyncio.Handle | None = None
         self._streaming: asyncio.TimerHandle | None = None
-        self._encoder = msgspec.msgpack.Encoder()
-        self._requests = msgspec.msgpack.Decoder(list[GenerationRequest])
+        self._encoder = encoder()
+        self._requests = decoder(list[GenerationRequest])
         self.refuse = 0  # so many submissions raise
         self.fail = ""  # requests end with this error
         self.corrupt = False  # updates find damaged weights
@@ -316,10 +317,10 @@ class _Streamed:
             if end > first:
                 ids, logprobs = made_up(entry, first, end, ended if number == len(spans) else None)
                 found.append(
-                    TokenDelta(
-                        request_id=entry.request.request_id,
-                        ids=ids,
-                        logprobs=logprobs,
+                    TokenDelta.of(
+                        entry.request.request_id,
+                        ids,
+                        logprobs,
                         version=version,
                         reprefilled=entry.reprefills > self.reprefills,
                     )

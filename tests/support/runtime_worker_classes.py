@@ -100,7 +100,7 @@ class Echo:
         for index in range(messages):
             self.context.emit(
                 [
-                    TokenDelta(request_id=f"{record}", ids=(1, 2, record), logprobs=(-0.1, -0.2, -0.3), version=index)
+                    TokenDelta.of(f"{record}", (1, 2, record), (-0.1, -0.2, -0.3), version=index)
                     for record in range(records)
                 ]
             )

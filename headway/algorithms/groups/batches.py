@@ -11,7 +11,9 @@ import numpy as np
 from headway.algorithms.advantages import resolve
 from headway.algorithms.groups.rewards import credits_of, overlong_penalty
 from headway.config.schema import Experiment
+from headway.records.counted import sampled_tokens
 from headway.records.rollout import Branch, FinishedGroup, Rollout, Sample
+from headway.records.tokens import TokenMask
 from headway.records.training import TrainBatch
 
 _Sequence = TypeVar("_Sequence", Rollout, Branch)
@@ -80,7 +82,7 @@ def _mean(advantages_t: Sequence[float], ends_t: Sequence[int]) -> float:
 
 
 def _learns(rollout: Rollout) -> bool:
-    return any(any(sequence.response_mask) for sequence in rollout.sequences)
+    return any(sampled_tokens(sequence.response_mask) for sequence in rollout.sequences)
 
 
 def _unlearnt(rollout: Rollout) -> Rollout:
@@ -90,4 +92,4 @@ def _unlearnt(rollout: Rollout) -> Rollout:
 
 
 def _masked(sequence: _Sequence) -> _Sequence:
-    return msgspec.structs.replace(sequence, response_mask=(False,) * len(sequence.response_ids))
+    return msgspec.structs.replace(sequence, response_mask=TokenMask.filled(False, len(sequence.response_ids)))

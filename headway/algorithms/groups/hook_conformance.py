@@ -19,6 +19,7 @@ from headway.records.errors import HookFailed
 from headway.records.generation import VersionSpan
 from headway.records.rollout import Failure, FinishedGroup, Group, Rollout
 from headway.records.task import Task
+from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
 from headway.runtime.hooks import Hook, shown
 
 Gone = str  # "failed", "filtered" or "discarded": a member that has no reward to learn from
@@ -39,7 +40,9 @@ CASES: dict[str, tuple[float | Gone, ...]] = {
 
 def made_up_group(task: Task, members: Sequence[float | Gone], index: int = 0) -> FinishedGroup:
     """A finished group with these rewards; of those that are gone, how."""
-    group = Group(index=index, task=task, prompt_ids=(7,), size=len(members), admitted_version=0, admitted_s=0.0)
+    group = Group(
+        index=index, task=task, prompt_ids=TokenIds((7,)), size=len(members), admitted_version=0, admitted_s=0.0
+    )
     return FinishedGroup(group=group, rollouts=tuple(_member(index, m, given) for m, given in enumerate(members)))
 
 
@@ -47,10 +50,10 @@ def _member(index: int, member: int, given: float | Gone) -> Rollout:
     plain = Rollout(
         group=index,
         member=member,
-        prompt_ids=(7,),
-        response_ids=(5,) * _TOKENS,
-        response_logprobs=(-0.5,) * _TOKENS,
-        response_mask=(True,) * _TOKENS,
+        prompt_ids=TokenIds((7,)),
+        response_ids=TokenIds.filled(5, _TOKENS),
+        response_logprobs=TokenLogprobs.filled(-0.5, _TOKENS),
+        response_mask=TokenMask.filled(True, _TOKENS),
         versions=(VersionSpan(version=0, tokens=_TOKENS),),
     )
     if not isinstance(given, str):

@@ -18,7 +18,7 @@ def loop_period(ids: Sequence[int], *, longest_period: int, repeats: int, loop_t
     total = len(ids)
     if total < max(2, loop_tokens):
         return None
-    before = ids[max(0, total - 1 - longest_period) : total - 1]
+    before = list(ids[max(0, total - 1 - longest_period) : total - 1])
     last = ids[-1]
     if last not in before:
         return None
@@ -56,8 +56,9 @@ class NgramWindow:
         if first > max(self._seen, self._ngram - 1):  # everything before has left the window
             self._runs.clear()
             self._counts.clear()
-        for end in range(first, len(ids)):
-            run = tuple(ids[end - self._ngram + 1 : end + 1])
+        fresh = tuple(ids[first - self._ngram + 1 :])
+        for begin in range(len(ids) - first):
+            run = fresh[begin : begin + self._ngram]
             self._runs.append(run)
             self._counts[run] += 1
             if len(self._runs) > self._most:

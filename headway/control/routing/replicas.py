@@ -103,14 +103,14 @@ class PrefixMemory:
     def __len__(self) -> int:
         return len(self._known)
 
-    def keys(self, prompt: tuple[int, ...]) -> list[tuple[int, int]]:
+    def keys(self, prompt: Sequence[int]) -> list[tuple[int, int]]:
         """(tokens, key) of the prompt's beginnings, shortest first; the last is all of it."""
         if not self._capacity or not prompt:
             return []
         found: list[tuple[int, int]] = []
-        key = 0
-        for start in range(0, len(prompt), self._block):
-            part = prompt[start : start + self._block]
+        key, ids = 0, tuple(prompt)
+        for start in range(0, len(ids), self._block):
+            part = ids[start : start + self._block]
             key = hash((key, part))  # of integers alone: the same in every process
             found.append((start + len(part), key))
         return found

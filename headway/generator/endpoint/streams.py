@@ -12,6 +12,7 @@ from headway.generator.endpoint.refusals import HttpError, http_error
 from headway.generator.recording.answer_tree import RecordedTurn
 from headway.generator.recording.inflight_call import InflightCall
 from headway.records.generation import PartialResponse
+from headway.records.tokens import IdSequence, LogprobSequence
 from headway.tokens.output_parsing import begins_inside_reasoning
 from headway.tokens.streaming import AnswerStream
 
@@ -115,6 +116,6 @@ class _Choice:
             whole = "", message.inline
         return self._piece(*self._stream.finish(*whole), turn.answer.ids, turn.logprobs)
 
-    def _piece(self, reasoning: str, content: str, ids: tuple[int, ...], logprobs: tuple[float, ...]) -> Piece:
+    def _piece(self, reasoning: str, content: str, ids: IdSequence, logprobs: LogprobSequence) -> Piece:
         seen, self._tokens = self._tokens, max(self._tokens, len(ids))
         return Piece(self._number, reasoning, content, ids[seen:], logprobs[seen:])

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 
 from headway.records.generation import LOWEST_TEMPERATURE, FinishReason, GenerationRequest
+from headway.records.tokens import TokenIds
 from headway.tokens.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -33,12 +34,12 @@ class EngineRequest:
 
     def __init__(self, request: GenerationRequest, arrival: int) -> None:
         self.request_id = request.request_id
-        self.prompt = request.prompt_ids
+        self.prompt = TokenIds(request.prompt_ids)
         self.sampling = request.sampling
         self.priority = request.priority
         self.interruptible = request.interruptible
         self.arrival = arrival
-        self.response: tuple[int, ...] = request.partial.ids
+        self.response = TokenIds(request.partial.ids)
         self.slot = -1
         self.prefix_update = -1  # the engine's update whose weights computed the KV of the whole prompt
         self.reprefilled = False  # KV behind tokens was recomputed since the last delta
@@ -99,13 +100,13 @@ class WaitingQueue:
 def refusal(request: GenerationRequest, context_tokens: int, vocabulary: int, tokenizer: Tokenizer | None) -> str:
     """Why this request can't be served ("" when it can): its own error, never its neighbours'."""
     how = request.sampling
-    prompt, partial = request.prompt_ids, request.partial.ids
+    prompt, partial = TokenIds(request.prompt_ids), TokenIds(request.partial.ids)
     if not prompt:
         return "the prompt is empty"
     if len(prompt) >= context_tokens:
         return f"prompt of {len(prompt)} tokens leaves no room in a context of {context_tokens}"
     for name, ids in (("prompt", prompt), ("partial", partial)):
-        if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
+        if ids and not (ids.array.min() >= 0 and ids.array.max() < vocabulary):
             return f"{name} has a token id outside 0..{vocabulary - 1}"
     if how.temperature != 0 and not LOWEST_TEMPERATURE <= how.temperature < math.inf:
         return f"temperature = {how.temperature}: must be 0, or finite and >= {LOWEST_TEMPERATURE}"

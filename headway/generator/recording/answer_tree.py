@@ -10,6 +10,8 @@ from typing import Any, Literal
 from headway.records.conversations import Cause
 from headway.records.generation import VersionSpan
 from headway.records.rollout import Branch
+from headway.records.token_block import TokenBlock
+from headway.records.tokens import LogprobSequence, TokenIds
 from headway.tokens.continuing import SampledAnswer
 from headway.tokens.messages import Message
 
@@ -23,9 +25,9 @@ class RecordedTurn:
     choice: int
     parent: RecordedTurn | None  # the answer its prompt goes on from
     text: str  # its prompt's text behind the parent's prompt, the parent's answer as the template has it included
-    context_ids: tuple[int, ...]  # its prompt's tokens behind the parent's answer
+    context_ids: TokenIds  # its prompt's tokens behind the parent's answer
     answer: SampledAnswer
-    logprobs: tuple[float, ...]
+    logprobs: LogprobSequence
     versions: tuple[VersionSpan, ...]
     finish_reason: Literal["stop", "length"]
     own_limit: bool = False  # it was its client that cut it, not the context or a limit of the rollout's
@@ -88,13 +90,13 @@ class RecordedCall:
 
     number: int
     request: CallRequest
-    prompt_ids: tuple[int, ...]  # what is to be generated from
+    prompt_ids: TokenIds  # what is to be generated from
     max_tokens: int  # of each choice, at least 1
     purposes: tuple[str, ...]  # of each choice's random numbers: by what is asked, not by when
     cause: Cause
     parent: RecordedTurn | None
     text: str  # of the prompt, behind the parent's
-    context_ids: tuple[int, ...]  # of the prompt, behind the parent's answer
+    context_ids: TokenIds  # of the prompt, behind the parent's answer
     keys: list[bytes]  # of the conversation up to each message
     fingerprint: str = ""
     state: Literal["open", "answered", "abandoned"] = "open"
@@ -107,13 +109,13 @@ class RecordedCall:
         self.keys = []
 
 
-def ids_to(turn: RecordedTurn | None) -> list[int]:
+def ids_to(turn: RecordedTurn | None) -> TokenIds:
     """The tokens up to the end of this answer."""
-    ids: list[int] = []
-    for step in turn.path if turn is not None else ():
-        ids += step.context_ids
-        ids += step.answer.ids
-    return ids
+    return _ids_of(turn.path if turn is not None else ())
+
+
+def _ids_of(turns: Sequence[RecordedTurn]) -> TokenIds:
+    return TokenIds.joined(ids for turn in turns for ids in (turn.context_ids, turn.answer.ids))
 
 
 def branches_of(turns: Sequence[RecordedTurn]) -> tuple[Branch, ...]:
@@ -147,43 +149,19 @@ def branches_of(turns: Sequence[RecordedTurn]) -> tuple[Branch, ...]:
 
 
 def _branch(before: Sequence[RecordedTurn], own: Sequence[RecordedTurn]) -> Branch:
-    prompt = [i for turn in before for i in (*turn.context_ids, *turn.answer.ids)]
-    ids: list[int] = []
-    logprobs: list[float] = []
-    mask: list[bool] = []
-    versions: list[VersionSpan] = []
-    ends: list[int] = []
-    for number, turn in enumerate(own):
-        context, sampled = turn.context_ids, turn.answer.ids
-        if number == 0:
-            prompt += context
-        else:
-            ids += context
-            logprobs += [0.0] * len(context)
-            mask += [False] * len(context)
-            _extend(versions, versions[-1].version, len(context))
-            ends.append(len(ids))
-        ids += sampled
-        logprobs += turn.logprobs
-        mask += [turn.received] * len(sampled)
-        for span in turn.versions:
-            _extend(versions, span.version, span.tokens)
-    ends.append(len(ids))
+    block, ends = TokenBlock(), list[int]()
+    for turn in own:
+        if turn is not own[0]:
+            ends.append(len(block) + len(turn.context_ids))
+            block.append_reply(turn.context_ids)
+        block.extend(turn.answer.ids, turn.logprobs, turn.versions, learned=turn.received)
+    ends.append(len(block))
     return Branch(
-        prompt_ids=tuple(prompt),
-        response_ids=tuple(ids),
-        response_logprobs=tuple(logprobs),
-        response_mask=tuple(mask),
-        versions=tuple(versions),
+        prompt_ids=TokenIds.joined((_ids_of(before), own[0].context_ids)),
+        response_ids=block.ids,
+        response_logprobs=block.logprobs,
+        response_mask=block.mask,
+        versions=block.versions,
         turn_ends=tuple(ends),
         finish_reason="stop" if own[-1].own_limit else own[-1].finish_reason,
     )
-
-
-def _extend(versions: list[VersionSpan], version: int, tokens: int) -> None:
-    """Append a span, joined to the last where that has the same version."""
-    if not tokens:
-        return
-    if versions and versions[-1].version == version:
-        tokens += versions.pop().tokens
-    versions.append(VersionSpan(version=version, tokens=tokens))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headway.generator.recording.answer_tree import RecordedCall
 from headway.generator.recording.recorder import Recorder
@@ -32,7 +32,7 @@ class InflightCall:
         self.call = call
         self.error: Exception | None = None
         self.partials: list[PartialResponse] = []  # of each choice, all tokens so far
-        self.streamed: list[tuple[int, ...]] = [()] * call.request.choices  # those whose text a client was given
+        self.streamed: list[Sequence[int]] = [()] * call.request.choices  # those whose text a client was given
         self.task: asyncio.Task[None] | None = None  # None: it was answered before
         self._recorder = recorder
         self._listeners: set[Callable[[], object]] = set()

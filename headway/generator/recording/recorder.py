@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Literal
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn, branches_of, ids_to
 from headway.records.conversations import Cause, HistoryReasoning, RecordedConversation, RequestRefused
 from headway.records.generation import GenerationResult
+from headway.records.tokens import TokenIds
 from headway.tokens.continuing import Chat
 from headway.tokens.messages import Message, canonical_value, history_keys, next_key
 
@@ -41,7 +41,7 @@ class Planned:
 
     parent: RecordedTurn | None
     text: str
-    context_ids: tuple[int, ...]
+    context_ids: TokenIds
     cause: Cause
     keys: list[bytes]
 
@@ -133,7 +133,7 @@ class Recorder:
     def _begin(self, request: CallRequest, fingerprint: str, planned: Planned | None) -> RecordedCall:
         self._require_room()
         planned = planned or self._planned(request)
-        prompt_ids = (*ids_to(planned.parent), *planned.context_ids)
+        prompt_ids = TokenIds.joined((ids_to(planned.parent), planned.context_ids))
         call = RecordedCall(
             number=self._begun,
             request=request,
@@ -238,13 +238,11 @@ class Recorder:
         parent, text, context_ids, cause = self._continued(request, keys)
         return Planned(parent=parent, text=text, context_ids=context_ids, cause=cause, keys=keys)
 
-    def _continued(
-        self, request: CallRequest, keys: list[bytes]
-    ) -> tuple[RecordedTurn | None, str, tuple[int, ...], Cause]:
+    def _continued(self, request: CallRequest, keys: list[bytes]) -> tuple[RecordedTurn | None, str, TokenIds, Cause]:
         """(answer it goes on from, text and token ids of its prompt behind that, why there)."""
         chat, most = self.chat, self._limits.context_tokens
         if isinstance(request.prompt, tuple):
-            return self._continued_ids(request.prompt)
+            return self._continued_ids(TokenIds(request.prompt))
         raw = request.prompt is not None
         if request.prompt is not None:
             text, candidates = request.prompt, self._raw_candidates()
@@ -263,17 +261,17 @@ class Recorder:
             if not answered:  # its prompt, and something else behind
                 more = chat.encode_behind(turn.context_ids[-1] if turn.context_ids else None, text[at:], most)
                 cause: Cause = "rewritten" if rewritten else "branched" if more else "sibling"
-                return turn.parent, text[turn.start :], (*turn.context_ids, *more), cause
+                return turn.parent, text[turn.start :], turn.context_ids + more, cause
             behind = chat.behind(turn.answer, text, at, exactly=raw)
             if behind is None:
                 rewritten |= not raw
                 continue
-            ids = tuple(chat.encode_behind(turn.answer.ids[-1], text[behind:], most))
+            ids = TokenIds(chat.encode_behind(turn.answer.ids[-1], text[behind:], most))
             return turn, text[at:], ids, "rewritten" if rewritten else "branched" if turn.children else "continued"
         whole = chat.tokenizer.encode(text, add_special_tokens=True, most=most) if raw else chat.encode(text, most)
-        return None, text, tuple(whole), "rewritten" if rewritten else "branched" if self._roots else "start"
+        return None, text, TokenIds(whole), "rewritten" if rewritten else "branched" if self._roots else "start"
 
-    def _continued_ids(self, prompt: tuple[int, ...]) -> tuple[RecordedTurn | None, str, tuple[int, ...], Cause]:
+    def _continued_ids(self, prompt: TokenIds) -> tuple[RecordedTurn | None, str, TokenIds, Cause]:
         """Of a prompt in token ids: the longest path that it begins with."""
         best, taken = None, 0
         further = [(turn, 0) for turn in self._roots]
@@ -374,7 +372,7 @@ class Recorder:
             if used >= most:
                 raise RequestRefused(f"this rollout has had its {most} {what}", code="rollout_limit_exceeded")
 
-    def _room(self, prompt_ids: tuple[int, ...], request: CallRequest) -> int:
+    def _room(self, prompt_ids: TokenIds, request: CallRequest) -> int:
         """Tokens that a response may have."""
         if not prompt_ids:
             raise RequestRefused("the prompt has no token", param=request.param)
@@ -394,10 +392,10 @@ class Recorder:
                 code="context_length_exceeded",
             )
 
-    def _purposes(self, prompt_ids: tuple[int, ...], request: CallRequest) -> tuple[str, ...]:
+    def _purposes(self, prompt_ids: TokenIds, request: CallRequest) -> tuple[str, ...]:
         """By the prompt's tokens, the client's seed, and how often just that was asked before: calls side by side get
         the same random numbers in whatever order they come, and a client's fixed seed makes no two rollouts equal."""
-        asked = f"{_digest(array('q', prompt_ids).tobytes())}:{'' if request.seed is None else request.seed}"
+        asked = f"{_digest(prompt_ids.array.astype('<i8').tobytes())}:{'' if request.seed is None else request.seed}"
         first = self._siblings[asked]
         self._siblings[asked] += request.choices
         return tuple(f"{asked}:{first + choice}" for choice in range(request.choices))
@@ -448,7 +446,7 @@ class Recorder:
             own_limit=len(response.ids) == call.request.max_tokens,
             messages=len(call.request.messages) + 1,
         )
-        if tuple(ids_to(turn)) != (*call.prompt_ids, *response.ids):
+        if ids_to(turn) != TokenIds.joined((call.prompt_ids, response.ids)):
             raise AssertionError(f"call {call.number}: the path to its answer isn't what the engine was given")
         self._turns.append(turn)
         self.kept_tokens += len(turn.context_ids) + len(response.ids)

@@ -13,21 +13,18 @@ from headway.records.generation import (
     GenerationResult,
     PartialResponse,
     TokenDelta,
-    VersionSpan,
 )
+from headway.records.token_block import TokenBlock
 
 
 class OpenRequest:
     """One open request: *held* (no replica) -> *assigned* -> finished; a replica's death takes it back to held.
 
-    Invariant: ids, logprobs and the tokens of all spans have equal lengths; ``partial()`` is all another replica
-    needs to go on.
+    ``partial()`` is all another replica needs to go on.
     """
 
     __slots__ = (
-        "_ids",
-        "_logprobs",
-        "_spans",
+        "_block",
         "_told_tokens",
         "cancelled",
         "first_token_s",
@@ -54,7 +51,7 @@ class OpenRequest:
         self.ticket = ""  # the id it has inside that replica
         self._start_over()
         self.watch = watch
-        self._told_tokens = len(self._ids)
+        self._told_tokens = len(self._block)
         self.serial = 0  # in the order they came
         self.opened_s = 0.0
         self.prefix: list[tuple[int, int]] | None = None  # keys of its prompt's beginnings, once they were asked for
@@ -72,50 +69,38 @@ class OpenRequest:
     @property
     def tokens(self) -> int:
         """Response tokens so far."""
-        return len(self._ids)
+        return len(self._block)
 
     @property
     def outstanding_tokens(self) -> int:
         """Prompt and still allowed response tokens: what it may cost a replica."""
-        return len(self.request.prompt_ids) + max(0, self.request.sampling.max_tokens - len(self._ids))
+        return len(self.request.prompt_ids) + max(0, self.request.sampling.max_tokens - len(self._block))
 
     def _start_over(self) -> None:
         """With the tokens that were asked with, alone."""
-        partial = self.request.partial
-        self._ids = list(partial.ids)
-        self._logprobs = list(partial.logprobs)
-        self._spans = [[span.version, span.tokens] for span in partial.versions]
+        self._block = TokenBlock(self.request.partial)
 
     def absorb(self, delta: TokenDelta, now: float) -> None:
         """Take over a delta's tokens; a void one takes all back that were gained."""
-        self.reprefills += delta.reprefilled
+        if delta.reprefilled:
+            self.reprefills += 1
         if delta.void:
             self._start_over()
-        if not delta.ids:
-            return
-        if self.first_token_s == 0.0:
-            self.first_token_s = now
-        self._ids.extend(delta.ids)
-        self._logprobs.extend(delta.logprobs)
-        if self._spans and self._spans[-1][0] == delta.version:
-            self._spans[-1][1] += len(delta.ids)
-        else:
-            self._spans.append([delta.version, len(delta.ids)])
+        if data := delta.data:
+            if not self.first_token_s:
+                self.first_token_s = now
+            self._block.append(data, delta.version)
 
     def tell(self) -> None:
         """Tell who watches, when there is enough to tell."""
         watch = self.watch
-        if watch is not None and len(self._ids) - self._told_tokens >= watch.every_tokens:
-            self._told_tokens = len(self._ids)
+        if watch is not None and len(self._block) - self._told_tokens >= watch.every_tokens:
+            self._told_tokens = len(self._block)
             watch.told(self.partial())
 
     def partial(self) -> PartialResponse:
         """All tokens so far."""
-        return PartialResponse(
-            ids=tuple(self._ids),
-            logprobs=tuple(self._logprobs),
-            versions=tuple(VersionSpan(version=version, tokens=tokens) for version, tokens in self._spans),
-        )
+        return self._block.response()
 
     def resubmission(self) -> GenerationRequest:
         """The request for the next replica: it goes on after the tokens so far."""

@@ -18,6 +18,7 @@ from headway.generator.routing.replica import Replica, call_replica
 from headway.records.clients import Watch
 from headway.records.errors import RemoteError, WorkerDied
 from headway.records.generation import GenerationRequest, RouterStatistics, TokenDelta
+from headway.records.tokens import TokenIds, decoder, encoder
 from headway.runtime.clock import Clock
 from headway.runtime.workers import EventCallback
 
@@ -56,8 +57,8 @@ class Router:
         self._news: deque[tuple[str, str]] = deque()  # events to be told
         self._flushes: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._encoder = msgspec.msgpack.Encoder()
-        self._deltas = msgspec.msgpack.Decoder(list[TokenDelta])
+        self._encoder = encoder()
+        self._deltas = decoder(list[TokenDelta])
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -251,7 +252,7 @@ class Router:
     def _remember_session(self, call: OpenRequest, replica: Replica) -> None:
         """The next turn of its session begins with what the replica holds now."""
         if call.request.session and call.prefix:
-            context = call.request.prompt_ids + call.partial().ids
+            context = TokenIds.joined((call.request.prompt_ids, call.partial().ids))
             self._prefixes.remember(self._prefixes.keys(context), replica.index, replica.epoch)
 
     def _hold(self, call: OpenRequest) -> None:
@@ -369,7 +370,7 @@ class Router:
             replica.outstanding_tokens -= gained
             self._used_tokens -= gained
             failed = delta.finish_reason == "error" and not delta.refused
-            if failed or (delta.ids and call.probe) or delta.finish_reason in ("stop", "length"):
+            if failed or (delta.data and call.probe) or delta.finish_reason in ("stop", "length"):
                 probe, call.probe = call.probe, False
                 if failed:
                     self._note_failure(replica, probe, delta.error)

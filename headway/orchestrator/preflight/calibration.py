@@ -275,7 +275,7 @@ class _Calibrating:
                 return rate
             count = min(2 * count, self._experiment.concurrent_rollouts)
 
-    async def _one_token(self, prompt_ids: tuple[int, ...], serial: int) -> None:
+    async def _one_token(self, prompt_ids: Sequence[int], serial: int) -> None:
         how = SamplingParameters(max_tokens=1, seed=serial)
         await self._generator.generate(
             GenerationRequest(request_id=f"prefill-{serial}", prompt_ids=prompt_ids, sampling=how)

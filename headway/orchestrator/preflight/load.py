@@ -108,13 +108,13 @@ class Load:
             found.setdefault(rollout.group, []).append(self._tokenizer.decode(rollout.judged_ids))
         return [(self.tasks[group], texts) for group, texts in found.items()]
 
-    def prompt(self, index: int) -> tuple[int, ...]:
+    def prompt(self, index: int) -> Sequence[int]:
         """Token ids of the prompt of the next task."""
         return self._next(index).prompt_ids
 
     def _next(self, index: int) -> Group:
         task = self._cursor.next()
-        prompt_ids = tuple(self._tokenizer.render(task.shown, self._experiment.model.template))
+        prompt_ids = self._tokenizer.render(task.shown, self._experiment.model.template)
         size = self._experiment.rollout.group_size
         return Group(
             index=index,

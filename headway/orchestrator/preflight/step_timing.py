@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+
+import numpy as np
 
 from headway.config.schema import Experiment
 from headway.control.lengths import LengthDistribution
@@ -12,6 +13,7 @@ from headway.control.summaries import quantile
 from headway.records.clients import Trainer
 from headway.records.generation import VersionSpan
 from headway.records.rollout import Rollout, Sample
+from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
 from headway.records.training import TrainBatch
 from headway.runtime.clock import Clock
 
@@ -103,20 +105,20 @@ def _batch(
     """``count`` samples whose lengths are evenly spread quantiles of the distribution."""
     size = experiment.rollout.group_size
     pool = [rollout for rollout in seen if rollout.response_ids]
-    ids = [token for rollout in pool for token in rollout.response_ids] or [1]
+    ids = TokenIds.joined(rollout.response_ids for rollout in pool).array if pool else np.ones(1, np.int32)
     samples: list[Sample] = []
     for index in range(count):
         tokens = lengths.at((index + 0.5) / count)
         start = (index * 7919) % len(ids)
-        response = tuple(islice(cycle(ids[start:] + ids[:start]), tokens))
+        response = TokenIds.view(np.take(ids, np.arange(start, start + tokens), mode="wrap"))
         prompt = pool[(index // size) % len(pool)].prompt_ids if pool else (1,)  # a group's members share theirs
         rollout = Rollout(
             group=step * count + index // size,
             member=index % size,
             prompt_ids=prompt,
             response_ids=response,
-            response_logprobs=(_LOGPROB,) * tokens,
-            response_mask=(True,) * tokens,
+            response_logprobs=TokenLogprobs.filled(_LOGPROB, tokens),
+            response_mask=TokenMask.filled(True, tokens),
             versions=(VersionSpan(version=step, tokens=tokens),),
         )
         samples.append(Sample(rollout=rollout, advantage=1.0 if index % 2 else -1.0))

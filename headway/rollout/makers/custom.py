@@ -12,9 +12,11 @@ import msgspec
 from headway.records.clients import Stop, TextCodec
 from headway.records.environment import PartialRollout
 from headway.records.errors import ConfigurationError, HookFailed
-from headway.records.generation import FinishReason, VersionSpan
+from headway.records.generation import FinishReason
 from headway.records.rollout import Failure, Group, Pruned, Rollout
 from headway.records.task import Task
+from headway.records.token_block import TokenBlock
+from headway.records.tokens import TokenIds
 from headway.rollout.makers.attempts import RetryingRollouts
 from headway.rollout.makers.turn_sampler import MemberProgress, ModelCall, TurnSampler
 from headway.runtime.hooks import Hook, finite_number, load_hook, shown
@@ -55,7 +57,8 @@ class Attempt:
         self.group = group
         self.member = member
         self._turns: list[Rollout] = []  # as the generator gave them
-        self._observed: list[tuple[int, ...]] = []  # after each
+        self._block = TokenBlock()  # all tokens after the prompt
+        self._ends: list[int] = []  # of each turn and what was observed after it
         self._rewards: list[float | None] = []
         self._environment_s = 0.0  # between turns
         self._cut = False  # at the limit of tokens
@@ -66,15 +69,14 @@ class Attempt:
         return self.group.task
 
     @property
-    def response_ids(self) -> tuple[int, ...]:
+    def response_ids(self) -> TokenIds:
         """All tokens after the prompt so far, sampled and observed."""
-        parts = zip(self._turns, self._observed, strict=True)
-        return tuple(token for turn, said in parts for token in (*turn.response_ids, *said))
+        return self._block.ids
 
     @property
     def tokens_left(self) -> int:
         """Tokens left until ``rollout.max_response_tokens``, which observed tokens count towards."""
-        return self._sampler.settings.max_response_tokens - len(self.response_ids)
+        return self._sampler.settings.max_response_tokens - len(self._block)
 
     async def run(self) -> None:
         """Call the function."""
@@ -100,7 +102,7 @@ class Attempt:
             ModelCall(
                 group=self.group,
                 member=self.member,
-                prompt_ids=(*self.group.prompt_ids, *self.response_ids),
+                prompt_ids=TokenIds.joined((self.group.prompt_ids, self.response_ids)),
                 purpose=f"turn{number}-" if number else "",  # the first has the seed of a single turn
                 session=sampler.name(self.group, self.member),
                 max_tokens=limit,
@@ -108,7 +110,8 @@ class Attempt:
             )
         )
         self._turns.append(turn)
-        self._observed.append(())
+        self._block.extend(turn.response_ids, turn.response_logprobs, turn.versions)
+        self._ends.append(len(self._block))
         self._rewards.append(None)
         if self.over:
             raise RolloutOver("the rollout was stopped" if turn.failure is None else turn.failure.cause)
@@ -125,7 +128,8 @@ class Attempt:
         if len(ids) > self.tokens_left:
             self._cut = True
             raise RolloutOver(f"{len(ids)} tokens were observed where {self.tokens_left} are left")
-        self._observed[-1] += tuple(ids)
+        self._block.append_reply(ids)
+        self._ends[-1] = len(self._block)
 
     def reward(self, value: float) -> None:
         """Reward the turn sampled last: algorithm.turn_discount says how it reaches those before it."""
@@ -150,31 +154,20 @@ class Attempt:
             failure = failure or Failure(boundary="environment", cause=cause, infrastructure=False)
             empty = MemberProgress(ModelCall.first(self.group, self.member)).rollout(now, failure)
             return msgspec.structs.replace(empty, turns=0)
-        last, ids = self._turns[-1], self.response_ids
-        logprobs: list[float] = []
-        mask: list[bool] = []
-        versions: list[VersionSpan] = []
-        ends: list[int] = []
-        for turn, said in zip(self._turns, self._observed, strict=True):
-            logprobs += [*turn.response_logprobs, *(0.0 for _ in said)]
-            mask += [*(True for _ in turn.response_ids), *(False for _ in said)]
-            versions += turn.versions
-            if said and versions:  # an environment's tokens carry the version of the token before
-                versions.append(VersionSpan(version=versions[-1].version, tokens=len(said)))
-            ends.append(len(mask))
+        last, block = self._turns[-1], self._block
         rewarded = any(reward is not None for reward in self._rewards)
         return msgspec.structs.replace(
             last,
             group=self.group.index,
             prompt_ids=self.group.prompt_ids,
-            response_ids=ids,
-            response_logprobs=tuple(logprobs),
-            response_mask=tuple(mask),
-            versions=_joined(versions),
+            response_ids=block.ids,
+            response_logprobs=block.logprobs,
+            response_mask=block.mask,
+            versions=block.versions,
             failure=failure or last.failure,
             finish_reason="error" if failure is not None else self._finish_reason(last),
             pruned=self.stopped if isinstance(self.stopped, Pruned) else last.pruned,
-            turn_ends=tuple(ends),
+            turn_ends=tuple(self._ends),
             turn_rewards=tuple(reward or 0.0 for reward in self._rewards) if rewarded else (),
             turns=len(self._turns),
             environment_s=self._environment_s + max(0.0, now - last.generated_s),
@@ -244,14 +237,3 @@ def load_rollout_function(name: str) -> Hook:
 
 def _raised(error: HookFailed, infrastructure: bool) -> Failure:
     return Failure(boundary="environment", cause=str(error)[:300], infrastructure=infrastructure)
-
-
-def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Neighbours of one version as one span."""
-    joined: list[VersionSpan] = []
-    for span in spans:
-        if joined and joined[-1].version == span.version:
-            joined[-1] = VersionSpan(version=span.version, tokens=joined[-1].tokens + span.tokens)
-        else:
-            joined.append(span)
-    return tuple(joined)

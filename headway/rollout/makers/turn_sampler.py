@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, Protocol, TypeVar
 
@@ -57,7 +57,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
 
     group: Group
     member: int
-    prompt_ids: tuple[int, ...]  # all tokens before the response
+    prompt_ids: Sequence[int]  # all tokens before the response
     partial: PartialResponse = PartialResponse()  # the part of the response that was sampled before
     resumes: int = 0  # parkings of the member so far: they count towards max_resumes
     purpose: str = ""  # separates request ids and random numbers from those of the member's other calls

@@ -303,7 +303,7 @@ def test_damaged_foreign_and_newer_files_are_refused_by_name(tmp_path):
     with sqlite3.connect(newer) as connection:
         connection.execute("PRAGMA user_version=99")
     connection.close()
-    with pytest.raises(BufferCorrupt, match="schema version 99; this Headway reads version 2"):
+    with pytest.raises(BufferCorrupt, match="schema version 99; this Headway reads versions 2 and 3"):
         GroupBuffer(newer, 4)
 
     with pytest.raises(StorageFailed, match="unable to open"):
@@ -378,7 +378,7 @@ def test_parked_members_are_kept_until_their_group_finishes(path, tmp_path):
     owners = [group(0), group(1)]
     for owner in owners:
         buffer.admit(owner)
-    part = PartialResponse(ids=(7, 8), logprobs=(-0.1, -0.2), versions=(VersionSpan(version=3, tokens=2),))
+    part = PartialResponse(ids=(7, 8), logprobs=(-0.125, -0.25), versions=(VersionSpan(version=3, tokens=2),))
     first = PartialRollout(group=0, member=1, response=PartialResponse(), resumes=0)
     again = PartialRollout(group=0, member=1, response=part, resumes=1, environment_version=3)
     for parked in (first, again, PartialRollout(group=1, member=0, response=part, resumes=0)):

@@ -19,12 +19,13 @@ from headway.records.generation import (
     SamplingParameters,
     TokenDelta,
 )
+from headway.records.tokens import decoder
 from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock, run_virtual
 from headway.runtime.local_worker import Death
 from headway.runtime.workers import WorkerSpec
 
-REQUESTS = msgspec.msgpack.Decoder(list[GenerationRequest])
+REQUESTS = decoder(list[GenerationRequest])
 
 
 class ScriptedWorker:
@@ -74,9 +75,7 @@ class ScriptedWorker:
 
     def say(self, request_id: str, *ids: int, reason: Any = None) -> None:
         """Stream tokens of a request."""
-        delta = TokenDelta(
-            request_id=request_id, ids=ids, logprobs=(-1.0,) * len(ids), version=self.version, finish_reason=reason
-        )
+        delta = TokenDelta.of(request_id, ids, (-1.0,) * len(ids), version=self.version, finish_reason=reason)
         self.events.put_nowait(msgspec.msgpack.encode([delta]))
         if reason is not None:
             self.open.pop(request_id, None)

@@ -11,6 +11,7 @@ from recorded_agent import USER, committed, recorder, request, result, said, spe
 from headway.records.conversations import RecordedConversation, RequestRefused, rollout_of
 from headway.records.rollout import Failure, Group, Rollout
 from headway.records.task import Task
+from headway.records.tokens import decoder, encoder
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_a_conversation_as_a_rollout() -> None:
     assert (rollout.response_tokens, len(rollout.response_ids)) == (5, 2)
     prompts = len(rollout.prompt_ids) + len(rollout.branches[0].prompt_ids)
     assert rollout.all_tokens == prompts + 5
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(rollout), type=Rollout) == rollout
+    assert decoder(Rollout).decode(encoder().encode(rollout)) == rollout
 
 
 def test_a_conversation_without_an_answer_is_a_failed_rollout() -> None:
@@ -142,5 +143,5 @@ def test_a_conversation_without_an_answer_is_a_failed_rollout() -> None:
 
 def test_rollouts_stored_before_there_were_branches_are_read() -> None:
     old = msgspec.msgpack.encode({"group": 1, "member": 0, "prompt_ids": [1], "response_ids": [2]})
-    rollout = msgspec.msgpack.decode(old, type=Rollout)
+    rollout = decoder(Rollout).decode(old)
     assert (rollout.branches, rollout.calls, rollout.response_tokens, rollout.all_tokens) == ((), 0, 1, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +19,7 @@ from headway.records.counted import (
     tokens_from,
 )
 from headway.records.rollout import Rollout
+from headway.records.tokens import encoder
 
 
 @given(seed=st.integers(-(2**63), 2**63), first=st.integers(0, 5000), count=st.integers(0, 3000))
@@ -63,4 +63,4 @@ def test_values_that_are_not_finite_are_found():
 def test_a_record_of_any_length_is_stored_in_a_few_bytes():
     ids = CountedTokens.of(100_000, seed=3)
     rollout = Rollout(group=0, member=0, prompt_ids=ids, response_ids=ids, response_mask=sampled_mask(ids))
-    assert len(msgspec.msgpack.encode(rollout)) < 1000
+    assert len(encoder().encode(rollout)) < 1000

@@ -7,7 +7,6 @@ import pickle
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import pytest
 from fake_sandboxes import FakeBackend, FakeSandbox
 from played import TASK, play
@@ -18,6 +17,7 @@ from headway.config.sandbox import SandboxConfig
 from headway.records.environment import EnvironmentState, PartialRollout
 from headway.records.rollout import Failure
 from headway.records.sandbox import SandboxError, Snapshot, infrastructure_failure
+from headway.records.tokens import decoder, encoder
 from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.hosting.client import WorkerLease
 from headway.rollout.hosting.service import EnvironmentService, Episodes
@@ -294,7 +294,7 @@ def test_a_large_integer_in_the_state_comes_back() -> None:
 
     parked: list[PartialRollout] = []
     first = play(Large(), SAID, gate=waiting(parked))
-    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(parked[0]), type=PartialRollout)
+    kept = decoder(PartialRollout).decode(encoder().encode(parked[0]))
     second = play(Large(), ["b2", "c"], parked=kept, snapshots=first.backend.snapshots)
     assert second.rollout.verdict["large"] == 2**63 + 1
 
@@ -315,6 +315,6 @@ def test_what_can_not_be_stored_fails_its_rollout_and_not_the_run(odd: Any) -> N
     played = play(Odd(turns=1), ["a"])
     assert played.rollout.failure is not None
     assert played.rollout.failure.boundary == "reward"
-    assert msgspec.msgpack.encode(played.rollout)
-    assert msgspec.msgpack.encode(play(Raising(ValueError(odd)), ["a"]).rollout)
-    assert msgspec.msgpack.encode(play(OddlyEnded(), ["a"]).rollout)
+    assert encoder().encode(played.rollout)
+    assert encoder().encode(play(Raising(ValueError(odd)), ["a"]).rollout)
+    assert encoder().encode(play(OddlyEnded(), ["a"]).rollout)

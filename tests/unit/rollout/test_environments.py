@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgspec
 import pytest
 from endpoint_server import chat
 from played import GROUP, Parts, Played, Policy, play
@@ -14,6 +13,7 @@ from headway.generator.recording.sessions import Session
 from headway.records.environment import PartialRollout
 from headway.records.rollout import Failure
 from headway.records.sandbox import ExecResult, SandboxError, infrastructure_failure, model_failure
+from headway.records.tokens import decoder, encoder
 from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.environments.python_tool import PythonTool
 from headway.rollout.tools import ToolError
@@ -229,7 +229,7 @@ def test_it_goes_on_in_another_process() -> None:
     parked: list[PartialRollout] = []
     first = play(Counting(), SAID, gate=waiting(parked))
     # through the buffer and back
-    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(parked[0]), type=PartialRollout)
+    kept = decoder(PartialRollout).decode(encoder().encode(parked[0]))
     environment = Counting()
     second = play(environment, ["b2", "c"], parked=kept, snapshots=first.backend.snapshots)
     assert environment.resumed == ["7-1"]

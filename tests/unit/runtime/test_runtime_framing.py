@@ -84,7 +84,7 @@ def test_several_large_arrays_keep_their_places():
 
 def test_records_cross_unchanged():
     records = [
-        TokenDelta(request_id="1-0", ids=(1, 2), logprobs=(-0.5, -0.25), version=3),
+        TokenDelta.of("1-0", (1, 2), (-0.5, -0.25), version=3),
         Verdict(reward=1.0, solved=True, detail={"parts": [1, {"x": None}]}),
     ]
     (frame,) = _read(_bytes(encode(Kind.EVENT, 0, records)), [4096])

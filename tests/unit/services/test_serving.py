@@ -19,6 +19,7 @@ from headway.generator.routing.limiter import Place
 from headway.records.conversations import ClientSampling, RecordedConversation
 from headway.records.errors import ConfigurationError
 from headway.records.generation import GenerationRequest, GenerationResult, PartialResponse, VersionSpan
+from headway.records.tokens import restored
 from headway.runtime.clock import Clock, run_virtual
 from headway.services.serve import ServedSessions, sampling, serving_of
 from headway.services.session_record import recorded_line
@@ -117,7 +118,7 @@ def test_a_session_is_over_when_it_is_not_used_for_long() -> None:
     assert line is not None
     data = json.loads(line)
     assert (data.pop("rollout"), data["calls"]) == ("used", 1)
-    assert msgspec.convert(data, RecordedConversation) == over[1].seal()
+    assert msgspec.convert(data, RecordedConversation, dec_hook=restored) == over[1].seal()
 
 
 def test_recorded_lines_of_one_name_tell_their_keys_apart() -> None:

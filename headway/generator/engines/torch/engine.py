@@ -28,6 +28,7 @@ from headway.records.generation import (
     TokenDelta,
     UpdateMode,
 )
+from headway.records.tokens import TokenIds
 from headway.tokens.tokenizer import Tokenizer
 
 HEADROOM_TOKENS = 8  # KV tokens each running request can still gain before a new one is let in
@@ -36,7 +37,7 @@ HEADROOM_TOKENS = 8  # KV tokens each running request can still gain before a ne
 class _Partial(NamedTuple):
     """What is computed of a prompt longer than a step's budget. Gone with an update, or when its slot is needed."""
 
-    ids: tuple[int, ...]
+    ids: TokenIds
     update: int  # whose weights computed it
 
 
@@ -97,7 +98,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
         self._rows = 0  # rows 0 .. _rows-1 are in use, but for the holes
         self._holes: list[int] = []  # rows freed since the last step; refilled or closed by the next
         self._partial: _Partial | None = None  # the KV of a prompt's beginning, in the last slot
-        self._donors: dict[tuple[int, ...], list[EngineRequest]] = {}  # running requests by prompt
+        self._donors: dict[TokenIds, list[EngineRequest]] = {}  # running requests by prompt
         self._watched: set[EngineRequest] = set()  # running requests with stop strings
         self._updates = 0  # applied so far; unlike versions they never repeat
         self._generated = self._prefilled = self._preemptions = self._steps = 0
@@ -157,7 +158,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
         # Lowest holes first: then a row that `_close_holes` moves is never one whose prefill is still to come.
         self._holes.sort(reverse=True)
         used, budget = self._kv_used(), self._prefill_tokens_per_step
-        plans: dict[tuple[int, ...], Prefill] = {}
+        plans: dict[TokenIds, Prefill] = {}
         copies: dict[int, list[tuple[int, int]]] = {}  # tokens -> (source slot, target slot)
         begun_slots: dict[int, list[int]] = {}  # tokens -> slots that get them from the last one
         admitted: list[EngineRequest] = []
@@ -201,7 +202,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
         self._prefilled += sum(plan.tokens for plan in plans.values())
         return list(plans.values())
 
-    def _begun(self, ids: tuple[int, ...]) -> int:
+    def _begun(self, ids: TokenIds) -> int:
         """How many of ``ids`` have their KV in the last slot."""
         partial = self._partial
         if partial is None or partial.update != self._updates or ids[: len(partial.ids)] != partial.ids:
@@ -262,13 +263,12 @@ class TorchEngine(OpenRequests[EngineRequest]):
     def _emit(
         self, entry: EngineRequest, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
     ) -> None:
-        ids, logprobs = self._table.take_unsent(entry.slot) if entry.slot >= 0 else ((), ())
+        data = self._table.take_unsent(entry.slot) if entry.slot >= 0 else b""
         self._deltas.append(
             TokenDelta(
                 request_id=entry.request_id,
-                ids=ids,
-                logprobs=logprobs,
-                version=self.version if ids else -1,
+                data=data,
+                version=self.version if data else -1,
                 finish_reason=finish_reason,
                 error=error,
                 reprefilled=entry.reprefilled,
@@ -386,11 +386,11 @@ class TorchEngine(OpenRequests[EngineRequest]):
         self._prefilled += total
         return total
 
-    def _shared_prompts(self, running: Sequence[EngineRequest]) -> dict[tuple[int, ...], Prefill]:
+    def _shared_prompts(self, running: Sequence[EngineRequest]) -> dict[TokenIds, Prefill]:
         """The prompts that several of ``running`` have, but for the last token, which one of them may still feed."""
         if self._deterministic:  # a row's result would depend on its having siblings
             return {}
-        slots: dict[tuple[int, ...], list[int]] = {}
+        slots: dict[TokenIds, list[int]] = {}
         for request in running:
             slots.setdefault(request.prompt, []).append(request.slot)
         return {

@@ -11,6 +11,7 @@ import torch
 
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.sampling import RowSampling, counter_uniform
+from headway.records.tokens import SAMPLED, TokenIds
 
 UNLIMITED = 2**31 - 1
 
@@ -24,8 +25,8 @@ class SlotTable:
 
     def __init__(self, slots: int, context_tokens: int) -> None:
         self.requests: list[EngineRequest | None] = [None] * slots
-        self.sequence = np.zeros((slots, context_tokens), np.int32)  # prompt, then response
-        self.logprobs = np.zeros((slots, context_tokens), np.float32)  # behaviour log-probability of each token
+        self.tokens = np.zeros((slots, context_tokens), SAMPLED)  # prompt, then response, whose log-probabilities count
+        self.sequence, self.logprobs = self.tokens["id"], self.tokens["logprob"]  # views
         self.pending = np.zeros(slots, np.int64)
         self.position = np.zeros(slots, np.int64)
         self.prompt = np.zeros(slots, np.int64)  # prompt length
@@ -89,8 +90,7 @@ class SlotTable:
         for column in self._columns():
             column[target] = column[source]
         length = int(self.position[source]) + 1
-        self.sequence[target, :length] = self.sequence[source, :length]
-        self.logprobs[target, :length] = self.logprobs[source, :length]
+        self.tokens[target, :length] = self.tokens[source, :length]
         request.slot = target
         self.requests[target] = request
         self.release(source)
@@ -118,14 +118,14 @@ class SlotTable:
         self.logprobs[rows, place] = logprobs
         self.pending[:count] = tokens
 
-    def response_ids(self, slot: int) -> tuple[int, ...]:
-        return tuple(self.sequence[slot, self.prompt[slot] : self.position[slot] + 1].tolist())
+    def response_ids(self, slot: int) -> TokenIds:
+        return TokenIds(self.sequence[slot, self.prompt[slot] : self.position[slot] + 1])
 
-    def take_unsent(self, slot: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Tokens and log-probabilities not yet in a delta; marks them sent."""
+    def take_unsent(self, slot: int) -> bytes:
+        """The data of a delta of the tokens that are in none yet; marks them sent."""
         first, end = int(self.sent[slot]), int(self.position[slot]) + 1
         self.sent[slot] = end
-        return tuple(self.sequence[slot, first:end].tolist()), tuple(self.logprobs[slot, first:end].tolist())
+        return self.tokens[slot, first:end].tobytes()
 
     def row_sampling(self, rows: int, device: torch.device) -> RowSampling:
         """What the next token of the first ``rows`` rows is sampled with, on ``device``."""

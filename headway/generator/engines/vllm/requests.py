@@ -133,7 +133,7 @@ class VllmRequests(OpenRequests[VllmRequest]):
     def _forget_ticket(self, entry: VllmRequest) -> None:
         del self._given[entry.ticket]
         entry.ticket, entry.own = "", None
-        entry.response += tuple(entry.sampled)
+        entry.response += entry.sampled
         entry.sampled.clear()
 
     # --- what vLLM says -----------------------------------------------------------------------------------------
@@ -194,19 +194,18 @@ class VllmRequests(OpenRequests[VllmRequest]):
     def _emit(
         self, entry: VllmRequest, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
     ) -> None:
-        ids, logprobs = tuple(entry.unsent), tuple(entry.logprobs)
-        entry.unsent.clear()
-        entry.logprobs.clear()
         self._deltas.append(
-            TokenDelta(
-                request_id=entry.request_id,
-                ids=ids,
-                logprobs=logprobs,
-                version=entry.version if ids else -1,
+            TokenDelta.of(
+                entry.request_id,
+                entry.unsent,
+                entry.logprobs,
+                version=entry.version if entry.unsent else -1,
                 finish_reason=finish_reason,
                 error=error,
                 refused=refused,
                 reprefilled=entry.reprefilled,
             )
         )
+        entry.unsent.clear()
+        entry.logprobs.clear()
         entry.reprefilled = False

@@ -132,7 +132,7 @@ class VllmServerEngine(VllmRequests):
             "/inference/v1/generate",
             {
                 "request_id": ticket,
-                "token_ids": entry.prompt + entry.response,
+                "token_ids": [*entry.prompt, *entry.response],
                 "sampling_params": {
                     "temperature": how.temperature,
                     "max_tokens": self._may_sample(entry),

@@ -1,0 +1,107 @@
+"""A response while its tokens come: what engines stream is appended, and whoever looks gets it as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.records.generation import PartialResponse, VersionSpan
+from headway.records.tokens import SAMPLED, TokenIds, TokenLogprobs, TokenMask, sampled
+
+
+class TokenBlock:
+    """Ids, log-probabilities, mask and version spans of consecutive tokens, growing at its end in O(1) a token.
+
+    Invariant: all four describe the same tokens; neighbouring spans differ in their version. What was handed out stays
+    as it was.
+
+    Example, a turn, the environment's reply to it (masked, log-probability 0, of the version before) and a turn::
+
+        block.extend((5, 6), (-0.5, -1.0), (VersionSpan(version=3, tokens=2),))
+        block.append_reply((9,))
+        block.append(delta.data, version=4)  # one token
+        block.mask == (True, True, False, True)
+        block.versions == (VersionSpan(version=3, tokens=3), VersionSpan(version=4, tokens=1))
+    """
+
+    __slots__ = ("_masked", "_pieces", "_size", "_spans", "_version")
+
+    def __init__(self, begun: PartialResponse | None = None) -> None:
+        """``begun``: the tokens it begins with."""
+        self._pieces: list[bytes] = []  # of SAMPLED, joined when somebody looks
+        self._size = 0  # their bytes
+        self._masked: list[tuple[int, int]] = []  # [first, behind) of each run without loss
+        self._spans: list[tuple[int, int]] = []  # (version, first token)
+        self._version: int | None = None  # of the last one
+        if begun is not None and begun.ids:
+            self.extend(begun.ids, begun.logprobs, begun.versions)
+
+    def __len__(self) -> int:
+        return self._size // SAMPLED.itemsize
+
+    def append(self, data: bytes, version: int) -> None:
+        """Sampled tokens of one version, at least one, as a `TokenDelta` has them."""
+        if version != self._version:
+            self._spans.append((version, len(self)))
+            self._version = version
+        self._pieces.append(data)
+        self._size += len(data)
+
+    def extend(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Iterable[VersionSpan],
+        *,
+        learned: bool = True,
+    ) -> None:
+        """Append sampled tokens of several versions; ``learned`` False masks them. Raises ValueError where the parts
+        differ in length."""
+        tokens, at, began = sampled(ids, logprobs), 0, len(self)
+        for span in versions:
+            at, first = at + span.tokens, at
+            self.append(tokens[first:at].tobytes(), span.version)
+        if at != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens, and version spans of {at}: as many are needed")
+        if not learned:
+            self._masked.append((began, len(self)))
+
+    def append_reply(self, ids: Sequence[int]) -> None:
+        """Tokens of an environment's reply: no loss, and the version of the token before (-1 where there is none)."""
+        if ids:
+            first, version = len(self), -1 if self._version is None else self._version
+            self.append(sampled(ids, TokenLogprobs.filled(0.0, len(ids))).tobytes(), version)
+            self._masked.append((first, len(self)))
+
+    def _tokens(self) -> NDArray[Any]:
+        if len(self._pieces) != 1:
+            self._pieces = [b"".join(self._pieces)]
+        return np.frombuffer(self._pieces[0], SAMPLED)
+
+    @property
+    def ids(self) -> TokenIds:
+        return TokenIds.view(self._tokens()["id"].copy())
+
+    @property
+    def logprobs(self) -> TokenLogprobs:
+        return TokenLogprobs.view(self._tokens()["logprob"].copy())
+
+    @property
+    def mask(self) -> TokenMask:
+        mask = np.ones(len(self), TokenMask.dtype)
+        for first, behind in self._masked:
+            mask[first:behind] = False
+        return TokenMask.view(mask)
+
+    @property
+    def versions(self) -> tuple[VersionSpan, ...]:
+        ends = [first for _, first in self._spans[1:]] + [len(self)]
+        spans = zip(self._spans, ends, strict=False)
+        return tuple(VersionSpan(version=version, tokens=end - first) for (version, first), end in spans)
+
+    def response(self) -> PartialResponse:
+        """All but the mask: enough to go on elsewhere."""
+        return PartialResponse(ids=self.ids, logprobs=self.logprobs, versions=self.versions)
