@@ -58,7 +58,6 @@ class _Entry:
 
     size: int
     state: Literal["open", "buffered", "batched"] = "open"
-    buffered_s: float = 0.0
 
 
 class GroupBuffer:
@@ -88,6 +87,9 @@ class GroupBuffer:
         self._clock: Clock = clock or RealClock()
         self._connection = open_database(self._path)
         self._entries: dict[int, _Entry] = {}
+        self._buffered_s: dict[
+            int, float
+        ] = {}  # clock when a buffered group finished (or was read again), oldest first
         self._encoder = msgspec.msgpack.Encoder()
         try:
             with reading(self._path):
@@ -120,18 +122,15 @@ class GroupBuffer:
         return self._released_version
 
     def statistics(self) -> BufferStatistics:
-        by_state = {"open": 0, "buffered": 0, "batched": 0}
-        oldest_s = now_s = self._clock.now()
-        for entry in self._entries.values():
-            by_state[entry.state] += 1
-            if entry.state == "buffered":
-                oldest_s = min(oldest_s, entry.buffered_s)
+        buffered, batched = len(self._buffered_s), 0 if self._pending is None else len(self._pending[2])
         return BufferStatistics(
             used=len(self._entries),
             capacity=self._capacity,
             peak=self._peak,
-            oldest_age_s=now_s - oldest_s,
-            **by_state,
+            oldest_age_s=self._clock.now() - next(iter(self._buffered_s.values())) if buffered else 0.0,
+            open=len(self._entries) - buffered - batched,
+            buffered=buffered,
+            batched=batched,
         )
 
     # -- transitions ---------------------------------------------------------------------------------
@@ -202,7 +201,7 @@ class GroupBuffer:
                 self._end(connection, index, ending, reason, None)
         if ending is None:
             entry.state = "buffered"
-            entry.buffered_s = self._clock.now()
+            self._buffered_s[index] = self._clock.now()
         else:
             del self._entries[index]
 
@@ -236,6 +235,7 @@ class GroupBuffer:
             connection.executemany(INSERT_ROLLOUT, rows)
             self._end(connection, index, ending, reason, None)
         del self._entries[index]
+        self._buffered_s.pop(index, None)
 
     def commit_batch(self, batch: Batch) -> int:
         """Commit membership and order of a batch before its step; returns the attempt (0 but after skips).
@@ -259,8 +259,9 @@ class GroupBuffer:
             connection.executemany(
                 "UPDATE groups SET state = 'batched', step = ? WHERE idx = ?", [(batch.step, i) for i in batch.groups]
             )
-        for entry in entries:
+        for index, entry in zip(batch.groups, entries, strict=True):
             entry.state = "batched"
+            del self._buffered_s[index]
         self._pending = (batch.step, attempt, batch.groups)
         return attempt
 
@@ -446,7 +447,9 @@ class GroupBuffer:
         now_s = self._clock.now()
         rows = execute("SELECT idx, size, state FROM groups WHERE state <> 'ended' ORDER BY idx").fetchall()
         for index, size, state in rows:
-            self._entries[index] = _Entry(size=size, state=state, buffered_s=now_s)
+            self._entries[index] = _Entry(size=size, state=state)
+            if state == "buffered":
+                self._buffered_s[index] = now_s
 
     def _entry(self, index: int, *states: str) -> _Entry:
         entry = self._entries.get(index)
