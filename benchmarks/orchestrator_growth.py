@@ -85,7 +85,7 @@ class _Tokenizer:
 
 
 def cost_s(load: Load, open_groups: int, steps: int) -> float:
-    """CPU seconds a sample, over ``steps`` steps from the moment that ``open_groups`` are open."""
+    """CPU seconds a sample, over ``steps`` steps while ``open_groups`` are open."""
     apart = _Apart()
     undo = [
         apart.wrap(FakeWorker, "_stream", "_emit", "_submit", "_end"),
@@ -128,7 +128,7 @@ async def _measure(clock: Clock, folder: Path, load: Load, open_groups: int, ste
     numbers, verdicts = itertools.count(), itertools.count()
 
     def length_of(request: GenerationRequest) -> int:
-        if load == "buffered" and not trainer.marks:
+        if load == "buffered" and not trainer.version:
             return 1
         number = next(numbers)
         return 1 + number % RESPONSE_TOKENS if number < SIZE * GENERATING else RESPONSE_TOKENS
@@ -170,7 +170,7 @@ class _Measured(Exception):
 
 
 class _Trainer(FakeTrainer):
-    """Begins when everything is open, and ends the run after ``steps``."""
+    """Begins when everything is open, and ends the run after one step and ``steps`` more."""
 
     full: Callable[[], bool]
     now_s: Callable[[], float]  # CPU time
@@ -183,11 +183,12 @@ class _Trainer(FakeTrainer):
 
     async def train_step(self, batch: TrainBatch) -> StepReport:
         """See `FakeTrainer`."""
-        if not self.marks:
+        if self.version == 0:
             while not self.full():
                 await self._wait(0.01)
+        elif self.version == 1:  # the first step's record counts what filled the queue
             self.marks.append(self.now_s())
-        elif self.version == self.steps:
+        elif self.version == 1 + self.steps:
             self.marks.append(self.now_s())
             raise _Measured
         return await super().train_step(batch)

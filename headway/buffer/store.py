@@ -89,7 +89,7 @@ class GroupBuffer:
         self._entries: dict[int, _Entry] = {}
         self._buffered_s: dict[
             int, float
-        ] = {}  # clock when a buffered group finished (or was read again), oldest first
+        ] = {}  # clock when a buffered group finished, oldest first
         self._encoder = msgspec.msgpack.Encoder()
         try:
             with reading(self._path):
