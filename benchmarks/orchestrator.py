@@ -258,7 +258,9 @@ def measure_run(rounds: int, samples: int) -> dict[str, Any]:
         prepare(folder)
         for number in range(rounds):
             spent = one_run(folder, f"run-{number}", samples)
-            floor = floor_s(samples, group=GROUP, groups_per_step=GROUPS_PER_STEP, slots=SLOTS)
+            floor = floor_s(
+                samples, group=GROUP, groups_per_step=GROUPS_PER_STEP, slots=SLOTS, frame_s=DELTA_S / REPLICAS
+            )
             per_sample = {
                 "cpu_us_per_sample": 1e6 * spent.cpu_s / spent.samples,
                 "floor_us_per_sample": 1e6 * floor,

@@ -25,8 +25,11 @@ from headway.runtime.framing import FrameReader, Kind, encode, widen
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def floor_s(samples: int, *, group: int, groups_per_step: int, slots: int) -> float:
-    """CPU seconds of this process for each of ``samples``, whole batches of them."""
+def floor_s(samples: int, *, group: int, groups_per_step: int, slots: int, frame_s: float) -> float:
+    """CPU seconds of this process for each of ``samples``, whole batches of them.
+
+    A frame comes every ``frame_s``, as in the run: a process that wakes up seldom finds its caches cold, here as there.
+    """
     batch = group * groups_per_step
     samples = max(batch, samples - samples % batch)
     frames = samples * DELTAS // slots
@@ -37,7 +40,7 @@ def floor_s(samples: int, *, group: int, groups_per_step: int, slots: int) -> fl
         outgoing, sink = socket.socketpair()
         for one in (incoming, peer, outgoing, sink):
             widen(one)
-        replicas = _forked(lambda: _stream(peer, slots, frames), incoming, outgoing, sink)
+        replicas = _forked(lambda: _stream(peer, slots, frames, frame_s), incoming, outgoing, sink)
         trainer = _forked(lambda: _drain(sink), incoming, outgoing, peer)
         peer.close()
         sink.close()
@@ -123,12 +126,14 @@ def _forked(work: Callable[[], None], *others: socket.socket) -> int:
     return child
 
 
-def _stream(peer: socket.socket, slots: int, frames: int) -> None:
+def _stream(peer: socket.socket, slots: int, frames: int, frame_s: float) -> None:
     """Frames as replicas send them: what every running request has gained."""
     tokens = slots * DELTA_TOKENS
     message = (list(range(slots)), np.zeros(tokens, np.int32).tobytes(), np.zeros(tokens, np.float32).tobytes())
     frame = b"".join(encode(Kind.EVENT, 0, message))
-    for _ in range(frames):
+    start_s = time.monotonic()
+    for number in range(frames):
+        time.sleep(max(0.0, start_s + number * frame_s - time.monotonic()))
         peer.sendall(frame)
 
 
