@@ -87,9 +87,7 @@ class GroupBuffer:
         self._clock: Clock = clock or RealClock()
         self._connection = open_database(self._path)
         self._entries: dict[int, _Entry] = {}
-        self._buffered_s: dict[
-            int, float
-        ] = {}  # clock when a buffered group finished, oldest first
+        self._buffered_s: dict[int, float] = {}  # clock when a buffered group finished, oldest first
         self._encoder = msgspec.msgpack.Encoder()
         try:
             with reading(self._path):

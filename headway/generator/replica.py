@@ -12,7 +12,7 @@ from typing import Any
 from headway.config.router import Router as RouterSettings
 from headway.config.schema import Experiment
 from headway.control.breaker import Breaker
-from headway.control.routing import ReplicaCondition
+from headway.control.routing import ReplicaCondition, Standing, standing_of
 from headway.generator.activity import ActivitySpan
 from headway.generator.calls import Call
 from headway.records.errors import HeadwayError, RemoteError, WorkerDied
@@ -54,7 +54,7 @@ class Replica:
         self.update = 0  # number of the update it applied last; 0: none, it has the model at the configured path
         self.calls: dict[str, Call] = {}  # by ticket
         self.outstanding_tokens = 0
-        self.outbox: list[Call] = []  # to be submitted in one call
+        self.outbox: dict[str, Call] = {}  # by ticket: to be submitted in one call
         self.aborts: list[str] = []
         self.flushing = False
         self.live_since_s = 0.0
@@ -79,7 +79,14 @@ class Replica:
         """KV tokens it holds."""
         return self.present.kv_capacity_tokens or self._capacity_tokens
 
-    def condition(self, now: float) -> ReplicaCondition:
+    def standing(self, now: float, newest_update: int, grace_s: float) -> Standing:
+        """How it stands; at once where nothing is the matter, as for nearly every request."""
+        matter = not self.live or self.leaving or self.silent or self.resting or self.lent
+        if not matter and self.update >= newest_update and self.breaker.closed:
+            return "serving"
+        return standing_of(self._condition(now), newest_update, grace_s)
+
+    def _condition(self, now: float) -> ReplicaCondition:
         """What decides whether it is given requests."""
         return ReplicaCondition(
             live=self.live,

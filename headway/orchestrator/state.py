@@ -22,16 +22,20 @@ class Signal:
 
     def __init__(self) -> None:
         self.count = 0
-        self._event = asyncio.Event()
+        self._waiters: list[asyncio.Future[None]] = []
 
     def notify(self) -> None:
         self.count += 1
-        self._event.set()
-        self._event = asyncio.Event()
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():  # else it was cancelled
+                    waiter.set_result(None)
 
     async def wait(self, mark: int) -> None:
         while self.count == mark:
-            await self._event.wait()
+            self._waiters.append(asyncio.get_running_loop().create_future())
+            await self._waiters[-1]
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import msgspec
 
@@ -107,11 +108,13 @@ class Train:
 
     async def _wait(self, mark: int) -> None:
         """Until the state changes or time has run out for something."""
-        try:
-            async with asyncio.timeout(self._wake_in_s()):
-                await self._run.state.changed.wait(mark)
-        except TimeoutError:
+        limit_s = self._wake_in_s()
+        if limit_s is None:
+            await self._run.state.changed.wait(mark)
             return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._run.state.changed.wait(mark)
 
     def _end(self, index: int, ending: Ending, reason: str) -> None:
         """End an open group that will not be trained."""

@@ -127,6 +127,8 @@ class LocalWorker:
         self._pending[number] = (method, reply)
         self._send(chunks)
         try:
+            if timeout_s is None:
+                return await reply
             async with asyncio.timeout(timeout_s):
                 return await reply
         except TimeoutError as error:
