@@ -58,6 +58,7 @@ class _Entry:
 
     size: int
     state: Literal["open", "buffered", "batched"] = "open"
+    parked: bool = False  # something was kept of a member
 
 
 class GroupBuffer:
@@ -107,7 +108,7 @@ class GroupBuffer:
     @property
     def cursor_position(self) -> int:
         """Position of the task cursor after the last admission."""
-        return self._meta("cursor_position")
+        return self._next_index if self._cursor_position is None else self._cursor_position
 
     @property
     def completed_steps(self) -> int:
@@ -160,7 +161,9 @@ class GroupBuffer:
                 row,
             )
             position = group.index + 1 if cursor_position is None else cursor_position
-            connection.execute("REPLACE INTO meta VALUES ('cursor_position', ?)", (position,))
+            if self._cursor_position is not None or position != group.index + 1:
+                connection.execute("REPLACE INTO meta VALUES ('cursor_position', ?)", (position,))
+                self._cursor_position = position
         self._next_index += 1
         self._entries[group.index] = _Entry(size=group.size)
         self._peak = max(self._peak, len(self._entries))
@@ -194,7 +197,8 @@ class GroupBuffer:
                     "INSERT INTO evidence (grp, solved, valid, zero_variance, version) VALUES (?, ?, ?, ?, ?)",
                     (index, evidence.solved, evidence.valid, evidence.zero_variance, evidence.version),
                 )
-            self._delete_partials(connection, index)
+            if entry.parked:
+                self._delete_partials(connection, index)
             if ending is not None:
                 self._end(connection, index, ending, reason, None)
         if ending is None:
@@ -212,6 +216,7 @@ class GroupBuffer:
         with self._transaction() as connection:
             row = (payload_id(parked.group, parked.member), self._encoder.encode(parked))
             connection.execute("REPLACE INTO partials VALUES (?, ?)", row)
+        entry.parked = True
 
     def end_group(
         self, index: int, ending: Ending, reason: str, lengths: Mapping[int, tuple[int, bool]] | None = None
@@ -433,6 +438,8 @@ class GroupBuffer:
         execute = self._connection.execute
         self._next_index: int = execute("SELECT coalesce(max(idx) + 1, 0) FROM groups").fetchone()[0]
         self._released_version = self._meta("released_version")
+        position = execute("SELECT value FROM meta WHERE key = 'cursor_position'").fetchone()
+        self._cursor_position: int | None = position[0] if position else None  # None: one task a group
         self._completed_steps: int = execute(
             "SELECT coalesce(max(step) + 1, 0) FROM batches WHERE outcome = 'trained'"
         ).fetchone()[0]
@@ -445,7 +452,7 @@ class GroupBuffer:
         now_s = self._clock.now()
         rows = execute("SELECT idx, size, state FROM groups WHERE state <> 'ended' ORDER BY idx").fetchall()
         for index, size, state in rows:
-            self._entries[index] = _Entry(size=size, state=state)
+            self._entries[index] = _Entry(size=size, state=state, parked=True)  # perhaps
             if state == "buffered":
                 self._buffered_s[index] = now_s
 

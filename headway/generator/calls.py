@@ -33,7 +33,6 @@ class Call:
         "first_token_s",
         "future",
         "opened_s",
-        "outstanding_tokens",
         "prefix",
         "probe",
         "refused_by",
@@ -75,18 +74,17 @@ class Call:
         """Response tokens so far."""
         return len(self._ids)
 
+    @property
+    def outstanding_tokens(self) -> int:
+        """Prompt and still allowed response tokens: what it may cost a replica."""
+        return len(self.request.prompt_ids) + max(0, self.request.sampling.max_tokens - len(self._ids))
+
     def _start_over(self) -> None:
         """With the tokens that were asked with, alone."""
         partial = self.request.partial
         self._ids = list(partial.ids)
         self._logprobs = list(partial.logprobs)
         self._spans = [[span.version, span.tokens] for span in partial.versions]
-        self._count()
-
-    def _count(self) -> None:
-        """Prompt and still allowed response tokens: what it may cost a replica."""
-        request = self.request
-        self.outstanding_tokens = len(request.prompt_ids) + max(0, request.sampling.max_tokens - len(self._ids))
 
     def absorb(self, delta: TokenDelta, now: float) -> None:
         """Take over a delta's tokens; a void one takes all back that were gained."""
@@ -98,7 +96,6 @@ class Call:
         if self.first_token_s == 0.0:
             self.first_token_s = now
         self._ids.extend(delta.ids)
-        self._count()
         self._logprobs.extend(delta.logprobs)
         if self._spans and self._spans[-1][0] == delta.version:
             self._spans[-1][1] += len(delta.ids)

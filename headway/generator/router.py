@@ -59,6 +59,7 @@ class Router:
         self._calls: dict[str, Call] = {}  # by request id, in the order they came
         self._held: list[Call] = []  # a heap: no replica takes them; those that ended meanwhile are passed over
         self._prefixes = PrefixMemory(settings.prefix_block_tokens, settings.remembered_prefixes)
+        self._last_prompt: tuple[object, list[tuple[int, int]]] = ((), [])  # and its keys
         self._newest_update = 0  # that any replica ever applied
         self._tickets = itertools.count()
         self._serials = itertools.count()
@@ -251,7 +252,9 @@ class Router:
             return {}
         epochs = {one.index: one.epoch for one in self._replicas if one.live}
         if call.prefix is None:
-            call.prefix = self._prefixes.keys(call.request.prompt_ids)
+            if self._last_prompt[0] is not call.request.prompt_ids:  # a group's members have one
+                self._last_prompt = call.request.prompt_ids, self._prefixes.keys(call.request.prompt_ids)
+            call.prefix = self._last_prompt[1]
         found = self._prefixes.cached_tokens(call.prefix, epochs)
         return found if affinity == 1.0 else {index: round(affinity * tokens) for index, tokens in found.items()}
 

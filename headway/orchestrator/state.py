@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headway.control.books import Books
@@ -17,25 +18,31 @@ class Signal:
     """Wakes every waiter when the shared state changes.
 
     ``wait`` returns at the first ``notify`` after the caller last looked: take ``mark = signal.count``
-    *before* looking, so that a change between the look and the wait is not missed.
+    *before* looking, so that a change between the look and the wait is not missed. A waiter that says when it has
+    something to do (``ready``) is left alone until then.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: list[tuple[asyncio.Future[None], Callable[[], bool]]] = []
 
     def notify(self) -> None:
         self.count += 1
         if self._waiters:
             waiters, self._waiters = self._waiters, []
-            for waiter in waiters:
-                if not waiter.done():  # else it was cancelled
+            for waiter, ready in waiters:
+                if waiter.done():  # it was cancelled
+                    continue
+                if ready():
                     waiter.set_result(None)
+                else:
+                    self._waiters.append((waiter, ready))
 
-    async def wait(self, mark: int) -> None:
-        while self.count == mark:
-            self._waiters.append(asyncio.get_running_loop().create_future())
-            await self._waiters[-1]
+    async def wait(self, mark: int, ready: Callable[[], bool] = lambda: True) -> None:
+        if self.count == mark or not ready():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append((waiter, ready))
+            await waiter
 
 
 @dataclass

@@ -108,13 +108,18 @@ class Train:
 
     async def _wait(self, mark: int) -> None:
         """Until the state changes or time has run out for something."""
-        limit_s = self._wake_in_s()
+        limit_s, changed = self._wake_in_s(), self._run.state.changed
         if limit_s is None:
-            await self._run.state.changed.wait(mark)
+            aging = self._run.experiment.queue.budget_s is not None  # the first group to open sets a limit
+            await (changed.wait(mark) if aging else changed.wait(mark, self._due))
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await self._run.state.changed.wait(mark)
+                await changed.wait(mark)
+
+    def _due(self) -> bool:
+        """Whether there is more to do than to wait."""
+        return self._over() or self._run.state.selectable.due(self._run.state.version)
 
     def _end(self, index: int, ending: Ending, reason: str) -> None:
         """End an open group that will not be trained."""
