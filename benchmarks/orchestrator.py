@@ -56,6 +56,7 @@ from headway.orchestrator.train import observing
 from headway.records.ledger import LedgerLine, StepRecord
 from headway.rollout.client import VerifierPool
 from headway.runtime.clock import RealClock
+from headway.runtime.collector import short_collections
 from headway.runtime.ledger import Ledger
 from headway.runtime.run_directory import RunDirectory
 from headway.tokens.tokenizer import Tokenizer
@@ -208,6 +209,7 @@ def one_run(folder: Path, name: str, samples: int, at: Callable[[bool], None] = 
         directory.begin(settings, resume=False)
         try:
             async with AsyncExitStack() as stack:
+                await stack.enter_async_context(short_collections(RealClock()))
                 ledger = stack.enter_context(Ledger(directory.path, RealClock()))
                 ledger.subscribe(watch)
                 run = await wire(settings, directory, ledger, stack)

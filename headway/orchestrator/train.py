@@ -27,6 +27,7 @@ from headway.records.trace import Pulse, TraceLine, WorkerState
 from headway.rollout.client import VerifierPool
 from headway.rollout.episodes import Environments
 from headway.runtime.clock import Clock, RealClock
+from headway.runtime.collector import short_collections
 from headway.runtime.exporters import start_exports
 from headway.runtime.ledger import Ledger, read_ledger
 from headway.runtime.line_file import LineFile
@@ -179,6 +180,7 @@ async def wire(
     """Start every actor of the run; ``stack`` stops them in reverse order. ``wrap_generate`` is put between
     rollouts and generator (a benchmark sets the lengths there)."""
     sets = load_task_sets(experiment)
+    await stack.enter_async_context(short_collections(clock))  # rollouts come and go: little of what is old dies
     launcher = LocalLauncher(clock, start_timeout_s=experiment.run.worker_start_timeout_s)
     identity = run_identity(directory.path)
     samples = stack.enter_context(LineFile(directory.samples))
