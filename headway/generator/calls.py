@@ -33,6 +33,7 @@ class Call:
         "first_token_s",
         "future",
         "opened_s",
+        "outstanding",
         "prefix",
         "probe",
         "refused_by",
@@ -56,6 +57,7 @@ class Call:
         self.watch = watch
         self._told_tokens = len(self._ids)
         self.serial = 0  # in the order they came
+        self.outstanding = self.outstanding_tokens  # as the router has counted it
         self.opened_s = 0.0
         self.prefix: list[tuple[int, int]] | None = None  # keys of its prompt's beginnings, once they were asked for
         self.cancelled = False  # it ends with the tokens it has, whoever worked on it

@@ -373,11 +373,11 @@ class Router:
             call = replica.calls.get(delta.request_id)  # the engine knows it by its ticket
             if call is None:
                 continue  # its caller is gone
-            before = call.outstanding_tokens
             call.absorb(delta, now)
-            gained = before - call.outstanding_tokens
-            replica.outstanding_tokens -= gained
-            self._used_tokens -= gained
+            left = call.outstanding_tokens
+            replica.outstanding_tokens += left - call.outstanding
+            self._used_tokens += left - call.outstanding
+            call.outstanding = left
             if delta.finish_reason is None and not call.probe:
                 if call.watch is not None:
                     call.tell()
