@@ -26,7 +26,9 @@ class Call:
 
     __slots__ = (
         "_ids",
+        "_least_tokens",
         "_logprobs",
+        "_most_tokens",
         "_spans",
         "_told_tokens",
         "cancelled",
@@ -50,6 +52,8 @@ class Call:
         self, request: GenerationRequest, future: asyncio.Future[GenerationResult], watch: Watch | None = None
     ) -> None:
         self.request = request
+        self._least_tokens = len(request.prompt_ids)
+        self._most_tokens = self._least_tokens + request.sampling.max_tokens
         self.future = future
         self.replica: int | None = None
         self.ticket = ""  # the id it has inside that replica
@@ -79,7 +83,7 @@ class Call:
     @property
     def outstanding_tokens(self) -> int:
         """Prompt and still allowed response tokens: what it may cost a replica."""
-        return len(self.request.prompt_ids) + max(0, self.request.sampling.max_tokens - len(self._ids))
+        return max(self._least_tokens, self._most_tokens - len(self._ids))
 
     def _start_over(self) -> None:
         """With the tokens that were asked with, alone."""
