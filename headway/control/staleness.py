@@ -82,8 +82,7 @@ def select_batch(
     groups = OpenGroups(groups_per_step, budget, policy)
     for group in candidates:
         groups.add(group)
-    selection, versions = groups._select(step)
-    return msgspec.structs.replace(selection, waiting_for=groups.unfinished(versions))
+    return groups.select(step, named=True)
 
 
 def resumption(
@@ -111,7 +110,7 @@ class OpenGroups:
     Kept up to date as groups open, finish and leave (``add``, ``remove``: O(log n)), so that ``select`` looks at
     versions, of which a budget allows few, and at the groups it takes, never at all that are open.
 
-    Invariant: ``select`` gives what ``select_batch`` gives of the same groups, ``waiting_for`` left out.
+    Invariant: ``select`` depends on the groups that are open alone, not on how they came to be.
     """
 
     def __init__(self, groups_per_step: int, budget: int, policy: OverduePolicy) -> None:
@@ -163,9 +162,11 @@ class OpenGroups:
             bool(self._versions) and self._versions[0] + self._budget < step
         )
 
-    def select(self, step: int) -> Selection:
-        """Choose the batch of ``step``. See ``select_batch``."""
-        return self._select(step)[0]
+    def select(self, step: int, *, named: bool = False) -> Selection:
+        """Choose the batch of ``step``. See ``select_batch``. ``named``: with the groups that are waited for, which costs
+        a look at each of them."""
+        selection, versions = self._select(step)
+        return msgspec.structs.replace(selection, waiting_for=self.unfinished(versions)) if named else selection
 
     def unfinished(self, versions: Iterable[int]) -> tuple[int, ...]:
         """Unfinished groups whose first tokens have these versions, ascending."""
