@@ -163,8 +163,7 @@ class OpenGroups:
         )
 
     def select(self, step: int, *, named: bool = False) -> Selection:
-        """Choose the batch of ``step``. See ``select_batch``. ``named``: with the groups that are waited for, which costs
-        a look at each of them."""
+        """Choose the batch of ``step``: see ``select_batch``. ``named``: with the groups waited for, read one by one."""
         selection, versions = self._select(step)
         return msgspec.structs.replace(selection, waiting_for=self.unfinished(versions)) if named else selection
 
