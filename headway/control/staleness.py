@@ -163,7 +163,7 @@ class OpenGroups:
         )
 
     def select(self, step: int, *, named: bool = False) -> Selection:
-        """Choose the batch of ``step``: see ``select_batch``. ``named``: with the groups waited for, read one by one."""
+        """Choose the batch of ``step``: see ``select_batch``. ``named``: with those waited for, read one by one."""
         selection, versions = self._select(step)
         return msgspec.structs.replace(selection, waiting_for=self.unfinished(versions)) if named else selection
 
