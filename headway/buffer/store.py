@@ -59,7 +59,7 @@ class _Entry:
 
     size: int
     state: Literal["open", "buffered", "batched"] = "open"
-    buffered_s: float = 0.0
+    parked: bool = False  # something was kept of a member
 
 
 class GroupBuffer:
@@ -76,7 +76,6 @@ class GroupBuffer:
 
     Example, one group a step: ``admit(g0); finish_group(f0); commit_batch(Batch(step=0, groups=(0,)))``, kill
     -9, open again: ``pending_batch`` is step 0 with g0; train it; ``complete_step(0, "trained")``.
-
     Costs one transaction of about 0.1 ms per call; to be used from one thread.
     """
 
@@ -89,6 +88,7 @@ class GroupBuffer:
         self._clock: Clock = clock or RealClock()
         self._connection = open_database(self._path)
         self._entries: dict[int, _Entry] = {}
+        self._buffered_s: dict[int, float] = {}  # clock when a buffered group finished, oldest first
         self._encoder = encoder()
         try:
             with reading(self._path):
@@ -108,7 +108,7 @@ class GroupBuffer:
     @property
     def cursor_position(self) -> int:
         """Position of the task cursor after the last admission."""
-        return self._meta("cursor_position")
+        return self._next_index if self._cursor_position is None else self._cursor_position
 
     @property
     def completed_steps(self) -> int:
@@ -121,18 +121,15 @@ class GroupBuffer:
         return self._released_version
 
     def statistics(self) -> BufferStatistics:
-        by_state = {"open": 0, "buffered": 0, "batched": 0}
-        oldest_s = now_s = self._clock.now()
-        for entry in self._entries.values():
-            by_state[entry.state] += 1
-            if entry.state == "buffered":
-                oldest_s = min(oldest_s, entry.buffered_s)
+        buffered, batched = len(self._buffered_s), 0 if self._pending is None else len(self._pending[2])
         return BufferStatistics(
             used=len(self._entries),
             capacity=self._capacity,
             peak=self._peak,
-            oldest_age_s=now_s - oldest_s,
-            **by_state,
+            oldest_age_s=self._clock.now() - next(iter(self._buffered_s.values())) if buffered else 0.0,
+            open=len(self._entries) - buffered - batched,
+            buffered=buffered,
+            batched=batched,
         )
 
     # -- transitions ---------------------------------------------------------------------------------
@@ -164,7 +161,9 @@ class GroupBuffer:
                 row,
             )
             position = group.index + 1 if cursor_position is None else cursor_position
-            connection.execute("REPLACE INTO meta VALUES ('cursor_position', ?)", (position,))
+            if self._cursor_position is not None or position != group.index + 1:
+                connection.execute("REPLACE INTO meta VALUES ('cursor_position', ?)", (position,))
+                self._cursor_position = position
         self._next_index += 1
         self._entries[group.index] = _Entry(size=group.size)
         self._peak = max(self._peak, len(self._entries))
@@ -198,12 +197,13 @@ class GroupBuffer:
                     "INSERT INTO evidence (grp, solved, valid, zero_variance, version) VALUES (?, ?, ?, ?, ?)",
                     (index, evidence.solved, evidence.valid, evidence.zero_variance, evidence.version),
                 )
-            self._delete_partials(connection, index)
+            if entry.parked:
+                self._delete_partials(connection, index)
             if ending is not None:
                 self._end(connection, index, ending, reason, None)
         if ending is None:
             entry.state = "buffered"
-            entry.buffered_s = self._clock.now()
+            self._buffered_s[index] = self._clock.now()
         else:
             del self._entries[index]
 
@@ -216,6 +216,7 @@ class GroupBuffer:
         with self._transaction() as connection:
             row = (payload_id(parked.group, parked.member), self._encoder.encode(parked))
             connection.execute("REPLACE INTO partials VALUES (?, ?)", row)
+        entry.parked = True
 
     def end_group(
         self, index: int, ending: Ending, reason: str, lengths: Mapping[int, tuple[int, bool]] | None = None
@@ -237,6 +238,7 @@ class GroupBuffer:
             connection.executemany(INSERT_ROLLOUT, rows)
             self._end(connection, index, ending, reason, None)
         del self._entries[index]
+        self._buffered_s.pop(index, None)
 
     def commit_batch(self, batch: Batch) -> int:
         """Commit membership and order of a batch before its step; returns the attempt (0 but after skips).
@@ -260,8 +262,9 @@ class GroupBuffer:
             connection.executemany(
                 "UPDATE groups SET state = 'batched', step = ? WHERE idx = ?", [(batch.step, i) for i in batch.groups]
             )
-        for entry in entries:
+        for index, entry in zip(batch.groups, entries, strict=True):
             entry.state = "batched"
+            del self._buffered_s[index]
         self._pending = (batch.step, attempt, batch.groups)
         return attempt
 
@@ -435,6 +438,8 @@ class GroupBuffer:
         execute = self._connection.execute
         self._next_index: int = execute("SELECT coalesce(max(idx) + 1, 0) FROM groups").fetchone()[0]
         self._released_version = self._meta("released_version")
+        position = execute("SELECT value FROM meta WHERE key = 'cursor_position'").fetchone()
+        self._cursor_position: int | None = position[0] if position else None  # None: one task a group
         self._completed_steps: int = execute(
             "SELECT coalesce(max(step) + 1, 0) FROM batches WHERE outcome = 'trained'"
         ).fetchone()[0]
@@ -447,7 +452,9 @@ class GroupBuffer:
         now_s = self._clock.now()
         rows = execute("SELECT idx, size, state FROM groups WHERE state <> 'ended' ORDER BY idx").fetchall()
         for index, size, state in rows:
-            self._entries[index] = _Entry(size=size, state=state, buffered_s=now_s)
+            self._entries[index] = _Entry(size=size, state=state, parked=True)  # perhaps
+            if state == "buffered":
+                self._buffered_s[index] = now_s
 
     def _entry(self, index: int, *states: str) -> _Entry:
         entry = self._entries.get(index)

@@ -150,7 +150,7 @@ class LengthBias:
         completed = _total(complete.values())
         reached = _total([completed, *cut.values()])
         trained = complete.get("trained", Counter[int]())
-        in_open = sum(cohort.rollouts for cohort in self._open.values())
+        in_open = self._admitted - self._closed_rollouts
         cut_rollouts = sum(histogram.total() for histogram in cut.values())
 
         def taken_by(cause: Cause) -> float:

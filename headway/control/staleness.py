@@ -15,7 +15,9 @@ the test hold for each group that opens, so under ``wait`` waiting always ends: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
 from typing import Literal
 
 import msgspec
@@ -77,11 +79,10 @@ def select_batch(
     Raises BudgetExceeded under ``wait`` when finished groups alone can't meet their deadlines: the groups were
     not admitted under rule 1.
     """
-    if policy == "drop":
-        return _select_dropping(step, candidates, groups_per_step, budget)
-    if policy == "mask":
-        return _select_masking(step, candidates, groups_per_step, budget)
-    return _select_waiting(step, candidates, groups_per_step, budget)
+    groups = OpenGroups(groups_per_step, budget, policy)
+    for group in candidates:
+        groups.add(group)
+    return groups.select(step, named=True)
 
 
 def resumption(
@@ -99,100 +100,180 @@ def resumption(
     return policy
 
 
-def _age(group: OpenGroup) -> tuple[int, int]:
-    return (group.first_version, group.index)
+def _check_all(step: int, version: int, groups: Iterable[int], budget: int) -> None:
+    check_budget(step, ((index, version) for index in sorted(groups)), budget)
 
 
-def _unfinished(groups: Iterable[OpenGroup]) -> tuple[int, ...]:
-    return tuple(sorted(g.index for g in groups if g.state != "finished"))
+class OpenGroups:
+    """All open groups that are in no batch, by the version of their first token.
 
+    Kept up to date as groups open, finish and leave (``add``, ``remove``: O(log n)), so that ``select`` looks at
+    versions, of which a budget allows few, and at the groups it takes, never at all that are open.
 
-def _batch(step: int, chosen: Sequence[OpenGroup], budget: int | None) -> tuple[int, ...]:
-    if budget is not None:
-        check_budget(step, ((g.index, g.first_version) for g in chosen), budget)
-    return tuple(sorted(g.index for g in chosen))
+    Invariant: ``select`` depends on the groups that are open alone, not on how they came to be.
+    """
 
+    def __init__(self, groups_per_step: int, budget: int, policy: OverduePolicy) -> None:
+        self._per_step = groups_per_step
+        self._budget = budget
+        self._policy: OverduePolicy = policy
+        self._version_of: dict[int, int] = {}  # group -> of its first token
+        self._versions: list[int] = []  # ascending: those that a group has
+        self._unfinished: dict[int, set[int]] = {}  # version -> groups
+        self._finished: dict[int, list[int]] = {}  # version -> groups, ascending
+        self._finished_count = 0
+        self._newest: list[tuple[int, int]] = []  # a heap, policy mask: newest token's version and group, of finished
 
-def _select_waiting(step: int, candidates: Sequence[OpenGroup], groups_per_step: int, budget: int) -> Selection:
-    by_age = sorted(candidates, key=_age)
-    chosen = [g for g in by_age if g.state == "finished"][:groups_per_step]
-    taken = {g.index for g in chosen}
-    left = missing = 0
-    due: list[OpenGroup] = []
-    for position, group in enumerate(by_age, start=1):
-        left += group.index not in taken
-        deadline = group.first_version + budget
-        if position < len(by_age) and by_age[position].first_version == group.first_version:
-            continue  # count all of one deadline first
-        excess = left - groups_per_step * (deadline - step)
-        if excess > 0:
-            missing, due = max(missing, excess), by_age[:position]
-    if due:
-        return _wait_for(step, due, missing, groups_per_step, budget)
-    return _selection(step, chosen, by_age, groups_per_step, budget, ())
+    def add(self, group: OpenGroup) -> None:
+        """Enter a group, or one that has finished in the place of what was known of it."""
+        index, version = group.index, group.first_version
+        if index in self._version_of:
+            self.remove(index)
+        if version not in self._unfinished:
+            insort(self._versions, version)
+            self._unfinished[version], self._finished[version] = set(), []
+        self._version_of[index] = version
+        if group.state != "finished":
+            self._unfinished[version].add(index)
+            return
+        insort(self._finished[version], index)
+        self._finished_count += 1
+        if self._policy == "mask" and group.last_version is not None:
+            heappush(self._newest, (group.last_version, index))
 
-
-def _wait_for(step: int, due: Sequence[OpenGroup], missing: int, groups_per_step: int, budget: int) -> Selection:
-    """``due``: the groups up to the last deadline that the best choice would overrun."""
-    unfinished = _unfinished(due)
-    deadline = due[-1].first_version + budget
-    if len(unfinished) < missing:
-        check_budget(step, ((g.index, g.first_version) for g in due), budget)
-        raise BudgetExceeded(
-            f"step {step}: {len(due)} groups must be trained by step {deadline}, {groups_per_step} fit into each: "
-            f"more groups are open than admission allows"
-        )
-    return Selection(
-        waiting_for=unfinished,
-        missing=missing,
-        reason=f"at least {missing} of {len(unfinished)} unfinished groups due by step {deadline} must finish first",
-    )
-
-
-def _selection(
-    step: int,
-    chosen: Sequence[OpenGroup],
-    usable: Sequence[OpenGroup],
-    groups_per_step: int,
-    budget: int | None,
-    overdue: Sequence[OpenGroup],
-) -> Selection:
-    """``budget``: what the first tokens of the batch are checked against; None: nothing."""
-    ended = tuple(sorted(g.index for g in overdue))
-    if len(chosen) < groups_per_step:
-        return Selection(
-            waiting_for=_unfinished(usable),
-            missing=groups_per_step - len(chosen),
-            reason=f"{len(chosen)} of {groups_per_step} groups are finished",
-            overdue=ended,
-        )
-    return Selection(groups=_batch(step, chosen, budget), overdue=ended)
-
-
-def _select_dropping(step: int, candidates: Sequence[OpenGroup], groups_per_step: int, budget: int) -> Selection:
-    by_age = sorted(candidates, key=_age)
-    overdue = [g for g in by_age if g.first_version + budget < step]
-    usable = by_age[len(overdue) :]
-    finished = [g for g in usable if g.state == "finished"]
-    chosen = finished[:groups_per_step]
-    if len(chosen) < groups_per_step:
-        return _selection(step, chosen, usable, groups_per_step, budget, overdue)
-    # Due at this very step, but not in its batch: there is no later step for them.
-    overdue += [g for g in usable if g.state != "finished" and g.first_version + budget <= step]
-    kept = 0
-    for group in finished[groups_per_step:]:
-        earliest = step + 1 + kept // groups_per_step  # behind the older finished groups
-        if group.first_version + budget < earliest:
-            overdue.append(group)
+    def remove(self, index: int) -> None:
+        """Forget a group that has ended; no-op for an unknown one."""
+        version = self._version_of.pop(index, None)
+        if version is None:
+            return
+        unfinished, finished = self._unfinished[version], self._finished[version]
+        if index in unfinished:
+            unfinished.remove(index)
         else:
-            kept += 1
-    return _selection(step, chosen, usable, groups_per_step, budget, overdue)
+            del finished[bisect_left(finished, index)]
+            self._finished_count -= 1
+        if not unfinished and not finished:
+            del self._unfinished[version], self._finished[version]
+            self._versions.remove(version)
 
+    def due(self, step: int) -> bool:
+        """Whether ``select`` could do anything but wait: a batch has finished, or a group is over the budget. O(1)."""
+        return self._finished_count >= self._per_step or (
+            bool(self._versions) and self._versions[0] + self._budget < step
+        )
 
-def _select_masking(step: int, candidates: Sequence[OpenGroup], groups_per_step: int, budget: int) -> Selection:
-    by_age = sorted(candidates, key=_age)
-    overdue = [g for g in by_age if g.last_version is not None and g.last_version + budget < step]
-    ended = {g.index for g in overdue}
-    usable = [g for g in by_age if g.index not in ended]
-    chosen = [g for g in usable if g.state == "finished"][:groups_per_step]
-    return _selection(step, chosen, usable, groups_per_step, None, overdue)
+    def select(self, step: int, *, named: bool = False) -> Selection:
+        """Choose the batch of ``step``: see ``select_batch``. ``named``: with those waited for, read one by one."""
+        selection, versions = self._select(step)
+        return msgspec.structs.replace(selection, waiting_for=self.unfinished(versions)) if named else selection
+
+    def unfinished(self, versions: Iterable[int]) -> tuple[int, ...]:
+        """Unfinished groups whose first tokens have these versions, ascending."""
+        return tuple(sorted(index for version in versions for index in self._unfinished[version]))
+
+    def _select(self, step: int) -> tuple[Selection, list[int]]:
+        """With the versions whose unfinished groups it waits for."""
+        if self._policy == "drop":
+            return self._select_dropping(step)
+        if self._policy == "mask":
+            return self._select_masking(step)
+        return self._select_waiting(step)
+
+    def _oldest(self, versions: Iterable[int], without: Collection[int] = ()) -> dict[int, list[int]]:
+        """The oldest finished groups of these versions, at most a batch of them, by version."""
+        chosen: dict[int, list[int]] = {}
+        room = self._per_step
+        for version in versions:
+            if not room:
+                break
+            found = self._finished[version]
+            usable = [index for index in found if index not in without] if without else found
+            if usable:
+                chosen[version] = usable[:room]
+                room -= len(chosen[version])
+        return chosen
+
+    def _select_waiting(self, step: int) -> tuple[Selection, list[int]]:
+        chosen = self._oldest(self._versions)
+        left = missing = 0
+        due: list[int] = []
+        for number, version in enumerate(self._versions, start=1):
+            taken = len(chosen.get(version, ()))
+            left += len(self._unfinished[version]) + len(self._finished[version]) - taken
+            excess = left - self._per_step * (version + self._budget - step)
+            if excess > 0:
+                missing, due = max(missing, excess), self._versions[:number]
+        if due:
+            return self._wait_for(step, due, missing), due
+        return self._selection(step, chosen, self._versions)
+
+    def _wait_for(self, step: int, due: list[int], missing: int) -> Selection:
+        """``due``: the versions up to the last deadline that the best choice would overrun."""
+        unfinished = sum(len(self._unfinished[version]) for version in due)
+        deadline = due[-1] + self._budget
+        if unfinished < missing:
+            for version in due:
+                _check_all(step, version, {*self._unfinished[version], *self._finished[version]}, self._budget)
+            groups = unfinished + sum(len(self._finished[version]) for version in due)
+            raise BudgetExceeded(
+                f"step {step}: {groups} groups must be trained by step {deadline}, {self._per_step} fit into each: "
+                f"more groups are open than admission allows"
+            )
+        return Selection(
+            missing=missing,
+            reason=f"at least {missing} of {unfinished} unfinished groups due by step {deadline} must finish first",
+        )
+
+    def _selection(
+        self,
+        step: int,
+        chosen: Mapping[int, list[int]],
+        usable: list[int],
+        overdue: Iterable[int] = (),
+        *,
+        checked: bool = True,
+    ) -> tuple[Selection, list[int]]:
+        """``usable``: versions whose groups may be waited for; ``checked``: that the batch keeps to the budget."""
+        ended, count = tuple(sorted(overdue)), sum(map(len, chosen.values()))
+        if count < self._per_step:
+            waiting = Selection(
+                missing=self._per_step - count,
+                reason=f"{count} of {self._per_step} groups are finished",
+                overdue=ended,
+            )
+            return waiting, usable
+        for version, groups in chosen.items() if checked else ():
+            _check_all(step, version, groups, self._budget)
+        batch = tuple(sorted(index for groups in chosen.values() for index in groups))
+        return Selection(groups=batch, overdue=ended), []
+
+    def _select_dropping(self, step: int) -> tuple[Selection, list[int]]:
+        late = [version for version in self._versions if version + self._budget < step]
+        usable = self._versions[len(late) :]
+        overdue = [i for version in late for i in (*self._unfinished[version], *self._finished[version])]
+        chosen = self._oldest(usable)
+        if sum(map(len, chosen.values())) == self._per_step:
+            kept = 0
+            for version in usable:
+                # A group that is kept is trained behind the older finished ones, from the next step on.
+                room = self._per_step * (version + self._budget - step)
+                if not room:  # due at this very step, but not in its batch: there is no later step for them
+                    overdue += self._unfinished[version]
+                rest = self._finished[version][len(chosen.get(version, ())) :]
+                fitting = max(0, min(len(rest), room - kept))
+                overdue += rest[fitting:]
+                kept += fitting
+        return self._selection(step, chosen, usable, overdue)
+
+    def _select_masking(self, step: int) -> tuple[Selection, list[int]]:
+        overdue: set[int] = set()
+        seen: list[tuple[int, int]] = []
+        while self._newest and self._newest[0][0] + self._budget < step:
+            seen.append(heappop(self._newest))
+            if seen[-1][1] in self._version_of:
+                overdue.add(seen[-1][1])
+        for entry in seen:
+            if entry[1] in overdue:  # until it is removed
+                heappush(self._newest, entry)
+        chosen = self._oldest(self._versions, overdue)
+        return self._selection(step, chosen, self._versions, overdue, checked=False)

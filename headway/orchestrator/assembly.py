@@ -11,6 +11,7 @@ from pathlib import Path
 from headway.algorithms.advantages import resolve as resolve_advantage
 from headway.buffer.store import GroupBuffer
 from headway.config.schema import Experiment
+from headway.control.staleness import OpenGroups
 from headway.control.tuning.knob_search import first_knobs
 from headway.orchestrator.context import Decide, RunContext, no_sandboxes
 from headway.orchestrator.meter import Meter
@@ -61,7 +62,10 @@ def assemble(
     advantage that doesn't exist: the first batch would be too late."""
     resolve_advantage(experiment.algorithm.advantage)
     queue = experiment.queue
-    state = RunState(clock=clock, groups_per_step=queue.groups_per_step, knobs=first_knobs(experiment))
+    # With surplus that is discarded no batch ever waits for what is unfinished.
+    policy = "drop" if queue.surplus == "discard" else queue.overdue
+    selectable = OpenGroups(queue.groups_per_step, queue.budget, policy)
+    state = RunState(clock=clock, knobs=first_knobs(experiment), selectable=selectable)
     wrap = actors.wrap_generate
     generate = actors.generator.generate if wrap is None else wrap(actors.generator.generate)
     capacity = queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups

@@ -56,14 +56,13 @@ class Collect:
         run.buffer.finish_group(finished, outcome.ending, outcome.reason, evidence)
         self._learn(evidence)
         end_leavers(run, finished)
-        del run.state.running[group.index]
         run.parking.forget(group.index)
         run.meter.finished(finished, accepted=outcome.ending is None, meta=judged.meta)
         if outcome.ending is None:
-            run.state.finished[group.index] = finished
-            run.state.finished_at_s[group.index] = run.clock.now()
+            run.state.finish_group(finished, run.clock.now())
             run.state.fruitless_groups = 0
         else:
+            run.state.close_group(group.index)
             end_finished(run, finished, outcome.ending, outcome.reason)
             self._require_progress(finished, outcome.ending, outcome.reason)
         run.state.changed.notify()

@@ -102,8 +102,7 @@ class Dispatch:
         run.meter.admitted(group)
         state.admitted += 1
         entry = RunningGroup(group=group, unfinished=group.size)
-        state.running[group.index] = entry
-        state.opened_s[group.index] = group.admitted_s
+        state.open_group(entry, group.admitted_s)
         self._start(entry)
 
     def _start(self, entry: RunningGroup) -> None:
@@ -124,7 +123,7 @@ class Dispatch:
             else:
                 parked = parked if how == "continue" else None
                 rollout = await self._run.rollouts.generate_member(entry.group, position, parked)
-            entry.unfinished -= 1
+            self._run.state.member_done(entry)
             own_end = rollout.finish_reason in ("stop", "length")
             entry.lengths[position] = rollout.response_tokens, own_end
             if self._free_rollouts() >= self._wanted:  # fewer let nothing begin

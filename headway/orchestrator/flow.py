@@ -37,7 +37,7 @@ def flow_of(
         finished_groups=len(finished),
         accepted_groups=accepted_groups,
         responses=len(responses),
-        prompt_tokens=sum(r.all_tokens - r.response_tokens for r in responses),
+        prompt_tokens=sum(len(sequence.prompt_ids) for r in responses for sequence in r.sequences),
         generating_s=sum(max(0.0, r.generated_s - r.opened_s) for r in responses),
         decode_s=sum(_decode_s(r) for r in timed),
         environment_s=sum(r.environment_s for r in timed),

@@ -33,11 +33,15 @@ async def generate_in_time(
         late = group_timeout(size=group.size, finished=finished, open_s=open_s, timeout_s=limits.group_timeout_s)
         for member in late or ():
             stop(member, why)
-        rollouts = await asyncio.gather(*tasks)
+        if late:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        rollouts = [task.result() for task in tasks if task.done()]  # raises what one of them raised
     finally:
-        for task in tasks:
+        running = [task for task in tasks if not task.done()]
+        for task in running:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # a group that is over leaves nothing running
+        if running:
+            await asyncio.gather(*running, return_exceptions=True)  # a group that is over leaves nothing running
     return tuple(_discarded(r, clock.now()) if r.failure is why else r for r in rollouts)
 
 

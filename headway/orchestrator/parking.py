@@ -39,13 +39,13 @@ class Parking:
             return "continue"
         self._buffer.park(parked)
         self._name_snapshot(parked)
-        entry.parked += 1
+        self._state.member_parked(entry, 1)
         self._state.parkings += 1
         self._state.changed.notify()  # its place is free
         try:
             await self._passed()
         finally:
-            entry.parked -= 1
+            self._state.member_parked(entry, -1)
         return self.resumption(parked)
 
     def resumption(self, parked: PartialRollout) -> Resumption:

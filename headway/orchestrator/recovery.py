@@ -96,19 +96,18 @@ def reopen_groups(run: RunContext) -> None:
     state = run.state
     for record in run.buffer.open_groups():
         finished = record.finished
-        state.opened_s[record.group.index] = run.clock.now()
         if finished is None:
             begun = [parked.first_version for parked in record.parked if parked.first_version >= 0]
-            state.running[record.group.index] = RunningGroup(
+            entry = RunningGroup(
                 group=record.group,
                 unfinished=record.group.size,
                 # but for what was parked it is generated anew, under what is published next
                 oldest_version=min([run.buffer.completed_steps, *begun]),
                 partials={parked.member: parked for parked in record.parked},
             )
+            state.open_group(entry, run.clock.now())
         else:
-            state.finished[record.group.index] = finished
-            state.finished_at_s[record.group.index] = run.clock.now()
+            state.finish_group(finished, run.clock.now())
     run.parking.reopen([parked for entry in state.running.values() for parked in entry.partials.values()])
     state.books = run.buffer.books()
     run.meter.length_bias = run.buffer.length_bias(run.experiment.queue.groups_per_step)

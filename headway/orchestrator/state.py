@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headway.control.books import Books
-from headway.control.staleness import OpenGroup
+from headway.control.staleness import OpenGroup, OpenGroups
 from headway.records.control import Knobs
 from headway.records.environment import PartialRollout
 from headway.records.rollout import FinishedGroup, Group
@@ -17,21 +18,31 @@ class Signal:
     """Wakes every waiter when the shared state changes.
 
     ``wait`` returns at the first ``notify`` after the caller last looked: take ``mark = signal.count``
-    *before* looking, so that a change between the look and the wait is not missed.
+    *before* looking, so that a change between the look and the wait is not missed. A waiter that says when it has
+    something to do (``ready``) is left alone until then.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._event = asyncio.Event()
+        self._waiters: list[tuple[asyncio.Future[None], Callable[[], bool]]] = []
 
     def notify(self) -> None:
         self.count += 1
-        self._event.set()
-        self._event = asyncio.Event()
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter, ready in waiters:
+                if waiter.done():  # it was cancelled
+                    continue
+                if ready():
+                    waiter.set_result(None)
+                else:
+                    self._waiters.append((waiter, ready))
 
-    async def wait(self, mark: int) -> None:
-        while self.count == mark:
-            await self._event.wait()
+    async def wait(self, mark: int, ready: Callable[[], bool] = lambda: True) -> None:
+        if self.count == mark or not ready():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append((waiter, ready))
+            await waiter
 
 
 @dataclass
@@ -52,18 +63,23 @@ class RunningGroup:
 
 @dataclass
 class RunState:
-    """Open groups, versions and the stop request. Mutated by the loops, announced through ``changed``."""
+    """Open groups, versions and the stop request. Mutated by the loops, announced through ``changed``.
+
+    Groups enter and leave by methods, which keep the counts: reading one never costs a look at all groups.
+    """
 
     clock: Clock
-    groups_per_step: int
     knobs: Knobs
+    selectable: OpenGroups  # every open group, as batch selection sees it
     books: Books = field(default_factory=Books)
     changed: Signal = field(default_factory=Signal)
     running: dict[int, RunningGroup] = field(default_factory=dict)
     finished: dict[int, FinishedGroup] = field(default_factory=dict)  # buffered: verified, committed, not trained
-    # clock when this process opened a group, or reopened it: a former process's clock says nothing here
+    # clock when this process opened a group, or reopened it: a former process's clock says nothing here; oldest first
     opened_s: dict[int, float] = field(default_factory=dict)
-    finished_at_s: dict[int, float] = field(default_factory=dict)
+    finished_at_s: dict[int, float] = field(default_factory=dict)  # oldest first
+    running_rollouts: int = 0  # that hold a slot or wait for one: what concurrency counts
+    parked_groups: int = 0
     version: int = 0  # completed training steps
     published_version: int = 0  # the newest that the generator was pointed at
     admitted: int = 0  # admission index of the next group
@@ -77,7 +93,6 @@ class RunState:
     parkings: int = 0  # members parked since the last step
     interrupted: bool = False  # the user asked to stop: finish what runs, checkpoint, leave
     resume_gate: asyncio.Event = field(default_factory=asyncio.Event)  # open: parked rollouts may go on
-    _finished_candidates: dict[int, OpenGroup] = field(default_factory=dict)
 
     async def finish_update(self) -> None:
         """Wait for the update under way: its slot in shared memory must not be overwritten while it is read."""
@@ -95,38 +110,59 @@ class RunState:
         """Running, parked and buffered: what N counts beside the groups already trained."""
         return len(self.running) + len(self.finished)
 
-    @property
-    def running_rollouts(self) -> int:
-        """That hold a slot or wait for one: what concurrency counts."""
-        return sum(entry.unfinished - entry.parked for entry in self.running.values())
+    def open_group(self, entry: RunningGroup, now_s: float) -> None:
+        """A group begins to generate."""
+        index = entry.group.index
+        self.running[index] = entry
+        self.opened_s[index] = now_s
+        self.running_rollouts += entry.unfinished
+        first = max(entry.group.admitted_version, entry.oldest_version)
+        self.selectable.add(OpenGroup(index=index, first_version=first, state="running"))
 
-    @property
-    def parked_groups(self) -> int:
-        return sum(1 for entry in self.running.values() if entry.parked)
+    def member_done(self, entry: RunningGroup) -> None:
+        """A member has left the generator."""
+        entry.unfinished -= 1
+        self._count(entry, -1, entry.parked)
 
-    def candidates(self) -> list[OpenGroup]:
-        """Every open group, as batch selection sees it."""
-        running = [
-            OpenGroup(
-                index=index,
-                first_version=max(entry.group.admitted_version, entry.oldest_version),
-                state="parked" if entry.parked else "running",
-            )
-            for index, entry in self.running.items()
-        ]
-        known = self._finished_candidates  # a finished group doesn't change any more
-        self._finished_candidates = {i: known.get(i) or _candidate(entry) for i, entry in self.finished.items()}
-        return [*running, *self._finished_candidates.values()]
+    def member_parked(self, entry: RunningGroup, change: int) -> None:
+        """A member gives its slot up (``change`` 1), or takes one again (-1)."""
+        before, entry.parked = entry.parked, entry.parked + change
+        self._count(entry, -change, before)
+
+    def _count(self, entry: RunningGroup, rollouts: int, parked_before: int) -> None:
+        if self.running.get(entry.group.index) is entry:  # else it has left the counts already
+            self.running_rollouts += rollouts
+            self.parked_groups += bool(entry.parked) - bool(parked_before)
+
+    def finish_group(self, finished: FinishedGroup, now_s: float) -> None:
+        """A group is committed, to be trained."""
+        index = finished.group.index
+        self._stop_running(index)
+        self.finished[index], self.finished_at_s[index] = finished, now_s
+        self.opened_s.setdefault(index, now_s)  # of a former process
+        newest = max((r.last_version for r in finished.valid), default=finished.first_version)
+        self.selectable.add(
+            OpenGroup(index=index, first_version=finished.first_version, state="finished", last_version=newest)
+        )
+
+    def close_group(self, index: int) -> RunningGroup | FinishedGroup:
+        """A group has ended; returns what it was."""
+        del self.opened_s[index]
+        self.selectable.remove(index)
+        if index in self.finished:
+            del self.finished_at_s[index]
+            return self.finished.pop(index)
+        entry = self._stop_running(index)
+        assert entry is not None
+        return entry
+
+    def _stop_running(self, index: int) -> RunningGroup | None:
+        entry = self.running.pop(index, None)
+        if entry is not None:
+            self.running_rollouts -= entry.unfinished - entry.parked
+            self.parked_groups -= bool(entry.parked)
+        return entry
 
     def oldest_age_s(self) -> float:
         """Seconds the longest-buffered group has waited for the trainer."""
-        return self.clock.now() - min(self.finished_at_s.values()) if self.finished_at_s else 0.0
-
-
-def _candidate(entry: FinishedGroup) -> OpenGroup:
-    return OpenGroup(
-        index=entry.group.index,
-        first_version=entry.first_version,
-        state="finished",
-        last_version=max((r.last_version for r in entry.valid), default=entry.first_version),
-    )
+        return self.clock.now() - next(iter(self.finished_at_s.values())) if self.finished_at_s else 0.0

@@ -27,6 +27,7 @@ from headway.records.trace import Pulse, TraceLine, WorkerState
 from headway.rollout.makers.environment import Environments
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
+from headway.runtime.garbage_collection import short_collections
 from headway.runtime.line_file import LineFile
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.workers import LocalLauncher
@@ -179,6 +180,7 @@ async def wire(
     """Start every actor of the run; ``stack`` stops them in reverse order. ``wrap_generate`` is put between
     rollouts and generator (a benchmark sets the lengths there)."""
     sets = load_task_sets(experiment)
+    await stack.enter_async_context(short_collections(clock))  # rollouts come and go: little of what is old dies
     run: Run | None = None
 
     def worker_event(name: str, detail: str, /, **fields: Any) -> None:

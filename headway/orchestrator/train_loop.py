@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import msgspec
 
 from headway.algorithms.groups.batches import build_batch, useful_samples
-from headway.control.staleness import select_batch
+from headway.control.staleness import Selection
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.endings import end_finished, end_running
 from headway.orchestrator.evaluation import Evaluations
 from headway.orchestrator.recovery import surviving
+from headway.orchestrator.state import RunningGroup
 from headway.records.errors import NoProgress
 from headway.records.generation import PublishedWeights
 from headway.records.ledger import StepRecord
@@ -69,14 +71,8 @@ class TrainLoop:
         while not self._over():
             mark = run.state.changed.count
             self._end_old()
-            selection = select_batch(
-                step=run.state.version,
-                candidates=run.state.candidates(),
-                groups_per_step=queue.groups_per_step,
-                budget=queue.budget,
-                # With surplus that is discarded no batch ever waits for what is unfinished.
-                policy="drop" if discarding else queue.overdue,
-            )
+            due = run.state.selectable.due(run.state.version)
+            selection = run.state.selectable.select(run.state.version) if due else Selection()
             for index in selection.overdue:
                 if discarding and selection.groups:
                     self._end(index, "discarded", _SURPLUS)
@@ -97,10 +93,9 @@ class TrainLoop:
         run, limit_s = self._run, self._run.experiment.queue.budget_s
         if limit_s is None:
             return
-        now_s = run.clock.now()
-        for index, opened_s in list(run.state.opened_s.items()):
-            if now_s - opened_s >= limit_s:
-                self._end(index, "overdue", f"open for longer than queue.budget_s = {limit_s:g} s")
+        opened_s, now_s = run.state.opened_s, run.clock.now()
+        while opened_s and now_s - opened_s[oldest := next(iter(opened_s))] >= limit_s:
+            self._end(oldest, "overdue", f"open for longer than queue.budget_s = {limit_s:g} s")
 
     def _wake_in_s(self) -> float | None:
         """Seconds until the time limit passes or a group has been open for too long; None: neither will."""
@@ -108,28 +103,33 @@ class TrainLoop:
         limit_s, budget_s = run.experiment.run.time_limit_s, run.experiment.queue.budget_s
         ends = [] if limit_s is None else [limit_s - run.time_s()]
         if budget_s is not None and run.state.opened_s:
-            ends.append(min(run.state.opened_s.values()) + budget_s - run.clock.now())
+            ends.append(next(iter(run.state.opened_s.values())) + budget_s - run.clock.now())
         return max(0.0, min(ends)) if ends else None
 
     async def _wait(self, mark: int) -> None:
         """Until the state changes or time has run out for something."""
-        try:
-            async with asyncio.timeout(self._wake_in_s()):
-                await self._run.state.changed.wait(mark)
-        except TimeoutError:
+        limit_s, changed = self._wake_in_s(), self._run.state.changed
+        if limit_s is None:
+            aging = self._run.experiment.queue.budget_s is not None  # the first group to open sets a limit
+            await (changed.wait(mark) if aging else changed.wait(mark, self._due))
             return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await changed.wait(mark)
+
+    def _due(self) -> bool:
+        """Whether there is more to do than to wait."""
+        return self._over() or self._run.state.selectable.due(self._run.state.version)
 
     def _end(self, index: int, ending: Ending, reason: str) -> None:
         """End an open group that will not be trained."""
         run = self._run
-        entry = run.state.running.pop(index, None)
+        entry = run.state.close_group(index)
         run.parking.forget(index)
-        del run.state.opened_s[index]
-        if entry is not None:
+        if isinstance(entry, RunningGroup):
             end_running(run, entry, ending, reason)
         else:
-            run.state.finished_at_s.pop(index)
-            end_finished(run, run.state.finished.pop(index), ending, reason)
+            end_finished(run, entry, ending, reason)
             run.buffer.end_group(index, ending, reason)
         run.state.changed.notify()
 
@@ -156,8 +156,7 @@ class TrainLoop:
         run.buffer.complete_step(step, "skipped" if report.skipped else "trained", report.reason)
         ending = "discarded" if report.skipped else "trained"
         for group in groups:
-            index = group.group.index
-            del state.finished[index], state.finished_at_s[index], state.opened_s[index]
+            state.close_group(group.group.index)
             end_finished(run, group, ending, report.reason if report.skipped else "step")
         self._keep_samples(step, batch, ending)
         state.version = report.version

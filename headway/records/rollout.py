@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -142,17 +141,20 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     def first_version(self) -> int:
         """Version of the first sampled token, the oldest of its branches' (-1 when there is none): what trajectory
         staleness counts from."""
+        if not self.branches:
+            return self.versions[0].version if self.versions else -1
         return min((s.versions[0].version for s in self.sequences if s.versions), default=-1)
 
     @property
     def last_version(self) -> int:
+        if not self.branches:
+            return self.versions[-1].version if self.versions else -1
         return max((s.versions[-1].version for s in self.sequences if s.versions), default=-1)
 
     @property
-    def sequences(self) -> Iterator[Rollout | Branch]:
+    def sequences(self) -> tuple[Rollout | Branch, ...]:
         """The trunk (the rollout itself) and its branches: what a model reads as so many sequences."""
-        yield self
-        yield from self.branches
+        return (self, *self.branches)
 
     @property
     def judged_ids(self) -> IdSequence:
@@ -164,12 +166,12 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def response_tokens(self) -> int:
         """Tokens of the responses of all sequences: each sampled token once, and what was said between the turns."""
-        return sum(len(s.response_ids) for s in self.sequences)
+        return len(self.response_ids) + sum(len(branch.response_ids) for branch in self.branches)
 
     @property
     def all_tokens(self) -> int:
         """Tokens of all sequences, prompts included: what a trainer is given."""
-        return sum(len(s.prompt_ids) + len(s.response_ids) for s in self.sequences)
+        return self.response_tokens + sum(len(s.prompt_ids) for s in self.sequences)
 
     @property
     def truncated(self) -> bool:

@@ -40,14 +40,13 @@ class LineFile:
 
     def append(self, line: bytes) -> None:
         """Append ``line``, which holds no line break. Raises HeadwayError on a full disk."""
-        data = line + b"\n"
-        before = os.fstat(self._fd).st_size
+        written, reason = 0, "no space left"
         try:
-            reason = "no space left" if os.write(self._fd, data) < len(data) else ""
+            written = os.write(self._fd, line + b"\n")
         except OSError as error:
             reason = error.strerror or str(error)
-        if reason:
-            os.ftruncate(self._fd, before)
+        if written <= len(line):
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
             raise HeadwayError(f"{self.path} can't be written: {reason}")
 
     def __enter__(self) -> LineFile:

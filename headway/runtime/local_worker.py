@@ -81,6 +81,7 @@ class LocalWorker:
         self._pending: dict[int, tuple[str, asyncio.Future[Any]]] = {}
         self._calls = 0
         self._outgoing: deque[memoryview] = deque()
+        self._blocked = False  # the rest is sent when the socket can take it
         self._held: deque[Any] = deque()  # events read that found the channel full
         self._reader = FrameReader()
         self._heard = True  # bytes came since the last health check
@@ -129,6 +130,8 @@ class LocalWorker:
         self._pending[number] = (method, reply)
         self._send(chunks)
         try:
+            if timeout_s is None:
+                return await reply
             async with asyncio.timeout(timeout_s):
                 return await reply
         except TimeoutError as error:
@@ -192,6 +195,7 @@ class LocalWorker:
                 sent = self._socket.send(chunk)
             except BlockingIOError:
                 self._loop.add_writer(self._socket, self._flush)
+                self._blocked = True
                 return
             except OSError:  # the other end is gone; its exit is noticed elsewhere
                 self._outgoing.clear()
@@ -200,7 +204,9 @@ class LocalWorker:
                 self._outgoing.popleft()
             else:
                 self._outgoing[0] = chunk[sent:]
-        self._loop.remove_writer(self._socket)
+        if self._blocked:
+            self._loop.remove_writer(self._socket)
+            self._blocked = False
 
     # Receiving.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 FILE_NAME = "trace.jsonl"
 OLD_NAME = "trace.old.jsonl"  # the file before: together they hold the newest part of a long run
 SEGMENT_BYTES = 64 << 20
+TICK_S = 0.5  # between two writes: what a kill may cost a trace
 EVENT_TRACE_FAILED = "trace_failed"
 
 _encoder = msgspec.json.Encoder()
@@ -29,8 +31,8 @@ _decoder = msgspec.json.Decoder(TraceLine)
 
 
 class TraceFile:
-    """Writer of one run's trace. A trace is never worth a run: what can't be written ends the trace, not the run,
-    and ``on_failure(event, detail)`` is told.
+    """Writer of one run's trace, twice a second and when it is closed. A trace is never worth a run: what can't be
+    written ends the trace, not the run, and ``on_failure(event, detail)`` is told.
 
     Invariant: at most two files of about SEGMENT_BYTES, each beginning with the session its times belong to.
     """
@@ -52,18 +54,29 @@ class TraceFile:
         self._segment_bytes = segment_bytes
         self._file: LineFile | None = None
         self._size = 0
+        self._pending: list[bytes] = []
+        self._written_s = -math.inf
         self._open()
 
     def write(self, line: TraceLine) -> None:
-        """Append ``line``; never raises."""
+        """Append ``line``, at the next tick; never raises."""
         if self._file is None:
             return
+        data = _encoder.encode(line)
+        self._pending.append(data)
+        self._size += len(data) + 1
+        if self._size >= self._segment_bytes or self._clock.now() - self._written_s >= TICK_S:
+            self._write_pending()
+
+    def _write_pending(self) -> None:
+        if self._file is None or not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        self._written_s = self._clock.now()
         try:
+            self._file.append(b"\n".join(pending))
             if self._size >= self._segment_bytes:
                 self._rotate()
-            data = _encoder.encode(line)
-            self._file.append(data)
-            self._size += len(data) + 1
         except (OSError, HeadwayError) as error:
             self.close()
             self._on_failure(EVENT_TRACE_FAILED, f"the trace ends here: {error}")
@@ -80,6 +93,7 @@ class TraceFile:
 
     def close(self) -> None:
         """Again is a no-op."""
+        self._write_pending()
         file, self._file = self._file, None
         if file is not None:
             file.__exit__(None, None, None)

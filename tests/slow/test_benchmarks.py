@@ -45,6 +45,20 @@ def test_pipeline_in_short(tmp_path: Path, benchmark_module: Any) -> None:
         assert roles in measured  # production, consumption, together, a system: whose CPU it was is known
 
 
+def test_orchestrator_in_short() -> None:
+    command = [sys.executable, str(BENCHMARKS / "orchestrator.py"), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["cpu_over_floor"] == pytest.approx(
+        result["cpu_us_per_sample"] / result["floor_us_per_sample"], rel=0.01
+    )
+    assert result["growth_10k"] == max(result["growth_waiting"], result["growth_buffered"])
+    assert 0 < result["wakeups_per_sample"] <= result["passes_per_sample"]
+    for name in ("cpu_over_floor", "growth_10k"):
+        assert f"{name}: {result[name]} (target: at most" in done.stdout
+
+
 def test_weight_update_in_short() -> None:
     command = [sys.executable, str(BENCHMARKS / "weight_update.py"), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)

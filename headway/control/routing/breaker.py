@@ -39,6 +39,10 @@ class Breaker:
             return "closed"
         return "half_open" if now >= self._open_until_s else "open"
 
+    @property
+    def closed(self) -> bool:
+        return self._open_until_s is None
+
     def allows(self, now: float) -> bool:
         """Whether a request may be sent now."""
         state = self.state(now)

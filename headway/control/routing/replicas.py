@@ -69,14 +69,18 @@ def choose_replica(loads: Sequence[ReplicaLoad], needed_tokens: int = 0) -> Rout
     ``needed_tokens``: what the request may need of a KV; where no serving replica has that room, lent ones are asked
     too."""
     taking = [index for index, load in enumerate(loads) if load.standing == "serving"]
-    if not any(_has_room(loads[index], needed_tokens) for index in taking):
+    for index in taking:
+        if _has_room(loads[index], needed_tokens):
+            break
+    else:
         taking += [index for index, load in enumerate(loads) if load.standing == "lent"]
     if not taking:
         taking = [index for index, load in enumerate(loads) if load.standing == "resting"]
     if not taking:
         return None
-    best = min(taking, key=lambda index: _cost(loads[index], index))
-    return Route(best, any(load.saved_tokens > loads[best].saved_tokens for load in loads))
+    best = min([_cost(loads[index], index) for index in taking])[2]
+    saved = loads[best].saved_tokens
+    return Route(best, max([load.saved_tokens for load in loads]) > saved)
 
 
 def _has_room(load: ReplicaLoad, needed_tokens: int) -> bool:

@@ -25,11 +25,14 @@ class OpenRequest:
 
     __slots__ = (
         "_block",
+        "_least_tokens",
+        "_most_tokens",
         "_told_tokens",
         "cancelled",
         "first_token_s",
         "future",
         "opened_s",
+        "outstanding",
         "prefix",
         "probe",
         "refused_by",
@@ -46,6 +49,8 @@ class OpenRequest:
         self, request: GenerationRequest, future: asyncio.Future[GenerationResult], watch: Watch | None = None
     ) -> None:
         self.request = request
+        self._least_tokens = len(request.prompt_ids)
+        self._most_tokens = self._least_tokens + request.sampling.max_tokens
         self.future = future
         self.replica: int | None = None
         self.ticket = ""  # the id it has inside that replica
@@ -53,6 +58,7 @@ class OpenRequest:
         self.watch = watch
         self._told_tokens = len(self._block)
         self.serial = 0  # in the order they came
+        self.outstanding = self.outstanding_tokens  # as the router has counted it
         self.opened_s = 0.0
         self.prefix: list[tuple[int, int]] | None = None  # keys of its prompt's beginnings, once they were asked for
         self.cancelled = False  # it ends with the tokens it has, whoever worked on it
@@ -74,7 +80,7 @@ class OpenRequest:
     @property
     def outstanding_tokens(self) -> int:
         """Prompt and still allowed response tokens: what it may cost a replica."""
-        return len(self.request.prompt_ids) + max(0, self.request.sampling.max_tokens - len(self._block))
+        return max(self._least_tokens, self._most_tokens - len(self._block))
 
     def _start_over(self) -> None:
         """With the tokens that were asked with, alone."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from headway.config.schema import Experiment
 from headway.control.routing.breaker import Breaker
-from headway.control.routing.replicas import ReplicaCondition
+from headway.control.routing.replicas import ReplicaCondition, Standing, standing_of
 from headway.generator.activity import ActivitySpan
 from headway.generator.routing.calls import OpenRequest
 from headway.records.errors import WorkerDied
@@ -49,7 +49,7 @@ class Replica:
         self.update = 0  # number of the update it applied last; 0: none, it has the model at the configured path
         self.calls: dict[str, OpenRequest] = {}  # by ticket
         self.outstanding_tokens = 0
-        self.outbox: list[OpenRequest] = []  # to be submitted in one call
+        self.outbox: dict[str, OpenRequest] = {}  # by ticket: to be submitted in one call
         self.aborts: list[str] = []
         self.flushing = False
         self.past = EngineStatistics()  # counters of its dead incarnations
@@ -75,7 +75,14 @@ class Replica:
         """KV tokens it holds."""
         return self.present.kv_capacity_tokens or self._capacity_tokens
 
-    def condition(self, now: float) -> ReplicaCondition:
+    def standing(self, now: float, newest_update: int, grace_s: float) -> Standing:
+        """How it stands; at once where nothing is the matter, as for nearly every request."""
+        matter = not self.live or self.leaving or self.silent or self.resting or self.lent
+        if not matter and self.update >= newest_update and self.breaker.closed:
+            return "serving"
+        return standing_of(self._condition(now), newest_update, grace_s)
+
+    def _condition(self, now: float) -> ReplicaCondition:
         """What decides whether it is given requests."""
         return ReplicaCondition(
             live=self.live,

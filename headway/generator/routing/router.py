@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from headway.config.router import RouterConfig
-from headway.control.routing.replicas import PrefixMemory, ReplicaLoad, Standing, choose_replica, standing_of
+from headway.control.routing.replicas import PrefixMemory, ReplicaLoad, Standing, choose_replica
 from headway.generator.routing.calls import OpenRequest
 from headway.generator.routing.replica import Replica, call_replica
 from headway.records.clients import Watch
@@ -47,8 +47,9 @@ class Router:
         self._clock = clock
         self._on_event = on_event
         self._calls: dict[str, OpenRequest] = {}  # by request id, in the order they came
-        self._held: list[OpenRequest] = []  # a heap: no replica takes them
+        self._held: list[OpenRequest] = []  # a heap: no replica takes them; those that ended meanwhile are passed over
         self._prefixes = PrefixMemory(settings.prefix_block_tokens, settings.remembered_prefixes)
+        self._last_prompt: tuple[object, list[tuple[int, int]]] = ((), [])  # and its keys
         self._newest_update = 0  # that any replica ever applied
         self._tickets = itertools.count()
         self._serials = itertools.count()
@@ -83,9 +84,6 @@ class Router:
         self._release(call)
         if self._calls.pop(call.request.request_id, None) is not None:
             self._used_tokens -= call.outstanding_tokens
-        if call in self._held:
-            self._held.remove(call)
-            heapq.heapify(self._held)
 
     def cancel(self, request_id: str) -> None:
         """End a request: its future gets finish_reason "abort" and the tokens so far. Unknown: no-op."""
@@ -97,8 +95,7 @@ class Router:
             call.finish("abort")
             return
         replica = self._replicas[call.replica]
-        if call in replica.outbox:  # never reached the engine
-            replica.outbox.remove(call)
+        if replica.outbox.pop(call.ticket, None) is not None:  # never reached the engine
             call.finish("abort")
             return
         replica.aborts.append(call.ticket)
@@ -128,7 +125,7 @@ class Router:
             capacity_tokens=self.capacity_tokens(standings),
             peak_tokens=self._peak_tokens,
             open_requests=len(self._calls),
-            waiters=len(self._held),
+            waiters=sum(not call.future.done() for call in self._held),
             oldest_age_s=0.0 if first is None else now - first.opened_s,
             breakers_open=sum(not one.gone and one.breaker.state(now) != "closed" for one in self._replicas),
             **self._counts,
@@ -143,9 +140,11 @@ class Router:
 
     def standings(self, now: float) -> list[Standing]:
         """How each replica stands, in order."""
-        self._newest_update = max([self._newest_update, *(one.update for one in self._replicas if one.live)])
-        grace_s = self._settings.update_grace_s
-        return [standing_of(one.condition(now), self._newest_update, grace_s) for one in self._replicas]
+        for one in self._replicas:
+            if one.live and one.update > self._newest_update:
+                self._newest_update = one.update
+        newest, grace_s = self._newest_update, self._settings.update_grace_s
+        return [one.standing(now, newest, grace_s) for one in self._replicas]
 
     def settle(self) -> None:
         """A replica may take requests that didn't before: give it those that are held, oldest first."""
@@ -159,9 +158,7 @@ class Router:
         """Move the requests of a live replica to others, from the tokens they have."""
         moved = sorted(replica.calls.values())
         for call in moved:
-            if call in replica.outbox:
-                replica.outbox.remove(call)
-            else:
+            if replica.outbox.pop(call.ticket, None) is None:
                 replica.aborts.append(call.ticket)
                 call.resumes += 1
                 self._counts["moves"] += 1
@@ -177,10 +174,10 @@ class Router:
         replica.silent = False
         replica.updating_since_s = None
         replica.aborts.clear()
-        waiting, replica.outbox = replica.outbox, []
+        waiting, replica.outbox = replica.outbox, {}
         orphans = sorted(replica.calls.values())
         for call in orphans:
-            if call not in waiting:
+            if call.ticket not in waiting:
                 call.resumes += 1
                 self._counts["moves"] += 1
             self._release(call)
@@ -230,7 +227,7 @@ class Router:
         call.ticket = str(next(self._tickets))  # never used again, so that no late delta meets the wrong call
         replica.calls[call.ticket] = call
         replica.outstanding_tokens += needed
-        replica.outbox.append(call)
+        replica.outbox[call.ticket] = call
         self._flush_soon(replica)
         self._counts["routed"] += 1
         self._counts["spills"] += route.spilled
@@ -245,7 +242,9 @@ class Router:
             return {}
         epochs = {one.index: one.epoch for one in self._replicas if one.live}
         if call.prefix is None:
-            call.prefix = self._prefixes.keys(call.request.prompt_ids)
+            if self._last_prompt[0] is not call.request.prompt_ids:  # a group's members have one
+                self._last_prompt = call.request.prompt_ids, self._prefixes.keys(call.request.prompt_ids)
+            call.prefix = self._last_prompt[1]
         found = self._prefixes.cached_tokens(call.prefix, epochs)
         return found if affinity == 1.0 else {index: round(affinity * tokens) for index, tokens in found.items()}
 
@@ -308,7 +307,7 @@ class Router:
 
     async def _flush(self, replica: Replica) -> None:
         replica.flushing = False
-        calls, replica.outbox = replica.outbox, []
+        calls, replica.outbox = list(replica.outbox.values()), {}
         aborts, replica.aborts = replica.aborts, []
         worker = replica.worker
         if worker is None or not replica.live:
@@ -364,11 +363,15 @@ class Router:
             call = replica.calls.get(delta.request_id)  # the engine knows it by its ticket
             if call is None:
                 continue  # its caller is gone
-            before = call.outstanding_tokens
             call.absorb(delta, now)
-            gained = before - call.outstanding_tokens
-            replica.outstanding_tokens -= gained
-            self._used_tokens -= gained
+            left = call.outstanding_tokens
+            replica.outstanding_tokens += left - call.outstanding
+            self._used_tokens += left - call.outstanding
+            call.outstanding = left
+            if delta.finish_reason is None and not call.probe:
+                if call.watch is not None:
+                    call.tell()
+                continue
             failed = delta.finish_reason == "error" and not delta.refused
             if failed or (delta.data and call.probe) or delta.finish_reason in ("stop", "length"):
                 probe, call.probe = call.probe, False

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.control.staleness import OpenGroups
 from headway.orchestrator.control_loop import ControlLoop
 from headway.orchestrator.state import RunningGroup, RunState
 from headway.records.control import Knobs
@@ -89,14 +90,15 @@ def test_a_kill_between_a_step_and_its_line_loses_no_step(monkeypatch: pytest.Mo
 
 def test_groups_generated_anew_are_as_old_as_the_version_they_were_reopened_under():
     """Else ``drop`` would end them as overdue although no token of theirs is, and ``wait`` would wait for them."""
-    state = RunState(
-        clock=RealClock(), groups_per_step=2, knobs=Knobs(open_groups=None, concurrent_rollouts=8, steps_per_publish=1)
-    )
+    knobs = Knobs(open_groups=None, concurrent_rollouts=8, steps_per_publish=1)
+    state = RunState(clock=RealClock(), knobs=knobs, selectable=OpenGroups(2, 2, "drop"))
     group = Group(
         index=7, task=Task(task_id="t", prompt="p"), prompt_ids=(1,), size=4, admitted_version=9, admitted_s=0.0
     )
-    state.running[7] = RunningGroup(group=group, unfinished=4, oldest_version=11)
-    assert [candidate.first_version for candidate in state.candidates()] == [11]
+    state.open_group(RunningGroup(group=group, unfinished=4, oldest_version=11), 0.0)
+    assert state.selectable.unfinished([11]) == (7,)
+    assert not state.selectable.select(13).overdue
+    assert state.selectable.select(14).overdue == (7,)
 
 
 def test_a_run_that_can_fill_no_batch_says_so_and_ends():
