@@ -45,10 +45,10 @@ def _table(title: str, model: type[BaseModel], comments: dict[tuple[str, str], s
     yield "| --- | --- | --- | --- |"
     for name, field in model.model_fields.items():
         if name not in inspect.get_annotations(model):
-            continue  # the experiment's
+            continue  # also a field of the experiment
         inner = section_of(field.annotation)
         if inner is not None and inner is not Quantity:
-            continue  # a section of its own
+            continue  # a section has a table of its own
         valid = "quantity" if inner is Quantity else valid_values(field.annotation, field.metadata)
         cells = (f"`{name}`", valid, _default(field), comments.get((model.__name__, name), ""))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
@@ -67,7 +67,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def with_tables(page: str) -> str:
-    """``page`` with its tables as they are today."""
+    """``page`` with its tables regenerated from the schema."""
     return _MARKED.sub(lambda match: f"{match[1]}{tables()}{match[2]}", page)
 
 
