@@ -49,7 +49,7 @@ _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false"}
 
 
 def reference() -> str:
-    """The whole page, Markdown. Pure: it reads the schema and its source and nothing else."""
+    """The whole page in Markdown. Pure: reads the schema and its source and nothing else."""
     modules = (
         schema,
         curriculum,
@@ -95,8 +95,8 @@ def _section(path: str, model: type[BaseModel], required: bool, comments: dict[t
 
 
 def _rows(path: str, prefix: str, model: type[BaseModel], comments: dict[tuple[str, str], str]) -> Iterator[str]:
-    """A line for each key; those of a table inside the section follow it, as ``table.key``, unless they are those of
-    another section."""
+    """A table row for each key; keys of a table inside the section follow it as ``table.key``, unless that table is a
+    section documented elsewhere."""
     for name, field in model.model_fields.items():
         key = prefix + name
         named = f"{path}.{prefix}*.{name}"  # of a table whose entries have names
@@ -129,7 +129,7 @@ def comments_of(source: str) -> dict[tuple[str, str], str]:
 
 
 def valid_values(annotation: Any, metadata: list[Any]) -> str:
-    """What values a field takes, in words."""
+    """Description of the values that a field takes."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         extra = arguments[1].metadata if isinstance(arguments[1], FieldInfo) else list(arguments[1:])

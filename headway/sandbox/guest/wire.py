@@ -30,7 +30,7 @@ def frame(head: dict[str, Any], body: bytes = b"") -> bytes:
 
 
 def lengths(prefix: bytes, *, most_body: int = BODY_BYTES) -> tuple[int, int]:
-    """Of a head and a body. Raises Malformed beyond the limits."""
+    """Lengths of a frame's head and body in bytes. Raises Malformed beyond the limits."""
     head, body = LENGTHS.unpack(prefix)
     if head > HEAD_BYTES or body > most_body:
         raise Malformed(f"a frame of {head} + {body} bytes")
@@ -48,7 +48,7 @@ def head_of(encoded: bytes) -> dict[str, Any]:
 
 
 class Frames:
-    """Bytes as they come, frames as they are whole."""
+    """An assembler of frames from bytes as they arrive."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -66,7 +66,7 @@ class Frames:
 
 
 class FrameWriter(Protocol):
-    """What is needed of a line to a sandbox."""
+    """A connection to a sandbox to which frames can be written."""
 
     def write(self, data: bytes, /) -> None: ...
     async def drain(self) -> None: ...

@@ -137,7 +137,7 @@ class LocalSandbox:
         except TimeoutError:
             raise SandboxError(infrastructure_failure(f"sandbox {self.id} wasn't ready in {timeout_s:g} s")) from None
 
-    def let_out(self, proxy: Proxy) -> None:
+    def attach_proxy(self, proxy: Proxy) -> None:
         """It may reach hosts, by ``proxy``, which ends with it."""
         self._proxy = proxy
         if self.ended:

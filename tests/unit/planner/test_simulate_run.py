@@ -257,7 +257,7 @@ def test_the_command_compares_writes_and_simulates_what_it_wrote(tmp_path, capsy
     assert found["changed"] == ["--queue.budget=1"]
     assert found["simulated"]["staleness_mean"] < found["live"]["staleness_mean"]
     assert headway(["simulate", "run", "--beside", "run"]) == 2
-    assert "what they cost each other is seen in two runs" in capsys.readouterr().err
+    assert "estimating interference takes two runs" in capsys.readouterr().err
 
 
 def test_a_simulation_of_a_simulation_is_beside_it(tmp_path, capsys, monkeypatch):
@@ -323,10 +323,10 @@ def _exists(folder: Path) -> list[str]:
         (lambda folder: [str(folder)], "no such configuration file"),
         (lambda folder: [str(folder.parent)], "holds no run"),
         (_without_ledger, "holds no run: there is no"),
-        (_short, "1 of its steps after the first 4, which fill the queue, say something about its rates, and 4 are"),
-        (lambda folder: [*_short(folder), "--steps", "90:"], "0 of its steps from 90 to before the end say"),
+        (_short, "1 of its steps after the first 4, which fill the queue, show its rates, and 4 are"),
+        (lambda folder: [*_short(folder), "--steps", "90:"], "0 of its steps from 90 to before the end show"),
         (lambda folder: [*_short(folder), "--steps", "x"], "valid: A:B"),
-        (_of_an_older_release, "say something about its rates"),
+        (_of_an_older_release, "show its rates"),
         (_turns, "simulates rollouts of several turns"),
         (_own_rollouts, "hooks.rollout = 'mine:play'"),
         (_agents, "environment.name = 'agent', and a ledger doesn't say"),

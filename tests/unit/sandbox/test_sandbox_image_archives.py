@@ -71,7 +71,7 @@ HARMFUL = {
     "up-later": (tar(file("a/../../out", "x")), "leads out of its root"),
     "hard-link-out": (tar(same("passwd", "../../../../../../etc/passwd")), "leads out of its root"),
     "hard-link-to-nothing": (tar(same("passwd", "/etc/passwd")), "isn't there"),
-    "whiteout-of-all": (tar(file(".wh...")), "deletes what has no name"),
+    "whiteout-of-all": (tar(file(".wh...")), "is a whiteout without a name"),
     "below-a-file": (tar(file("a"), file("a/b")), "used as a directory"),
     "root-is-a-link": (tar(link("./", "/etc")), "has to be a directory"),
     "circle": (tar(link("a", "a"), file("a/b")), "circles"),
@@ -185,11 +185,11 @@ def set_manifest(**changes: object) -> Callable[[Layout], None]:
 
 
 WRONG = {
-    "layer": (damaged_layout(change_blob("\x1f")), "damaged, or changed"),
-    "config": (damaged_layout(change_blob("rootfs")), "isn't what its digest says"),
-    "manifest": (damaged_layout(change_blob('"layers": [')), "isn't what its digest says"),
+    "layer": (damaged_layout(change_blob("\x1f")), "damaged or was changed"),
+    "config": (damaged_layout(change_blob("rootfs")), "doesn't match its digest"),
+    "manifest": (damaged_layout(change_blob('"layers": [')), "doesn't match its digest"),
     "lost": (damaged_layout(lose_blob), "lacks blobs/sha256"),
-    "diff-id": (damaged_layout(wrong_diff_id), "its files should be"),
+    "diff-id": (damaged_layout(wrong_diff_id), "its unpacked digest should be"),
     "artifact": (damaged_layout(artifact), "it isn't an image"),
     "layer-type": (damaged_layout(lambda _: None, layer_type="application/x-squashfs"), "media type .*squashfs.*valid"),
     "manifest-type": (damaged_layout(set_manifest(mediaType="text/plain")), "media type 'text/plain': valid"),
