@@ -63,7 +63,7 @@ def reference() -> str:
         tool_servers,
         fixed_models,
     )
-    comments = {key: text for module in modules for key, text in comments_of(inspect.getsource(module)).items()}
+    comments = {key: text for module in modules for key, text in comments_from(inspect.getsource(module)).items()}
     parts = [_INTRODUCTION]
     for name, section in Experiment.model_fields.items():
         model = section_of(section.annotation)
@@ -112,7 +112,7 @@ def _rows(path: str, prefix: str, model: type[BaseModel], comments: dict[tuple[s
             yield from _rows(path, f"{key}.", inner, comments)
 
 
-def comments_of(source: str) -> dict[tuple[str, str], str]:
+def comments_from(source: str) -> dict[tuple[str, str], str]:
     """(class, field) -> the comment at the end of the field's line."""
     by_line = {
         token.start[0]: token.string.lstrip("# ").strip()

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from headway.models.families import FAMILIES, Family, family_of, read_window, refuse_unsupported
+from headway.models.families import FAMILIES, Family, family_from, read_window, refuse_unsupported
 from headway.models.rope import RopeScaling, frequencies, read_rope
 from headway.records.errors import ConfigurationError
 
@@ -130,7 +130,7 @@ class DecoderConfig:
     @classmethod
     def from_mapping(cls, raw: dict[str, Any]) -> DecoderConfig:
         """Read the content of a ``config.json``; missing keys take the architecture's own defaults."""
-        family = family_of(raw)
+        family = family_from(raw)
         refuse_unsupported(raw, family)
         width, heads = _integer(raw, "hidden_size"), _integer(raw, "num_attention_heads")
         layers = _integer(raw, "num_hidden_layers")

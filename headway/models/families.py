@@ -211,7 +211,7 @@ _INSTEAD = {
 }
 
 
-def family_of(raw: dict[str, Any]) -> Family:
+def family_from(raw: dict[str, Any]) -> Family:
     """The family that a ``config.json`` names. Raises ConfigurationError with the supported ones when it is none."""
     named = raw.get("architectures") or []
     if not named:

@@ -157,7 +157,7 @@ def window(run: Recorded, asked: tuple[int | None, int | None] | None = None) ->
     return chosen
 
 
-def scenario_of(
+def scenario_from(
     run: Recorded,
     steps: Sequence[StepRecord],
     overrides: Sequence[str] = (),

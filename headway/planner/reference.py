@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from headway.config.load import section_of
-from headway.config.reference import comments_of, valid_values
+from headway.config.reference import comments_from, valid_values
 from headway.planner import quantities, scenario
 from headway.planner.quantities import Quantity
 from headway.planner.scenario import Drift, GeneratorHardware, Hardware, ScenarioEnvironment, TrainerHardware, Workload
@@ -35,7 +35,7 @@ _MARKED = re.compile(r"(<!-- keys -->\n).*?(<!-- end of keys -->)", re.DOTALL)
 
 def tables() -> str:
     """A table of keys for each section, Markdown."""
-    comments = {**comments_of(inspect.getsource(scenario)), **comments_of(inspect.getsource(quantities))}
+    comments = {**comments_from(inspect.getsource(scenario)), **comments_from(inspect.getsource(quantities))}
     return "\n".join(line for title, model in SECTIONS.items() for line in _table(title, model, comments))
 
 

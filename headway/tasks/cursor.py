@@ -29,7 +29,7 @@ class TaskCursor:
 
         Raises ConfigurationError when there are no tasks, or a source has none.
         """
-        self._walks, self._mixture = walks_of(tasks, seed, weights)
+        self._walks, self._mixture = make_walks(tasks, seed, weights)
         self._position = 0
 
     @property
@@ -56,7 +56,7 @@ class TaskCursor:
         self._position = position
 
 
-def walks_of(tasks: Sequence[Task], seed: int, weights: Mapping[str, float] | None) -> tuple[list[Walk], Mixture]:
+def make_walks(tasks: Sequence[Task], seed: int, weights: Mapping[str, float] | None) -> tuple[list[Walk], Mixture]:
     """A walk for each source, and the mixture that chooses between them. Arguments and errors as of ``TaskCursor``."""
     if not tasks:
         raise ConfigurationError("there are no tasks to draw from")

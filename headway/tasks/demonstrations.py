@@ -37,7 +37,10 @@ def read_demonstrations(source: SftSource) -> Iterator[tuple[str, Pair | Convers
     for where, raw in Rows(source):
         if columns.messages in raw:
             messages = require_messages(raw[columns.messages], columns.messages, where)
-            yield where, Conversation(messages=messages, tools=_tools_of(raw.get(columns.tools), columns.tools, where))
+            yield (
+                where,
+                Conversation(messages=messages, tools=_tools_from(raw.get(columns.tools), columns.tools, where)),
+            )
         elif columns.prompt in raw and columns.solution in raw:
             prompt, solution = (_text(raw, key, where) for key in (columns.prompt, columns.solution))
             yield where, Pair(prompt=prompt, solution=solution)
@@ -55,7 +58,7 @@ def _text(raw: Mapping[str, Any], key: str, where: str) -> str:
     return value
 
 
-def _tools_of(value: Any, key: str, where: str) -> tuple[dict[str, Any], ...] | None:
+def _tools_from(value: Any, key: str, where: str) -> tuple[dict[str, Any], ...] | None:
     if not value:
         return None
     items = cast("list[Any]", value) if isinstance(value, list) else [value]

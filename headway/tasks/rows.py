@@ -31,7 +31,7 @@ class Rows:
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
         source = self._source
-        rows = _rows_of(source)
+        rows = _rows_from(source)
         if not source.convert:
             yield from rows
             return
@@ -51,7 +51,7 @@ class Rows:
                 raise ConfigurationError(f"{where}: {source.convert} returned a {what}; valid: a dictionary or None")
 
 
-def _rows_of(source: TaskSource | SftSource) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows_from(source: TaskSource | SftSource) -> Iterator[tuple[str, dict[str, Any]]]:
     if source.source == "jsonl":
         return read_objects(Path(source.path))
     return _call(source) if isinstance(source, TaskSource) and source.source == "function" else read_dataset(source)

@@ -69,7 +69,7 @@ def read_tasks(sources: TaskSource | Sequence[TaskSource], seed: int = 0) -> Tas
 def _read(source: TaskSource, seed: int) -> TaskSet:
     """The distinct tasks of one source."""
     rows = Rows(source)
-    read = _generate(source) if source.source == "reasoning-gym" else _tasks_of(source, rows)
+    read = _generate(source) if source.source == "reasoning-gym" else _tasks_from(source, rows)
     unique: dict[str, Task] = {}
     count = 0
     for task in read:
@@ -113,16 +113,16 @@ def _digest(text: str) -> bytes:
 # --- rows ------------------------------------------------------------------------------------------------
 
 
-def _tasks_of(source: TaskSource, rows: Rows) -> Iterator[Task]:
+def _tasks_from(source: TaskSource, rows: Rows) -> Iterator[Task]:
     for where, raw in rows:
-        yield _task_of(raw, source.columns, where, source)
+        yield _task_from(raw, source.columns, where, source)
 
 
-def _task_of(raw: dict[str, Any], columns: TaskColumns, where: str, source: TaskSource) -> Task:
-    prompt, messages = _prompt_of(raw, columns.prompt, where)
-    answer = _answer_of(raw, columns.answer, where, exact=source.source == "jsonl")
+def _task_from(raw: dict[str, Any], columns: TaskColumns, where: str, source: TaskSource) -> Task:
+    prompt, messages = _prompt_from(raw, columns.prompt, where)
+    answer = _answer_from(raw, columns.answer, where, exact=source.source == "jsonl")
     own = _verifier_key(raw.get("verifier"), where)
-    everything = _metadata_of(raw, columns, where)
+    everything = _metadata_from(raw, columns, where)
     hashed = everything
     if messages:
         hashed = {**hashed, "messages": messages}
@@ -139,7 +139,7 @@ def _task_of(raw: dict[str, Any], columns: TaskColumns, where: str, source: Task
     )
 
 
-def _prompt_of(raw: dict[str, Any], column: str, where: str) -> tuple[str, tuple[dict[str, Any], ...]]:
+def _prompt_from(raw: dict[str, Any], column: str, where: str) -> tuple[str, tuple[dict[str, Any], ...]]:
     if not isinstance(raw.get(column), list):
         return require_text(raw, column, where), ()
     messages = require_messages(raw[column], column, where)
@@ -153,7 +153,7 @@ def _prompt_of(raw: dict[str, Any], column: str, where: str) -> tuple[str, tuple
     return "\n\n".join(said), messages  # the text of a single message is shared, not copied
 
 
-def _answer_of(raw: dict[str, Any], column: str | None, where: str, exact: bool) -> str:
+def _answer_from(raw: dict[str, Any], column: str | None, where: str, exact: bool) -> str:
     """The answer's text. ``exact``: numbers are refused, since the file's author can write "0.50" as it is meant."""
     if column == "" or (column is None and "answer" not in raw):
         return ""
@@ -171,7 +171,7 @@ def _answer_of(raw: dict[str, Any], column: str | None, where: str, exact: bool)
     )
 
 
-def _metadata_of(raw: dict[str, Any], columns: TaskColumns, where: str) -> dict[str, Any]:
+def _metadata_from(raw: dict[str, Any], columns: TaskColumns, where: str) -> dict[str, Any]:
     """The verifier's metadata besides prompt and answer, in JSON types."""
     if columns.metadata is not None:
         kept = {name: require_column(raw, name, where) for name in columns.metadata}

@@ -97,7 +97,7 @@ class Pipes:
     def frame(self) -> tuple[dict[str, Any], bytes]:
         """The next one, waited for."""
         head, body = wire.lengths(self._exactly(wire.LENGTHS.size))
-        return wire.head_of(self._exactly(head)), self._exactly(body)
+        return wire.head_from(self._exactly(head)), self._exactly(body)
 
     def _exactly(self, count: int) -> bytes:
         data = b""

@@ -37,7 +37,7 @@ def lengths(prefix: bytes, *, most_body: int = BODY_BYTES) -> tuple[int, int]:
     return head, body
 
 
-def head_of(encoded: bytes) -> dict[str, Any]:
+def head_from(encoded: bytes) -> dict[str, Any]:
     try:
         head = json.loads(encoded)
     except (ValueError, RecursionError) as error:
@@ -62,7 +62,7 @@ class Frames:
                 return
             whole = bytes(self._bytes[LENGTHS.size : end])
             del self._bytes[:end]
-            yield head_of(whole[:head]), whole[head:]
+            yield head_from(whole[:head]), whole[head:]
 
 
 class FrameWriter(Protocol):

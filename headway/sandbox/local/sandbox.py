@@ -427,7 +427,7 @@ class LocalSandbox:
         try:
             while True:
                 head_bytes, body_bytes = wire.lengths(await reader.readexactly(wire.LENGTHS.size))
-                head = wire.head_of(await reader.readexactly(head_bytes))
+                head = wire.head_from(await reader.readexactly(head_bytes))
                 body = await reader.readexactly(body_bytes) if body_bytes else b""
                 if (taking := self._take(head, body)) is not None:
                     await taking  # the disk: more isn't read meanwhile
