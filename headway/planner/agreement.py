@@ -27,11 +27,6 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
     changed: list[str]  # overrides: with any, the two needn't agree
     unidentified: dict[str, str]  # parameter -> why, and what is taken instead
 
-    @property
-    def rate_ratio(self) -> float:
-        """Trained samples/s, simulated / live."""
-        return self.simulated.samples_per_s / self.live.samples_per_s
-
 
 def agreement(found: RunScenario, simulated: Sequence[LedgerLine], overrides: Sequence[str]) -> Agreement:
     """``found`` beside the ledger of its simulation. Raises HeadwayError where that trained nothing."""

@@ -22,7 +22,6 @@ DEPTH = 256  # of directories: each is held open on the way down
 OPAQUE = "HEADWAY.opaque"
 BLOCK = tarfile.BLOCKSIZE
 HOLE = bytes(4096)  # a page: what a disk in memory is made of
-MOUNTED = frozenset({"proc", "sys"})
 
 
 def pack(roots: Sequence[tuple[str, int]], max_bytes: int) -> Iterator[bytes]:
