@@ -1,8 +1,8 @@
-"""What described hardware takes for a decode step, a prefill and a training step: the roofline, times what is achieved.
+"""Times of decode steps, prefills and training steps on described hardware: the roofline over the achieved fraction.
 
 Memory-bound: a decode step reads the weights and the KV of all running requests once. Compute-bound: a prefill takes
 2 FLOP, a training step 6 FLOP, for each token and active parameter. ``fraction``: the share of bandwidth and FLOP/s
-that is achieved; what is slow besides (communication, kernels, waiting for the slowest expert) is in it.
+that is achieved; it includes all other costs (communication, kernels, waiting for the slowest expert).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     flops_per_s: float  # dense, bfloat16
-    bytes_per_s: float  # of its memory
+    bytes_per_s: float  # memory bandwidth
     memory_bytes: float
 
 
@@ -24,7 +24,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     parameters: float
-    active_parameters: float  # of one token
+    active_parameters: float  # parameters used for a token
     kv_bytes_per_token: float  # bfloat16
 
 
@@ -37,13 +37,13 @@ QWEN3_235B = ModelShape(
 
 
 class ReplicaHardware(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica of a generator: a model on so many devices by tensor parallelism."""
+    """A generator replica: a model on several devices by tensor parallelism."""
 
     model: ModelShape
     device: Accelerator
     devices: int
     weight_bytes_per_parameter: float  # 1: FP8, 2: bfloat16
-    kv_copies: int = 1  # devices that hold the same KV head, when there are more devices than heads
+    kv_copies: int = 1  # devices that hold the same KV head, where there are more devices than heads
 
     @property
     def weights_bytes(self) -> float:
@@ -54,12 +54,12 @@ class ReplicaHardware(msgspec.Struct, frozen=True, kw_only=True):
         return self.devices * self.device.bytes_per_s
 
     def kv_capacity_tokens(self, memory_share: float = 0.9) -> int:
-        """Tokens whose KV fits beside the weights; ``memory_share`` of the memory may be used."""
+        """Tokens whose KV fits beside the weights, when ``memory_share`` of the memory may be used."""
         room = self.devices * self.device.memory_bytes * memory_share - self.weights_bytes
         return int(room / (self.model.kv_bytes_per_token * self.kv_copies))
 
     def overrides(self, fraction: float) -> list[str]:
-        """Keys of a scenario: what it takes at this achieved fraction."""
+        """Scenario overrides (``key=value``) for this replica at an achieved ``fraction``."""
         rate = self.bytes_per_s * fraction
         compute = self.devices * self.device.flops_per_s * fraction
         prefill = compute / (2 * self.model.active_parameters)
@@ -73,7 +73,7 @@ class ReplicaHardware(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trainer_overrides(model: ModelShape, device: Accelerator, devices: int, fraction: float) -> list[str]:
-    """Keys of a scenario: a trainer that achieves ``fraction`` of its FLOP/s while it computes."""
+    """Scenario overrides (``key=value``) for a trainer that achieves ``fraction`` of its FLOP/s while it computes."""
     flops, peak = 6.0 * model.active_parameters, devices * device.flops_per_s
     return [
         f"hardware.trainer.devices={devices}",

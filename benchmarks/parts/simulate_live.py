@@ -19,7 +19,7 @@ from pathlib import Path
 
 from headway.planner.agreement import agreement
 from headway.planner.figures import Figures
-from headway.planner.from_run import Recorded, read_run, scenario_of, window
+from headway.planner.from_run import Recorded, read_run, scenario_from, window
 from headway.planner.simulate import simulate
 from headway.records.ledger import StepRecord
 from headway.telemetry.ledger import read_ledger
@@ -97,7 +97,7 @@ def simulated(folder: Path, row: str, seed: int, rounds: Path, base: str, beside
         other = second, looked_at(second)
     keys = (*COMMON[:2], *ROWS[row]) if base != row else ()
     own = (f"run.directory={folder}", f"run.steps={SIMULATED_STEPS}", f"run.seed={seed}")
-    found = scenario_of(run, looked_at(run), [*own, *keys], beside=other)
+    found = scenario_from(run, looked_at(run), [*own, *keys], beside=other)
     simulate(found.scenario, name=row)
     return agreement(found, read_ledger(folder), keys).simulated
 
@@ -110,7 +110,7 @@ def compare(directory: Path, rounds: int) -> dict[str, object]:
         place = directory / f"round-{number}"
         for row in ROWS:
             run = read_run(place / row)
-            own = scenario_of(run, looked_at(run), [f"run.directory={folder}"]).live
+            own = scenario_from(run, looked_at(run), [f"run.directory={folder}"]).live
             if undisturbed(place, row):
                 alone = simulated(folder, row, number, place, row, None)
                 found["self"].setdefault(row, []).append(Ratio(own, alone))

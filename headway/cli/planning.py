@@ -78,14 +78,14 @@ def _simulate_run(
     context: typer.Context, path: str, overrides: list[str], steps: str, beside: str, write: str, as_json: bool
 ) -> None:
     from headway.planner.agreement import agreement, print_agreement
-    from headway.planner.from_run import read_run, scenario_of, window
+    from headway.planner.from_run import read_run, scenario_from, window
     from headway.planner.table import print_outcome
     from headway.telemetry.ledger import read_ledger
 
     recorded = read_run(path)
     chosen = window(recorded, _asked(context, steps))
     other = read_run(beside) if beside else None
-    found = scenario_of(recorded, chosen, overrides, beside=None if other is None else (other, window(other)))
+    found = scenario_from(recorded, chosen, overrides, beside=None if other is None else (other, window(other)))
     if write:
         _write(found, write)
     directory = found.scenario.run.directory

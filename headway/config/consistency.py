@@ -1,4 +1,4 @@
-"""What must hold between the keys of several sections: one function per concern, each raising ValueError."""
+"""Checks between the keys of several sections: a function per concern, each raising ValueError."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BATCH_ADVANTAGES = ("batch_mean_std", "group_mean_batch_std")  # known only once
 
 
 def require_consistent(experiment: Experiment) -> None:
-    """Raises ValueError with the keys that contradict each other, their values and what would be valid."""
+    """Raise ValueError for keys that contradict each other, with their values and what would be valid."""
     _require_objective(experiment)
     _require_publishing(experiment)
     _require_known_advantages(experiment)
@@ -52,11 +52,11 @@ def _require_publishing(experiment: Experiment) -> None:
 
 
 def _require_known_advantages(experiment: Experiment) -> None:
-    """What asks for advantages or rewards must find them as it expects them."""
+    """Check that keys which use advantages or rewards get them at the right time and in the right form."""
     algorithm, queue, hooks = experiment.algorithm, experiment.queue, experiment.hooks
     if queue.min_advantage > 0 and algorithm.advantage in BATCH_ADVANTAGES:
         raise ValueError(
-            f"queue.min_advantage = {queue.min_advantage:g} is asked of each group as it finishes, and "
+            f"queue.min_advantage = {queue.min_advantage:g} is applied to each group as it finishes, but "
             f"algorithm.advantage = {algorithm.advantage!r} is known only once the batch is formed"
         )
     if algorithm.second_moment_limit is not None and hooks.pad_group != "none":
@@ -115,7 +115,7 @@ def _require_pruning(experiment: Experiment) -> None:
 
 
 def _require_environment(experiment: Experiment) -> None:
-    """What can't be asked of several turns."""
+    """Check for keys that don't work with rollouts of several turns."""
     name, hook = experiment.environment.name, experiment.hooks.rollout
     if name == "single_turn":
         return

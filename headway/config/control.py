@@ -14,12 +14,12 @@ KnobName = Literal["open_groups", "concurrent_rollouts", "steps_per_publish", "r
 class ControlConfig(Section):
     """Matches the two rates while the run goes on: docs/control.md."""
 
-    mode: Literal["off", "advise", "act"] = "off"  # advise: say in the ledger what act would set, and set nothing
-    interval_steps: Positive = 2  # least steps between two decisions; they are what a decision is based on
+    mode: Literal["off", "advise", "act"] = "off"  # advise: write act's settings to the ledger, and set nothing
+    interval_steps: Positive = 2  # least steps between two decisions; a decision is based on these
     pin: tuple[KnobName, ...] = ()  # knobs that stay as the experiment sets them
-    max_steps_per_publish: Positive = 4  # it publishes no more seldom; queue.budget + 1 where that is less
-    length_bias_limit: Annotated[float, Field(ge=0, le=1)] = 0.1  # KS by scheduling; beyond it no load is added
-    staleness_tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.01  # share of the rate given for younger samples
+    max_steps_per_publish: Positive = 4  # upper limit it may set; queue.budget + 1 where that is less
+    length_bias_limit: Annotated[float, Field(ge=0, le=1)] = 0.1  # KS due to scheduling; beyond it no load is added
+    staleness_tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.01  # share of the rate given up for younger samples
 
     @field_validator("pin")
     @classmethod

@@ -1,4 +1,4 @@
-"""The part of the experiment file that says which task is drawn next, and for how large a group."""
+"""The curriculum's keys: the choice of the next task, and of its group's size."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Probability = Annotated[float, Field(gt=0, lt=1)]
 
 
 class CurriculumConfig(Section):
-    """Which task is drawn next, and for how large a group: docs/curriculum.md."""
+    """The choice of the next task, and of its group's size: docs/curriculum.md."""
 
     mode: Literal["uniform", "adaptive"] = "uniform"  # every task in turn, or those whose outcomes are likely to differ
     cursor_share: Annotated[float, Field(gt=0, le=1)] = 0.1  # of draws: the next task of the plain walk, so all are met
     replay_share: Share = 0.05  # of draws: an unsolved task again, when one is due
-    replay_after_groups: Positive = 256  # an unsolved task is due after so many groups, then twice as many, and so on
-    repeat_after_groups: Positive | None = None  # a task of the band rests so long; default: 16 x groups_per_step
-    half_life_steps: Annotated[float, Field(gt=0)] = 32.0  # what was seen so many versions before the last look: half
+    replay_after_groups: Positive = 256  # groups until an unsolved task is due; doubles each time
+    repeat_after_groups: Positive | None = None  # groups a task of the band rests for; default: 16 x groups_per_step
+    half_life_steps: Annotated[float, Field(gt=0)] = 32.0  # versions after which an observation's weight is halved
     min_signal: Probability = 0.5  # a task is in the band when its group's outcomes differ with this probability
-    min_signal_range: tuple[Probability, Probability] = (0.25, 0.8)  # it moves within, when ...
-    zero_variance_range: tuple[Share, Probability] = (0.1, 0.4)  # ... the share of flat groups in the band leaves this
+    min_signal_range: tuple[Probability, Probability] = (0.25, 0.8)  # range in which min_signal is adjusted ...
+    zero_variance_range: tuple[Share, Probability] = (0.1, 0.4)  # ... to keep the band's share of flat groups in here
     min_group_size: Positive | None = None  # default: rollout.group_size
     max_group_size: Positive | None = None  # default: rollout.group_size
-    member_gain: Probability = 0.02  # a group grows while a member raises the probability of a signal by so much
+    member_gain: Probability = 0.02  # a group grows while another member raises the signal's probability by this much
 
     @model_validator(mode="after")
     def _ordered(self) -> CurriculumConfig:

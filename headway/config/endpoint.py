@@ -1,4 +1,4 @@
-"""The environment's keys and the endpoint's: how rollouts are made, and where agents call the model."""
+"""The keys of environments and of the endpoint: how rollouts are made, and where agents call the model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from headway.config.tool_servers import ToolServerConfig
 Rate = Annotated[float, Field(gt=0)]
 
 
-BUILT_IN = ("single_turn", "agent", "verifiers")  # that are no classes
-ENVIRONMENTS = {  # of our own: module:Class
+BUILT_IN = ("single_turn", "agent", "verifiers")  # names that aren't classes
+ENVIRONMENTS = {  # name of a built-in environment -> module:Class
     "code": "headway.rollout.environments.code:Code",
     "dialogue": "headway.rollout.environments.dialogue:Dialogue",
     "gym": "headway.rollout.environments.gym:Gym",
@@ -28,31 +28,31 @@ ENVIRONMENTS = {  # of our own: module:Class
 
 class EnvironmentConfig(Section):
     """How an attempt at a task is made. "single_turn": one response to the prompt. "agent": a program of yours calls
-    the model through an OpenAI-compatible endpoint; what it was answered is the rollout: docs/agents.md. "verifiers":
-    so does an environment of the package verifiers, which also says the reward. Any other name is an environment that
-    replies to the policy turn by turn: docs/environments.md."""
+    the model through an OpenAI-compatible endpoint, and the recorded answers are the rollout: docs/agents.md.
+    "verifiers": an environment of the package verifiers calls it likewise, and gives the reward. Any other name is an
+    environment that replies to the policy turn by turn: docs/environments.md."""
 
-    name: str = "single_turn"  # one of those, one of docs/environments.md, or module:Class of yours
-    parameters: dict[str, Any] = {}  # of an environment that is a class
-    workers: Positive = 1  # processes that environments live in
+    name: str = "single_turn"  # one of the above, one of docs/environments.md, or your own module:Class
+    parameters: dict[str, Any] = {}  # keyword arguments of an environment that is a class
+    workers: Positive = 1  # processes that run environments
     concurrency: Positive | None = None  # rollouts in environments at once; unset: all that the generator has
-    starts_per_s: Rate | None = None  # rollouts that begin, together; unset: no limit
-    max_turns: Positive = 16  # answers of a rollout; then it is over
-    max_calls: Positive = 16  # calls of tools in one answer; further ones are told that there are too many
+    starts_per_s: Rate | None = None  # rollouts started per second, all workers together; unset: no limit
+    max_turns: Positive = 16  # most answers in a rollout; then it ends
+    max_calls: Positive = 16  # most tool calls in one answer; further ones get an error as their result
     timeout_s: Seconds = 300.0  # of an environment's reply to one answer, or of its score
     tool_result_characters: Annotated[int, Field(ge=100)] = 8000  # of a tool's result; a longer one loses its middle
-    mcp: tuple[ToolServerConfig, ...] = ()  # servers of tools, beside those of an environment that is a class
-    models: dict[str, FixedModelConfig] = {}  # by name: models that such an environment asks, and that aren't trained
-    agent: str = ""  # agent: module:function of yours, called with each task in a process of its own
+    mcp: tuple[ToolServerConfig, ...] = ()  # tool servers, in addition to the tools of an environment that is a class
+    models: dict[str, FixedModelConfig] = {}  # by name: models that such an environment calls and that aren't trained
+    agent: str = ""  # agent: your module:function, called with each task in a process of its own
     command: tuple[
         str, ...
     ] = ()  # agent: or a program and its arguments; {prompt}, {task_file} and {rollout} are filled
     verifiers: dict[str, Any] = {}  # verifiers: the environment, as its package writes it: taskset = { id = ... }, ...
     variables: dict[str, str] = {}  # agent: further environment variables of its process
-    shows: tuple[str, ...] = ()  # agent: what it gets of a task beside the prompt: "answer", names of further fields
-    posts_reward: bool = False  # agent: it posts its reward, with a key that is in its environment; so can what it runs
-    failed_exit: Literal["fail", "verify"] = "fail"  # agent: whose process ends with an error: it fails, or counts
-    log_bytes: Positive = 1_000_000  # agent: of what one prints are kept: the first ones; and always the last 65,536
+    shows: tuple[str, ...] = ()  # agent: fields of the task it gets beside the prompt: "answer", names of others
+    posts_reward: bool = False  # agent: it posts its own reward; the key is in its environment, for its children too
+    failed_exit: Literal["fail", "verify"] = "fail"  # agent: rollouts whose process ends with an error fail, or count
+    log_bytes: Positive = 1_000_000  # agent: first bytes of its output that are kept; the last 65,536 always are
     stop_grace_s: Seconds = 2.0  # agent: between asking its processes to end and killing them
 
     @field_validator("name")
@@ -97,12 +97,12 @@ class EnvironmentConfig(Section):
 
     @property
     def replies(self) -> bool:
-        """Whether it is a class that replies to the policy, in workers of its own."""
+        """Whether the environment is a class that replies to the policy, in workers of its own."""
         return self.name not in BUILT_IN
 
     @property
     def calls(self) -> bool:
-        """Whether a program of its own calls the model, over HTTP."""
+        """Whether a program of the environment calls the model, over HTTP."""
         return self.name in ("agent", "verifiers")
 
 
@@ -115,23 +115,23 @@ class EndpointConfig(Section):
     """The OpenAI-compatible server that agents call, and what one rollout may ask of it."""
 
     address: str = "127.0.0.1:0"  # HOST:PORT it listens at; port 0: any free one
-    model: str = "headway"  # what requests call the model; the name of its folder will do as well
-    aliases: tuple[str, ...] = ()  # further names of it; "*": any
+    model: str = "headway"  # the model's name in requests; its folder's name is valid as well
+    aliases: tuple[str, ...] = ()  # further names of the model; "*": any
     tools: Literal["auto", "hermes", "llama_json", "none"] = "auto"  # how it writes tool calls; auto: by chat template
     history_reasoning: Literal["as_sent", "restore"] = "as_sent"  # of answers sent back without: docs/recording.md
     max_body_bytes: Positive = 32_000_000  # of a request; a larger one is refused (413)
-    max_messages: Positive = 4096  # of a request
-    max_tools: Positive = 256  # of a request
-    choices: Positive = 16  # of a call: the largest n
-    calls: Positive = 1000  # of a rollout
-    open_calls: Positive = 64  # of a rollout, at once
-    sampled_tokens: Positive = 1_000_000  # of a rollout, those without loss included
+    max_messages: Positive = 4096  # messages in a request
+    max_tools: Positive = 256  # tools in a request
+    choices: Positive = 16  # largest n of a call
+    calls: Positive = 1000  # calls of a rollout
+    open_calls: Positive = 64  # calls of a rollout at the same time
+    sampled_tokens: Positive = 1_000_000  # tokens sampled for a rollout, those without loss included
     kept_tokens: Positive = 10_000_000  # serve: of all sessions, about 100 bytes each; the longest unused ends first
     call_timeout_s: Seconds = 600.0  # serve: a call that takes longer ends without an answer (504); in a run: timeout_s
     body_timeout_s: Seconds = 60.0  # a request whose head, or then body, isn't whole by then is refused (408)
-    keep_alive_s: Annotated[float, Field(ge=5)] = 75.0  # idle connections live so long; clients drop theirs before
-    stream_ping_s: Seconds = 15.0  # a stream without news says so often that it lives
-    connections: Positive = 4096  # at once; further ones are closed
+    keep_alive_s: Annotated[float, Field(ge=5)] = 75.0  # idle connections are closed after this; clients close earlier
+    stream_ping_s: Seconds = 15.0  # between keep-alive comments in a stream without tokens
+    connections: Positive = 4096  # open at the same time; further ones are closed
 
     @field_validator("address", mode="before")
     @classmethod

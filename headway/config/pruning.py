@@ -1,4 +1,4 @@
-"""Early pruning: which rollouts end before their own end, and what becomes of them."""
+"""The keys of early pruning: which rollouts are stopped early, and what happens to them."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ PRUNERS = ("length", "relative_length", "budget", "repetition", "value", "verifi
 class LengthCap(Section):
     """A cap on the response, below ``rollout.max_response_tokens``: unlike that limit, audited."""
 
-    tokens: Positive  # a response that reaches so many is pruned
+    tokens: Positive  # a response of this length is pruned
     mode: Mode = "score"  # score: verified as it stands, and trained; drop: it leaves its group
 
 
 class RelativeLengthCap(Section):
     """A cap that follows the group: its members answer the same prompt."""
 
-    times_median: Annotated[float, Field(gt=1)] = 4.0  # of the lengths of those that came to their own end
-    least_finished: Positive = 2  # members that must have done so before there is a cap
-    least_tokens: Positive = 64  # no response is pruned below so many
+    times_median: Annotated[float, Field(gt=1)] = 4.0  # the cap: a multiple of the finished members' median length
+    least_finished: Positive = 2  # finished members needed before there is a cap
+    least_tokens: Positive = 64  # no shorter response is pruned
     mode: Mode = "score"  # score: verified as it stands, and trained; drop: it leaves its group
 
 
 class BudgetCap(Section):
-    """A cap by the clock: rollouts that can't end before their group is due."""
+    """A cap by time: rollouts that can't end before their group is due are pruned."""
 
-    least_chance: Probability = 0.05  # of ending in time, by the lengths seen so far; below it is pruned
-    slack_steps: Annotated[float, Field(ge=0)] = 1.0  # a group is due so many steps after the last it may be trained at
-    least_tokens: Positive = 64  # no response is pruned below so many
+    least_chance: Probability = 0.05  # pruned below this probability of ending in time, by the lengths seen so far
+    slack_steps: Annotated[float, Field(ge=0)] = 1.0  # a group is due this long after the last step that may train it
+    least_tokens: Positive = 64  # no shorter response is pruned
     mode: Mode = "score"  # score: verified as it stands, and trained; drop: it leaves its group
 
 
 class RepetitionCap(Section):
-    """Responses that go round in circles."""
+    """A cap on repetition: responses that loop are pruned."""
 
-    longest_period: Positive = 64  # tokens of a loop: the response's end repeats itself exactly after at most so many
-    repeats: Annotated[int, Field(ge=2)] = 4  # so often at least ...
-    loop_tokens: Positive = 64  # ... and over so many tokens at least
-    ngram: Positive = 4  # tokens; of such runs in the window ...
-    window_tokens: Positive = 256  # ... the last so many tokens ...
-    repeated_share: Annotated[float, Field(gt=0, le=1)] = 0.9  # ... so many stand there already; 1: loops alone count
+    longest_period: Positive = 64  # most tokens in one turn of an exact loop at the response's end
+    repeats: Annotated[int, Field(ge=2)] = 4  # least turns of the loop ...
+    loop_tokens: Positive = 64  # ... and least tokens of all turns together
+    ngram: Positive = 4  # tokens of an n-gram
+    window_tokens: Positive = 256  # last tokens of the response in which n-grams are compared
+    repeated_share: Annotated[float, Field(gt=0, le=1)] = 0.9  # repeated n-grams there, as a share; 1: only loops count
     mode: Mode = "score"  # score: verified as it stands, and trained; drop: it leaves its group
 
     @model_validator(mode="after")
@@ -59,14 +59,14 @@ class RepetitionCap(Section):
 
 
 class ValueBound(Section):
-    """Rollouts that will hardly solve their task."""
+    """A bound on the estimated value: rollouts that are unlikely to solve their task are pruned."""
 
     name: str = ""  # a verifier of the response so far, as in [verifier]; "": the group's own solve rate so far
     parameters: dict[str, Any] = {}  # its keyword arguments
-    timeout_s: Seconds = 10.0  # hard limit per call; the call is given up and the rollout goes on
-    every_tokens: Positive = 64  # new tokens between two calls for one rollout
-    below: Probability = 0.02  # an estimate of the probability below this is pruned
-    prior: Annotated[float, Field(gt=0)] = 0.5  # of the group's solve rate: solved and unsolved, each counted so often
+    timeout_s: Seconds = 10.0  # hard limit per call; the rollout continues when a call is given up
+    every_tokens: Positive = 64  # new tokens between two calls for a rollout
+    below: Probability = 0.02  # pruned when the estimated probability is below this
+    prior: Annotated[float, Field(gt=0)] = 0.5  # pseudo-counts, of solved and of unsolved, in the group's solve rate
     mode: Mode = "drop"  # score: verified as it stands, and trained; drop: it leaves its group
 
     @model_validator(mode="after")
@@ -78,41 +78,41 @@ class ValueBound(Section):
 
 
 class PartialVerifier(Section):
-    """Rollouts that are wrong already."""
+    """A verifier of partial responses: rollouts that are already wrong are pruned."""
 
     name: str  # a verifier of the response so far, as in [verifier]: exact | numeric | ... | module:function
     parameters: dict[str, Any] = {}  # its keyword arguments
-    timeout_s: Seconds = 10.0  # hard limit per call; the call is given up and the rollout goes on
-    every_tokens: Positive = 64  # new tokens between two calls for one rollout
-    below: float = 0.5  # a reward below this is pruned
+    timeout_s: Seconds = 10.0  # hard limit per call; the rollout continues when a call is given up
+    every_tokens: Positive = 64  # new tokens between two calls for a rollout
+    below: float = 0.5  # pruned when the reward is below this
     mode: Mode = "drop"  # score: verified as it stands, and trained; drop: it leaves its group
 
 
 class GroupBound(Section):
-    """Groups whose outcome is decided: the rest of such a group is dropped."""
+    """A bound on the group's outcome: once it is decided, the rest of the group is dropped."""
 
-    confidence: Probability = 0.9  # that the rest would get the very reward that all finished ones got
-    prior: Annotated[float, Field(gt=0)] = 0.5  # of Beta(prior, prior), how alike members are: small expects unanimity
+    confidence: Probability = 0.9  # that the rest would get the same reward as all finished members
+    prior: Annotated[float, Field(gt=0)] = 0.5  # of Beta(prior, prior) for the solve rate: small expects unanimity
     least_finished: Annotated[int, Field(ge=2)] = 3  # members that must have been verified
     mode: Literal["drop"] = "drop"  # half a response would be scored as none, and look like a difference
 
 
 class PruningConfig(Section):
-    """Rollouts that end early (docs/pruning.md). Each table below is a pruner, off unless it is there."""
+    """Pruners, which stop rollouts early (docs/pruning.md). Each table below is a pruner, off unless it is present."""
 
-    every_tokens: Positive = 16  # new tokens after which a rollout is looked at again
-    audit_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the prunable run to their own end: who was wrong?
+    every_tokens: Positive = 16  # new tokens between two checks of a rollout
+    audit_share: Annotated[float, Field(ge=0, lt=1)] = 0.05  # share of prunable rollouts left to finish, as an audit
     length: LengthCap | None = None  # a cap on the response
     relative_length: RelativeLengthCap | None = None  # a cap that follows the lengths of its group
     budget: BudgetCap | None = None  # rollouts that can't end before their group is due
-    repetition: RepetitionCap | None = None  # responses that go round in circles
-    value: ValueBound | None = None  # rollouts that will hardly solve their task
-    verifier: PartialVerifier | None = None  # rollouts that are wrong already
+    repetition: RepetitionCap | None = None  # responses that loop
+    value: ValueBound | None = None  # rollouts that are unlikely to solve their task
+    verifier: PartialVerifier | None = None  # rollouts that are already wrong
     group: GroupBound | None = None  # the rest of a group whose outcome is decided
 
     @property
     def on(self) -> tuple[str, ...]:
-        """The pruners there are, in the order they are asked."""
+        """Names of the configured pruners, in the order they are asked."""
         return tuple(name for name in PRUNERS if getattr(self, name) is not None)
 
     def mode_of(self, pruner: str) -> Mode:
@@ -125,7 +125,7 @@ class PruningConfig(Section):
 
     @property
     def judges(self) -> dict[str, VerifierSettings]:
-        """Pruner -> the verifier that it shows responses so far."""
+        """Pruner -> the verifier that it calls with partial responses."""
         chosen = {"value": self.value, "verifier": self.verifier}
         return {
             pruner: VerifierSettings(name=judge.name, parameters=judge.parameters, timeout_s=judge.timeout_s)
@@ -173,7 +173,7 @@ class PruningConfig(Section):
                 )
 
     def _require_reachable(self, group_size: int) -> None:
-        """Raise ValueError for bounds that not even a group with one member left to finish comes to."""
+        """Raise ValueError for bounds that no group reaches, not even with a single member left to finish."""
         value, group, others = self.value, self.group, group_size - 1
         if value is not None and not value.name:
             least = value.prior / (2 * value.prior + others)

@@ -49,7 +49,7 @@ _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false"}
 
 
 def reference() -> str:
-    """The whole page, Markdown. Pure: it reads the schema and its source and nothing else."""
+    """The whole page in Markdown. Pure: reads the schema and its source and nothing else."""
     modules = (
         schema,
         curriculum,
@@ -63,7 +63,7 @@ def reference() -> str:
         tool_servers,
         fixed_models,
     )
-    comments = {key: text for module in modules for key, text in comments_of(inspect.getsource(module)).items()}
+    comments = {key: text for module in modules for key, text in comments_from(inspect.getsource(module)).items()}
     parts = [_INTRODUCTION]
     for name, section in Experiment.model_fields.items():
         model = section_of(section.annotation)
@@ -95,8 +95,8 @@ def _section(path: str, model: type[BaseModel], required: bool, comments: dict[t
 
 
 def _rows(path: str, prefix: str, model: type[BaseModel], comments: dict[tuple[str, str], str]) -> Iterator[str]:
-    """A line for each key; those of a table inside the section follow it, as ``table.key``, unless they are those of
-    another section."""
+    """A table row for each key; keys of a table inside the section follow it as ``table.key``, unless that table is a
+    section documented elsewhere."""
     for name, field in model.model_fields.items():
         key = prefix + name
         named = f"{path}.{prefix}*.{name}"  # of a table whose entries have names
@@ -112,7 +112,7 @@ def _rows(path: str, prefix: str, model: type[BaseModel], comments: dict[tuple[s
             yield from _rows(path, f"{key}.", inner, comments)
 
 
-def comments_of(source: str) -> dict[tuple[str, str], str]:
+def comments_from(source: str) -> dict[tuple[str, str], str]:
     """(class, field) -> the comment at the end of the field's line."""
     by_line = {
         token.start[0]: token.string.lstrip("# ").strip()
@@ -129,7 +129,7 @@ def comments_of(source: str) -> dict[tuple[str, str], str]:
 
 
 def valid_values(annotation: Any, metadata: list[Any]) -> str:
-    """What values a field takes, in words."""
+    """Description of the values that a field takes."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         extra = arguments[1].metadata if isinstance(arguments[1], FieldInfo) else list(arguments[1:])

@@ -110,12 +110,12 @@ class QueueConfig(Section):
     old_tokens: Literal["mask", "train"] = "mask"  # carry no loss, or train as if the present weights had sampled them
     max_environment_staleness: NonNegative | None = None  # of a parked rollout's environment; default: any
     stale_environment: Literal["restart", "fail"] = "restart"  # a staler one: the rollout begins anew, or fails
-    filter_zero_variance: bool = True  # groups whose rewards are all equal end as filtered: they teach nothing
+    filter_zero_variance: bool = True  # groups whose rewards are all equal are filtered: they have no gradient
     min_advantage: Annotated[float, Field(ge=0)] = 0.0  # a group without an advantage of this size is filtered
     min_valid_group_ratio: Annotated[float, Field(gt=0, le=1)] = 0.5  # a group with fewer members without failure fails
-    min_valid_item_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # one of which less is left by filters is filtered
-    group_timeout_s: Seconds | None = None  # a group generating (or parked) for longer goes on with those finished ...
-    min_timeout_group_ratio: Annotated[float, Field(gt=0, le=1)] = 0.7  # ... if they are so many of it, or fails
+    min_valid_item_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # a group with a smaller share left is filtered
+    group_timeout_s: Seconds | None = None  # a group generating (or parked) for longer ends with those finished ...
+    min_timeout_group_ratio: Annotated[float, Field(gt=0, le=1)] = 0.7  # ... if they are this share of it, or fails
     give_up_after_batches: Positive = 100  # the run ends when groups of so many batches in a row end untrained
 
 
@@ -200,7 +200,7 @@ class EvaluationConfig(Section):
 
 
 class LedgerConfig(Section):
-    """What a run says of itself, beside RUN/ledger.jsonl: docs/monitoring.md."""
+    """Reports of a run in addition to RUN/ledger.jsonl: docs/monitoring.md."""
 
     trackers: tuple[Tracker, ...] = (
         "tensorboard",

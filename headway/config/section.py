@@ -1,4 +1,4 @@
-"""What every section of the experiment file is made of."""
+"""Base class and value types of the experiment file's sections."""
 
 from __future__ import annotations
 

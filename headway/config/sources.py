@@ -1,4 +1,4 @@
-"""The parts of the experiment file that say where tasks and demonstrations come from, and who scores them."""
+"""The keys for the sources of tasks and demonstrations, and for the verifiers that score responses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MEANT_FOR: Mapping[str, tuple[str, ...]] = {
 
 
 class VerifierSettings(Section):
-    """A verifier that tasks choose by name: ``verifier = "NAME"`` in their source or their row."""
+    """A verifier, chosen by name (``verifier = "NAME"``) in a source or a row."""
 
     name: str = "exact"  # exact | numeric | math | regex | reasoning-gym | weighted | judge | module:function
     parameters: dict[str, Any] = {}  # keyword arguments of the verifier
@@ -52,31 +52,31 @@ VerifierChoice = Annotated[
 class TaskColumns(Section):
     prompt: str = "prompt"  # a text, or a conversation: a list of {role, content} (needs model.template = "chat")
     answer: str | None = None  # default: "answer" where there is one; "" takes none
-    metadata: tuple[str, ...] | None = None  # what else the verifier is given; default: every other column
+    metadata: tuple[str, ...] | None = None  # further columns for the verifier; default: all others
 
 
 class SftColumns(Section):
     prompt: str = "prompt"  # a text; with solution
     solution: str = "solution"  # a text
     messages: str = "messages"  # a list of {role, content}; rows that have it are conversations
-    tools: str = "tools"  # conversations: what the chat template is given as tools, where there is one
+    tools: str = "tools"  # conversations: tools for the chat template; optional
 
 
 class TaskSource(Section):
     source: Literal["jsonl", "datasets", "reasoning-gym", "function"] = "jsonl"  # docs/inputs.md
     path: str = ""  # jsonl: the file; datasets: a file or folder on this machine
     name: str = ""  # datasets: on the Hugging Face hub; reasoning-gym: the generator's; function: module:function
-    subset: str = ""  # datasets: which configuration of it, where there are several
+    subset: str = ""  # datasets: the configuration, where there are several
     split: str = ""  # datasets: train, test, ...; default: the only one, or else train
-    revision: str = ""  # datasets from the hub: a commit or tag, so that the data can't change under the run
-    columns: TaskColumns = TaskColumns()  # which column is what
+    revision: str = ""  # datasets from the hub: a commit or tag, so that the data can't change during the run
+    columns: TaskColumns = TaskColumns()  # names of the columns
     convert: str = ""  # module:function from a row to {"prompt", "answer", ...}, or to None to leave it out
     parameters: dict[str, Any] = {}  # reasoning-gym: the generator's; function: its keyword arguments
     size: Positive = 1000  # reasoning-gym: how many tasks to generate
     seed: int = 0  # reasoning-gym: the generator's seed
-    limit: Positive | None = None  # use only the first so many tasks (after shuffling by run seed)
-    weight: Annotated[float, Field(gt=0)] = 1.0  # share of the training tasks drawn from it, beside the others' weights
-    label: str = ""  # what solve rates are told apart by; default: its path or name
+    limit: Positive | None = None  # number of tasks used, the first after shuffling by run.seed
+    weight: Annotated[float, Field(gt=0)] = 1.0  # share of training tasks drawn from it, relative to other weights
+    label: str = ""  # name under which its solve rate is reported; default: its path or name
     verifier: VerifierChoice | None = None  # NAME of [verifiers.NAME], or a table; default: [verifier]
 
     @model_validator(mode="after")
@@ -86,7 +86,7 @@ class TaskSource(Section):
 
     @property
     def called(self) -> str:
-        """The label, or what stands in for it."""
+        """The source's name in errors: its label, or else its path or name."""
         return self.label or self.path or (f"{self.source}:{self.name}" if self.source != "datasets" else self.name)
 
 
@@ -107,12 +107,12 @@ class SftSource(Section):
 
     @property
     def called(self) -> str:
-        """What errors call it."""
+        """The source's name in errors."""
         return self.path or self.name
 
 
 def require_complete(section: TaskSource | SftSource, source: str) -> None:
-    """Raise ValueError for a key that ``source`` needs and hasn't got, or that means nothing to it."""
+    """Raise ValueError for a key that ``source`` needs but lacks, or that has no effect with it."""
     for key, sources in _MEANT_FOR.items():
         field = type(section).model_fields.get(key)
         if field is not None and source not in sources and getattr(section, key) != field.default:
@@ -143,7 +143,7 @@ def _path_or_table(value: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """One source is a list of one."""
+    """A list of sources, from one source or several."""
     items = cast("list[Any]", value) if isinstance(value, (list, tuple)) else [value]
     return [_path_or_table(item) for item in items]
 

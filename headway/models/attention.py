@@ -1,9 +1,7 @@
 """Causal attention over packed documents: documents of similar length share one padded call, and documents with a
 common prefix share that prefix's rows.
 
-A packed micro-batch is a row of *pieces* laid end to end: whole documents, prefixes that several documents share and,
-behind all of these, what each such document continues its prefix with. A piece attends causally to itself and, where
-it continues a prefix, to all of that.
+`attention_plan.py` defines the *pieces* of a packed micro-batch.
 
 Shape suffixes: n packed tokens, h query heads, g key/value heads, e head dimension, b documents of a bucket,
 l padded length of a bucket, w width of the joint projection (h + 2g) * e.
@@ -29,7 +27,7 @@ def packed_attention(
 ) -> Tensor:
     """Causal attention of each document to itself, from the joint projection [N, (Hq+2Hkv)*Dh] to [N, Hq*Dh].
 
-    A window that no document is longer than hides nothing: such a layer is computed as one without.
+    A window at least as long as every document hides nothing: such a layer is computed without one.
     """
     if scores.window is not None and scores.window >= plan.longest:
         scores = replace(scores, window=None)
@@ -41,11 +39,11 @@ def packed_attention(
 def padded_attention(
     qkv: Tensor, heads: int, kv_heads: int, head_dim: int, plan: AttentionPlan, scores: Scores
 ) -> Tensor:
-    """As `packed_attention`, by PyTorch's own attention on whole documents: a shared prefix is attended from anew by
-    each of them, all else about it is still computed once. Padding stands after a document, so causality hides it.
+    """As `packed_attention`, by PyTorch's own attention on whole documents: each document attends from its own copy of
+    a shared prefix, the rest of the layer still computes it once. Padding follows a document, so causality hides it.
 
-    Autograd would keep those repeated rows of every layer until the backward, many times what the packed ones take.
-    So where prefixes are shared only ``qkv`` is kept, and the backward computes this attention again.
+    Autograd would keep the copies of every layer until the backward, many times the memory of the packed rows. So with
+    shared prefixes only ``qkv`` is kept, and the backward computes this attention again.
     """
     sizes = (heads, kv_heads, head_dim)
     if plan.shared and torch.is_grad_enabled():

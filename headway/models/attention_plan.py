@@ -1,8 +1,8 @@
 """The grouping of a packed micro-batch's pieces into few padded attention calls (`attention.py` runs them).
 
-A packed micro-batch is a row of *pieces* laid end to end: whole documents, prefixes that several documents share and,
-behind all of these, what each such document continues its prefix with. A piece attends causally to itself and, where
-it continues a prefix, to all of that.
+A packed micro-batch is a row of *pieces* laid end to end: whole documents, prefixes shared by several documents and,
+last, the continuations of those prefixes. A piece attends causally to itself and, if it continues a prefix, to all of
+that prefix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 PADDING_RATIO = 1.25  # a bucket holds documents at least 1/1.25 as long as its longest
-NOTHING = -1  # in place of a piece's index: it continues none
+NOTHING = -1  # stands for a piece's index: the piece continues no prefix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Bucket:
         return rows.index_select(0, self.gather_bl).view(size)
 
     def take_zeroed(self, rows: Tensor) -> Tensor:
-        """As `take`, with zeros for padding: gradients of outputs that nobody used."""
+        """Packed rows [N, x] as [b, l, x] with zeros for padding: the gradient of unused outputs."""
         if self.first is not None:
             return self.take(rows)
         padded = rows.new_zeros(self.documents * self.length, rows.shape[1])
@@ -57,19 +57,19 @@ class Bucket:
 class SharedPrefix:
     """A prefix and the pieces that continue it, as packed rows."""
 
-    keys: slice  # of the prefix
-    queries: slice  # of all its continuations, one after another
+    keys: slice  # rows of the prefix
+    queries: slice  # rows of all its continuations, one after another
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPlan:
-    """How the pieces of one micro-batch are grouped; computed once and shared by its layers."""
+    """The grouping of one micro-batch's pieces; computed once and shared by all layers."""
 
-    lengths: tuple[int, ...]  # of the pieces
-    continues: tuple[int, ...]  # of each piece: the index of the piece it continues, or NOTHING
+    lengths: tuple[int, ...]  # tokens of each piece
+    continues: tuple[int, ...]  # for each piece, the index of the piece it continues, or NOTHING
     tokens: int
-    positions_n: Tensor  # [N] position inside its document
-    buckets: tuple[Bucket, ...]  # of pieces, each attending to itself
+    positions_n: Tensor  # [N] position of each token inside its document
+    buckets: tuple[Bucket, ...]  # pieces, each attending to itself
     scatter_n: Tensor  # [N] index of each packed token in the concatenation of all buckets
     shared: tuple[SharedPrefix, ...]
 
@@ -79,9 +79,8 @@ class AttentionPlan:
     ) -> AttentionPlan:
         """Group pieces of ``lengths`` (each >= 1) into few buckets of nearly equal length.
 
-        ``continues``: for each piece the index of the piece it continues, or NOTHING (the default: all of them are
-        whole documents). Continuations stand behind all other pieces, those of one prefix side by side.
-        Raises ValueError otherwise.
+        ``continues``: for each piece the index of the piece it continues, or NOTHING (default: all are whole
+        documents). Continuations come after all other pieces, those of one prefix side by side; ValueError otherwise.
         """
         if not lengths or min(lengths) < 1:
             raise ValueError(f"every document needs at least one token; lengths = {list(lengths)}")
@@ -115,8 +114,8 @@ class AttentionPlan:
 
     @cached_property
     def whole(self) -> tuple[tuple[Bucket, ...], Tensor]:
-        """Buckets and scatter index of whole documents, each with its own copy of its prefix: for attention that
-        can't be put together out of two parts."""
+        """Buckets and scatter index of whole documents, each with its own copy of its prefix: for attention kernels
+        that can't merge two parts."""
         if not self.shared:
             return self.buckets, self.scatter_n
         sizes, starts = _sizes_and_starts(self.lengths)
@@ -124,7 +123,7 @@ class AttentionPlan:
         documents = torch.tensor([i for i in range(len(self.lengths)) if i not in prefixes])
         parents = parents[documents]
         continues, at = parents != NOTHING, parents.clamp(min=0)
-        owns_prefix = torch.ones_like(continues)  # one document keeps the results of the prefix that all of them had
+        owns_prefix = torch.ones_like(continues)  # of documents that share a prefix, one keeps its results
         owns_prefix[1:] = parents[1:] != parents[:-1]
         return _buckets(
             starts[documents],
@@ -142,7 +141,7 @@ def _sizes_and_starts(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def _shared_prefixes(sizes: Tensor, starts: Tensor, continues: tuple[int, ...]) -> tuple[SharedPrefix, ...]:
-    """Check the order of the pieces and find what is shared. Raises ValueError."""
+    """The shared prefixes. Raises ValueError where the pieces are in another order than `AttentionPlan.build` says."""
     if len(continues) != len(sizes):
         raise ValueError(f"{len(sizes)} pieces, but {len(continues)} say what they continue")
     found: list[SharedPrefix] = []

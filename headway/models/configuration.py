@@ -1,4 +1,4 @@
-"""What a decoder is made of, read from a Hugging Face ``config.json``; torch-free."""
+"""Architecture and sizes of a decoder, read from a Hugging Face ``config.json``; torch-free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from headway.models.families import FAMILIES, Family, family_of, read_window, refuse_unsupported
+from headway.models.families import FAMILIES, Family, family_from, read_window, refuse_unsupported
 from headway.models.rope import RopeScaling, frequencies, read_rope
 from headway.records.errors import ConfigurationError
 
@@ -18,7 +18,7 @@ __all__ = ["DecoderConfig", "LayerKind", "ExpertMixture", "RopeScaling", "Scores
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingWindow:
-    """In the layers it covers, a token attends to itself and the ``tokens - 1`` before it."""
+    """A sliding window: in the layers it covers, a token attends to itself and the ``tokens - 1`` before it."""
 
     tokens: int
     layers: tuple[int, ...]
@@ -39,18 +39,18 @@ class ExpertMixture:
 class Scores:
     """How a layer's attention scores come from queries and keys."""
 
-    scale: float  # of the product of query and key
+    scale: float  # factor on the product of query and key
     window: int | None = None  # tokens a query sees, itself included; None: all before it
-    softcap: float | None = None  # c: a score s becomes c tanh(s / c) (Gemma 2)
+    softcap: float | None = None  # cap c: a score s becomes c tanh(s / c) (Gemma 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """What differs from layer to layer."""
+    """The settings that differ from layer to layer."""
 
     scores: Scores
-    rope: int  # which of the model's rotary embeddings
-    sparse: bool  # a mixture of experts
+    rope: int  # index of the rotary embedding it uses
+    sparse: bool  # its feed-forward is a mixture of experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +68,15 @@ class DecoderConfig:
     architecture: str = "Qwen3ForCausalLM"
     tied: bool = True  # the output head is the embedding matrix
     qk_norm: bool = True  # RMSNorm over each head's query and key
-    attention_bias: bool = False  # of query, key and value
+    attention_bias: bool = False  # query, key and value have a bias
     mlp_bias: bool = False
     norm_epsilon: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
-    local_rope_theta: float | None = None  # of the layers with a window, never scaled; None: as all others
+    local_rope_theta: float | None = None  # theta of layers with a window, never scaled; None: as all others
     window: SlidingWindow | None = None
-    query_scale: float | None = None  # scores are divided by its square root; None: by that of head_dim
-    attention_softcap: float | None = None  # of the scores
+    query_scale: float | None = None  # scores are divided by its square root; None: by sqrt(head_dim)
+    attention_softcap: float | None = None  # soft cap c of the attention scores
     final_softcap: float | None = None  # c: a logit z becomes c tanh(z / c)
     mixture: ExpertMixture | None = None
     bos_token_id: int | None = None
@@ -130,7 +130,7 @@ class DecoderConfig:
     @classmethod
     def from_mapping(cls, raw: dict[str, Any]) -> DecoderConfig:
         """Read the content of a ``config.json``; missing keys take the architecture's own defaults."""
-        family = family_of(raw)
+        family = family_from(raw)
         refuse_unsupported(raw, family)
         width, heads = _integer(raw, "hidden_size"), _integer(raw, "num_attention_heads")
         layers = _integer(raw, "num_hidden_layers")
@@ -255,11 +255,11 @@ class DecoderConfig:
         return ropes
 
     def rope_magnitudes(self) -> list[float]:
-        """By what each of `rope_frequencies` scales queries and keys."""
+        """Factor on rotated queries and keys, for each embedding of `rope_frequencies`."""
         return [1.0 if self.rope_scaling is None else self.rope_scaling.magnitude, 1.0][: len(self.rope_frequencies())]
 
     def matmul_parameters(self, index: int, *, active: bool = False) -> int:
-        """Weights of layer ``index`` that take part in matrix products; ``active``: those that one token meets."""
+        """Weights of layer ``index`` in matrix products; ``active``: only those one token passes through."""
         attention = (2 * self.heads + 2 * self.kv_heads) * self.head_dim * self.width
         if (mixture := self.mixture) is None or not self.layer(index).sparse:
             return attention + 3 * self.width * self.intermediate
@@ -268,19 +268,19 @@ class DecoderConfig:
 
     @property
     def active_intermediate(self) -> int:
-        """Feed-forward size that one token meets in the widest layer."""
+        """Feed-forward size one token passes through in the widest layer."""
         mixture = self.mixture
         sparse = 0 if mixture is None else mixture.per_token * mixture.intermediate
         return sparse if mixture is not None and not mixture.dense_layers else max(sparse, self.intermediate)
 
     def matrix_parameters(self, *, active: bool = False) -> int:
-        """Weights of all matrices (norms and biases left out); ``active``: those that one token meets."""
+        """Weights of all matrices (norms and biases left out); ``active``: only those one token passes through."""
         layers = sum(self.matmul_parameters(index, active=active) for index in range(self.layers))
         return self.vocabulary_size * self.width * (1 if self.tied else 2) + layers
 
     def flops(self, lengths: list[int], head_tokens: int | None = None, continues: list[int] | None = None) -> float:
-        """Model FLOP of one forward pass over documents of ``lengths`` tokens (causal: half the square; a window:
-        what it covers; of a mixture: the experts a token goes through).
+        """Model FLOP of one forward pass over documents of ``lengths`` tokens (causal: half the square; with a
+        window: only the pairs it covers; in a mixture: only a token's own experts).
 
         ``head_tokens``: positions whose logits are computed; default all. ``continues``: for each piece the index of
         the piece it continues and attends to as well, or -1. Backward costs twice as much again.
@@ -319,7 +319,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _pairs(length: int, window: int | None) -> int:
-    """How many (query, key) pairs a causal document of ``length`` tokens has."""
+    """Number of (query, key) pairs in a causal document of ``length`` tokens."""
     reach = length if window is None else min(length, window)
     return reach * (reach + 1) // 2 + (length - reach) * reach
 

@@ -23,7 +23,7 @@ __all__ = ["Decoder", "DecoderConfig", "DecoderLayer"]
 
 
 class DecoderLayer(nn.Module):
-    """One block: x + attention(norm(x)), then x + MLP(norm(x)), where the family says so with a norm before each sum.
+    """A transformer block: x + attention(norm(x)), then x + MLP(norm(x)); some families norm each summand as well.
     Query, key and value share one matrix, so do gate and up, and all experts of a mixture: fewer and larger products.
     `layout.py` maps them to Hugging Face's names."""
 
@@ -78,7 +78,7 @@ class DecoderLayer(nn.Module):
         return q_nhe, k_nge, v_nge
 
     def finish(self, x_nd: Tensor, attention_nhd: Tensor) -> Tensor:
-        """The rest of the block after attention [N, Hq*Dh]: output projection, residual, norm, MLP, residual."""
+        """Compute the block after attention [N, Hq*Dh]: output projection, residual, norm, MLP, residual."""
         x_nd = self._add(x_nd, attention_nhd, self.output_weight, self.output_bias, self.attention_output_norm)
         hidden_nd = rms_norm(x_nd, self.post_norm, self.config.norm_epsilon, self.family.norm_offset)
         gated = GATED[self.family.activation]
@@ -95,14 +95,14 @@ class DecoderLayer(nn.Module):
         return how(hidden_nd, chosen_nk, weights_nk, self.gate_up_weight, self.down_weight, gated)
 
     def _add(self, x_nd: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
-        """The residual stream and what comes to it: a product, normed where the family norms it."""
+        """Residual stream plus a product, which is normed first where the family has output norms."""
         if norm is None:
             return linear(inner, weight, bias, add=x_nd)
         out_nd = linear(inner, weight, bias)
         return x_nd + rms_norm(out_nd, norm, self.config.norm_epsilon, self.family.norm_offset)
 
     def forward(self, x_nd: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
-        """The whole block on packed documents: residual stream [N, d] to [N, d]."""
+        """Compute the block on packed documents: residual stream [N, d] to [N, d]."""
         c = self.config
         qkv = self._project(x_nd, cos, sin)
         return self.finish(x_nd, packed_attention(qkv, c.heads, c.kv_heads, c.head_dim, plan, self.kind.scores))
@@ -150,8 +150,8 @@ class Decoder(nn.Module):
         return x_nd * torch.tensor(self.config.width**0.5, dtype=x_nd.dtype).item()  # rounded as these models expect
 
     def rope(self, positions_n: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each float32 [N, R, Dh / 2], for positions [N]: of the model's R rotary embeddings (1 or 2),
-        each layer takes its own."""
+        """cos and sin, each float32 [N, R, Dh / 2], for positions [N] and the model's R rotary embeddings (1 or 2), of
+        which each layer uses one."""
         angles = positions_n.to(torch.float32)[:, None, None] * self._frequencies
         cos, sin = angles.cos(), angles.sin()
         magnitudes = self.config.rope_magnitudes()
@@ -192,7 +192,7 @@ class Decoder(nn.Module):
 
     def flops(self, lengths: list[int], head_tokens: int | None = None, continues: list[int] | None = None) -> float:
         """Forward model FLOP over pieces of ``lengths``; ``head_tokens``: positions with logits (default all);
-        ``continues``: the piece that each continues, as in `forward_packed`."""
+        ``continues``: as in `forward_packed`."""
         return self.config.flops(lengths, head_tokens, continues)
 
     def parameter_count(self) -> int:

@@ -42,7 +42,7 @@ def mix(
     down_xdf: Tensor,
     gated: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The weighted sum of what each token's experts make of it, [N, d].
+    """The weighted sum of each token's expert outputs, [N, d].
 
     ``gate_up_xfd`` [X, 2f, d] and ``down_xdf`` [X, d, f]: all experts' matrices; ``gated``: [M, 2f] to [M, f].
     """
@@ -89,6 +89,6 @@ def _grouped_linear(rows_md: Tensor, weights_xfd: Tensor, ends_x: Tensor) -> Ten
 
 
 def _aligned(weights_xfd: Tensor) -> bool:
-    """Whether torch's grouped product takes these: rows of whole 16 bytes, of at most 4 bytes an element."""
+    """Whether torch's grouped product takes these weights: rows of whole 16 bytes, at most 4 bytes an element."""
     bytes_ = weights_xfd.element_size()
     return bytes_ <= 4 and all(size * bytes_ % 16 == 0 for size in weights_xfd.shape[1:])

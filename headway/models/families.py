@@ -1,7 +1,7 @@
-"""The model families this decoder computes: one row each, and what their ``config.json`` calls things; torch-free.
+"""The model families this decoder computes: one row each, with the names used in their ``config.json``; torch-free.
 
-A row holds what is the same in every model of a family. What a model chooses for itself (sizes, windows, caps) is in
-its `DecoderConfig`.
+A row holds the properties shared by every model of a family; a model's own (sizes, windows, caps) are in its
+`DecoderConfig`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class ExpertNames:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What all models of one ``architectures`` name have in common."""
+    """The properties shared by all models of one ``architectures`` name."""
 
-    name: str  # of `headway init-model --family`
+    name: str  # value of `headway init-model --family`
     architecture: str
     model_type: str
     # --- what is computed
-    activation: Activation = "silu"  # of the gate
+    activation: Activation = "silu"  # activation of the gate
     qk_norm: bool = False  # RMSNorm over each head's query and key
-    attention_bias: bool | None = None  # of query, key and value; None: config.json's attention_bias decides
+    attention_bias: bool | None = None  # query, key and value have a bias; None: config.json's attention_bias decides
     output_bias: bool = True  # the attention's output has a bias where query, key and value have one
     mlp_bias: bool = False  # config.json's mlp_bias decides; else there is none
     norm_offset: float = 0.0  # added to a norm's stored weight
-    output_norms: bool = False  # what attention and MLP give is normed before it joins the residual stream
+    output_norms: bool = False  # outputs of attention and MLP are normed before they join the residual stream
     scaled_embedding: bool = False  # embeddings times sqrt(width), rounded to the weights' dtype
     local_rope: bool = False  # layers with a window have a rotary embedding of their own
     attention_softcap: bool = False
@@ -73,7 +73,7 @@ class Family:
         return _SILU if self.activation == "silu" else (*_GELU_TANH, *self.other_activations)
 
     def norm_names(self) -> dict[str, str]:
-        """The decoder's norms of a layer, and what Hugging Face calls them."""
+        """The decoder's names for a layer's norms -> Hugging Face's names."""
         if not self.output_norms:
             return {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
         return {
@@ -211,7 +211,7 @@ _INSTEAD = {
 }
 
 
-def family_of(raw: dict[str, Any]) -> Family:
+def family_from(raw: dict[str, Any]) -> Family:
     """The family that a ``config.json`` names. Raises ConfigurationError with the supported ones when it is none."""
     named = raw.get("architectures") or []
     if not named:
@@ -232,7 +232,7 @@ def family_named(name: str) -> Family:
 
 
 def refuse_unsupported(raw: dict[str, Any], family: Family) -> None:
-    """Raise ConfigurationError, naming key, value and what would be valid, for what the decoder does not compute."""
+    """Raise ConfigurationError (key, value, valid values) for settings that the decoder does not compute."""
     keys = dict.fromkeys((family.activation_key, "hidden_act", "hidden_activation"))
     given = next(((key, raw[key]) for key in keys if raw.get(key) is not None), None)
     if given is not None and given[1] not in family.activation_names:

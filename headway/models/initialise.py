@@ -44,13 +44,12 @@ def initialise_model(
 ) -> DecoderConfig:
     """Write a complete model folder at ``output`` (config, safetensors, tokenizer); it must not exist yet.
 
-    ``vocabulary_size`` bounds the tokenizer trained on ``texts``; the model's vocabulary is what the tokenizer came
-    to, rounded up to 8. ``character_level``: no merges. ``window``: sliding window in tokens, on the layers where the
+    ``vocabulary_size`` bounds the tokenizer trained on ``texts``; the model's vocabulary is the tokenizer's size
+    rounded up to 8. ``character_level``: no merges. ``window``: sliding window in tokens, on the layers where the
     family has one (default: a quarter of the context for Gemma 2 and 3, none elsewhere). ``experts`` and
-    ``experts_per_token`` count in families with a mixture, where ``intermediate`` is the size of one expert;
-    ``rope_theta``: default the family's.
-    Equal arguments give equal files.
-    Raises ConfigurationError for sizes that don't fit together or an output that exists.
+    ``experts_per_token`` apply to families with a mixture, where ``intermediate`` is the size of one expert;
+    ``rope_theta``: default the family's. Equal arguments give equal files.
+    Raises ConfigurationError for inconsistent sizes or an existing output.
     """
     kind = family_named(family)
     target = Path(output)
@@ -119,8 +118,8 @@ def _write_generation_config(folder: Path, config: DecoderConfig, tokenizer: Tok
 
 
 def _window(kind: Family, tokens: int | None, layers: int, max_positions: int) -> SlidingWindow | None:
-    """All layers, or all but every second (Gemma 2) or third (Gemma 3, which has it sixfold: more than small models
-    have)."""
+    """The window, on all layers, or all but every second (Gemma 2) or third (Gemma 3: every sixth in its published
+    models, but small ones have too few layers)."""
     if kind.windowed == "none":
         if tokens is not None:
             raise ConfigurationError(f"window = {tokens}: the family {kind.name!r} has no sliding window")
@@ -142,7 +141,7 @@ def _mixture(kind: Family, experts: int, per_token: int, intermediate: int) -> E
 
 
 def initialise_parameters(model: Decoder, seed: int) -> None:
-    """Fill every parameter in place, deterministically by ``seed`` and independent of device and dtype.
+    """Fill every parameter in place, determined by ``seed`` alone, whatever the device and dtype.
 
     Matrices: normal with deviation 1/sqrt(inputs), which keeps activations at unit scale at any width; those that
     write to the residual stream are divided by sqrt(2 layers) (GPT-2, section 2.3). Norms 1, biases 0.

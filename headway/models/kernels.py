@@ -20,7 +20,7 @@ Sizes = tuple[int, int, int, float]  # query heads, key/value heads, head dimens
 
 
 def _wide(x: Tensor) -> Tensor:
-    """At least float32."""
+    """``x`` in at least float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -41,7 +41,7 @@ def _normalise_backward(grad: Tensor, unit: Tensor, inverse: Tensor, weight: Ten
 
 
 def _with_gradients(x: Tensor, weight: Tensor | None = None) -> native.Kernels | None:
-    """The native kernels, where they have a gradient: in float32, and not under autocast."""
+    """The native kernels, where they have gradients: float32 outside autocast; else None."""
     fast = native.active(x, weight)
     return fast if fast is not None and fast.dtype == product_dtype(x) == torch.float32 else None
 
@@ -89,7 +89,7 @@ def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) 
 
 
 def linear(x_nd: Tensor, weight: Tensor, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
-    """x @ weight.T (+ bias) (+ add): [N, d] and [V, d] to [N, V]. What is added is so inside the product, except under
+    """x @ weight.T (+ bias) (+ add): [N, d] and [V, d] to [N, V]. ``add`` joins inside the product, except under
     autocast, which would round it (the residual stream) to the product's dtype."""
     if not torch.is_grad_enabled() and (fast := native.active(x_nd, weight)) is not None and fast.packs(weight):
         return fast.linear(x_nd, weight, bias, add)
@@ -171,7 +171,8 @@ class _NormRotate(torch.autograd.Function):
 def _norm_rotate(
     qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, rotation: Tensor, sizes: Sizes
 ) -> tuple[Tensor, Tensor] | None:
-    """Overwrite the query and key part of ``qkv``; returns what the gradient needs of the norm."""
+    """Overwrite the query and key part of ``qkv``; returns the norm's unit vectors and inverse scales for the
+    backward, None without a norm."""
     heads, kv_heads, head_dim, epsilon = sizes
     part = qkv.view(qkv.shape[0], -1, head_dim)[:, : heads + kv_heads]
     if q_norm is None or k_norm is None:

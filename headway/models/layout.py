@@ -1,4 +1,4 @@
-"""Hugging Face's names and shapes of a model's tensors, and where the decoder holds each of them."""
+"""Hugging Face's names and shapes of a model's tensors, mapped to the decoder's parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.models.decoder import Decoder, DecoderLayer
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Hugging Face's name and shape of a tensor, and the view of the parameter that holds it in that order."""
+    """A tensor's name and shape in Hugging Face's layout, and the view of the decoder's parameter in that order."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ def hugging_face_entries(model: Decoder) -> Iterator[TensorEntry]:
 
 def fused_expert_entries(model: Decoder) -> Iterator[tuple[TensorEntry, list[str]]]:
     """The tensors of mixtures as transformers 5 holds them in memory, all experts of a layer in one, each with the
-    names of the tensors on disk whose place it takes."""
+    names of the per-expert tensors on disk that it replaces."""
     for prefix, layer in _layers(model):
         names = layer.family.experts
         if names is None or not layer.kind.sparse:

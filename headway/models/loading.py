@@ -70,7 +70,7 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "float32", device: s
 
 
 def load_for_generation(path: str | Path, dtype: str | torch.dtype, device: str | torch.device) -> Decoder:
-    """As `load_model`; on a CPU without instructions for bfloat16, bfloat16 weights are widened to float32: products
+    """Load as `load_model` does, but on a CPU without bfloat16 instructions widen bfloat16 weights to float32: products
     take a tenth of the time there, and no weight changes."""
     model = load_model(path, dtype, device)
     if torch.device(device).type == "cpu" and model.dtype == torch.bfloat16 and not cpu_multiplies_bfloat16():
@@ -95,7 +95,7 @@ def _fill(targets: Mapping[str, TensorEntry], names: list[str], content: Any, fi
 
 
 def _stored_tensors(folder: Path) -> dict[str, Path]:
-    """Which file holds which tensor."""
+    """Tensor name -> the file that holds it."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return {name: folder / file for name, file in read_json(index).get("weight_map", {}).items()}
@@ -113,7 +113,7 @@ def _stored_tensors(folder: Path) -> dict[str, Path]:
 
 
 def _targets(model: Decoder, stored: Mapping[str, Path]) -> dict[str, TensorEntry]:
-    """What is to be read, by name: mixtures expert by expert, or as one tensor where that is what is stored."""
+    """The tensors to read, by name: mixtures expert by expert, or as one tensor where the files hold them fused."""
     targets = {entry.name: entry for entry in hugging_face_entries(model)}
     for fused, replaced in fused_expert_entries(model):
         if fused.name in stored:
@@ -170,8 +170,8 @@ def copy_tokenizer(source: str | Path, target: str | Path) -> None:
 
 
 def commit_folder(scratch: Path, target: Path) -> None:
-    """Flush ``scratch`` to disk and make it ``target``. What was there is swapped out in one step where the file
-    system can do that, so that a reader, or a crash, finds the old folder or the new one; then it is removed."""
+    """Flush ``scratch`` to disk and rename it to ``target``. An existing target is exchanged atomically where the file
+    system can, so that readers and crashes find the old folder or the new one, and then removed."""
     for file in [*scratch.rglob("*"), scratch]:
         _flush(file)
     if target.exists():
@@ -188,7 +188,7 @@ def commit_folder(scratch: Path, target: Path) -> None:
 
 
 def remove_scratch(target: Path) -> None:
-    """Remove the folders that killed writers of ``target`` left beside it; one they had set aside is put back."""
+    """Remove the folders that killed writers of ``target`` left beside it; restore ``target`` if they had moved it."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(\d+)\.(partial|tokenizer|old)")
     for path in sorted(target.parent.iterdir()) if target.parent.is_dir() else ():
         match = pattern.fullmatch(path.name)
@@ -228,7 +228,7 @@ def _flush(path: Path) -> None:
 
 
 def weights_of(model: Decoder) -> dict[str, Tensor]:
-    """Every parameter once, by the decoder's own names, without copying: what is published."""
+    """Every parameter once, by the decoder's own names, without copying: the weights that are published."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -244,8 +244,10 @@ def copy_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
 
 
 def adopt_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> bool:
-    """As `copy_weights`, but where the tensors are of the model's own dtype and device they become its parameters, and
-    nothing is copied: then True, and whoever gave them must leave them alone."""
+    """Take over ``tensors`` without copying where they have the model's dtype and device, else copy as `copy_weights`.
+
+    True: the tensors have become the parameters and must not be changed by the caller.
+    """
     parameters = _checked(model, tensors)
     if any((one.dtype, one.device) != (tensors[name].dtype, tensors[name].device) for name, one in parameters.items()):
         copy_weights(model, tensors)

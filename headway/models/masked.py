@@ -1,4 +1,4 @@
-"""Causal attention with a sliding window or soft-capped scores, and the plain kind where a layer has neither.
+"""Causal attention with a sliding window or soft-capped scores; plain where a layer has neither.
 
 Shape suffixes: b documents, h query heads, g key/value heads, l queries, t keys, e head dimension, w window.
 """
@@ -15,7 +15,7 @@ from headway.models.configuration import Scores
 def causal_attention(q_bhle: Tensor, k_bgle: Tensor, v_bgle: Tensor, scores: Scores) -> Tensor:
     """Attention of documents of equal length to themselves, [b, h, l, e].
 
-    A window costs what it covers: beyond twice its size the documents are cut into blocks.
+    The cost of a window is linear in the length: documents beyond twice its size are cut into blocks.
     """
     length = q_bhle.shape[2]
     window = scores.window if scores.window is not None and scores.window < length else None
@@ -30,7 +30,7 @@ def causal_attention(q_bhle: Tensor, k_bgle: Tensor, v_bgle: Tensor, scores: Sco
 
 
 def seen(length: int, window: int | None, device: torch.device, first: int = 0) -> Tensor:
-    """Which of a document's keys its queries from ``first`` on see: bool [length - first, length]."""
+    """Mask of the keys visible to a document's queries from ``first`` on: bool [length - first, length]."""
     key_t = torch.arange(length, device=device)
     query_l1 = key_t[first:, None]
     mask = key_t <= query_l1
@@ -61,7 +61,7 @@ def masked_attention(q_bhle: Tensor, k_bgte: Tensor, v_bgte: Tensor, mask: Tenso
 
 
 def _windowed_in_blocks(q_bhle: Tensor, k_bgle: Tensor, v_bgle: Tensor, scores: Scores, window: int) -> Tensor:
-    """Blocks of ``window`` queries, each with the keys of its own and the previous block: all that they can see."""
+    """Attention in blocks of ``window`` queries, each over the keys of its own and the previous block."""
     b, heads, length, e = q_bhle.shape
     blocks = -(-length // window)
     filled = blocks * window - length

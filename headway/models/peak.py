@@ -1,4 +1,4 @@
-"""The arithmetic peak a device reaches in practice: what MFU is a share of."""
+"""The arithmetic peak a device reaches in practice: the denominator of MFU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def measure_peak_flops(
     """Best FLOP/s of a square matrix product on ``device`` at ``dtype`` with the present thread count.
 
     Takes about ``limit_s`` seconds. ``size``: rows and columns; default 1024 on a CPU, 8192 on a GPU. The best of
-    several runs: a peak is what nothing disturbed.
+    several runs is taken, the one disturbed least by other work.
     """
     where = torch.device(device)
     size = size or (1024 if where.type == "cpu" else 8192)

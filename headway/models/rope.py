@@ -87,7 +87,7 @@ class YarnScaling:
         return [f * (1 - blend) + f / self.factor * blend for f, blend in zip(plain, blends, strict=True)]
 
     def _pair_that_turns(self, turns: float, theta: float, head_dim: int) -> float:
-        """Which rotary pair (a fraction) turns so many times within the original context."""
+        """Index (fractional) of the rotary pair that turns ``turns`` times within the original context."""
         return head_dim * math.log(self.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     @property
@@ -119,9 +119,9 @@ def frequencies(theta: float, head_dim: int, scaling: RopeScaling | None) -> lis
 
 
 def read_rope(raw: dict[str, Any], theta: float, max_positions: int) -> tuple[float, RopeScaling | None]:
-    """Theta and scaling out of one ``rope_parameters`` or ``rope_scaling``; ``theta`` where it names none.
+    """Theta and scaling from one ``rope_parameters`` or ``rope_scaling``; ``theta`` is the default.
 
-    Raises ConfigurationError for a type that is not computed or a value that is missing.
+    Raises ConfigurationError for an unsupported type or a missing value.
     """
     theta = float(raw.get("rope_theta") or theta)
     kind = raw.get("rope_type", raw.get("type", "default"))
@@ -172,7 +172,7 @@ def _yarn(raw: dict[str, Any], max_positions: int) -> YarnScaling:
 
 
 def _growth(factor: float, weight: float) -> float:
-    """By how much queries and keys grow with the context (YaRN, Eq. 22)."""
+    """Factor by which queries and keys grow with the context (YaRN, Eq. 22)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

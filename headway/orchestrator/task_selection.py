@@ -13,7 +13,7 @@ from headway.control.curriculum.curriculum import Curriculum, TaskChoice
 from headway.records.curriculum import DRAW_REASONS, BandMove, CurriculumStep, Draw, DrawnGroup, TaskEvidence
 from headway.records.rollout import FinishedGroup
 from headway.records.task import Task
-from headway.tasks.cursor import TaskCursor, walks_of
+from headway.tasks.cursor import TaskCursor, make_walks
 
 # what a draw of the plain walk comes to, to a curriculum that looks back on it
 _IN_TURN = Draw(reason="cursor", probability=1.0, alpha=1.0, beta=1.0, signal=0.0, min_signal=0.0, size=0)
@@ -113,7 +113,7 @@ class AdaptiveSelector:
     """
 
     def __init__(self, experiment: Experiment, tasks: Sequence[Task], weights: Mapping[str, float] | None) -> None:
-        self._walks, self._mixture = walks_of(tasks, experiment.run.seed, weights)
+        self._walks, self._mixture = make_walks(tasks, experiment.run.seed, weights)
         self._walked = [0] * len(self._walks)  # positions of the walks
         self._place: dict[str, tuple[int, int]] = {}  # task id -> (source, number); of equal tasks, the first
         for source, walk in enumerate(self._walks):

@@ -13,24 +13,19 @@ from headway.planner.from_run import RunScenario
 from headway.records.errors import HeadwayError
 from headway.records.ledger import LedgerLine, StepRecord
 
-_NO_CHANGE = ("run.steps=", "run.seed=", "run.directory=", "ledger.")  # of what is compared
+_NO_CHANGE = ("run.steps=", "run.seed=", "run.directory=", "ledger.")  # overrides that don't change the comparison
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps that a scenario was made of, and the same figures of its simulation."""
+    """A live run's figures over the steps that a scenario was estimated from, and those of its simulation."""
 
     run: str
-    first_step: int  # of those looked at
+    first_step: int  # first live step of the comparison
     last_step: int
     live: Figures
     simulated: Figures
     changed: list[str]  # overrides: with any, the two needn't agree
     unidentified: dict[str, str]  # parameter -> why, and what is taken instead
-
-    @property
-    def rate_ratio(self) -> float:
-        """Trained samples/s, simulated / live."""
-        return self.simulated.samples_per_s / self.live.samples_per_s
 
 
 def agreement(found: RunScenario, simulated: Sequence[LedgerLine], overrides: Sequence[str]) -> Agreement:
@@ -53,7 +48,7 @@ def agreement(found: RunScenario, simulated: Sequence[LedgerLine], overrides: Se
 
 
 def print_agreement(found: Agreement, console: Console | None = None) -> None:
-    """The table, and what the ledger didn't tell."""
+    """Print the table, and the parameters that the ledger doesn't identify."""
     console = console or Console(highlight=False)
     live, simulated = found.live, found.simulated
     console.print()

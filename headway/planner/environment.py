@@ -34,7 +34,7 @@ _NOTHING = PartialResponse()
 
 @dataclass
 class EnvironmentCounts:
-    """What the sandboxes did. Seconds are summed over sandboxes."""
+    """Counts and times of simulated sandboxes. Seconds are summed over sandboxes."""
 
     started: int = 0
     start_failures: int = 0
@@ -45,38 +45,38 @@ class EnvironmentCounts:
     tool_s: float = 0.0
     live_s: float = 0.0
     live_peak: int = 0
-    resumed_states: int = 0  # parked rollouts that went on in the sandbox they had
-    restarted_states: int = 0  # ... that began anew, as queue.stale_environment says
+    resumed_states: int = 0  # parked rollouts resumed in the sandbox they had
+    restarted_states: int = 0  # parked rollouts restarted from the beginning, as queue.stale_environment says
     state_staleness_sum: int = 0  # versions between the oldest turn that a resumed sandbox holds and the resume
     state_staleness_max: int = 0
-    tokens_begun_anew: int = 0  # response tokens that were thrown away with a sandbox
+    tokens_begun_anew: int = 0  # response tokens lost with a sandbox
 
 
 @dataclass
 class _Life:
-    """One rollout: its plan, its sandbox, and whether somebody wants it to stop."""
+    """A rollout's state: its plan, its sandbox, and whether it has been cancelled."""
 
     plan: Plan
     calls: int = 0  # random numbers used
     turns: int = 0  # model calls made
-    environment_s: float = 0.0  # between them
-    live_since_s: float | None = None  # its sandbox
-    oldest_version: int = -1  # of a turn whose effect the sandbox holds
-    resumed_version: int = -1  # ... when it was last resumed in it
-    cut: bool = False  # somebody wants it to stop
+    environment_s: float = 0.0  # spent between model calls
+    live_since_s: float | None = None  # when its sandbox became ready; None: it has none
+    oldest_version: int = -1  # version of the oldest turn whose effect the sandbox holds
+    resumed_version: int = -1  # version when it was last resumed in that sandbox
+    cut: bool = False  # cancelled
     waking: asyncio.Future[None] | None = None  # ends its wait for a reply
     request_id: str = ""  # of the model call it has open
     so_far: PartialResponse = _NOTHING
 
 
 class EnvironmentGenerator:
-    """The generator as rollouts of several turns see it: a request is a whole rollout.
+    """A simulated generator for rollouts of several turns: a request is a whole rollout.
 
-    Each turn is a request to ``engine``, whose prompt is all that came before; then the sandbox takes its time, and its
-    reply is added to the response as tokens that weren't sampled. A rollout that comes back with "abort" was cut in
-    a model call (by an update) or anywhere (by ``cancel``); resumed, it goes on where it was. A failure of the sandbox
-    ends the request with "error"; the next one begins anew. Whoever submits a rollout says when he is done with it
-    (``forget``): its sandbox lives until then.
+    Each turn is a request to ``engine`` whose prompt is everything before it; after the sandbox's latency its reply
+    is added to the response as tokens that weren't sampled. A rollout that ends with "abort" was cut in a model call
+    (by an update) or anywhere (by ``cancel``); resubmitted, it continues where it was. A failure of the sandbox ends
+    the request with "error"; the next request starts from the beginning. The sandbox lives until the submitter calls
+    ``forget``.
     """
 
     def __init__(self, engine: FakeGenerator, workload: WorkloadModel, scenario: Scenario, clock: Clock) -> None:
@@ -111,7 +111,7 @@ class EnvironmentGenerator:
             del self._open[request.request_id]
 
     def forget(self, seed: int) -> Lived:
-        """The rollout with this sampling seed is over: what it did."""
+        """Drop the rollout with this sampling seed, which is over; returns what it did."""
         life = self._lives.pop(seed, None)
         if life is None:
             return Lived()
@@ -166,15 +166,15 @@ class EnvironmentGenerator:
     # --- sandboxes ------------------------------------------------------------------------------------------
 
     def state_version(self, seed: int) -> int:
-        """Version of the oldest turn whose effect the rollout's sandbox holds; -1: of none."""
+        """Version of the oldest turn whose effect the rollout's sandbox holds; -1 without such a turn."""
         life = self._lives.get(seed)
         return -1 if life is None else life.oldest_version
 
     def resume(self, seed: int, *, anew: bool) -> None:
-        """A parked rollout goes on: with the sandbox it has, or from its beginning in a fresh one."""
+        """Resume a parked rollout: in the sandbox it has, or (``anew``) from its beginning in a fresh one."""
         life = self._lives.get(seed)
         if life is None or life.oldest_version < 0:
-            return  # no tool was called yet: there is nothing that could be stale
+            return  # no tool was called yet: nothing can be stale
         if anew:
             self.counts.restarted_states += 1
             self.begin_anew(life)
@@ -186,7 +186,7 @@ class EnvironmentGenerator:
         self.counts.state_staleness_max = max(self.counts.state_staleness_max, staleness)
 
     def begin_anew(self, life: _Life) -> None:
-        """Its sandbox is gone, and with it what its turns did."""
+        """Restart a rollout whose sandbox is lost, and with it the effect of its turns."""
         self.end_sandbox(life)
         self.counts.tokens_begun_anew += len(life.so_far.ids)
         life.so_far = PartialResponse()
@@ -199,7 +199,7 @@ class EnvironmentGenerator:
             self._live -= 1
 
     async def start_sandbox(self, life: _Life, key: int) -> str:
-        """Returns why it failed, or "". Over the account's limit it fails at once."""
+        """Start the rollout's sandbox; returns why that failed, or "". Over the account's limit it fails at once."""
         counts, environment = self.counts, self.environment
         if environment.live_at_once is not None and self._live >= environment.live_at_once:
             counts.start_failures += 1
@@ -228,7 +228,7 @@ class EnvironmentGenerator:
         return ""
 
     async def call_tool(self, life: _Life, turn: TurnProfile, key: int) -> str:
-        """Returns why it failed, or ""; early when the rollout is cut."""
+        """Run a turn's tool call; returns why it failed, or "". Returns early when the rollout is cut."""
         self.counts.tool_calls += 1
         began_s = self._clock.now()
         loop = asyncio.get_running_loop()
@@ -247,7 +247,7 @@ class EnvironmentGenerator:
 
 
 class _Turns:
-    """One submission of a rollout: turn after turn, until it ends or is cut."""
+    """A submission of a rollout: runs turn after turn until it ends or is cut."""
 
     def __init__(
         self, owner: EnvironmentGenerator, request: GenerationRequest, life: _Life, watch: Watch | None
@@ -260,7 +260,7 @@ class _Turns:
         self._first_token_s = 0.0
 
     async def run(self) -> GenerationResult:
-        """From where the rollout is to its end."""
+        """Run the rollout from its present turn to its end."""
         reason, error = await self._go_on()
         if reason == "error":
             self._owner.begin_anew(self._life)
@@ -340,7 +340,7 @@ class _Turns:
             self._life.environment_s += self._owner.now() - began_s
 
     async def _replied_by(self, turn: TurnProfile) -> tuple[FinishReason, str]:
-        """The sandbox's reply; "abort" when somebody cancelled meanwhile, which comes before the reply."""
+        """Wait for the sandbox's reply; "abort" when the rollout was cancelled meanwhile, even if a reply came."""
         life = self._life
         if life.cut:
             return "abort", ""
@@ -365,7 +365,7 @@ class _Turns:
         return await self._owner.start_sandbox(self._life, mix(self._request.sampling.seed, self._life.calls))
 
     def _watched(self) -> Watch | None:
-        """The watch of the whole rollout, for one of its model calls."""
+        """The rollout's watch, adapted to a single model call; None without one."""
         watch, before = self._watch, self._life.so_far
         if watch is None:
             return None
@@ -386,7 +386,7 @@ def _joined(before: PartialResponse, new: PartialResponse) -> PartialResponse:
 
 
 def _replied(before: PartialResponse, tokens: int, seed: int) -> PartialResponse:
-    """With an environment's reply: of the version of the token before."""
+    """``before`` with an environment's reply appended, whose tokens get the version of the token before them."""
     if not tokens:
         return before
     span = VersionSpan(version=before.versions[-1].version, tokens=tokens)

@@ -1,4 +1,4 @@
-"""The figures of some steps of a run by which a live run and its simulation are compared."""
+"""Figures over some steps of a run, by which a live run and its simulation are compared."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from headway.records.ledger import StepRecord
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Rates, waits, staleness, length and acceptance over some steps of a run."""
 
-    samples_per_s: float  # trained
+    samples_per_s: float  # trained samples
     trainer_wait: float  # share of the time
     generator_wait: float
     staleness_mean: float  # of trained trajectories, versions
     length_mean: float  # response tokens of finished rollouts
-    acceptance: float  # finished groups that entered the buffer
+    acceptance: float  # share of finished groups that entered the buffer
 
 
 def figures(records: Sequence[StepRecord]) -> Figures | None:
@@ -40,6 +40,6 @@ def figures(records: Sequence[StepRecord]) -> Figures | None:
 
 
 def steady(records: Sequence[StepRecord], budget: int, steps: int) -> list[StepRecord]:
-    """Leave out the steps in which the queue was filling, and those of a run of ``steps`` in which it ran empty because
-    no step was left to open groups for."""
+    """``records`` without the steps in which the queue was filling, and without those at the end of a run of ``steps``
+    in which it ran empty because no step was left to open groups for."""
     return [r for r in usable(records) if budget < r.step < steps - budget - 1]

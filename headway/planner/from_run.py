@@ -1,7 +1,7 @@
-"""A run as a scenario: what its ledger says of hardware and workload, beside what its experiment asks for.
+"""Makes a scenario from a run: hardware and workload estimated from its ledger, the rest from its experiment.
 
-Rates are those of a window of steps. What a ledger doesn't tell is taken as ``control/tuning/ledger_model.py`` takes
-it, and named in ``RunScenario.unidentified``.
+Rates are those of a window of steps. Parameters that a ledger doesn't identify get the defaults of
+``control/tuning/ledger_model.py`` and are named in ``RunScenario.unidentified``.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.ledger import EVENT_RESUME, read_ledger
 from headway.telemetry.summary import undisturbed
 
-LEAST_STEPS = 4  # that say something about rates
-TASKS = 10_000  # distinct ones: so many that which of them are drawn makes no difference
+LEAST_STEPS = 4  # fewest informative steps to estimate rates from
+TASKS = 10_000  # distinct tasks: enough that the choice of those drawn makes no difference
 _RAMP = 1e-6  # between two values of a quantity, as a share
 _ACCEPTANCE_DIFFERS = 0.02
 _ROLLOUTS, _LEAST_STEPS_SIMULATED = 16_000, 30  # simulated by default, about
 
-# Sections that go on as they are, and keys of them that describe a live run alone.
+# Sections that are kept as they are, and keys in them that describe a live run alone.
 _KEPT: dict[str, tuple[str, ...]] = {
     "rollout": (),
     "generator": ("devices", "engine", "dtype", "native_kernels", "prefill_tokens_per_step"),
@@ -52,24 +52,24 @@ _KEPT: dict[str, tuple[str, ...]] = {
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run's folder says."""
+    """A run's experiment and ledger, as read from its folder."""
 
     path: Path
     experiment: Experiment
     lines: list[LedgerLine]
     replicas: int
-    lent_replicas: int  # of these, on devices of the trainer's
+    lent_replicas: int  # replicas on devices of the trainer
     ranks: int
     verifiers: int
 
     @property
     def steps(self) -> list[StepRecord]:
-        """Those that say something about rates."""
+        """The steps that are informative about rates."""
         return usable(undisturbed(self.lines))
 
     @property
     def last_session(self) -> list[StepRecord]:
-        """Those since the run was last resumed, which may have been with other settings."""
+        """Informative steps since the run was last resumed, possibly with other settings."""
         resumed = max((i for i, line in enumerate(self.lines) if _is_resume(line)), default=-1)
         return usable(undisturbed(self.lines[resumed + 1 :]))
 
@@ -82,17 +82,17 @@ class RunScenario(msgspec.Struct, frozen=True, kw_only=True):
     """The scenario that a run's ledger describes."""
 
     scenario: Scenario
-    raw: dict[str, Any]  # the same as its file would have it, keys at their defaults left out
+    raw: dict[str, Any]  # the scenario as in a file, without keys at their defaults
     run: str
-    first_step: int  # of those it was estimated from
+    first_step: int  # first step that it was estimated from
     last_step: int
-    live: Figures  # of these steps
+    live: Figures  # the live run's figures over those steps
     unidentified: dict[str, str]  # parameter -> why, and what is taken instead
 
 
 def read_run(path: str | Path) -> Recorded:
-    """Raises ConfigurationError where there is no run, its experiment or ledger can't be read, or its rollouts have
-    turns, which a ledger says too little of."""
+    """Read a run's folder. Raises ConfigurationError where there is no run, its experiment or ledger can't be read, or
+    its rollouts have several turns, about which a ledger says too little."""
     folder = Path(path)
     directory = RunDirectory(folder)
     experiment = directory.read_experiment()
@@ -125,7 +125,7 @@ def read_run(path: str | Path) -> Recorded:
 
 
 def _described(path: Path) -> Scenario:
-    """What a simulation was told of the world."""
+    """The scenario of a simulated run, from its folder. Raises ConfigurationError."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -135,7 +135,7 @@ def _described(path: Path) -> Scenario:
 
 
 def window(run: Recorded, asked: tuple[int | None, int | None] | None = None) -> list[StepRecord]:
-    """The steps to look at: those from ``asked[0]`` to before ``asked[1]``, or the last half of the steady ones. Raises
+    """The steps to estimate from: ``asked[0]`` to ``asked[1]`` (exclusive), or the last half of the steady ones. Raises
     ConfigurationError where they are too few."""
     budget, found = run.experiment.queue.budget, run.steps
     if asked is not None:
@@ -152,21 +152,21 @@ def window(run: Recorded, asked: tuple[int | None, int | None] | None = None) ->
         what = f"of its steps after the first {budget + 1}{' since the resume' * (first > 0)}, which fill the queue,"
     if len(chosen) < LEAST_STEPS:
         raise ConfigurationError(
-            f"{run.path}: {len(chosen)} {what} say something about its rates, and {LEAST_STEPS} are needed (skipped "
-            "ones and those rebuilt after a kill say nothing)"
+            f"{run.path}: {len(chosen)} {what} show its rates, and {LEAST_STEPS} are needed (skipped steps and those "
+            "rebuilt after a kill don't count)"
         )
     return chosen
 
 
-def scenario_of(
+def scenario_from(
     run: Recorded,
     steps: Sequence[StepRecord],
     overrides: Sequence[str] = (),
     *,
     beside: tuple[Recorded, Sequence[StepRecord]] | None = None,
 ) -> RunScenario:
-    """The scenario of ``run`` as its ``steps`` were (``window``), with ``overrides``. ``beside``: another run of the
-    same load and machine, which tells what the two sides cost each other. Raises ConfigurationError."""
+    """Estimate the scenario of ``run`` from its ``steps`` (``window``), with ``overrides``. ``beside``: another run of
+    the same load on the same machine, from which interference is estimated. Raises ConfigurationError."""
     shape = msgspec.structs.replace(
         shape_of(run.experiment, run.lent_replicas), verifiers=run.verifiers, ranks=run.ranks
     )
@@ -179,8 +179,8 @@ def scenario_of(
     else:
         if beside[0].replicas != run.replicas:
             raise ConfigurationError(
-                f"{beside[0].path} has {beside[0].replicas} replicas and {run.path} {run.replicas}: what the sides "
-                "cost each other is told by runs of the same machine"
+                f"{beside[0].path} has {beside[0].replicas} replicas and {run.path} {run.replicas}: interference "
+                "can only be estimated from runs on the same machine"
             )
         found = costs_apart(steps, beside[1], run.replicas, shape.even_requests)
         del unidentified["interference"]
@@ -211,7 +211,7 @@ def scenario_of(
 
 
 def _own_directory(path: Path) -> str:
-    """runs/simulated/NAME, or beside it where that is what is looked at."""
+    """The simulation's default folder: runs/simulated/NAME, or another name beside it where that is ``path`` itself."""
     directory = Path("runs/simulated") / path.resolve().name
     return str(directory if directory.resolve() != path.resolve() else directory.with_name(f"{directory.name}-again"))
 
@@ -222,11 +222,11 @@ def _steps_to_simulate(experiment: Experiment) -> int:
     return filling + max(_LEAST_STEPS_SIMULATED, math.ceil(_ROLLOUTS / samples))
 
 
-# --- what the experiment asks for ------------------------------------------------------------------------
+# --- from the experiment ---------------------------------------------------------------------------------
 
 
 def _kept_sections(experiment: Experiment, unidentified: dict[str, str]) -> dict[str, Any]:
-    """The experiment's sections that a scenario has as well; functions of the user's own are left out and named."""
+    """The experiment's sections that a scenario has as well; the user's own functions are left out and named."""
     given = experiment.model_dump(mode="json", exclude_defaults=True)
     raw: dict[str, Any] = {}
     for section, dropped in _KEPT.items():
@@ -249,7 +249,7 @@ def _kept_sections(experiment: Experiment, unidentified: dict[str, str]) -> dict
 
 
 def _left_out(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel) -> dict[str, str]:
-    """What the run did in these steps that its simulation doesn't."""
+    """Features of the run in these steps that its simulation leaves out: parameter -> why."""
     experiment, found = run.experiment, dict[str, str]()
     truncated = _truncated_share(steps)
     if truncated > 0.001:
@@ -279,7 +279,7 @@ def _left_out(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel) ->
     return found
 
 
-# --- what the ledger says --------------------------------------------------------------------------------
+# --- from the ledger -------------------------------------------------------------------------------------
 
 
 def _hardware(
@@ -341,8 +341,8 @@ def _workload(
 
 
 def response_tokens(steps: Sequence[StepRecord], limit_tokens: int) -> Quantity:
-    """Lengths of the responses that finished: straight lines across the histogram's buckets, scaled to the exact mean;
-    those that were cut would be a token longer than the limit. Discarded ones are taken to have been cut off at their
+    """Distribution of the lengths of finished responses: linear within the histogram's buckets, scaled to the exact
+    mean; truncated ones count as a token longer than the limit. Discarded ones are taken to have been cut off at their
     mean length (control/lengths.py)."""
     counts: Counter[int] = Counter()
     for record in steps:
@@ -375,7 +375,7 @@ def response_tokens(steps: Sequence[StepRecord], limit_tokens: int) -> Quantity:
 
 
 def _rising(points: Sequence[tuple[float, float]], longest: float) -> tuple[tuple[float, float], ...]:
-    """Shares that rise to 1: a bucket too light for six digits is one with the bucket before it."""
+    """Points with strictly rising shares up to 1: a bucket too light for six digits joins the one before it."""
     found: list[tuple[float, float]] = []
     for share, value in points:
         place, length = round(min(1.0, share), 6), round(min(value, longest), 2)
@@ -388,11 +388,11 @@ def _rising(points: Sequence[tuple[float, float]], longest: float) -> tuple[tupl
 
 def _shares(steps: Sequence[StepRecord], counts: Counter[int], cut: int) -> dict[int, float]:
     """Last length of a bucket -> share of all responses, discarded ones counted."""
-    begun = max(1, steps[-1].slots)  # of those that a step discarded, no more can have had tokens
+    begun = max(1, steps[-1].slots)  # at most so many of a step's discarded rollouts had tokens
     discarded = sum(min(begun, r.endings.get("discarded", 0)) for r in steps)
     so_far = sum(r.ended_tokens.get("discarded", 0) for r in steps) / discarded if discarded else 0.0
     ended = [(end, True) for end, count in counts.items() for _ in range(count)]
-    beyond = max(counts) + 1  # where those are that were cut
+    beyond = max(counts) + 1  # stands for the length of those that were cut
     found = length_distribution(
         [*ended, *[(beyond, True)] * cut, *[(min(max(counts) - 1, round(so_far)), False)] * discarded], beyond
     )
@@ -412,7 +412,7 @@ def _truncated_share(steps: Sequence[StepRecord]) -> float:
 
 
 def _written(quantity: Quantity) -> Any:
-    """As a scenario file has it."""
+    """The quantity as a scenario file writes it."""
     if quantity.kind == "constant":
         return quantity.value
     return quantity.model_dump(mode="json", exclude_defaults=True)
@@ -424,5 +424,5 @@ def _of_one(values: Sequence[float]) -> float:
 
 
 def _tidy(value: float) -> float:
-    """To six digits: the rest only makes the file longer."""
+    """``value`` rounded to six digits, to keep the file short."""
     return float(f"{value:.6g}")

@@ -1,9 +1,9 @@
-"""What generator and trainer cost each other on one machine, out of two runs in which they met more and less.
+"""Interference of generator and trainer on one machine, estimated from two runs in which they overlap differently.
 
-In one run in steady state they meet about equally in all of its steps, and how fast each is alone is not to be seen:
-its rates are taken as they were. A second run of the same load on the same machine, say a synchronous one beside an
-asynchronous one, tells them apart. Where the other side computes during a share o of the time T that one takes, it has
-done what takes T (1 - o (1 - 1 / beside)) alone.
+In a run's steady state the overlap is about equal in all steps, so how fast each side is alone can't be seen: its rates
+are taken as measured. A second run of the same load on the same machine, say a synchronous one beside an asynchronous
+one, identifies both. A side that takes the time T, while the other computes during a share o of it, has done work that
+takes T (1 - o (1 - 1 / beside)) alone.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from headway.control.tuning.ledger_model import Line, decode_line, training_line
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
 
-LEAST_DIFFERENCE = 0.25  # of the overlap in the two runs
+LEAST_DIFFERENCE = 0.25  # between the overlaps of the two runs
 _MOST = 10.0
 
 
 class PhaseOverlap(msgspec.Struct, frozen=True, kw_only=True):
-    """Shares of the time, 0 to 1, of some steps of a run."""
+    """Overlap of generator and trainer over some steps of a run, as shares of time (0 to 1)."""
 
-    of_generator: float  # of the time it computed: the trainer did so too
-    of_trainer: float  # of the time it didn't wait: the generator computed
+    of_generator: float  # share of the generator's compute time in which the trainer computed too
+    of_trainer: float  # share of the trainer's compute time in which the generator computed too
 
 
 class InterferenceCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the sides take, and how much longer while the other computes (1 or more)."""
+    """Costs of generator and trainer alone, and the factor (1 or more) by which they slow down while both compute."""
 
-    decode: Line  # seconds of a decode step over a replica's requests, with what the engine does between two
+    decode: Line  # seconds of a decode step over a replica's requests, the engine's work between steps included
     train: Line  # seconds of a training step over its tokens
     generator_beside: float = 1.0
     trainer_beside: float = 1.0
-    untold: tuple[str, ...] = ()  # sides that meet the other about equally in both runs: as they were, beside 1
+    untold: tuple[str, ...] = ()  # sides whose overlap is about equal in both runs: costs as measured, factor 1
 
 
 def costs(steps: Sequence[StepRecord], replicas: int, even: float) -> InterferenceCosts:
-    """As they were in ``steps``, whatever the sides cost each other. ``even``: of ``decode_line``."""
+    """Costs as measured in ``steps``, interference included. ``even``: as in ``decode_line``."""
     decode, busy_s = decode_line(steps, even)[0], sum(r.flow.generator_busy_s for r in steps)
     between = _at_work_s(steps, replicas) / busy_s if busy_s else 1.0
     return InterferenceCosts(decode=_times(decode, between), train=training_line(steps))
@@ -47,9 +47,9 @@ def costs(steps: Sequence[StepRecord], replicas: int, even: float) -> Interferen
 def costs_apart(
     steps: Sequence[StepRecord], others: Sequence[StepRecord], replicas: int, even: float
 ) -> InterferenceCosts:
-    """Those of the run of ``steps``, with what the sides cost each other told apart by the run of ``others``, whose
-    generator has as many replicas. How costs grow with their load is read where the sides met less. Raises
-    ConfigurationError where they met about equally in both."""
+    """Costs in the run of ``steps``, with interference separated by means of the run of ``others``, whose generator has
+    as many replicas. Growth of costs with load is taken from the run with less overlap. Raises ConfigurationError where
+    both overlap about equally."""
     here, there = overlap(steps), overlap(others)
     told = {
         "the generator": abs(here.of_generator - there.of_generator) >= LEAST_DIFFERENCE,
@@ -58,8 +58,8 @@ def costs_apart(
     if not any(told.values()):
         raise ConfigurationError(
             f"the generator computes for {here.of_trainer:.0%} of the trainer's time in one run and for "
-            f"{there.of_trainer:.0%} in the other: what they cost each other is seen in two runs that differ by at "
-            f"least {LEAST_DIFFERENCE:.0%}, say one with queue.budget = 0"
+            f"{there.of_trainer:.0%} in the other: estimating interference takes two runs that differ by at least "
+            f"{LEAST_DIFFERENCE:.0%}, say one with queue.budget = 0"
         )
     shapes = costs(steps if here.of_trainer < there.of_trainer else others, replicas, even)
     decode, train = shapes.decode, shapes.train
@@ -85,7 +85,7 @@ def costs_apart(
 
 
 def overlap(steps: Sequence[StepRecord]) -> PhaseOverlap:
-    """From the waits: where neither side waits, both compute. A side seldom waits while the other does."""
+    """Overlap estimated from the waits: where neither side waits, both compute. They seldom wait at the same time."""
     seconds = sum(r.step_s for r in steps)
     trainer = sum(r.step_s - r.trainer_wait_s - r.flow.update_wait_s for r in steps) / seconds
     generator = sum(r.step_s * (1.0 - r.generator_wait_ratio - r.generator_lent_ratio) for r in steps) / seconds
@@ -97,7 +97,7 @@ def overlap(steps: Sequence[StepRecord]) -> PhaseOverlap:
 
 
 def _at_work_s(steps: Sequence[StepRecord], replicas: int) -> float:
-    """Seconds in which replicas had something to do and could: neither lent nor standing still for an update."""
+    """Seconds in which replicas had work and could compute: neither lent nor paused by an update."""
     seconds = sum(r.flow.generator_s * (1.0 - r.generator_wait_ratio - r.generator_lent_ratio) for r in steps)
     busy = sum(r.flow.generator_busy_s for r in steps)
     return max(busy, seconds - replicas * sum(r.apply_pause_s for r in steps))
@@ -112,9 +112,9 @@ def _expected_training_s(steps: Sequence[StepRecord], line: Line) -> float:
 
 
 def _apart(here: float, there: float, overlap_here: float, overlap_there: float) -> tuple[float, float]:
-    """(what it takes alone, how many times as long beside the other) of a side that took ``here`` and ``there`` times
-    as long as expected, with those overlaps: so that alone it takes the same in both. Overlaps that hardly differ would
-    make an effect of noise: then (what it took here, 1)."""
+    """(time alone, slowdown beside the other side) of a side that took ``here`` and ``there`` times as long as expected
+    at those overlaps, such that its time alone is equal in both. Where the overlaps hardly differ, noise would look
+    like an effect: then (``here``, 1)."""
     if abs(overlap_here - overlap_there) < LEAST_DIFFERENCE:
         return here, 1.0
     lost = here * overlap_here - there * overlap_there

@@ -1,4 +1,4 @@
-"""What a simulation found, as figures and as a table."""
+"""The figures that a simulation found."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a whole simulated run. Rates count from its first step to its last."""
 
     summary: RunSummary
-    samples_per_s: float  # trained
-    step_s: float  # mean
+    samples_per_s: float  # trained samples
+    step_s: float  # mean duration of a step
     trainer_wait: float  # share of the time
     generator_wait: float
     staleness_mean: float  # of trained trajectories, versions
     staleness_max: int
     generated_tokens: int
     trained_tokens: int  # of trained responses, an environment's replies left out
-    wasted_share: float  # of the generated tokens: not trained when the run ended
+    wasted_share: float  # share of generated tokens that were not trained when the run ended
     model_calls: int
     prefilled_tokens: int
     preemptions: int
@@ -36,7 +36,7 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     mfu_compute: float
     device_hours: float
     dollars: float
-    environment: dict[str, float]  # counts of the sandboxes; all 0 without several turns
+    environment: dict[str, float]  # `EnvironmentCounts`; all 0 without several turns
 
 
 def measure(
@@ -46,7 +46,7 @@ def measure(
     engines: Sequence[EngineStatistics],
     environment: dict[str, float],
 ) -> SimulationOutcome:
-    """The figures of a run that has ended."""
+    """Compute the figures of a run that has ended."""
     steps = [line for line in lines if isinstance(line, StepRecord)]
     last = steps[-1] if steps else StepRecord(step=0, version=0)
     total_s = sum(step.step_s for step in steps)

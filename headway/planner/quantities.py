@@ -1,4 +1,4 @@
-"""Quantities of a scenario: a number, a distribution, or values by training step; drawn from counters, not states."""
+"""Quantities of a scenario: a number, a distribution, or values by training step; drawn from keys, without a state."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class Quantity(Section):
 
     @model_serializer(mode="wrap")
     def _own_keys(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What is written can be read again: no keys of other kinds."""
+        """Serialise only the keys of this kind, so that the result can be read again."""
         own = {"kind", *_KEYS[self.kind]} | {name for name in ("least", "most") if getattr(self, name) is not None}
         return {name: value for name, value in written(self).items() if name in own}
 
     def at_normal(self, z: float, step: int = 0) -> float:
-        """The value of a standard normal score: where ``z`` is in the normal distribution, this is in its own."""
+        """The value at the same quantile of this distribution as ``z`` is of the standard normal one."""
         if self.value is not None:
             found = self.value
         elif self.median is not None:
@@ -99,7 +99,7 @@ class Quantity(Section):
         )
 
     def mean(self, points: int = 2000) -> float:
-        """Of its distribution, by numerical integration; of values by step: their plain mean."""
+        """Mean of the distribution, by numerical integration; for values by step, their plain mean."""
         if self.kind == "steps":
             return sum(self.values) / len(self.values)
         scores = (_NORMAL.inv_cdf((index + 0.5) / points) for index in range(points))
@@ -133,10 +133,10 @@ def mix(*parts: int) -> int:
 
 
 def uniform(key: int) -> float:
-    """In (0, 1)."""
+    """A uniform number in (0, 1), determined by ``key``."""
     return ((mix(key) >> 11) + 0.5) * 2.0**-53
 
 
 def normal(key: int) -> float:
-    """Standard normal."""
+    """A standard normal number, determined by ``key``."""
     return _NORMAL.inv_cdf(uniform(key))

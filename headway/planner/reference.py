@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from headway.config.load import section_of
-from headway.config.reference import comments_of, valid_values
+from headway.config.reference import comments_from, valid_values
 from headway.planner import quantities, scenario
 from headway.planner.quantities import Quantity
 from headway.planner.scenario import Drift, GeneratorHardware, Hardware, ScenarioEnvironment, TrainerHardware, Workload
@@ -35,7 +35,7 @@ _MARKED = re.compile(r"(<!-- keys -->\n).*?(<!-- end of keys -->)", re.DOTALL)
 
 def tables() -> str:
     """A table of keys for each section, Markdown."""
-    comments = {**comments_of(inspect.getsource(scenario)), **comments_of(inspect.getsource(quantities))}
+    comments = {**comments_from(inspect.getsource(scenario)), **comments_from(inspect.getsource(quantities))}
     return "\n".join(line for title, model in SECTIONS.items() for line in _table(title, model, comments))
 
 
@@ -45,10 +45,10 @@ def _table(title: str, model: type[BaseModel], comments: dict[tuple[str, str], s
     yield "| --- | --- | --- | --- |"
     for name, field in model.model_fields.items():
         if name not in inspect.get_annotations(model):
-            continue  # the experiment's
+            continue  # also a field of the experiment
         inner = section_of(field.annotation)
         if inner is not None and inner is not Quantity:
-            continue  # a section of its own
+            continue  # a section has a table of its own
         valid = "quantity" if inner is Quantity else valid_values(field.annotation, field.metadata)
         cells = (f"`{name}`", valid, _default(field), comments.get((model.__name__, name), ""))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
@@ -67,7 +67,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def with_tables(page: str) -> str:
-    """``page`` with its tables as they are today."""
+    """``page`` with its tables regenerated from the schema."""
     return _MARKED.sub(lambda match: f"{match[1]}{tables()}{match[2]}", page)
 
 

@@ -49,51 +49,51 @@ class GeneratorHardware(Section):
 
     replicas: Positive = 1  # generator.devices names them: it can't be set in a scenario, nor can trainer.devices
     devices_per_replica: Positive = 1  # counted in device-hours
-    decode_fixed_s: Duration = 0.02  # of a decode step, which gives every running request a token
+    decode_fixed_s: Duration = 0.02  # fixed cost of a decode step, which gives every running request a token
     decode_request_s: Duration = 0.0  # ... more for each running request
     decode_kv_token_s: Duration = 0.0  # ... more for each token in their KV
     prefill_tokens_per_s: Rate | None = None  # of a replica, which doesn't decode meanwhile; default: no time at all
     prefill_elsewhere: bool = False  # on devices of their own: a prefill delays its request alone
-    update_s: Duration = 0.0  # an update of the weights pauses decoding so long
-    shares_devices: bool = False  # with the trainer: decoding stands still during its steps
-    beside: Slowdown = 1.0  # a decode step takes so much longer while the trainer computes (memory, cores in common)
+    update_s: Duration = 0.0  # pause of decoding for a weight update
+    shares_devices: bool = False  # on the trainer's devices: decoding is paused during training steps
+    beside: Slowdown = 1.0  # factor on a decode step while the trainer computes (shared memory bandwidth and cores)
 
 
 class TrainerHardware(Section):
     devices: Positive = 1  # counted in device-hours
-    step_fixed_s: Duration = 0.0  # of a training step
+    step_fixed_s: Duration = 0.0  # fixed cost of a training step
     token_s: Duration = 0.0  # ... more for each token of the batch, prompts included
-    step_s: Quantity = constant(0.0)  # ... and beside these: a quantity, say values by step
-    beside: Slowdown = 1.0  # it takes so much longer while the generator computes
-    publish_s: Duration = 0.0  # the trainer publishes a version
-    checkpoint_s: Duration = 0.0  # ... or writes a checkpoint
+    step_s: Quantity = constant(0.0)  # ... more, as a quantity, say values by step
+    beside: Slowdown = 1.0  # factor on a training step while the generator computes
+    publish_s: Duration = 0.0  # time to publish a version
+    checkpoint_s: Duration = 0.0  # time to write a checkpoint
     flops_per_token: Duration = 0.0  # of forward and backward; 6 x active parameters; for MFU
-    peak_flops_per_s: Duration = 0.0  # of all its devices; for MFU
+    peak_flops_per_s: Duration = 0.0  # of all its devices together; for MFU
 
 
 class Hardware(Section):
     generator: GeneratorHardware = GeneratorHardware()
     trainer: TrainerHardware = TrainerHardware()
     verifiers: Positive = 1  # verifier processes: each scores a group's responses one after another
-    dollars_per_device_hour: Duration = 0.0  # of generator and trainer alike
+    dollars_per_device_hour: Duration = 0.0  # price of a device, the generator's or the trainer's
 
 
 class Workload(Section):
-    """What is generated. Of tokens, those an environment replies count as response tokens too."""
+    """Tasks, response lengths, turns and rewards. An environment's reply tokens count as response tokens."""
 
-    tasks: Positive = 1000  # distinct ones
-    prompt_tokens: Quantity = constant(128)  # of a task
-    response_tokens: Quantity = constant(512)  # sampled ones of a rollout, when it is a single turn
-    group_correlation: Share = 0.0  # of the lengths inside a group
+    tasks: Positive = 1000  # distinct tasks
+    prompt_tokens: Quantity = constant(128)  # prompt length of a task
+    response_tokens: Quantity = constant(512)  # sampled tokens of a rollout with a single turn
+    group_correlation: Share = 0.0  # correlation of the lengths inside a group
     turns: Quantity = constant(1)  # model calls of a rollout; all but the last are followed by a reply
-    turn_tokens: Quantity = constant(256)  # sampled tokens of one turn, when there are several
+    turn_tokens: Quantity = constant(256)  # sampled tokens of a turn, when there are several
     reply_tokens: Quantity = constant(256)  # tokens of an environment's reply
-    tool_s: Quantity = constant(1.0)  # until the environment has replied
-    solve_rate: Quantity = constant(0.5)  # of a task under the first weights
-    trivial_share: Share = 0.0  # of tasks that are always solved
-    impossible_share: Share = 0.0  # of tasks that never are
-    learning: float = 0.0  # growth of a task's log-odds to be solved with each training step
-    verify_s: Quantity = constant(0.0)  # of one response
+    tool_s: Quantity = constant(1.0)  # latency of an environment's reply
+    solve_rate: Quantity = constant(0.5)  # solve rate of a task under the first weights
+    trivial_share: Share = 0.0  # share of tasks that are always solved
+    impossible_share: Share = 0.0  # share of tasks that are never solved
+    learning: float = 0.0  # growth per training step of a task's log-odds of being solved
+    verify_s: Quantity = constant(0.0)  # time to verify a response
 
     @model_validator(mode="after")
     def _shares(self) -> Workload:
@@ -108,24 +108,24 @@ class Workload(Section):
 class ScenarioEnvironment(endpoint.EnvironmentConfig):
     """Sandboxes of rollouts with several turns. Their failures are retried rollout.retries times."""
 
-    start_s: Quantity = constant(0.0)  # until a sandbox is up
-    start: Literal["first_tool", "rollout"] = "first_tool"  # when it is created
-    starting_at_once: Positive | None = None  # most that start at the same time; the others wait
-    live_at_once: Positive | None = None  # account limit: beyond it a start fails
-    start_failure: Share = 0.0  # of starts
-    tool_failure: Share = 0.0  # of tool calls: the sandbox is lost, and its rollout begins anew
-    keep_kv: bool = True  # between turns, while there is room; else each turn prefills all that came before
+    start_s: Quantity = constant(0.0)  # time to start a sandbox
+    start: Literal["first_tool", "rollout"] = "first_tool"  # when the sandbox is started
+    starting_at_once: Positive | None = None  # most sandboxes that start at the same time; the others wait
+    live_at_once: Positive | None = None  # account limit on sandboxes: beyond it a start fails
+    start_failure: Share = 0.0  # share of starts that fail
+    tool_failure: Share = 0.0  # share of tool calls that lose the sandbox: the rollout restarts from its beginning
+    keep_kv: bool = True  # KV is kept between turns, while there is room; else each turn prefills its whole prompt
 
 
 class Drift(Section):
-    """A quantity changes while the run goes on, by ``factor``; a share of the tasks, to ``value``."""
+    """A change during the run: of a quantity by ``factor``, or of a share of the tasks to ``value``."""
 
     key: str  # one of: workload.response_tokens, workload.tool_s, environment.start_s, hardware.trainer.step_s, ...
-    factor: Annotated[float, Field(gt=0)] | None = None  # it is multiplied by this in the end
-    value: Share | None = None  # of a share: what it is in the end
-    from_step: NonNegative = 0  # training step at which it begins to change
-    over_steps: NonNegative = 0  # ... and how many steps that takes; 0: at once
-    until_step: NonNegative | None = None  # from this training step on it is as it was; default: the change stays
+    factor: Annotated[float, Field(gt=0)] | None = None  # final factor on the quantity
+    value: Share | None = None  # final value of the share
+    from_step: NonNegative = 0  # training step at which the change begins
+    over_steps: NonNegative = 0  # steps over which it happens; 0: at once
+    until_step: NonNegative | None = None  # training step at which it is undone; default: the change stays
 
     @field_validator("key")
     @classmethod
@@ -144,7 +144,7 @@ class Drift(Section):
         return self
 
     def at(self, step: int, before: float) -> float:
-        """What ``before``, a share or a factor, has become at a training step."""
+        """The value of ``before``, a share or a factor, under this drift at a training step."""
         if step < self.from_step or (self.until_step is not None and step >= self.until_step):
             return before
         done = 1.0 if not self.over_steps else min(1.0, (step - self.from_step) / self.over_steps)
@@ -199,12 +199,12 @@ class Scenario(Experiment):
         return _with_devices(filled)
 
     def experiment(self) -> Experiment:
-        """The experiment that is simulated: this without what describes the world."""
+        """The experiment that is simulated: the scenario without hardware, workload and drift."""
         fields = self.model_dump(mode="json", include=set(Experiment.model_fields) - {"environment"})
         return Experiment.model_validate(fields)
 
     def drifted(self, key: str, step: int, before: float = 1.0) -> float:
-        """What drift has made of a share, or of the factor 1 of a quantity, at a training step."""
+        """The value of a share, or the factor of a quantity (initially 1), under all drifts at a training step."""
         for drift in self.drift:
             if drift.key == key:
                 before = drift.at(step, before)
@@ -218,12 +218,12 @@ class Scenario(Experiment):
 
 
 def _with_devices(raw: dict[str, Any]) -> dict[str, Any]:
-    """A name for the device, or the first one, of each replica and rank: the run counts those, and knows by them what
-    the two sides share."""
+    """``raw`` with a device name for each replica and rank: the run counts these, and sees by them which devices the
+    two sides share."""
     described: Any = raw.get("hardware", {})
     sides = [described.get(side, {}) if isinstance(described, dict) else {} for side in ("generator", "trainer")]
     if not all(isinstance(side, dict) for side in (raw.get("generator", {}), raw.get("trainer", {}), *sides)):
-        return raw  # an error of its own
+        return raw  # validation reports this error
     replicas, ranks = sides[0].get("replicas", 1), sides[1].get("devices", 1)
     if not isinstance(replicas, int) or not isinstance(ranks, int):
         return raw
@@ -240,8 +240,8 @@ def _with_devices(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_scenario(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
-    """Read and validate a scenario, as ``config.load.load_experiment`` does an experiment. The run's folder is by
-    default runs/simulated/NAME, after the file. Raises ConfigurationError."""
+    """Read and validate a scenario, as ``config.load.load_experiment`` does an experiment. The run's default folder is
+    runs/simulated/NAME, after the file's name. Raises ConfigurationError."""
     scenario = load_file(path, overrides, Scenario)
     if scenario.run.directory == RunConfig(directory="runs/simulated").directory:
         run = scenario.run.model_copy(update={"directory": f"runs/simulated/{Path(path).stem}"})

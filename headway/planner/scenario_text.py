@@ -1,4 +1,4 @@
-"""A scenario as the text of its file."""
+"""Writes a scenario as the text of a TOML file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def toml_text(raw: Mapping[str, Any], comments: Sequence[str] = ()) -> str:
-    """``raw`` (sections of TOML's types; tables below a section's own tables are written in one line) as a TOML file,
-    with ``comments`` at its top."""
+    """Write ``raw`` (sections of TOML's types) as a TOML file with ``comments`` at its top. Tables nested more than one
+    level below a section are written inline."""
     lines = [f"# {line}".rstrip() for comment in comments for line in comment.splitlines()]
     for name, section in raw.items():
         lines += _section(name, section)
@@ -40,7 +40,7 @@ def _key(name: str) -> str:
 
 
 def _text(text: str) -> str:
-    """A TOML basic string has JSON's escapes, but for halves of characters, and DEL isn't allowed as it is."""
+    """``text`` as a TOML basic string: JSON's escapes, but no surrogate pairs, and DEL must be escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -40,11 +40,11 @@ SCENARIO_FILE = "scenario.json"  # in the run's folder: what was simulated
 
 
 def simulate(scenario: Scenario, *, name: str = "scenario", on_line: OnLine | None = None) -> SimulationOutcome:
-    """Simulate ``scenario`` to its end; its run's folder then holds what a live run's would: ledger, summary, buffer.
+    """Simulate ``scenario`` to its end; its run's folder then holds the files of a live run: ledger, summary, buffer.
 
     A folder that holds an earlier simulation is emptied first. Deterministic: the same scenario writes the same ledger
     to the byte. Raises ConfigurationError when the folder holds a live run; Deadlock when the simulated run would
-    stand still; whatever would have ended the run (HeadwayError).
+    make no progress; any HeadwayError that would have ended the run.
     """
     experiment = scenario.experiment()
     directory = RunDirectory(experiment.run.directory)
@@ -68,7 +68,7 @@ def is_simulated(path: Path) -> bool:
 
 
 def simulated_tasks(path: Path) -> list[Task] | None:
-    """The tasks of the simulation in this folder; None where it holds none."""
+    """The tasks of the simulation in this folder; None where there is no simulation."""
     if not is_simulated(path):
         return None
     return numbered_tasks(json.loads((path / SCENARIO_FILE).read_text(encoding="utf-8"))["workload"]["tasks"])
@@ -130,7 +130,7 @@ async def _simulate(
 
 
 async def drive(run: Run) -> None:
-    """The whole life of a run, start to end."""
+    """Run a run from start to end, and close it."""
     context = run.context
     for actor in (context.generator, context.trainer, context.verifier):
         await actor.start()
@@ -165,7 +165,7 @@ class World:
         keep_sample: Callable[[dict[str, object]], None] = lambda line: None,
         observe: Any = None,
     ) -> Actors:
-        """What ``orchestrator.assembly.assemble`` needs."""
+        """The fake actors, as ``orchestrator.assembly.assemble`` takes them."""
         several = self.workload.multi_turn
         actors = Actors(
             generator=self.environment if several else self.engine,
@@ -243,7 +243,8 @@ def _delay(hardware: GeneratorHardware) -> Callable[[GenerationRequest], float]:
 
 
 class CountingTokenizer:
-    """Prompts of the described lengths; a response decodes to its seed, by which the verifier knows it."""
+    """A tokenizer whose prompts have the described lengths; a response decodes to its seed, by which the verifier
+    identifies it."""
 
     stop_ids = (1,)
 

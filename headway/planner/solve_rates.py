@@ -1,4 +1,4 @@
-"""How likely the tasks of a run are to be solved, out of what its groups showed.
+"""Estimates the solve rates of a run's tasks from the outcomes of its groups.
 
 A group of G attempts shows k solved; the rate p of its task is hidden behind a binomial. The distribution of p that
 makes the observed histogram most likely (nonparametric maximum likelihood; Laird 1978) is looked for on a grid, by
@@ -22,16 +22,16 @@ _RAMP = 1e-6  # width of the step between two values of a quantity, as a share
 
 
 class SolveRates(msgspec.Struct, frozen=True, kw_only=True):
-    """A workload's keys."""
+    """A workload's keys for solve rates."""
 
-    trivial_share: float  # of tasks that are always solved
-    impossible_share: float  # of tasks that never are
-    solve_rate: Quantity  # of the others
-    among: float = 1.0  # share of their groups that have both solved and unsolved attempts
+    trivial_share: float  # share of tasks that are always solved
+    impossible_share: float  # share of tasks that are never solved
+    solve_rate: Quantity  # solve rate of the other tasks
+    among: float = 1.0  # share of the other tasks' groups with both solved and unsolved attempts
 
     @property
     def mixed_groups(self) -> float:
-        """Share of all groups that have both."""
+        """Share of all groups with both solved and unsolved attempts."""
         return self.mixed_share * self.among
 
     @property
@@ -40,9 +40,9 @@ class SolveRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def solve_rates(histogram: Sequence[int], size: int, mixed: float | None) -> SolveRates:
-    """From groups of ``size`` by share solved (``solve_rate_histogram``). ``mixed``: share of groups that must come out
-    with both solved and unsolved attempts, as far as the shares of trivial and impossible tasks can make it so; None:
-    as the histogram has it."""
+    """Estimate solve rates from a histogram of groups of ``size`` by share solved (`solve_rate_histogram`). ``mixed``:
+    the share of groups with both solved and unsolved attempts to be met, as far as the shares of trivial and impossible
+    tasks can; None: as in the histogram."""
     weights = _most_likely(histogram, size)
     if weights is None:
         return SolveRates(trivial_share=0.0, impossible_share=0.0, solve_rate=constant(0.5))
@@ -67,7 +67,7 @@ def solve_rates(histogram: Sequence[int], size: int, mixed: float | None) -> Sol
 
 
 def _most_likely(histogram: Sequence[int], size: int) -> list[tuple[float, float]] | None:
-    """(rate, weight) on the grid; None where no group was seen."""
+    """(rate, weight) pairs on the grid; None where no group was seen."""
     groups = sum(histogram)
     if not groups or len(histogram) != SOLVE_RATE_BINS:
         return None
@@ -98,7 +98,7 @@ def _bins(rate: float, size: int) -> list[float]:
 
 
 def _steps(points: Sequence[tuple[float, float]]) -> Quantity:
-    """A quantity that takes each of the values with its weight (together 1); values rise."""
+    """A quantity that takes each value with its weight (weights sum to 1, values rise)."""
     if len(points) == 1:
         return constant(points[0][0])
     at: list[tuple[float, float]] = []

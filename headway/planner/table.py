@@ -9,7 +9,7 @@ from headway.planner.outcome import SimulationOutcome
 
 
 def rows(outcome: SimulationOutcome) -> list[tuple[str, str]]:
-    """(what, how much) in the order they are printed."""
+    """(label, value) pairs in the order they are printed."""
     summary, counts = outcome.summary, outcome.environment
     found = [
         ("steps", f"{summary.steps:,} in {_hours(summary.duration_s)}, {outcome.step_s:,.1f} s each"),

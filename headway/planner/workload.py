@@ -1,4 +1,4 @@
-"""What a scenario's tasks ask for: lengths, turns, latencies, verdicts. Every draw is keyed, none has a state."""
+"""A scenario's workload: lengths, turns, latencies, verdicts. Every draw is determined by a key, without a state."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _TASK, _PROMPT, _SHARED, _TURNS, _TURN, _REPLY, _TOOL, _SOLVED, _RATE, _KIND = r
 
 @dataclass(frozen=True, slots=True)
 class TurnProfile:
-    """One model call and what it leads to."""
+    """A model call, and the environment's reply to it."""
 
-    tokens: int  # sampled
-    reply_tokens: int = 0  # at least 1, which tells that it was called; 0 of the last turn
+    tokens: int  # sampled tokens
+    reply_tokens: int = 0  # tokens of the reply, at least 1; 0 for the last turn, which has no reply
     tool_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a rollout will do if nobody interrupts it."""
+    """The turns of a rollout that isn't interrupted."""
 
     turns: tuple[TurnProfile, ...]
 
@@ -36,7 +36,7 @@ class Plan:
 
 
 def numbered_tasks(count: int) -> list[Task]:
-    """The tasks of a scenario that has so many."""
+    """The tasks of a scenario with ``count`` tasks."""
     return [Task(task_id=f"{index:016x}", prompt=str(index)) for index in range(count)]
 
 
@@ -60,13 +60,13 @@ class WorkloadModel:
         return numbered_tasks(self._workload.tasks)
 
     def prompt(self, index: int) -> CountedTokens:
-        """The prompt of the task with this number."""
+        """The prompt of the task with this index."""
         key = mix(self._seed, _PROMPT, index)
         tokens = self._drawn(self._workload.prompt_tokens, "workload.prompt_tokens", key)
         return CountedTokens.of(max(1, round(tokens)), seed=mix(self._seed, _TASK, index))
 
     def plan(self, request: GenerationRequest) -> Plan:
-        """Of the rollout that ``request`` begins. It depends on its seed, its group, and the training step now."""
+        """The plan of the rollout that ``request`` begins; depends on its seed, its group and the present step."""
         key = mix(self._seed, request.sampling.seed)
         shared = normal(mix(self._seed, _SHARED, request.priority)) if self._common else 0.0
         if not self._several:
@@ -80,7 +80,7 @@ class WorkloadModel:
         )
 
     def solved(self, task: Task, seed: int) -> bool:
-        """Whether the rollout with this sampling seed solves ``task``, judged now."""
+        """Whether the rollout with this sampling seed solves ``task``, if it is verified now."""
         workload, index, step = self._workload, int(task.prompt), self._step()
         trivial = self._scenario.drifted("workload.trivial_share", step, workload.trivial_share)
         impossible = self._scenario.drifted("workload.impossible_share", step, workload.impossible_share)
@@ -109,7 +109,8 @@ class WorkloadModel:
         return TurnProfile(tokens=tokens, reply_tokens=max(1, round(reply)), tool_s=max(0.0, tool_s))
 
     def _score(self, key: int, shared: float) -> float:
-        """Standard normal; scores of one group have the correlation that the scenario says (a Gaussian copula)."""
+        """A standard normal score; scores of one group have the scenario's correlation (a Gaussian copula)."""
+
         return self._common * shared + self._own * normal(key)
 
     def _drawn(self, quantity: Quantity, name: str, key: int) -> float:

@@ -14,22 +14,22 @@ from headway.tasks.mixture import Mixture
 
 
 class TaskCursor:
-    """Hands out tasks for ever: each epoch of a source is a permutation drawn from (seed, epoch) alone, and sources
-    take turns by their weights (mixture.py).
+    """An endless iterator over tasks: each epoch of a source is a permutation drawn from (seed, epoch) alone, and
+    sources take turns by their weights (mixture.py).
 
     Invariant: ``position`` (tasks handed out since the start) is the whole state, so a cursor made from equal tasks,
-    seed and weights and ``seek``-ed to it goes on exactly where another stopped. Memory: a permutation per source.
+    seed and weights and ``seek``-ed to it continues exactly where another stopped. Memory: a permutation per source.
 
     Example: over 3 tasks positions 0-2 are each task once, 3-5 each once more in another order;
     ``cursor.seek(4)`` then ``next()`` gives what the fifth ``next()`` of a fresh cursor gives.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int, weights: Mapping[str, float] | None = None) -> None:
-        """``weights``: of each ``Task.source``; with fewer than two sources all tasks are one source.
+        """``weights``: ``Task.source`` -> weight; with fewer than two sources all tasks are one source.
 
-        Raises ConfigurationError when there are no tasks, or none of a source.
+        Raises ConfigurationError when there are no tasks, or a source has none.
         """
-        self._walks, self._mixture = walks_of(tasks, seed, weights)
+        self._walks, self._mixture = make_walks(tasks, seed, weights)
         self._position = 0
 
     @property
@@ -43,7 +43,7 @@ class TaskCursor:
         return min(count // len(walk.tasks) for count, walk in zip(self._mixture.counts, self._walks, strict=True))
 
     def next(self) -> Task:
-        """Hand out one task and move on."""
+        """Return the next task and advance."""
         chosen = self._mixture.next()
         self._position += 1
         return self._walks[chosen].task(self._mixture.counts[chosen] - 1)
@@ -56,8 +56,8 @@ class TaskCursor:
         self._position = position
 
 
-def walks_of(tasks: Sequence[Task], seed: int, weights: Mapping[str, float] | None) -> tuple[list[Walk], Mixture]:
-    """A walk for each source, and whose turn it is. Arguments and errors as of ``TaskCursor``."""
+def make_walks(tasks: Sequence[Task], seed: int, weights: Mapping[str, float] | None) -> tuple[list[Walk], Mixture]:
+    """A walk for each source, and the mixture that chooses between them. Arguments and errors as of ``TaskCursor``."""
     if not tasks:
         raise ConfigurationError("there are no tasks to draw from")
     if weights is None or len(weights) < 2:
@@ -74,7 +74,7 @@ def walks_of(tasks: Sequence[Task], seed: int, weights: Mapping[str, float] | No
 
 
 class Walk:
-    """One source's tasks, epoch after epoch."""
+    """A walk through the tasks of a source, reshuffled every epoch."""
 
     def __init__(self, tasks: Sequence[Task], seed: int | str) -> None:
         self.tasks = tasks
@@ -86,7 +86,7 @@ class Walk:
         return self.tasks[self.number(position)]
 
     def number(self, position: int) -> int:
-        """Which of ``tasks`` stands at ``position`` (>= 0) of the walk."""
+        """Index into ``tasks`` of the task at ``position`` (>= 0) of the walk."""
         epoch, offset = divmod(position, len(self.tasks))
         if epoch != self._epoch:
             self._order = permutation(len(self.tasks), self._seed, epoch)

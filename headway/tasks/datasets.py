@@ -1,7 +1,7 @@
 """Rows of Hugging Face data sets: files and folders on this machine, or by name from the hub.
 
-What is on this machine is streamed from where it lies: no copy on the disk, one batch of rows in memory. From the hub
-the files are downloaded once, into the cache of the package ``datasets``, and mapped into memory from there.
+Local files are streamed in place: no copy on the disk, one batch of rows in memory. Files from the hub are downloaded
+once, into the cache of the package ``datasets``, and mapped into memory from there.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MARKS_OF_SAVED = ("dataset_dict.json", "state.json")  # files that save_to_disk
 
 
 def read_dataset(source: TaskSource | SftSource) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of ``source``, each with what errors call it ("gsm8k row 3", counted from 0), in their own order.
+    """The rows of ``source`` in their own order, each with its name for errors ("gsm8k row 3", counted from 0).
 
     Raises ConfigurationError: the package is missing; no such file, folder or data set; an unknown subset or split
-    (with those there are); the hub can't be reached; a file that can't be read.
+    (the error lists the valid ones); the hub can't be reached; a file that can't be read.
     """
     package = import_extra("datasets", "datasets", "source = 'datasets'")
     name = source.called
@@ -44,7 +44,7 @@ def read_dataset(source: TaskSource | SftSource) -> Iterator[tuple[str, dict[str
             f'network (hf download {source.name} --repo-type dataset --local-dir FOLDER) and set path = "FOLDER" '
             "instead of name"
         ) from error
-    except Exception as error:  # the boundary to somebody else's package and files: all of it is bad input here
+    except Exception as error:  # boundary to a foreign package and its files: whatever it raises is bad input here
         raise ConfigurationError(f"{name} can't be read: {type(error).__name__}: {_first_line(error)}") from error
 
 
@@ -83,7 +83,7 @@ def _load(package: Any, source: TaskSource | SftSource, where: str, **options: A
 
 
 def _split_of(loaded: Any, source: TaskSource | SftSource) -> Iterable[Mapping[str, Any]]:
-    """The split that is wanted, of a data set or a dictionary of several."""
+    """The split that ``source`` names, from one data set or a dictionary of splits."""
     if not isinstance(loaded, Mapping):
         if source.split and str(loaded.split) != source.split:
             raise ConfigurationError(f"{source.called} is one data set without splits: leave 'split' out")

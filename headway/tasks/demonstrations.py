@@ -13,7 +13,7 @@ from headway.tasks.rows import Rows, require_column, require_messages, short
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One prompt and how it is to be answered; either may be empty, and then teaches nothing."""
+    """A prompt and its solution; if either is empty, the pair is not trained on."""
 
     prompt: str
     solution: str
@@ -21,23 +21,26 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """{role, content} messages, and what the chat template is given as tools."""
+    """{role, content} messages, and the tools that the chat template is given."""
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] | None = None
 
 
 def read_demonstrations(source: SftSource) -> Iterator[tuple[str, Pair | Conversation]]:
-    """The rows of ``source``, each with what errors call it; further columns are ignored.
+    """The rows of ``source``, each with its name for errors; further columns are ignored.
 
-    Raises ConfigurationError: what can't be read, and a row that is neither a pair nor a conversation (with the
-    columns it has).
+    Raises ConfigurationError: an unreadable source, and a row that is neither a pair nor a conversation (with its
+    columns).
     """
     columns = source.columns
     for where, raw in Rows(source):
         if columns.messages in raw:
             messages = require_messages(raw[columns.messages], columns.messages, where)
-            yield where, Conversation(messages=messages, tools=_tools_of(raw.get(columns.tools), columns.tools, where))
+            yield (
+                where,
+                Conversation(messages=messages, tools=_tools_from(raw.get(columns.tools), columns.tools, where)),
+            )
         elif columns.prompt in raw and columns.solution in raw:
             prompt, solution = (_text(raw, key, where) for key in (columns.prompt, columns.solution))
             yield where, Pair(prompt=prompt, solution=solution)
@@ -55,7 +58,7 @@ def _text(raw: Mapping[str, Any], key: str, where: str) -> str:
     return value
 
 
-def _tools_of(value: Any, key: str, where: str) -> tuple[dict[str, Any], ...] | None:
+def _tools_from(value: Any, key: str, where: str) -> tuple[dict[str, Any], ...] | None:
     if not value:
         return None
     items = cast("list[Any]", value) if isinstance(value, list) else [value]

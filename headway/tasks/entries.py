@@ -1,4 +1,4 @@
-"""Carrying a generator's entry in JSON types and back, so that its own scorer can be called later.
+"""Encoding of a generator's entry in JSON types and back, so that its own scorer can be called later.
 
 reasoning-gym's entries hold tuples, dictionaries with integer keys and NumPy scalars, and some of its
 scorers compare by type: a tuple that came back as a list scores 0.05 instead of 1. A task's metadata
@@ -15,7 +15,7 @@ _SET = "__set__"
 
 
 def pack_entry(value: Any) -> Any:
-    """``value`` in JSON types; ``unpack_entry`` gives it back. Raises TypeError for any other type."""
+    """Encode ``value`` in JSON types for ``unpack_entry``. Raises TypeError for a type that has no such form."""
     if value is None or isinstance(value, bool):
         return value
     # exact types first: a numpy.str_ or numpy.float64 is a subclass and must become the plain one

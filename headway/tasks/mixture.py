@@ -1,4 +1,4 @@
-"""Which source the next task comes from, so that shares are kept at every moment and not only on average."""
+"""The choice of the next task's source, which keeps the sources' shares at every moment and not only on average."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from math import gcd, lcm
 
 
 class Mixture:
-    """An endless sequence of sources in which none is ever a whole task ahead of or behind its share.
+    """An endless sequence of source indices in which no source is ever a whole task ahead of or behind its share.
 
     With n choices made and shares p_i, source i was chosen n p_i times, give or take at most 1 - 1 / (2k - 2) for k
     sources: Tijdeman's rule for the chairman assignment problem (Discrete Mathematics 32, 1980). Of the sources whose
-    deficit n p_i - count_i has reached 1 / (2k - 2), the one that would overrun its bound first is chosen. All of
-    it is integer arithmetic, so the sequence repeats exactly after ``period`` choices, and ``seek`` costs at most one
+    deficit n p_i - count_i has reached 1 / (2k - 2), the one that would overrun its bound first is chosen. The
+    arithmetic is in integers, so the sequence repeats exactly after ``period`` choices, and ``seek`` costs at most one
     period whatever the position.
 
     Example: weights (3, 1) give 0, 0, 1, 0, 0, 0, 1, 0, ...: one in four, evenly spread.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        """``weights``: positive, not necessarily summing to 1; taken as the decimals they are written as."""
+        """``weights``: positive, not necessarily summing to 1; read as exact decimals. Raises ValueError otherwise."""
         exact = [Fraction(str(weight)) for weight in weights]
         if not exact or min(exact) <= 0:
             raise ValueError(f"weights = {list(weights)}: must be positive")
@@ -32,7 +32,7 @@ class Mixture:
         self.counts = [0] * len(whole)  # choices of each source so far
 
     def next(self) -> int:
-        """Choose a source and move on; its index."""
+        """Choose the next source; returns its index."""
         if len(self.counts) == 1:
             chosen = 0
         else:

@@ -1,4 +1,4 @@
-"""Rows of a source, whatever it is made of: JSONL files, Hugging Face data sets, and a user's own conversion."""
+"""Rows of a source: JSONL files, Hugging Face data sets, a user's function, and a user's own conversion of rows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Rows:
-    """The rows of ``source``, each with what errors call it: file and line, or data set and row number.
+    """The rows of ``source``, each with its name for errors: file and line, or data set and row number.
 
-    Iterate once; ``left_out`` then says for how many rows ``convert`` returned None. Raises ConfigurationError while
-    iterating: whatever can't be read, a ``convert`` that can't be imported, raises or returns no table.
+    Iterate once; ``left_out`` then counts the rows for which ``convert`` returned None. Raises ConfigurationError while
+    iterating: an unreadable source, a ``convert`` that can't be imported, raises or returns no dictionary.
     """
 
     def __init__(self, source: TaskSource | SftSource) -> None:
@@ -31,7 +31,7 @@ class Rows:
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
         source = self._source
-        rows = _rows_of(source)
+        rows = _rows_from(source)
         if not source.convert:
             yield from rows
             return
@@ -51,7 +51,7 @@ class Rows:
                 raise ConfigurationError(f"{where}: {source.convert} returned a {what}; valid: a dictionary or None")
 
 
-def _rows_of(source: TaskSource | SftSource) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows_from(source: TaskSource | SftSource) -> Iterator[tuple[str, dict[str, Any]]]:
     if source.source == "jsonl":
         return read_objects(Path(source.path))
     return _call(source) if isinstance(source, TaskSource) and source.source == "function" else read_dataset(source)
@@ -106,7 +106,7 @@ def _parse_object(line: bytes, where: str) -> dict[str, Any]:
 
 
 def require_column(raw: Mapping[str, Any], key: str, where: str) -> Any:
-    """``raw[key]``; ConfigurationError with the columns there are, or the nearest, otherwise."""
+    """``raw[key]``. Raises ConfigurationError with the existing columns when it is missing."""
     if key not in raw:
         near = difflib.get_close_matches(key, list(raw), n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -115,7 +115,7 @@ def require_column(raw: Mapping[str, Any], key: str, where: str) -> Any:
 
 
 def require_text(raw: Mapping[str, Any], key: str, where: str) -> str:
-    """The non-empty string ``raw[key]``; ConfigurationError naming ``where`` otherwise."""
+    """The non-empty string ``raw[key]``. Raises ConfigurationError naming ``where`` otherwise."""
     value = require_column(raw, key, where)
     if not isinstance(value, str):
         raise ConfigurationError(f'{where}: "{key}" = {short(value)}: must be a string')
@@ -125,7 +125,7 @@ def require_text(raw: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def require_messages(value: Any, key: str, where: str) -> tuple[dict[str, Any], ...]:
-    """A conversation: at least one {role, content}, further keys kept unless None (data sets fill them in).
+    """Check a conversation: at least one {role, content}; further keys are kept unless None (data sets add those).
 
     The content must be a string; an assistant's may be missing beside ``tool_calls``. Raises ConfigurationError.
     """
@@ -150,6 +150,6 @@ def require_messages(value: Any, key: str, where: str) -> tuple[dict[str, Any], 
 
 
 def short(value: object) -> str:
-    """The value as errors show it: at most 60 characters."""
+    """Text of a value for error messages: at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""Reading tasks: rows of files and data sets, reasoning-gym generators; keeping named sets apart."""
+"""Reading tasks from files, data sets and reasoning-gym generators; checking that named sets share no prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headway.tasks.rows import Rows, require_column, require_messages, require_t
 class TaskSet(msgspec.Struct, frozen=True, kw_only=True):
     """The tasks of one source, or of several."""
 
-    name: str  # what errors call it: the labels
+    name: str  # the sources' labels, for errors
     tasks: tuple[Task, ...]  # at least one; no two with equal task_id
     duplicates: int = 0  # tasks dropped because an earlier one had the same content
     limited: int = 0  # tasks left out by the sources' ``limit``
@@ -32,7 +32,7 @@ class TaskSet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_tasks(sources: TaskSource | Sequence[TaskSource], seed: int = 0) -> list[Task]:
-    """The tasks of all ``sources``, one source after the other: ``read_tasks`` without the counts."""
+    """The tasks of all ``sources``, in order: ``read_tasks`` without the counts."""
     return list(read_tasks(sources, seed).tasks)
 
 
@@ -40,8 +40,8 @@ def read_tasks(sources: TaskSource | Sequence[TaskSource], seed: int = 0) -> Tas
     """Read or generate the tasks of ``sources``, in a fixed order; of equal tasks the first is kept.
 
     ``seed`` (the run's) decides only which tasks a ``limit`` keeps. Raises ConfigurationError: a missing, empty or
-    malformed file (with file and line) or data set (with its row), a missing column (with those there are), an
-    unknown generator (with the nearest names), bad parameters, a source that has no task of its own.
+    malformed file (with file and line) or data set (with its row), a missing column (with the existing ones), an
+    unknown generator (with the nearest names), bad parameters, a source without a task of its own.
     """
     unique: dict[str, Task] = {}
     count = left_out = limited = 0
@@ -69,7 +69,7 @@ def read_tasks(sources: TaskSource | Sequence[TaskSource], seed: int = 0) -> Tas
 def _read(source: TaskSource, seed: int) -> TaskSet:
     """The distinct tasks of one source."""
     rows = Rows(source)
-    read = _generate(source) if source.source == "reasoning-gym" else _tasks_of(source, rows)
+    read = _generate(source) if source.source == "reasoning-gym" else _tasks_from(source, rows)
     unique: dict[str, Task] = {}
     count = 0
     for task in read:
@@ -92,7 +92,7 @@ def _read(source: TaskSource, seed: int) -> TaskSet:
 
 
 def task_id(prompt: str, answer: str, metadata: Mapping[str, Any] | None = None) -> str:
-    """Content hash of prompt, answer and whatever else the verifier is given, 16 hex digits."""
+    """Content hash of prompt, answer and the verifier's metadata, 16 hex digits."""
     # the lengths keep ("ab", "c") and ("a", "bc") apart
     text = f"{len(prompt)}:{prompt}{answer}"
     if metadata:
@@ -101,7 +101,7 @@ def task_id(prompt: str, answer: str, metadata: Mapping[str, Any] | None = None)
 
 
 def prompt_hash(prompt: str) -> bytes:
-    """Content hash of a prompt alone, 8 bytes: what train and held-out sets are compared by."""
+    """Content hash of a prompt alone, 8 bytes, by which train and held-out sets are compared."""
     return _digest(prompt)
 
 
@@ -113,16 +113,16 @@ def _digest(text: str) -> bytes:
 # --- rows ------------------------------------------------------------------------------------------------
 
 
-def _tasks_of(source: TaskSource, rows: Rows) -> Iterator[Task]:
+def _tasks_from(source: TaskSource, rows: Rows) -> Iterator[Task]:
     for where, raw in rows:
-        yield _task_of(raw, source.columns, where, source)
+        yield _task_from(raw, source.columns, where, source)
 
 
-def _task_of(raw: dict[str, Any], columns: TaskColumns, where: str, source: TaskSource) -> Task:
-    prompt, messages = _prompt_of(raw, columns.prompt, where)
-    answer = _answer_of(raw, columns.answer, where, exact=source.source == "jsonl")
+def _task_from(raw: dict[str, Any], columns: TaskColumns, where: str, source: TaskSource) -> Task:
+    prompt, messages = _prompt_from(raw, columns.prompt, where)
+    answer = _answer_from(raw, columns.answer, where, exact=source.source == "jsonl")
     own = _verifier_key(raw.get("verifier"), where)
-    everything = _metadata_of(raw, columns, where)
+    everything = _metadata_from(raw, columns, where)
     hashed = everything
     if messages:
         hashed = {**hashed, "messages": messages}
@@ -139,13 +139,13 @@ def _task_of(raw: dict[str, Any], columns: TaskColumns, where: str, source: Task
     )
 
 
-def _prompt_of(raw: dict[str, Any], column: str, where: str) -> tuple[str, tuple[dict[str, Any], ...]]:
+def _prompt_from(raw: dict[str, Any], column: str, where: str) -> tuple[str, tuple[dict[str, Any], ...]]:
     if not isinstance(raw.get(column), list):
         return require_text(raw, column, where), ()
     messages = require_messages(raw[column], column, where)
     if messages[-1]["role"] == "assistant":
         raise ConfigurationError(
-            f'{where}: "{column}" ends with the assistant\'s message: that is what is to be sampled'
+            f'{where}: "{column}" ends with the assistant\'s message, but the next one is to be sampled'
         )
     said = [message["content"] for message in messages if message["role"] == "user"]
     if not any(said):
@@ -153,8 +153,8 @@ def _prompt_of(raw: dict[str, Any], column: str, where: str) -> tuple[str, tuple
     return "\n\n".join(said), messages  # the text of a single message is shared, not copied
 
 
-def _answer_of(raw: dict[str, Any], column: str | None, where: str, exact: bool) -> str:
-    """``exact``: numbers are refused, since the file's author can write "0.50" as it is meant."""
+def _answer_from(raw: dict[str, Any], column: str | None, where: str, exact: bool) -> str:
+    """The answer's text. ``exact``: numbers are refused, since the file's author can write "0.50" as it is meant."""
     if column == "" or (column is None and "answer" not in raw):
         return ""
     name = column or "answer"
@@ -171,8 +171,8 @@ def _answer_of(raw: dict[str, Any], column: str | None, where: str, exact: bool)
     )
 
 
-def _metadata_of(raw: dict[str, Any], columns: TaskColumns, where: str) -> dict[str, Any]:
-    """What the verifier is given besides prompt and answer, in JSON types."""
+def _metadata_from(raw: dict[str, Any], columns: TaskColumns, where: str) -> dict[str, Any]:
+    """The verifier's metadata besides prompt and answer, in JSON types."""
     if columns.metadata is not None:
         kept = {name: require_column(raw, name, where) for name in columns.metadata}
     else:
@@ -220,7 +220,7 @@ def _verifier_key(value: Any, where: str) -> str:
 
 
 def verifier_key(verifier: str | VerifierSettings | None) -> str:
-    """``Task.verifier`` for what a source or row chooses: a name as it is, a table as canonical JSON, "" for none."""
+    """``Task.verifier`` for a source's or row's choice: a name as it is, a table as canonical JSON, "" for none."""
     if verifier is None or isinstance(verifier, str):
         return verifier or ""
     return sys.intern(json.dumps(verifier.model_dump(), sort_keys=True))
@@ -236,7 +236,7 @@ def _generate(source: TaskSource) -> Iterator[Task]:
         try:
             entry = dataset[i]
             packed = pack_entry({key: entry[key] for key in ("question", "answer", "metadata")})
-        except Exception as error:  # the boundary to somebody else's generator: all of it is bad input here
+        except Exception as error:  # boundary to a foreign generator: whatever it raises is bad input here
             raise ConfigurationError(f"{name} failed at entry {i}: {type(error).__name__}: {error}") from error
         prompt = str(entry["question"])
         answer = "" if entry["answer"] is None else str(entry["answer"])
@@ -277,16 +277,16 @@ def _refuse_parameter(name: str, key: str, valid: Sequence[str]) -> NoReturn:
     raise ConfigurationError(f"reasoning-gym {name} has no parameter {key!r}; {hint}")
 
 
-# --- keeping sets apart ----------------------------------------------------------------------------------
+# --- disjoint sets ---------------------------------------------------------------------------------------
 
 
 class TaskOverlap(msgspec.Struct, frozen=True, kw_only=True):
-    """Two named sets that share prompts."""
+    """Two named task sets that share prompts."""
 
     first: str
     second: str
-    prompts: int  # how many distinct prompts are in both
-    example: str  # one of them
+    prompts: int  # number of distinct prompts in both
+    example: str  # a shared prompt
 
 
 def overlap(named_sets: Mapping[str, Iterable[Task]]) -> list[TaskOverlap]:
@@ -313,6 +313,6 @@ def require_disjoint(named_sets: Mapping[str, Iterable[Task]]) -> None:
 
 
 def without_prompts_of(tasks: Iterable[Task], held_out: Iterable[Task]) -> list[Task]:
-    """``tasks`` less those whose prompt is in ``held_out``: makes generated sets disjoint."""
+    """``tasks`` without those whose prompt is in ``held_out``: makes generated sets disjoint."""
     taken = {prompt_hash(task.prompt) for task in held_out}
     return [task for task in tasks if prompt_hash(task.prompt) not in taken]

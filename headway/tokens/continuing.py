@@ -1,9 +1,9 @@
-"""The prompt of a chat request that goes on from answers whose tokens are known: what is encoded anew, and from where.
+"""Prompts of chat requests that continue answers with known tokens: those are reused, only the rest is encoded.
 
-A template's text says what the whole conversation should read like. As far as that text is what a former prompt was,
-that prompt's tokens stand for it; where it then has the answer that was sampled there, the sampled tokens stand for
-that. Only the text behind is encoded, by itself, so that no token reaches across the border: what was sampled is fed
-again as it was sampled, however the tokenizer would split its text.
+The template renders the whole conversation as text. As far as that text equals an earlier prompt, the prompt's tokens
+stand for it; where the answer sampled there follows, the sampled tokens stand for that. Only the text behind is
+encoded, by itself, so that no token crosses the border: sampled tokens are fed again as they were sampled, however the
+tokenizer would split their text.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _SENTINEL = "\U0010f8a3"  # private use: no text has it by accident
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledAnswer:
-    """A sampled answer, as far as prompts that go on from it depend on it."""
+    """A sampled answer: the parts of it that prompts continuing it depend on."""
 
     ids: TokenIds  # as sampled, the token that ended it included
-    message: Message  # what a client was told it is
+    message: Message  # the message that the client got
     calls: bool = True  # its request allowed tool calls
     opened: bool = False  # it began inside reasoning
     stop: tuple[str, ...] = ()  # strings that ended it
 
 
 class Chat:
-    """A model folder's tokenizer and chat template, for requests that build on each other."""
+    """A model folder's tokenizer and chat template, for requests that continue each other."""
 
     def __init__(self, tokenizer: Tokenizer, tools: ToolFormat = "auto") -> None:
         self.tokenizer = tokenizer
         self.written = output_format(tokenizer.chat_template, tools)
         self._pieces = PieceEncoder(tokenizer)
         self._endings = [text for i in tokenizer.stop_ids if (text := tokenizer.token(i))]
-        self._closing: str | None = None  # what it puts behind an assistant's turn, once asked for
+        self._closing: str | None = None  # cache of `_closer`
 
     def render(
         self,
@@ -69,19 +69,19 @@ class Chat:
     def answer(
         self, ids: Sequence[int], prompt: str, *, calls: bool, stop: tuple[str, ...] = (), call_prefix: str = "call_"
     ) -> SampledAnswer:
-        """What was sampled after the text ``prompt``, as a message; its calls have the ids ``call_prefix`` + number."""
+        """The answer sampled after the text ``prompt``, as a message; call ids are ``call_prefix`` + number."""
         opened = begins_inside_reasoning(prompt)
         text = response_text(self.tokenizer, ids, self.written, stop)
         message = parse_output(text, self.written, calls=calls, opened=opened, call_prefix=call_prefix)
         return SampledAnswer(ids=TokenIds(ids), message=message, calls=calls, opened=opened, stop=stop)
 
     def behind(self, answer: SampledAnswer, text: str, at: int, *, exactly: bool = False) -> int | None:
-        """Where ``text``, a prompt's, goes on behind ``answer``, which it has from character ``at`` on; None when it
-        has something else there: reasoning was dropped, say, or a call written in other words.
+        """Position in the prompt ``text`` behind ``answer``, which begins at character ``at``; None when something else
+        stands there (reasoning was dropped, say, or a call was reworded).
 
-        It has the answer when what stands between ``at`` and something that ends a turn is the sampled text, or parses
-        as the same message: a template may space arguments in its own way. The token that ended the answer isn't there
-        again; one that was cut short, or ended by a stop string, is closed as the template closes turns, if it does.
+        The answer stands there when the text from ``at`` to an end of turn is the sampled text, or parses as the same
+        message: a template may space arguments in its own way. The token that ended the answer isn't repeated; an
+        answer that was cut short, or ended by a stop string, is closed as the template closes turns, if it does.
         ``exactly``: no template wrote the text, so only the sampled text itself will do.
         """
         sampled, ending = list(answer.ids), ""
@@ -100,7 +100,7 @@ class Chat:
         return None
 
     def _ends(self, text: str, at: int) -> list[int]:
-        """Places in ``text`` where a turn may end that begins at ``at``, the first ones."""
+        """Positions in ``text`` where the turn that begins at ``at`` may end, at most ``_MOST_ENDS``."""
         places: set[int] = set()
         for ending in filter(None, (*self._endings, self._closer())):
             found = text.find(ending, at)
@@ -112,7 +112,7 @@ class Chat:
         return sorted(places)[:_MOST_ENDS]
 
     def _closer(self) -> str:
-        """What the template puts behind an assistant's turn, whatever follows it; "" when that can't be told."""
+        """The text that the template always puts behind an assistant's turn; "" when it can't be determined."""
         if self._closing is None:
             asked, said = Message(role="user", content="?"), Message(role="assistant", content=_SENTINEL)
             talks = [asked, said], [asked, said, asked]
@@ -130,11 +130,11 @@ class Chat:
         return self._pieces.encode(text, most)
 
     def encode_behind(self, before: int | None, text: str, most: int | None = None) -> list[int]:
-        """Token ids of ``text`` where it stands behind the token ``before`` (None: at the beginning); ``most``: as
+        """Token ids of ``text`` that follows the token ``before`` (None: at the beginning); ``most``: as
         `Tokenizer.encode` has it.
 
-        Tokenizers that mark the beginning of a text, or of what follows a special token, would mark that of every piece
-        encoded by itself: behind a special token, it is encoded together with that.
+        Some tokenizers mark the beginning of a text, or of the text behind a special token, and would mark every piece
+        encoded by itself: behind a special token, the piece is encoded together with that token.
         """
         if not text:
             return []

@@ -1,9 +1,9 @@
-"""Demonstrations as token ids and a loss mask: whose tokens are learned, exact to the token.
+"""Demonstrations as token ids and a loss mask, exact to the token.
 
-Where the chat template marks what the assistant wrote (``{% generation %}``), the marks decide. Elsewhere the
-conversation is rendered turn by turn: a turn is what the whole text has beyond the rendering of everything before it
-with the generation prompt, which is what a generator would be given. In both cases a turn ends with the first token
-that ends a response; the template's line break behind it is nobody's.
+Where the chat template marks the assistant's text (``{% generation %}``), the marks decide. Elsewhere the conversation
+is rendered turn by turn: a turn is the part of the whole text beyond the rendering of everything before it with the
+generation prompt, which is the prompt a generator would be given. In both cases a turn ends with the first token that
+ends a response; the template's line break behind it carries no loss.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Span = tuple[int, int]  # first character and the one behind the last
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstration:
-    """One training sequence."""
+    """A training sequence: token ids and their loss mask."""
 
     ids: list[int]
-    learned: list[bool]  # [ids] whose prediction carries loss; never the first, which nothing predicts
+    learned: list[bool]  # for each id, whether its prediction carries loss; False for the first, which has none
 
 
 def encode_pair(
@@ -46,13 +46,13 @@ def encode_pair(
 def encode_conversation(
     tokenizer: Tokenizer, messages: Messages, tools: Tools, train_on: TrainOn
 ) -> Demonstration | None:
-    """A conversation by the folder's chat template; None when the assistant says nothing in it.
+    """Encode a conversation by the folder's chat template; None when the assistant's turns are empty.
 
-    "assistant": the tokens of its every turn are learned; "last_assistant": of its last one, and what follows is left
-    out; "all": every token. Raises ConfigurationError when there is no template or it fails; when the assistant has
-    no turn; when the template ends a turn with no token that ends a response (generation would not stop there); and
-    for "assistant" when it rewrites earlier turns (drops their reasoning, say), so that no generator ever sees the
-    text they would be learned in.
+    Tokens with loss: "assistant": those of all its turns; "last_assistant": those of its last turn, and the rest of the
+    conversation is left out; "all": every token. Raises ConfigurationError when there is no template or it fails; when
+    the assistant has no turn; when the template closes a turn without a token that ends a response (generation would
+    not stop there); and for "assistant" when the template rewrites earlier turns (drops their reasoning, say), so that
+    they would be learned in a text that no generator ever sees.
     """
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
@@ -60,7 +60,7 @@ def encode_conversation(
     if train_on == "all":
         ids = tokenizer.encode(tokenizer.render_messages(messages, tools=tools, add_generation_prompt=False))
         return Demonstration(ids=ids, learned=[place > 0 for place in range(len(ids))])
-    used = messages[: turns[-1] + 1]  # what follows the last turn teaches nothing
+    used = messages[: turns[-1] + 1]  # messages behind the assistant's last turn teach nothing
     text, marked = tokenizer.render_marked(used, tools=tools)
     wanted = turns if train_on == "assistant" else turns[-1:]
     if not any(used[number].get("content") or used[number].get("tool_calls") for number in wanted):
@@ -73,7 +73,7 @@ def encode_conversation(
 
 
 def _span_of(tokenizer: Tokenizer, messages: Messages, number: int, tools: Tools, text: str) -> Span:
-    """Where turn ``number`` stands in ``text``, its end of turn and what the template puts behind included."""
+    """Span of turn ``number`` in ``text``, with its end of turn and the template's text behind it."""
     before = tokenizer.render_messages(messages[:number], tools=tools, add_generation_prompt=True)
     if number == len(messages) - 1:
         until = text
@@ -136,7 +136,8 @@ def _masked(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Demonstra
 def _learn(
     tokenizer: Tokenizer, ids: Sequence[int], covers: Sequence[Span], learned: list[bool], span: Span
 ) -> int | None:
-    """Mark the span's tokens up to the first that ends a response, inside it or right behind it; the last marked."""
+    """Mark the span's tokens up to the first that ends a response, inside it or right behind it. Returns the index of
+    the last one marked."""
     start, end = span
     inside = [place for place, (first, last) in enumerate(covers) if start <= first and last <= end and last > start]
     if not inside:

@@ -1,8 +1,8 @@
-"""The messages and tools of a chat request in one form, whatever client wrote them, and when two mean the same.
+"""Normal form of a chat request's messages and tools, whichever client wrote them, and equality of messages.
 
-Clients hand messages back otherwise than they got them: content as a text or as parts, ``null`` for none, arguments of
-tool calls spaced anew, reasoning in a field or as a ``<think>`` block at the beginning of the content, fields of their
-own beside. The normal form has what a model reads and nothing else.
+Clients send messages back in other forms than they got them: content as a text or as parts, ``null`` for none,
+arguments of tool calls respaced, reasoning in a field or as a ``<think>`` block at the beginning of the content,
+additional fields. The normal form holds the parts that a model reads and nothing else.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
-    """One call of a tool by the assistant."""
+    """A tool call of the assistant."""
 
     name: str
     arguments: str  # as written: JSON, if the model kept to it
-    call_id: str = ""  # what the tool's answer refers to; ours in answers we gave
+    call_id: str = ""  # id that the tool's answer refers to; assigned by us in answers we gave
 
     @property
     def meaning(self) -> tuple[str, str]:
@@ -46,13 +46,13 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One message in its normal form."""
+    """A chat message in its normal form."""
 
     role: Role
     content: str = ""  # the text, without reasoning and calls
-    reasoning: str = ""  # of the assistant, stripped
+    reasoning: str = ""  # the assistant's reasoning, stripped
     calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str = ""  # of a tool's answer: the call it belongs to; "": it doesn't say
+    tool_call_id: str = ""  # for a tool's answer: the id of its call; "": not given
     name: str = ""
     written: str = ""  # the text with the reasoning inside, for templates that look for it there; "": as content
 
@@ -62,8 +62,8 @@ class Message:
 
 
 def normal_messages(raw: Any) -> tuple[Message, ...]:
-    """The messages of a request's body. Raises RequestRefused naming the field that is wrong: one that isn't text, an
-    unknown role, a tool's answer to a call that isn't there."""
+    """The messages of a request's body in normal form. Raises RequestRefused naming the invalid field: content that
+    isn't text, an unknown role, a tool's answer to a missing call."""
     if not isinstance(raw, Sequence) or isinstance(raw, str | bytes) or not raw:
         raise RequestRefused("messages: a list of one or more messages is needed", param="messages")
     messages = tuple(normal_message(entry, f"messages[{number}]") for number, entry in enumerate(raw))
@@ -81,7 +81,7 @@ def normal_messages(raw: Any) -> tuple[Message, ...]:
 
 
 def normal_message(raw: Any, field: str) -> Message:
-    """One of them; ``field`` names it in errors."""
+    """Normal form of a single message; ``field`` names it in errors. Raises RequestRefused."""
     if not isinstance(raw, Mapping):
         raise RequestRefused(f"{field}: an object is needed, not {_kind(raw)}", param=field)
     entry = cast("Mapping[str, Any]", raw)
@@ -104,7 +104,7 @@ def normal_message(raw: Any, field: str) -> Message:
 def assistant_message(
     content: str, reasoning: str = "", calls: tuple[ToolCall, ...] = (), name: str = "", written: str = ""
 ) -> Message:
-    """An assistant's message; without ``reasoning``, a ``<think>`` block that ``content`` begins with is taken for it.
+    """An assistant's message; without ``reasoning``, it is taken from a ``<think>`` block that ``content`` begins with.
     ``written``: the text with the reasoning inside, where it is known."""
     reasoning = reasoning.strip()
     if not reasoning and (thought := _THOUGHT.fullmatch(content)) is not None:
@@ -163,13 +163,13 @@ def _template_message(message: Message, reasoning_field: bool) -> dict[str, Any]
 
 
 def same_answer(one: Message, other: Message) -> bool:
-    """Whether two of the assistant's messages mean the same. White space around texts doesn't count, ids of calls
-    neither."""
+    """Whether two messages of the assistant are equal in meaning: white space around texts and call ids don't
+    count."""
     return one.reasoning == other.reasoning and message_key(one) == message_key(other)
 
 
 def message_key(message: Message) -> str:
-    """What two messages have in common that mean the same but for reasoning."""
+    """A key that is equal for messages of equal meaning, reasoning aside."""
     content = message.content.strip() if message.role == "assistant" else message.content
     # with their lengths, so that no other texts read the same side by side
     key = f"{message.role} {len(message.name)} {len(content)} {message.name}{content}"
@@ -177,8 +177,8 @@ def message_key(message: Message) -> str:
 
 
 def history_keys(root: str, messages: Sequence[Message]) -> list[bytes]:
-    """One key for each beginning of the conversation, that of no messages first: equal where all messages so far have
-    equal `message_key` and ``root`` (tools, arguments of the template) is the same."""
+    """A key for each prefix of the conversation, the empty one first: equal where all its messages have equal
+    `message_key` and ``root`` (tools, arguments of the template) is equal."""
     keys = [_digest(b"", root)]
     for message in messages:
         keys.append(next_key(keys[-1], message))
@@ -186,12 +186,12 @@ def history_keys(root: str, messages: Sequence[Message]) -> list[bytes]:
 
 
 def next_key(key: bytes, message: Message) -> bytes:
-    """The key of a history that goes on with ``message``."""
+    """The key of a history with the key ``key`` that is continued with ``message``."""
     return _digest(key, message_key(message))
 
 
 def canonical_json(text: str) -> str:
-    """Equal for texts that are equal JSON; a text that is none stands for itself. Empty arguments are an object's."""
+    """Canonical form of a JSON text; a text that isn't JSON stands for itself, an empty one for ``{}``."""
     if not text.strip():
         return "{}"
     try:
@@ -207,7 +207,7 @@ def json_text(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 
 def canonical_value(value: Any) -> str:
-    """Equal for equal JSON values, whatever the order of their keys."""
+    """Canonical JSON text of a value: independent of the order of keys."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 

@@ -1,4 +1,4 @@
-"""What a model wrote as a message: content, reasoning and tool calls, told apart as its chat template writes them."""
+"""Parsing of a model's output into content, reasoning and tool calls, as its chat template writes them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _json = json.JSONDecoder()
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFormat:
-    """How the assistant's turns are written."""
+    """The way a chat template writes the assistant's turns."""
 
     tools: Tools = "none"
-    reasoning: bool = False  # in <think> blocks that a client gets in a field of their own
-    reasoning_field: bool = False  # the chat template takes it from there; else it looks for it in the content
+    reasoning: bool = False  # written in <think> blocks, which a client gets in a separate field
+    reasoning_field: bool = False  # the chat template reads that field; else it looks for reasoning in the content
 
 
 def output_format(template: str | None, tools: ToolFormat = "auto") -> OutputFormat:
-    """The format that a chat template writes; ``tools`` overrules what it shows of tool calls.
+    """The format that a chat template writes; ``tools`` overrides the format of tool calls detected in it.
 
     "hermes": ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number of them behind the content
     (Hermes, Qwen 2.5 and 3). "llama_json": ``{"name": ..., "parameters": {...}}`` and nothing else (Llama 3.1). A
@@ -55,11 +55,11 @@ def begins_inside_reasoning(prompt: str) -> bool:
 
 
 def parse_output(text: str, written: OutputFormat, *, calls: bool, opened: bool, call_prefix: str = "call_") -> Message:
-    """The message that a response's ``text`` is.
+    """Parse a response's ``text`` into a message.
 
-    ``calls``: its request allows tool calls. ``opened``: it begins inside reasoning. The calls' ids are ``call_prefix``
-    and their number. Reasoning that doesn't end is all there is. Tool calls of which one is malformed stay in the
-    content, so that the caller can say what is wrong with them (vLLM's parser of this format does the same).
+    ``calls``: its request allows tool calls. ``opened``: it begins inside reasoning. Calls have the ids ``call_prefix``
+    + number. Unclosed reasoning extends to the end. If a tool call is malformed, all of them stay in the content, so
+    that the caller can name the mistake (as vLLM's parser of this format does).
     """
     reasoning, rest = _reasoning(text, opened) if written.reasoning else ("", text)
     found = _PARSERS[written.tools](rest) if calls else None
@@ -73,7 +73,7 @@ def parse_output(text: str, written: OutputFormat, *, calls: bool, opened: bool,
 
 
 def _reasoning(text: str, opened: bool) -> tuple[str, str]:
-    """(reasoning, what follows it)."""
+    """Split ``text`` into (reasoning, the text behind it)."""
     if text.lstrip().startswith(_THINK):
         text = text.lstrip()[len(_THINK) :]
     elif not opened:
@@ -83,8 +83,8 @@ def _reasoning(text: str, opened: bool) -> tuple[str, str]:
 
 
 def certain(text: str, written: OutputFormat, *, calls: bool, opened: bool) -> tuple[str, str]:
-    """(reasoning, content) that a response has which begins with ``text``: both are beginnings of what `client_form`
-    says of it in the end, whatever follows."""
+    """(reasoning, content) that are certain for a response beginning with ``text``: prefixes of the final
+    `client_form`, whatever follows."""
     reasoning = ""
     if written.reasoning:
         begun = text.lstrip()
@@ -111,12 +111,12 @@ def certain(text: str, written: OutputFormat, *, calls: bool, opened: bool) -> t
 
 
 def _before(text: str, tag: str) -> str:
-    """``text`` without an end that ``tag`` may begin with, and white space before that."""
+    """``text`` without a suffix that may be the beginning of ``tag``, and without white space before that."""
     return text[: len(text) - overlap(text, tag)].rstrip()
 
 
 def overlap(text: str, tag: str) -> int:
-    """Length of the longest end of ``text`` that ``tag`` begins with, short of all of ``tag``."""
+    """Length of the longest suffix of ``text`` that is a proper prefix of ``tag``."""
     lengths = range(min(len(tag) - 1, len(text)), 0, -1)
     return next((length for length in lengths if text.endswith(tag[:length])), 0)
 
@@ -126,7 +126,7 @@ def _no_calls(text: str) -> None:
 
 
 def _hermes(text: str) -> tuple[str, tuple[ToolCall, ...]] | None:
-    """Content before the first call, and the calls. What stands between and behind them is in no message."""
+    """(content before the first call, calls); text between and behind calls is dropped. None for malformed calls."""
     content, tag, _ = text.partition(_CALL)
     if not tag:
         return None
@@ -146,7 +146,7 @@ def _hermes(text: str) -> tuple[str, tuple[ToolCall, ...]] | None:
 
 
 def _llama_json(text: str) -> tuple[str, tuple[ToolCall, ...]] | None:
-    """Calls separated by semicolons, and nothing else."""
+    """("", calls) of a text that is calls separated by semicolons and nothing else; None otherwise."""
     text = text.strip().removeprefix(PYTHON_TAG)
     calls: list[ToolCall] = []
     at = 0
@@ -164,7 +164,7 @@ def _llama_json(text: str) -> tuple[str, tuple[ToolCall, ...]] | None:
 
 
 def _call_at(text: str, at: int, key: str) -> tuple[ToolCall, int] | None:
-    """The call whose JSON begins at ``at`` (white space before it), and where it ends; None when it is none."""
+    """The call whose JSON begins at ``at`` (or behind white space there), and its end; None when it isn't a call."""
     start = len(text) - len(text[at:].lstrip())
     try:
         value, end = _json.raw_decode(text, start)
@@ -181,8 +181,8 @@ def _call_at(text: str, at: int, key: str) -> tuple[ToolCall, int] | None:
 
 
 def client_form(message: Message, written: OutputFormat) -> dict[str, Any]:
-    """An answer as OpenAI's chat API hands it out, with ``reasoning_content`` beside. Where the model's chat template
-    knows nothing of reasoning, it stays in the content as it was written."""
+    """An answer in the form of OpenAI's chat API, with ``reasoning_content``. Where the model's chat template doesn't
+    know reasoning, it stays in the content as written."""
     content = message.content if written.reasoning else message.inline
     entry: dict[str, Any] = {"role": "assistant", "content": None if message.calls and not content else content}
     if message.reasoning and written.reasoning:
@@ -199,8 +199,8 @@ _PARSERS = {"hermes": _hermes, "llama_json": _llama_json, "none": _no_calls}
 
 
 def response_text(tokenizer: Tokenizer, ids: Sequence[int], written: OutputFormat, stop: Sequence[str] = ()) -> str:
-    """The text of sampled tokens that `parse_output` reads: without the token that ended the response, without other
-    special ones, and up to the first of the strings that end it."""
+    """Text of sampled tokens for `parse_output`: without the token that ended the response and other special tokens,
+    and cut at the first stop string."""
     if ids and ids[-1] in tokenizer.stop_ids:
         ids = ids[:-1]
     if written.tools == "llama_json":  # whose tag is a special token

@@ -1,4 +1,4 @@
-"""Prompts that begin alike, encoded piece by piece: what was encoded lately isn't encoded again."""
+"""A cache of encoded pieces for prompts that begin alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from headway.tokens.tokenizer import Tokenizer
 
-_KEPT = 256  # pieces, those used last
+_KEPT = 256  # pieces kept, by last use
 _WORTH_KEEPING = range(
     64, 32_769
 )  # characters: shorter ones are encoded as quickly; of longer ones few would fill memory
@@ -18,8 +18,8 @@ class PieceEncoder:
     """Encodes as ``Tokenizer.encode`` does, with the pieces between special tokens kept: thousands of rollouts begin
     with the same system message and the same tools.
 
-    No tokenizer looks across a special token (it splits the text there before anything else), except for one that
-    swallows the blanks before it or wants no letter beside it: those begin no piece. Safe to use from several threads.
+    No tokenizer looks across a special token (it splits the text there first), unless that token swallows the blanks
+    before it or admits no letter beside it: such tokens begin no piece. Thread-safe.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

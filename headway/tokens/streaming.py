@@ -1,4 +1,4 @@
-"""An answer handed out while it is sampled: what is certain of it, piece by piece."""
+"""Streaming of an answer while it is sampled, in pieces that later tokens can't change."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from headway.tokens.tokenizer import IncrementalDecoder, Tokenizer
 class AnswerStream:
     """Pieces of reasoning and content that add up to those of the whole answer.
 
-    Nothing handed out is ever taken back: text that may yet become part of a character, a stop string, a tool call or a
-    mark of reasoning waits until that is decided. Tool calls come with the end.
+    Pieces are final: text that may yet become part of a character, a stop string, a tool call or a mark of reasoning
+    waits until that is decided. Tool calls come with the end.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class AnswerStream:
         opened: bool = False,
         stop: Sequence[str] = (),
     ) -> None:
-        """``written``: how answers are written; None: plain text, all of it content. ``calls``, ``opened``: as of
+        """``written``: the format of answers; None: plain text, all content. ``calls``, ``opened``: as in
         `parse_output`."""
         self._tokenizer = tokenizer
         self._written = written
@@ -39,7 +39,7 @@ class AnswerStream:
         self._told = ["", ""]  # reasoning and content so far
 
     def push(self, ids: Sequence[int]) -> tuple[str, str]:
-        """Pieces that ``ids``, all tokens so far, make certain: reasoning and content."""
+        """New pieces of (reasoning, content) that ``ids``, all tokens so far, make certain."""
         for token in ids[self._pushed :]:
             self._frozen |= token == self._tag
             if not self._frozen and token not in self._tokenizer.stop_ids:
@@ -51,7 +51,7 @@ class AnswerStream:
         return self._tell(*certain(text, self._written, calls=self._calls, opened=self._opened))
 
     def finish(self, reasoning: str, content: str) -> tuple[str, str]:
-        """The last pieces, of an answer that is whole."""
+        """The last pieces of (reasoning, content), given those of the whole answer."""
         return self._tell(reasoning, content)
 
     def _tell(self, *whole: str) -> tuple[str, str]:
@@ -66,7 +66,7 @@ class AnswerStream:
         return pieces[0], pieces[1]
 
     def _before_stop(self, text: str) -> str:
-        """Up to the first stop string, or to what may become one."""
+        """``text`` up to the first stop string, or to a suffix that may become one."""
         end = len(text)
         for stop in self._stop:
             found = text.find(stop)

@@ -20,15 +20,15 @@ from headway.records.tokens import TokenIds
 from headway.tokens.messages import json_text
 
 Template = Literal["raw", "chat"]
-_LONG_TOKEN = 16  # characters: texts have shorter ones on average
-_PIECE = 1 << 16  # characters
+_LONG_TOKEN = 16  # characters; the average token of a text is shorter
+_PIECE = 1 << 16  # characters encoded at a time
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """Text to token ids and back, as the model folder's own files define it.
+    """Conversion of text to token ids and back, as the model folder's own files define it.
 
-    Text is encoded once, on its way in; sampled tokens are never turned into text and back.
+    Text is encoded once, on its way in; sampled tokens are never decoded and encoded again.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Tokenizer:
     def load(cls, path: str | Path) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and, for eos, generation_config.json and config.json.
 
-        Text is split and joined as tokenizer.json says, whatever class tokenizer_config.json names. Raises
+        tokenizer.json alone defines how text is split and joined, whatever class tokenizer_config.json names. Raises
         ConfigurationError for a missing or unreadable file and when no eos is defined.
         """
         folder = Path(path)
@@ -98,8 +98,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False, most: int | None = None) -> list[int]:
         """Token ids of ``text``; ``add_special_tokens`` lets the tokenizer's post-processor add its own (a bos).
-        ``most``: so many are of use. A text with many times that is encoded until that is sure: more than twice as
-        many ids come back then, of its beginning."""
+        ``most``: number of ids the caller can use. A far longer text is encoded only until it surely exceeds that:
+        the result is then more than twice as many ids of its beginning."""
         if most is not None and len(text) > _LONG_TOKEN * most:
             ids: list[int] = []
             for at in range(0, len(text), _PIECE):
@@ -109,10 +109,10 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of ``text`` (no special tokens added), and the characters each stands for: [first, behind).
+        """Token ids of ``text`` (no special tokens added), and each one's span of characters: [first, behind).
 
-        Blanks that a token swallows without counting them are its own; the tokens of one character's bytes all have
-        that character.
+        Blanks that a token swallows without counting them belong to it; tokens for the bytes of one character all
+        span that character.
         """
         encoding = self._backend.encode(text, add_special_tokens=False)
         spans: list[tuple[int, int]] = []
@@ -127,13 +127,13 @@ class Tokenizer:
         return self._backend.decode(list(ids), skip_special_tokens=not keep_special)
 
     def verbatim_tokens(self) -> dict[str, bool]:
-        """Added tokens that are looked for in the text as it is -> whether the text always splits there: they are
-        special, and what stands beside them doesn't matter."""
+        """Added tokens that are matched in the unnormalised text -> whether the text always splits there: special
+        tokens that match whatever stands beside them."""
         added = (token for token in self._backend.get_added_tokens_decoder().values() if not token.normalized)
         return {token.content: token.special and not (token.lstrip or token.single_word) for token in added}
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's entry for an id, None when there is none."""
+        """The vocabulary's entry for an id; None for an unknown id."""
         return self._backend.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
@@ -145,12 +145,12 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Its source, as the folder has it."""
+        """Source of the folder's chat template; None without one."""
         return self._template
 
     def render(self, prompt: str | Sequence[Mapping[str, Any]], template: Template = "raw") -> TokenIds:
-        """Prompt ids of a task: its text as it is ("raw"), or one user turn, or a conversation so far, by the folder's
-        chat template ("chat")."""
+        """Prompt ids of a task: its text as it is ("raw"), or a user turn or conversation rendered by the folder's chat
+        template ("chat"). Raises ConfigurationError."""
         if template == "raw":
             if not isinstance(prompt, str):
                 raise ConfigurationError("template = 'raw' takes texts; a conversation needs 'chat'")
@@ -168,15 +168,15 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The chat template's text for ``messages``; ``variables``: further ones that it may know. Raises
+        """The chat template's text for ``messages``; ``variables``: additional template variables. Raises
         ConfigurationError when there is no template or it fails."""
         return self._rendered(messages, tools, add_generation_prompt, marks=False, variables=variables)
 
     def render_marked(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a whole conversation, and where the template's ``{% generation %}`` blocks stand in it:
-        [first character, behind the last). No blocks, or a template without them: an empty list."""
+        """The text of a whole conversation, and the spans of the template's ``{% generation %}`` blocks in it:
+        [first character, behind the last). Without blocks: an empty list."""
         text = self._rendered(messages, tools, False, marks=False)
         if "generation" not in (self._template or ""):
             return text, []
@@ -231,16 +231,16 @@ class Tokenizer:
             raise ConfigurationError(message) from None
 
     def is_open(self, token_id: int) -> bool:
-        """Whether text that ends in this token may change when more tokens follow: it is part of a character."""
+        """Whether the text of this token may change with the next: it is part of a character."""
         token = self._backend.id_to_token(token_id) or ""
         return token_id in self.special_ids or (len(token) == 6 and token.startswith("<0x") and token.endswith(">"))
 
 
 class IncrementalDecoder:
-    """The text of a growing response, and whether a stop string has appeared in it.
+    """Text of a growing response, with detection of stop strings.
 
     Invariant: ``text == tokenizer.decode(ids pushed so far)`` after every push, at a cost that does not grow with the
-    response: the text up to a token boundary that no later token can change is settled; only the rest is decoded anew.
+    response: text up to a token boundary that no later token can change is settled; only the rest is decoded again.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -260,11 +260,11 @@ class IncrementalDecoder:
 
     @property
     def settled(self) -> str:
-        """The beginning of it that no further token can change."""
+        """The part of the text that no further token can change."""
         return self._settled
 
     def push(self, token_id: int) -> bool:
-        """Take one sampled token; True when a stop string is now in the text."""
+        """Append a sampled token; True when a stop string is now in the text."""
         self._tail.append(token_id)
         whole = self._tokenizer.decode(self._tail)
         self._open_text = whole[len(self._anchor_text) :]
@@ -297,7 +297,7 @@ def _missing(folder: Path, file: Path) -> str:
 
 
 def _add_tokens(backend: Backend, settings: Mapping[str, Any], file: Path) -> None:
-    """Tokens that only tokenizer_config.json knows (added to a model after its tokenizer.json was written)."""
+    """Add the tokens that only tokenizer_config.json has (added to a model after its tokenizer.json was written)."""
     listed: Mapping[str, Mapping[str, Any]] = settings.get("added_tokens_decoder") or {}
     for key, entry in sorted(listed.items(), key=lambda item: int(item[0])):
         text = _token_text(dict(entry))
@@ -350,7 +350,8 @@ def _id_list(value: Any, file: Path) -> list[int]:
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """A file of its own wins over tokenizer_config.json, whose value is a text or a list of named texts."""
+    """The folder's chat template: a separate file wins over tokenizer_config.json, whose value is a text or a list of
+    named texts."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -361,13 +362,13 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     return value if isinstance(value, str) else None
 
 
-# Around what a generation block holds: private-use characters, which no text has by accident.
+# Marks around a generation block's content: private-use characters, which no text has by accident.
 _OPEN, _CLOSE = "\U0010f8a1\U0010f8a2", "\U0010f8a2\U0010f8a1"
 _MARK = re.compile(f"({_OPEN}|{_CLOSE})")
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what the assistant wrote; plain rendering needs only its content."""
+    """``{% generation %}`` encloses the assistant's text; plain rendering outputs its content alone."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
 
@@ -377,7 +378,7 @@ class _Generation(Extension):
 
 
 class _MarkedGeneration(_Generation):
-    """The same with its beginning and end visible in the text, wherever a macro or a loop puts it."""
+    """``{% generation %}`` with marks in the text at its beginning and end, wherever a macro or a loop puts it."""
 
     def parse(self, parser: Any) -> list[nodes.Node]:
         content = super().parse(parser)
@@ -386,10 +387,10 @@ class _MarkedGeneration(_Generation):
 
 
 def _environment(marks: bool) -> ImmutableSandboxedEnvironment:
-    """The sandbox that chat templates are written for: block trimming, loop controls, plain-JSON ``tojson``.
+    """The Jinja sandbox that chat templates expect: block trimming, loop controls, plain-JSON ``tojson``.
 
-    Without ``strftime_now``: a prompt must be the same when its run resumes on another day. Templates that have a date
-    of their own to fall back on (Llama 3's) use it. ``marks``: generation blocks are marked in the text.
+    Without ``strftime_now``: a prompt must be the same when its run resumes on another day. Templates with a default
+    date (Llama 3's) use that. ``marks``: generation blocks are marked in the text.
     """
 
     def refuse(message: str) -> NoReturn:

@@ -65,7 +65,7 @@ def train_byte_fallback_tokenizer(
 
 
 def _learn_merges(corpus: list[str], alphabet: list[str], room: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """Characters and merged tokens, at most ``room`` of them, and the merges that make them."""
+    """Characters and merged tokens, at most ``room`` of them, and the list of merges."""
     learner = Backend(models.BPE())
     learner.pre_tokenizer = _pre_tokenizer()
     trainer = trainers.BpeTrainer(

@@ -1,4 +1,4 @@
-"""Names of the files and folders weights are published in, and their removal after a crash. Torch-free."""
+"""Names of the files and folders in which weights are published, and their removal after a crash. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-_EXCHANGE = ".exchange"  # ends the name of a folder in which a server is handed weights
+_EXCHANGE = ".exchange"  # suffix of folders from which a server reads weights
 
 
 def stem(run_id: str) -> str:
-    """File name stem of a run's slots. A run id that is no plain file name is replaced by its hash."""
+    """File name stem of a run's slots. A run id that isn't a plain file name is replaced by its hash."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", run_id):
         run_id = hashlib.sha256(run_id.encode()).hexdigest()[:16]
     return f"headway-{run_id}"
 
 
 def reap(run_id: str, *, directory: str | Path | None = None) -> list[str]:
-    """Remove the slots that killed runs left behind: those of ``run_id``, and of other runs what no process holds.
-    Returns their paths. The caller has the lock of ``run_id`` and no process of it is alive."""
+    """Remove the slots that killed runs left behind: all of ``run_id``, and those of other runs that no process holds.
+    Returns their paths. The caller must hold the lock of ``run_id``, whose processes must have ended."""
     folders = [Path(directory)] if directory is not None else [SHARED_MEMORY, Path(tempfile.gettempdir())]
     own = re.compile(re.escape(stem(run_id)) + r"-\d+\.weights")
     removed: list[str] = []
@@ -41,17 +41,17 @@ def reap(run_id: str, *, directory: str | Path | None = None) -> list[str]:
 
 
 def reap_folders(directory: str | Path) -> list[str]:
-    """Remove the exchange folders there whose process was killed. Returns their paths."""
+    """Remove the exchange folders in ``directory`` whose process was killed. Returns their paths."""
     return sorted(str(folder) for folder in Path(directory).glob(f"headway-*{_EXCHANGE}") if _removed_if_unheld(folder))
 
 
 @contextmanager
 def exchange_folder(directory: str | Path) -> Iterator[Path]:
-    """A folder of this process's own for weights that others read; removed at the end, by ``reap_folders`` after a
+    """A new folder of this process for weights that others read; removed at the end, or by ``reap_folders`` after a
     crash."""
     folder, descriptor = _held_folder(Path(directory))
     try:
-        folder.chmod(0o755)  # who reads may be another user
+        folder.chmod(0o755)  # the reader may be another user
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -71,20 +71,20 @@ def _held_folder(directory: Path) -> tuple[Path, int]:
 
 
 def hold(descriptor: int) -> None:
-    """Say that this process uses an open slot or folder: until it is closed, and unmapped (a mapping has its own
+    """Mark an open slot or folder as in use by this process, until it is closed and unmapped (a mapping has its own
     descriptor)."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def _removed_if_unheld(file: Path) -> bool:
-    """Remove a slot or a folder unless somebody holds it; another user's can't be opened, and stays."""
+    """Remove a slot or a folder unless a process holds it; another user's can't be opened, and stays."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Under the lock: whoever has just made it waits in `hold`, then sees it is gone.
+        # Under the lock: a process that has just made it waits in `hold`, then sees it is gone.
         if file.is_dir():
             shutil.rmtree(file)
         else:

@@ -1,9 +1,9 @@
 """Versioned weights through shared memory: one writer, any number of readers, every read verified.
 
 A slot is one mapped file: a header, a manifest and a flat payload. The publisher rotates over its slots and never
-waits for a reader, so version v stays readable until v + slots is published. Readers copy first and verify after:
-whatever raced with the copy shows up as a wrong version or checksum, never as wrong weights. Whoever has a slot mapped
-holds it (`leftovers.hold`): what nobody holds was left behind.
+waits for a reader, so version v stays readable until v + slots is published. Readers copy first and verify after: a
+race with the copy shows up as a wrong version or checksum, never as wrong weights. Each process that has a slot mapped
+holds it (`leftovers.hold`): a slot that no process holds was left behind by a crash.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from headway.weights.leftovers import SHARED_MEMORY, hold, stem
 _MAGIC = b"HEADWAY1"
 _HEADER = struct.Struct("<8sqqQQ")  # magic, version, version again, manifest bytes, payload bytes
 _UNWRITTEN = -1
-_ALIGNMENT = 64  # bytes; of every tensor, so that vector loads and any dtype fit
+_ALIGNMENT = 64  # bytes to which every tensor is aligned: enough for vector loads and any dtype
 _PAGE = 4096
-_BLOCK = 1 << 18  # bytes that are copied, and then hashed, at once
+_BLOCK = 1 << 18  # bytes copied, and then hashed, at a time
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.int64)}
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """Where one tensor lies in the payload."""
+    """A tensor's place in the payload."""
 
     name: str
     dtype: str
@@ -75,14 +75,14 @@ class _Layout:
         return self.payload_start + self.payload_size
 
     def views(self, payload: Tensor) -> dict[str, Tensor]:
-        """Each tensor as a view into a payload of bytes."""
+        """Views of all tensors into a payload of bytes."""
         return {
             e.name: payload[e.offset : e.offset + e.size].view(_DTYPES[e.dtype]).view(e.shape) for e in self.entries
         }
 
 
 class Publisher:
-    """Writes versions into ``slots`` reused files, so that only the first round pays for new memory pages.
+    """Publisher of versions in ``slots`` reused files, so that only the first round pays for new memory pages.
 
     ``directory``: where the files lie; default /dev/shm, or the temporary folder where that is missing or too small.
     ``dtype``: convert floating tensors while copying (a bfloat16 generator under a float32 trainer).
@@ -188,18 +188,19 @@ class _Slot:
 
 
 def _new_file(path: Path) -> int:
-    """Descriptor of a new file, held by this process; readers of an old one at ``path`` keep their mapping."""
+    """Create a file held by this process and return its descriptor; readers of an old one at ``path`` keep their
+    mapping."""
     while True:
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         hold(descriptor)
         if os.fstat(descriptor).st_nlink:
             return descriptor
-        os.close(descriptor)  # another run's start took it for a leftover before it was held
+        os.close(descriptor)  # another run's start removed it as a leftover before it was held
 
 
 class Subscriber:
-    """Reads published versions into a private buffer that it reuses, or two in turn: see ``keep``."""
+    """Reader of published versions, into a private buffer that it reuses, or two in turn: see ``keep``."""
 
     def __init__(self) -> None:
         self._maps: dict[str, tuple[tuple[int, int, int], mmap.mmap]] = {}
@@ -208,7 +209,7 @@ class Subscriber:
         self._kept = (self._buffer, self._views)
 
     def fetch(self, published: PublishedWeights) -> dict[str, Tensor]:
-        """The tensors of ``published``, verified. They are views of a private buffer: valid until the next fetch.
+        """Copy and verify the tensors of ``published``: views of a private buffer, valid until the next fetch.
 
         Raises WeightsCorrupt when the slot is gone, was overwritten before or while it was copied, or does not
         have the announced version and checksum; the remedy is to fetch a newer version.
@@ -241,11 +242,11 @@ class Subscriber:
         return dict(self._views[1])
 
     def keep(self) -> None:
-        """What the last fetch gave stays as it is until this is called again: fetches fill another buffer meanwhile."""
+        """Keep the last fetch's tensors valid until the next call of this: fetches fill another buffer meanwhile."""
         (self._buffer, self._views), self._kept = self._kept, (self._buffer, self._views)
 
     def _copied(self, source: mmap.mmap, start: int) -> Iterator[np.ndarray]:
-        """Fill the buffer; each block of it while it is still in the core's cache."""
+        """Fill the buffer block by block; yield each block while it is still in the core's cache."""
         payload = np.frombuffer(source, dtype=np.uint8, count=len(self._buffer), offset=start)
         for first in range(0, len(payload), _BLOCK):
             block = self._buffer[first : first + _BLOCK]
@@ -253,7 +254,7 @@ class Subscriber:
             yield block
 
     def _map(self, published: PublishedWeights) -> mmap.mmap:
-        """The mapping of the slot's present file; a restarted publisher has put a new one under the old name."""
+        """The mapping of the slot's present file; a restarted publisher replaces the file under the same name."""
         try:
             descriptor = os.open(published.path, os.O_RDONLY)
         except OSError as error:
@@ -274,7 +275,7 @@ class Subscriber:
 
 
 def _aligned(size: int) -> np.ndarray:
-    """Memory in which tensors begin where they are read fastest, as they do in the slots."""
+    """A buffer of ``size`` bytes aligned like the slots, for the fastest reads."""
     memory = np.empty(size + _ALIGNMENT, dtype=np.uint8)
     first = -memory.ctypes.data % _ALIGNMENT
     return memory[first : first + size]
@@ -286,7 +287,8 @@ def _default_folders() -> list[Path]:
 
 
 def _checksum(version: int, manifest: bytes, payload: Iterable[np.ndarray]) -> str:
-    """``payload``: in blocks."""
+    """Checksum of a version, its manifest and its payload, which comes in blocks."""
+
     state = xxhash.xxh3_128(version.to_bytes(8, "little"))
     state.update(manifest)
     for block in payload:

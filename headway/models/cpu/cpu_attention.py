@@ -25,7 +25,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 class CpuAttention(torch.autograd.Function):
-    """[N, W] to [N, Hq*Dh]; double, float, bfloat16 and half."""
+    """Packed attention with gradient, [N, W] to [N, Hq*Dh], in double, float, bfloat16 and half."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, sizes: Sizes, plan: AttentionPlan) -> Tensor:
@@ -72,7 +72,7 @@ class CpuAttention(torch.autograd.Function):
 
 
 def _merge_prefixes(qkv: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, plan: AttentionPlan) -> None:
-    """Add the prefixes' part to what the rows that continue them have so far, in place."""
+    """Add the prefixes' part, in place, to the attention of the rows that continue them."""
     heads, _, head_dim = sizes
     first = plan.first_continued
     out_own, lse_own = out[first:].view(-1, heads, head_dim), lse[first:]
@@ -88,8 +88,8 @@ def _merge_prefixes(qkv: Tensor, out: Tensor, lse: Tensor, sizes: Sizes, plan: A
 
 
 def _widened(rows: Tensor) -> Tensor:
-    """At least float32: sums over keys lose nothing, and on a processor without bfloat16 instructions the flash
-    backward in bfloat16 takes eight times as long. Attention is a small share of a layer's products."""
+    """``rows`` in at least float32: sums over keys lose nothing, and on a CPU without bfloat16 instructions the flash
+    backward takes eight times as long in bfloat16. Attention is a small share of a layer's products."""
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 

@@ -53,7 +53,7 @@ _FLOAT32_SIGNATURES: dict[str, tuple[type, ...]] = {
 
 
 class LayerPointers(ctypes.Structure):
-    """One block for `Kernels.decode`: addresses of float32 tensors, 0: none there."""
+    """A layer for `Kernels.decode`: addresses of its float32 tensors, 0 for one it hasn't got."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "output", "output_bias")),
@@ -65,7 +65,7 @@ class LayerPointers(ctypes.Structure):
 
 
 class DecodeSizes(ctypes.Structure):
-    """What the blocks for `Kernels.decode` have in common."""
+    """The sizes shared by all layers of a `Kernels.decode` call."""
 
     _fields_ = (
         *((name, _INT) for name in ("width", "heads", "kv_heads", "head_dim", "intermediate", "context")),
@@ -74,7 +74,7 @@ class DecodeSizes(ctypes.Structure):
 
 
 class Kernels:
-    """The functions of `native.cpp` for one dtype. Tensors are on the CPU and contiguous where nothing else is said.
+    """The functions of `native.cpp` for one dtype. Tensors are on the CPU and contiguous unless stated otherwise.
 
     Shapes: n rows, d width, h query heads, k KV heads, c head dimension, f intermediate width, v vocabulary.
     """
@@ -89,8 +89,8 @@ class Kernels:
         self._panels: dict[int, tuple[Tensor, Tensor]] = {}  # id of a weight -> the weight and its panels
 
     def pack(self, weights: Iterable[Tensor]) -> None:
-        """Keep a copy of these matrices [columns, depth] in the order `linear` reads them in, and of no others. To be
-        called again when a value changes. Nothing for bfloat16, whose products are torch's."""
+        """Keep copies of these matrices [columns, depth], and of no others, in the order `linear` reads. Call again
+        when a value changes. No-op for bfloat16, whose products are torch's."""
         if self.dtype != torch.float32:
             return
         pack = self._functions["pack"]
@@ -105,11 +105,11 @@ class Kernels:
             self._panels[id(weight)] = weight, panels
 
     def packs(self, weight: Tensor) -> bool:
-        """Whether `linear` takes this matrix."""
+        """Whether `linear` takes this matrix: the last `pack` included it."""
         return id(weight) in self._panels
 
     def panels(self, weight: Tensor) -> int:
-        """Address of what `pack` made of this matrix; it stays where it is as long as `pack` is given the matrix."""
+        """Address of the packed copy of this matrix; unchanged as long as each `pack` includes the matrix."""
         return self._panels[id(weight)][1].data_ptr()
 
     def linear(self, x_nd: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None) -> Tensor:
@@ -131,14 +131,14 @@ class Kernels:
         position_n: Tensor,
         sizes: DecodeSizes,
     ) -> None:
-        """Overwrite the residual stream [n, d] by what all ``layers`` make of it; row i is at position[i] of slot i,
-        and its keys and values are stored. cos and sin: float32 [n, 1, c / 2]."""
+        """Pass the residual stream [n, d] through all ``layers`` in place and store keys and values; row i is at
+        position[i] of slot i. cos and sin: float32 [n, 1, c / 2]."""
         tables = (cos.data_ptr(), sin.data_ptr(), position_n.data_ptr())
         pointer = ctypes.addressof
         self._functions["decode"](x_nd.data_ptr(), pointer(layers), len(layers), *tables, len(x_nd), pointer(sizes))
 
     def rms_norm(self, x_nd: Tensor, weight: Tensor, epsilon: float, inverses_n: Tensor | None = None) -> Tensor:
-        """As `kernels.rms_norm`, [n, d]. ``inverses_n`` is filled with what `rms_norm_backward` needs."""
+        """As `kernels.rms_norm`, [n, d]. ``inverses_n`` is filled with 1 / rms(x) for `rms_norm_backward`."""
         x_nd = x_nd.contiguous()
         out, d = torch.empty_like(x_nd), x_nd.shape[-1]
         pointers = (x_nd.data_ptr(), weight.data_ptr(), out.data_ptr(), address(inverses_n))
@@ -167,8 +167,8 @@ class Kernels:
         inverses: Tensor | None = None,
     ) -> None:
         """As `kernels.norm_rotate`: overwrites ``qkv`` [n, (h + 2k) c]; cos and sin are float32 [n, 1, c / 2] and share
-        their row stride. ``before`` [n, h + k, c] and ``inverses`` [n, h + k] are filled with what
-        `norm_rotate_backward` needs."""
+        their row stride. ``before`` [n, h + k, c] and ``inverses`` [n, h + k] are filled for
+        `norm_rotate_backward`."""
         heads, kv_heads, dim, epsilon = sizes
         weights = (0, 0) if q_norm is None or k_norm is None else (q_norm.data_ptr(), k_norm.data_ptr())
         pointers = (*weights, cos.data_ptr(), sin.data_ptr(), address(before), address(inverses))
@@ -183,8 +183,8 @@ class Kernels:
         sin: Tensor,
         sizes: tuple[int, int, int, float],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Overwrites the gradient of what `norm_rotate` gave with that of what it was given, and returns those of its
-        weights. ``norms``: before, inverses, query and key weight. float32."""
+        """Turn the gradient of `norm_rotate`'s output into that of its input in place; return those of the query and
+        key weights. ``norms``: before, inverses, query and key weight. float32."""
         heads, kv_heads, dim, _ = sizes
         before, inverses, q_norm, k_norm = norms or (None,) * 4
         grads = tuple(None if one is None else torch.empty_like(one) for one in (q_norm, k_norm))
@@ -222,11 +222,11 @@ class Kernels:
         write: bool,
         window: int | None = None,
     ) -> Tensor:
-        """Row i attends to positions 0 .. position[i] of slot[i] (of slot i where ``slot_n`` is None), or to the last
-        ``window`` of them. [n, h * c]
+        """Attention of row i to positions 0 .. position[i] of slot[i] (of slot i where ``slot_n`` is None), or to the
+        last ``window`` of them, [n, h * c].
 
-        ``write``: its own key and value are stored at its position first. q, k and v are heads of one projection:
-        a row's elements are contiguous and the three share their row stride.
+        ``write``: store its own key and value at its position first. q, k and v are heads of one projection: a row's
+        elements are contiguous and the three share their row stride.
         """
         n, h, c = q_nhc.shape
         kv_heads, context = keys_sktc.shape[1:3]
@@ -248,7 +248,7 @@ class Kernels:
 
 
 def address(tensor: Tensor | None) -> int:
-    """Of its first element; 0 where there is none."""
+    """Address of the tensor's first element; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -260,8 +260,8 @@ _active = _Active()
 
 
 def active(x: Tensor, weight: Tensor | None = None) -> Kernels | None:
-    """The kernels to compute ``x`` [n, d] with, inside ``using``; None: plain torch, as for what they don't take:
-    other dtypes, other shapes, elements that don't lie one after the other."""
+    """The kernels to compute ``x`` [n, d] with, inside ``using``; None: plain torch, also for inputs they don't take
+    (other dtypes or shapes, non-contiguous tensors)."""
     fast = _active.kernels
     if fast is None or x.dtype != fast.dtype or x.ndim != 2 or not x.is_contiguous():
         return None
@@ -272,7 +272,7 @@ def active(x: Tensor, weight: Tensor | None = None) -> Kernels | None:
 
 @contextmanager
 def using(kernels: Kernels | None) -> Iterator[None]:
-    """Inside, `kernels.py` computes with ``kernels`` (None: with plain torch) in this thread."""
+    """Let `kernels.py` compute with ``kernels`` (None: plain torch) in this thread, inside the ``with`` block."""
     before, _active.kernels = _active.kernels, kernels
     try:
         yield
@@ -281,25 +281,25 @@ def using(kernels: Kernels | None) -> Iterator[None]:
 
 
 def attention_fits(group: int, head_dim: int) -> bool:
-    """Whether `Kernels.attention` is there for ``group`` query heads a KV head of dimension ``head_dim``."""
+    """Whether `Kernels.attention` supports ``group`` query heads per KV head of dimension ``head_dim``."""
     return group <= MAX_GROUP and head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0
 
 
 def kernels_for(dtype: torch.dtype, device: torch.device) -> Kernels | None:
-    """Kernels for a model of ``dtype`` on ``device``; None where there are none: on a GPU, on several cores (they
-    use one), for other dtypes, or without a C++ compiler (``CXX``, else g++, c++ or clang++)."""
+    """Kernels for a model of ``dtype`` on ``device``; None on a GPU, on several cores (they use one), for other
+    dtypes, or without a C++ compiler (``CXX``, else g++, c++ or clang++)."""
     found = _library_for(dtype, device)
     return None if isinstance(found, str) else Kernels(found, dtype)
 
 
 def why_none(dtype: torch.dtype, device: torch.device) -> str:
-    """Why a CPU gets no kernels from `kernels_for`; "" where it does, and for a GPU, which has no use for them."""
+    """Reason why a CPU gets no kernels from `kernels_for`; "" where it gets them, and for a GPU."""
     found = _library_for(dtype, device)
     return found if isinstance(found, str) and device.type == "cpu" else ""
 
 
 def _library_for(dtype: torch.dtype, device: torch.device) -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+    """The loaded library, or the reason why there is none."""
     if device.type != "cpu":
         return f"they are for CPUs, not for {device}"
     if dtype not in _DTYPES:
@@ -327,9 +327,9 @@ def _library() -> ctypes.CDLL | str:
             if not (folder / name).exists():
                 _build(compiler, folder / name)
             return ctypes.CDLL(str(folder / name))
-        except OSError as error:  # read-only, full, or on a file system whose files may not be executed: the next
+        except OSError as error:  # read-only, full, or mounted noexec: try the next folder
             refused.append(str(error))
-        except subprocess.CalledProcessError as error:  # a compiler that can't: as if there was none
+        except subprocess.CalledProcessError as error:  # a compiler that fails: treated like a missing one
             lines = error.stderr.decode(errors="replace").split("\n")
             said = next((line.strip() for line in reversed(lines) if line.strip()), "it printed no error")
             return f"the compiler {compiler!r} ended with {error.returncode}: {said}"
@@ -356,7 +356,8 @@ def _folders() -> tuple[Path, ...]:
 
 
 def _processor() -> str:
-    """What ``-march=native`` stands for: a home folder may be shared by machines of several kinds."""
+    """The CPU's features, on which ``-march=native`` depends: machines of several kinds may share a home folder."""
+
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -22,7 +22,7 @@ from headway.sandbox.linux import seccomp
 
 
 class Shell:
-    """What all sandboxes of a zygote need of the host, opened while it still may: its Python, and this package."""
+    """Host files for all sandboxes of a zygote, opened while it still may: its Python, and this package."""
 
     def __init__(self, program: str) -> None:
         self.program = program
@@ -65,7 +65,7 @@ def _arguments(wanted: dict[str, Any], filter_: int) -> list[str]:
 
 
 def memory(data: bytes) -> int:
-    """A descriptor from which ``data`` can be read, once in turn."""
+    """A descriptor of an in-memory file from which ``data`` can be read once."""
     descriptor = os.memfd_create("told")
     with open(os.dup(descriptor), "wb") as file:
         file.write(data)

@@ -32,7 +32,7 @@ CANT_RUN, NOT_FOUND = 126, 127  # what shells return
 
 
 class RunningCommand:
-    """One that runs, or has just ended.
+    """A command that runs, or has just ended.
 
     Lifecycle: *running* -> its process ended -> *drained* (all pipes at their end, or the grace over) -> reported.
     """
@@ -58,7 +58,7 @@ class RunningCommand:
         self.ended_s = 0.0
 
     def deadline_s(self) -> float:
-        """When something has to be done about it though nothing happens."""
+        """Time at which `enforce` must look at the command even without an event."""
         if self.status is not None:
             return self.ended_s + GRACE_S
         return float("inf") if self.timed_out else self.started_s + self.timeout_s
@@ -80,7 +80,7 @@ class RunningCommand:
         return True
 
     def feed(self) -> None:
-        """Give it of its input what the pipe takes."""
+        """Write as much of its input as the pipe takes."""
         assert self.stdin is not None
         with contextlib.suppress(BlockingIOError):
             try:
@@ -194,7 +194,7 @@ class Commands:
             self._poll.unregister(pipe)
 
     def reap(self) -> bool:
-        """Collect whoever has ended, orphans too. False: nobody is left."""
+        """Reap processes that have ended, orphans too. False: no process is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -209,7 +209,7 @@ class Commands:
                     self._drain(command, pipe)
 
     def _drain(self, command: RunningCommand, pipe: int) -> None:
-        """Take what its process has left. A daemon that writes as fast as this reads must not make it endless."""
+        """Read the rest of a pipe, bounded, since a daemon may write as fast as this reads."""
         for _ in range(2 * (1 << 20) // READ_BYTES):  # as much as a pipe can be made to hold, and more
             if not command.read(pipe):
                 break
@@ -217,7 +217,7 @@ class Commands:
             self._forget(pipe)
 
     def done(self) -> list[RunningCommand]:
-        """Those to be reported, taken out."""
+        """Remove and return the commands that can be reported."""
         now = time.monotonic()
         over = [c for c in self._running.values() if c.status is not None and (not c.pipes or now >= c.deadline_s())]
         for command in over:
@@ -235,7 +235,7 @@ class Commands:
         return over
 
     def enforce(self) -> None:
-        """End what is beyond its time."""
+        """Kill commands beyond their time limit."""
         if self._stopped_s is not None:
             return
         for command in list(self._running.values()):
@@ -249,7 +249,7 @@ class Commands:
         return min((command.deadline_s() for command in self._running.values()), default=float("inf"))
 
     def _kill(self, command: RunningCommand) -> None:
-        """It and everything it has started; what hides in sessions of its own is found by being newer than it."""
+        """Kill a command and all it has started; processes in other sessions are found by being newer than it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(command.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
@@ -271,7 +271,7 @@ class Commands:
         _kill_everybody()  # it forks faster than it can be followed
 
     def kill_all(self) -> None:
-        """Everything but init; what ran is reported as killed."""
+        """Kill everything but init; running commands are reported as killed."""
         self.go_on()
         _kill_everybody()
         deadline = time.monotonic() + 2.0
@@ -279,8 +279,8 @@ class Commands:
             time.sleep(0.001)
 
     def stop(self) -> None:
-        """All processes stand still, and with them their time limits. Signals, not the freezer: what is frozen can't be
-        killed, and would outlive an owner that is."""
+        """Stop all processes, and their time limits. By signals, not the freezer: frozen processes can't be killed, and
+        would outlive an owner that is."""
         if self._stopped_s is None:
             self._stopped_s = time.monotonic()
             with contextlib.suppress(ProcessLookupError):
@@ -303,8 +303,8 @@ class Commands:
 def _become(
     command: RunningCommand, wanted: dict[str, Any], streams: tuple[int, int, int], prepare: Callable[[], None]
 ) -> None:
-    """In the child: turn into the command, or say on its own stderr why not. What fails before that is none of the
-    command's doing, and is told to init. Never returns."""
+    """In the child: become the command, or write the reason to its stderr. Failures before that aren't the command's,
+    and are reported to init. Never returns."""
     code = CANT_RUN
     try:
         try:
@@ -331,7 +331,7 @@ def _become(
 
 
 def _kill_everybody() -> None:
-    """But init: one call, which none can outrun by forking."""
+    """Kill all processes but init in one call, which none can outrun by forking."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
 
@@ -341,7 +341,7 @@ def _processes() -> set[int]:
 
 
 def tasks() -> int:
-    """Threads of all processes: what the limit of processes counts."""
+    """Number of threads of all processes, which the limit of processes counts."""
     count = 0
     for pid in _processes():
         with contextlib.suppress(OSError):
@@ -350,7 +350,7 @@ def tasks() -> int:
 
 
 def limits_of_commands(limits: dict[str, Any], memory_limited: bool, proc: int) -> Callable[[], None]:
-    """What each command's process does to itself first."""
+    """A function that applies the limits to a command's own process before it becomes the command."""
 
     def prepare() -> None:
         # Only the files of a process that others may look into can be written to. By now it is a copy of init that

@@ -38,7 +38,7 @@ def behind_bubblewrap(told: int) -> None:
 
 
 def in_container() -> None:
-    """What is wanted comes first of all by the input, and behind it the snapshot, if there is one. Never returns."""
+    """Serve in a container: reads the specification from standard input, then the snapshot, if any. Never returns."""
     _hide()
     owner = Pipes()
     try:
@@ -97,7 +97,7 @@ class Pipes:
     def frame(self) -> tuple[dict[str, Any], bytes]:
         """The next one, waited for."""
         head, body = wire.lengths(self._exactly(wire.LENGTHS.size))
-        return wire.head_of(self._exactly(head)), self._exactly(body)
+        return wire.head_from(self._exactly(head)), self._exactly(body)
 
     def _exactly(self, count: int) -> bytes:
         data = b""
@@ -110,7 +110,7 @@ class Pipes:
 
 
 class FramedReader:
-    """A file that comes in frames, of which the last is empty."""
+    """A file that arrives in frames, the last of which is empty."""
 
     def __init__(self, owner: Pipes) -> None:
         self._owner = owner
@@ -125,6 +125,6 @@ class FramedReader:
         return data
 
     def drain(self) -> None:
-        """What a reader leaves: the frames behind it are the owner's requests."""
+        """Skip the rest of the file: the frames behind it are the owner's requests."""
         while not self._over:
             self.read(1 << 30)

@@ -53,7 +53,7 @@ def entries(path: str, max_entries: int) -> list[dict[str, Any]]:
 
 
 def listing(path: str, max_entries: int) -> bytes:
-    """The same as JSON, for the body of an answer. EFBIG beyond what that can hold, too."""
+    """A directory's `entries` as JSON, for the body of an answer. EFBIG where they don't fit into it."""
     encoded = json.dumps(entries(path, max_entries), ensure_ascii=False).encode()
     if len(encoded) > BODY_BYTES:
         raise OSError(errno.EFBIG, f"a list of {len(encoded)} bytes, more than {BODY_BYTES}")
@@ -67,7 +67,7 @@ def _kind(mode: int) -> str:
 
 
 class Writing:
-    """A file on its way in: whole, or not there. It is made beside its place and then put there, over whatever is."""
+    """A file being written: made beside its place and renamed to it, so that it appears whole or not at all."""
 
     def __init__(self, path: str, mode: int) -> None:
         self._path = path

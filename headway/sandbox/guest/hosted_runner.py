@@ -1,4 +1,4 @@
-"""What runs inside a provider's sandbox for each request of its owner. Standard library alone, Python 3.8 and later.
+"""The program that serves an owner's request inside a provider's sandbox. Standard library alone, Python 3.8 and later.
 
 Providers run commands and move files each in their own way, with text for bytes, with timeouts that leave processes
 behind, with links followed. So the adapters ask them for one thing only: to run this, once for each request, which does

@@ -27,7 +27,7 @@ Head = dict[str, Any]
 
 
 class OwnerConnection(Protocol):
-    """The owner's line: a socket, or what does for one."""
+    """The connection to the owner: a socket, or a substitute."""
 
     def fileno(self) -> int: ...
     def setblocking(self, wait: bool, /) -> None: ...
@@ -66,7 +66,7 @@ class Init:
         self._poll.register(owner, select.POLLIN)
 
     def run(self) -> None:
-        """Never returns."""
+        """Serve until the sandbox ends. Never returns."""
         self._send({"ready": True})
         self._flush()
         while True:
@@ -195,7 +195,7 @@ class Init:
             self._commands.go_on()
 
     def _write(self, number: int, head: Head, body: bytes) -> Head | None:
-        """One chunk of a file; the last one answers."""
+        """Write a chunk of a file; the last one is answered."""
         if head["first"]:
             self._writings[number] = files.Writing(head["path"], head["mode"])
         writing = self._writings.get(number)

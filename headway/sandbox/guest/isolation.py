@@ -1,4 +1,4 @@
-"""What a sandbox's first process does to itself before it serves: its own mounts, names and rights.
+"""Isolation of a sandbox's first process by itself, before it serves: mounts, names and rights.
 
 Standard library alone. The process was cloned into namespaces of its own by an ordinary user. The root file system is
 an overlay: below the *skeleton* (`skeleton.py`) and, where there is one, an image; on top a memory file system with a
@@ -53,7 +53,7 @@ class step:
 
 
 def enter(zygote: int, uid: int, gid: int) -> None:
-    """What needs no specification: done ahead of need. ``zygote``: a descriptor of that process."""
+    """Do the steps that need no specification, ahead of need. ``zygote``: a descriptor of that process."""
     with step("die with the zygote"):
         die_with(zygote)
     with step("user namespace"):
@@ -81,16 +81,16 @@ def _map(uid: int, gid: int) -> None:
     _put("/proc/self/gid_map", f"{INSIDE_ID} {gid} 1")
 
 
-def open_door(place: socket.socket) -> None:
-    """Listen on the loopback and hand the socket out over ``place``: it stays of this network, and whoever accepts
-    from it is reached from here. Nobody else can have it: nothing runs here yet."""
+def listen_for_proxy(place: socket.socket) -> None:
+    """Listen on the loopback and send the socket over ``place``: it stays in this network, so a proxy that accepts from
+    it is reachable here. Nothing else can bind the port first: no command runs yet."""
     with step("network"), place, socket.create_server(("127.0.0.1", PROXY_PORT), backlog=128) as listener:
         socket.send_fds(place, [b"\0"], [listener.fileno()])
 
 
-def furnish(wanted: dict[str, Any]) -> tuple[int, int]:
-    """Make the root file system and move into it. Returns descriptors of the directory that takes what is written, and
-    of a /proc that can be written to."""
+def build_root(wanted: dict[str, Any]) -> tuple[int, int]:
+    """Build the root file system and move into it. Returns descriptors of the overlay's upper directory and of a
+    writable /proc."""
     upper, root = _disk(wanted)
     if wanted["root"] is None:
         with step("host programs"):
@@ -115,9 +115,9 @@ def furnish(wanted: dict[str, Any]) -> tuple[int, int]:
     return upper, proc
 
 
-def furnish_for_another(wanted: dict[str, Any]) -> tuple[int, int]:
-    """What somebody else's walls are put around: only the disk, at ``BY_NAME``, and a /proc that can be written to.
-    Returns descriptors as `furnish` does."""
+def build_disk(wanted: dict[str, Any]) -> tuple[int, int]:
+    """Build the part of the root that bubblewrap can't: the disk, at ``BY_NAME``, and a writable /proc. Returns
+    descriptors as `build_root` does."""
     upper, root = _disk(wanted)
     with step("devices"):
         _mount_terminals(root)
@@ -188,7 +188,7 @@ def lock(zygote: int) -> None:
 
 
 def restrict_command(limits: dict[str, Any], memory_limited: bool) -> None:
-    """What a command's process sets for itself before it becomes the command."""
+    """Set the limits of a command's own process before it becomes the command."""
     bounds = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: limits["open_files"],

@@ -42,7 +42,7 @@ def codes() -> bytes:
 
 
 def mapped_files() -> list[str]:
-    """What this process has in its memory: the dynamic linker, libraries, extensions."""
+    """Files mapped into this process: the dynamic linker, libraries, extensions."""
     with open("/proc/self/maps") as file:
         return sorted({line.split(None, 5)[5].rstrip("\n") for line in file if "/" in line and ".so" in line})
 
@@ -55,7 +55,7 @@ def linker() -> str:
 
 
 def packed() -> bytes:
-    """All of it as a tar, to be unpacked anywhere: `command` starts it there."""
+    """This Python as a tar that can be unpacked anywhere: `command` starts it there."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packing = io.BytesIO()
     with tarfile.open(fileobj=packing, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -79,7 +79,7 @@ def packed() -> bytes:
 
 
 def command(folder: str) -> list[str]:
-    """What starts it, unpacked in ``folder``; the code to run and its arguments are to follow."""
+    """The command that starts the packed Python from ``folder``; append the code to run and its arguments."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     linked = [f"{folder}/linker", "--library-path", f"{folder}/libraries"]
     return [*linked, f"{folder}/bin/{version}", "-I", "-S", "-c"]

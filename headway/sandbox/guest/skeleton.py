@@ -31,7 +31,7 @@ SETTINGS = {
 
 
 def make(folder: Path, uid: int, gid: int) -> None:
-    """Two of them below ``folder``: to lie under the host's programs, and under an image, which has the rest itself."""
+    """Make two skeletons below ``folder``: one for the host's programs, and one for images."""
     whole = folder / SKELETON
     _mount_points(whole)
     for name in FOLDERS:
@@ -76,7 +76,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _give(folder: Path, uid: int, gid: int) -> None:
-    """To the user that sandboxes run as: an overlay can't take over what belongs to somebody it doesn't know."""
+    """Give ``folder`` to the sandboxes' user: an overlay can't take over files of a user it doesn't know."""
     if uid == os.geteuid():
         return
     for parent, names, files in os.walk(folder):

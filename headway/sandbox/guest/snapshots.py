@@ -1,4 +1,4 @@
-"""What was written in a sandbox as a tar, and back. Standard library alone.
+"""Packing of a sandbox's written files as a tar, and unpacking. Standard library alone.
 
 Both ends are the first process of a sandbox: the owner stores the bytes and never unpacks them, so whatever names and
 links are in there reach no other file system. Deleted files of the layers below are in it as the overlay keeps them,
@@ -22,7 +22,6 @@ DEPTH = 256  # of directories: each is held open on the way down
 OPAQUE = "HEADWAY.opaque"
 BLOCK = tarfile.BLOCKSIZE
 HOLE = bytes(4096)  # a page: what a disk in memory is made of
-MOUNTED = frozenset({"proc", "sys"})
 
 
 def pack(roots: Sequence[tuple[str, int]], max_bytes: int) -> Iterator[bytes]:
@@ -91,7 +90,7 @@ def _file(folder: int, name: str, member: tarfile.TarInfo) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _opened(name: str, folder: int, mode: int, flags: int) -> Iterator[int]:
-    """Also what its owner may not read: whoever owns it may change that, for as long as this takes."""
+    """Open a file or directory, even without read permission: its mode is changed for as long as this takes."""
     flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     changed = not mode & stat.S_IRUSR or (stat.S_ISDIR(mode) and not mode & stat.S_IXUSR)
     if changed:

@@ -30,14 +30,14 @@ def frame(head: dict[str, Any], body: bytes = b"") -> bytes:
 
 
 def lengths(prefix: bytes, *, most_body: int = BODY_BYTES) -> tuple[int, int]:
-    """Of a head and a body. Raises Malformed beyond the limits."""
+    """Lengths of a frame's head and body in bytes. Raises Malformed beyond the limits."""
     head, body = LENGTHS.unpack(prefix)
     if head > HEAD_BYTES or body > most_body:
         raise Malformed(f"a frame of {head} + {body} bytes")
     return head, body
 
 
-def head_of(encoded: bytes) -> dict[str, Any]:
+def head_from(encoded: bytes) -> dict[str, Any]:
     try:
         head = json.loads(encoded)
     except (ValueError, RecursionError) as error:
@@ -48,7 +48,7 @@ def head_of(encoded: bytes) -> dict[str, Any]:
 
 
 class Frames:
-    """Bytes as they come, frames as they are whole."""
+    """An assembler of frames from bytes as they arrive."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -62,11 +62,11 @@ class Frames:
                 return
             whole = bytes(self._bytes[LENGTHS.size : end])
             del self._bytes[:end]
-            yield head_of(whole[:head]), whole[head:]
+            yield head_from(whole[:head]), whole[head:]
 
 
 class FrameWriter(Protocol):
-    """What is needed of a line to a sandbox."""
+    """A connection to a sandbox to which frames can be written."""
 
     def write(self, data: bytes, /) -> None: ...
     async def drain(self) -> None: ...

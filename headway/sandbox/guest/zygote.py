@@ -61,7 +61,7 @@ class Zygote:
         signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
 
     def run(self) -> None:
-        """Until the owner is gone."""
+        """Serve requests until the owner is gone."""
         poll = select.poll()
         for descriptor in (self._owner.fileno(), self._owner_process, self._wake):
             poll.register(descriptor, select.POLLIN)
@@ -119,7 +119,7 @@ class Zygote:
             self._tell({"ended": sandbox, "code": wire.EXIT_CLOSED, "oom_kills": 0})
 
     def _refill(self) -> None:
-        """One spare at a time: requests come between."""
+        """Make one spare, so that requests can be served between two."""
         if len(self._spares) < self._wanted_spares:
             with contextlib.suppress(OSError):  # the request that finds none says why
                 self._spares.append(self._clone())
@@ -148,7 +148,7 @@ class Zygote:
             os._exit(wire.EXIT_SETUP)
 
     def _reap(self) -> None:
-        """Collect who has ended, and remove the groups that are empty by now."""
+        """Reap children that have ended, and remove groups that are empty by now."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -178,7 +178,8 @@ class Zygote:
             self._owner.send(json.dumps(message).encode())
 
     def _clean(self) -> None:
-        """Everything goes: processes, groups, the owner's directory."""
+        """Remove everything: processes, groups, the owner's directory."""
+
         for pid in self._children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -230,7 +231,7 @@ def spare(
         if failed is not None:
             raise failed
         if door is not None:
-            isolation.open_door(door)
+            isolation.listen_for_proxy(door)
         _become_first_process(owner, wanted, slot, parents, zygote, snapshot, shell)
     except isolation.SetupFailed as error:
         init.fail(owner, error.step, error.code, str(error))
@@ -252,11 +253,11 @@ def _become_first_process(
         cgroups.limit(parents, slot, **own)
         kills = cgroups.open_kill_count(parents, slot)
     if shell is not None:
-        upper, proc = isolation.furnish_for_another(wanted)
+        upper, proc = isolation.build_disk(wanted)
         passed = {"owner": owner.fileno(), "upper": upper, "proc": proc, "kills": kills, "snapshot": snapshot}
         with isolation.step("bubblewrap"):
             shell.enter(wanted, passed)
-    upper, proc = isolation.furnish(wanted)
+    upper, proc = isolation.build_root(wanted)
     isolation.lock(zygote)
     if snapshot >= 0:
         with isolation.step("snapshot"), os.fdopen(snapshot, "rb") as file:

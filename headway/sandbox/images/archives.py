@@ -1,6 +1,6 @@
-"""What an image's file or folder holds: layers and settings, out of OCI's layout, `docker save`, or a plain tar.
+"""Reads an image's file or folder: layers and settings from OCI's layout, `docker save`, or a plain tar.
 
-Only small JSON documents are read here, each checked against its digest where one is stated; layers are handed out as
+Only small JSON documents are read here, each checked against its digest where one is stated; layers are returned as
 streams.
 """
 
@@ -24,10 +24,10 @@ from headway.sandbox.images.tree import ImageError
 
 T = TypeVar("T")
 DOCUMENT_BYTES = 4 << 20
-MEMBERS = 100_000  # of an archive of layers
+MEMBERS = 100_000  # most entries of an archive of layers
 LAYERS = 500
-DEPTH = 4  # of indexes
-NAMED = 1000  # by indexes: images for several machines, and what is said about them
+DEPTH = 4  # most levels of nested indexes
+NAMED = 1000  # most manifests in indexes: images for several machines, and attestations
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 LAYER_TYPE = re.compile(
     r"application/vnd\.(oci\.image\.layer\.(nondistributable\.)?v1|docker\.image\.rootfs\.(foreign\.)?diff)"
@@ -43,7 +43,7 @@ MANIFEST_TYPES = (
 )
 CONFIG_TYPES = ("application/vnd.oci.image.config.v1+json", "application/vnd.docker.container.image.v1+json")
 NAMES = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
-# How an archive of layers begins, whichever tool wrote it: a root file system has other names.
+# First names in archives of layers, whichever tool wrote them: a root file system has other names.
 ARCHIVE_NAME = re.compile(
     r"(\./)?(oci-layout|index\.json|manifest\.json|repositories|blobs/.*|[0-9a-f]{64}(\.json|/.*))"
 )
@@ -51,7 +51,7 @@ ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "i686":
 
 
 class Descriptor(msgspec.Struct, frozen=True, rename={"media_type": "mediaType"}):
-    """OCI's reference to a blob."""
+    """A reference to a blob, as OCI has it."""
 
     digest: str = ""
     size: int = -1
@@ -95,10 +95,10 @@ class Saved(msgspec.Struct, frozen=True, rename={"config": "Config", "names": "R
 class LayerSource(msgspec.Struct, frozen=True, kw_only=True):
     """A layer that may have to be unpacked. ``diff_id``: the digest of its tar; None: known by reading it only."""
 
-    what: str  # its name, for messages
+    what: str  # the layer's name, for messages
     diff_id: str | None
     open: Callable[[], io.BufferedReader]
-    digest: str | None = None  # of the stream as it is stored
+    digest: str | None = None  # digest of the stream as stored
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +107,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Files(Protocol):
-    """What a layout's folder and an archive have in common."""
+    """Access to the files of a layout's folder or of an archive."""
 
     def has(self, name: str) -> bool: ...
 
@@ -116,8 +116,8 @@ class _Files(Protocol):
 
 @contextlib.contextmanager
 def opened(path: Path, name: str, scratch: Path, take: Callable[[int], None], most_bytes: int) -> Iterator[Found]:
-    """What is at ``path``, as long as this lasts. ``name``: which image, where there are several. ``take`` as in
-    `image_layers.unpack`; ``scratch``: a folder for what has to be decompressed as a whole."""
+    """Open the image at ``path``. ``name``: which image, where there are several. ``take``: as in `layers.unpack`;
+    ``scratch``: a folder for an archive that has to be decompressed as a whole. Raises ImageError."""
     if path.is_dir():
         yield _layout(_Folder(path), name, take)
         return
@@ -140,7 +140,7 @@ def opened(path: Path, name: str, scratch: Path, take: Callable[[int], None], mo
 
 
 def is_layout(path: Path) -> bool:
-    """Whether a directory is OCI's way to keep images, and no root file system."""
+    """Whether a directory is an OCI image layout and not a root file system."""
     return (path / "oci-layout").is_file() and (path / "index.json").is_file()
 
 
@@ -151,7 +151,7 @@ def _plain(path: Path, name: str) -> Found:
 
 
 def _first_name(stream: Counted) -> str:
-    """Of the first entry that is no directory. Raises ImageError where that can't be read."""
+    """Name of the first entry that isn't a directory. Raises ImageError where it can't be read."""
     try:
         with Tar.of(stream) as archive:
             for _ in range(1000):
@@ -167,7 +167,7 @@ def _first_name(stream: Counted) -> str:
 
 
 def _decompress(path: Path, scratch: Path, take: Callable[[int], None], most_bytes: int) -> Path:
-    """An archive of layers is read here and there, which takes a file."""
+    """Decompress an archive of layers into ``scratch``: reading it in any order takes a plain file."""
     target = scratch / "archive.tar"
     with open(path, "rb") as raw, open(target, "xb") as out:
         stream = Counted(decompressed(raw)[0], lambda _: take(0))
@@ -198,7 +198,7 @@ class _Archive:
     def __init__(self, descriptor: int, take: Callable[[int], None]) -> None:
         self._descriptor = descriptor
         self._places: dict[str, tuple[int, int]] = {}
-        self._links: dict[str, str] = {}  # old ones of docker save name a layer twice
+        self._links: dict[str, str] = {}  # archives of an old docker save name a layer twice
         size = os.fstat(descriptor).st_size
         with _region(descriptor, 0, size) as raw:
             stream = _Skipping(raw, lambda _: take(0))
@@ -238,7 +238,7 @@ def _region(descriptor: int, start: int, size: int) -> io.BufferedReader:
 
 
 class _Skipping(Counted):
-    """What is skipped isn't read: of an archive of layers nearly everything."""
+    """A stream that seeks over skipped bytes instead of reading them: nearly all of an archive of layers."""
 
     def __init__(self, source: io.BufferedReader, passed: Callable[[int], None]) -> None:
         super().__init__(source, passed)
@@ -246,7 +246,7 @@ class _Skipping(Counted):
 
     def seek(self, to: int) -> None:
         if to < self._at:
-            raise ImageError("one of its headers leads backwards: damaged, or made to do harm")
+            raise ImageError("one of its headers points backwards: it is damaged or malicious")
         self._region.seek(to)
         self._at = to
 
@@ -257,11 +257,11 @@ def _document(files: _Files, name: str, kind: type[T], digest: str | None = None
     if len(data) > DOCUMENT_BYTES:
         raise ImageError(f"{name} has more than {DOCUMENT_BYTES} bytes, and should be a small document")
     if digest is not None and sha256_of(io.BytesIO(data), lambda _: None) != digest:
-        raise ImageError(f"{name} isn't what its digest says: damaged, or changed")
+        raise ImageError(f"{name} doesn't match its digest: it is damaged or was changed")
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ImageError(f"{name} can't be understood: {error}") from None
+        raise ImageError(f"{name} can't be parsed: {error}") from None
 
 
 def _blob(digest: str) -> str:
@@ -306,7 +306,7 @@ class _Candidate(msgspec.Struct, frozen=True):
 
 
 def _manifests(files: _Files, take: Callable[[int], None]) -> Iterator[_Candidate]:
-    """All that its index leads to."""
+    """All image manifests that the index refers to, directly or by nested indexes."""
     waiting = [("", one, DEPTH) for one in _document(files, "index.json", Index).manifests]
     named = len(waiting)
     while waiting:
@@ -315,7 +315,7 @@ def _manifests(files: _Files, take: Callable[[int], None]) -> Iterator[_Candidat
             raise ImageError(f"its index names more than {NAMED} images")
         above, one, depth = waiting.pop(0)
         annotations = one.annotations or {}
-        if "vnd.docker.reference.type" in annotations:  # says something about an image, and is none
+        if "vnd.docker.reference.type" in annotations:  # an attestation about an image
             continue
         own = next((annotations[key] for key in NAMES if key in annotations), above)
         if one.media_type in INDEX_TYPES:
@@ -336,7 +336,7 @@ def _manifests(files: _Files, take: Callable[[int], None]) -> Iterator[_Candidat
 
 
 def _choose(candidates: Sequence[_Candidate], name: str) -> _Candidate:
-    """The one for this machine, and of that name."""
+    """The image for this machine, of that name if one is given. Raises ImageError where there isn't exactly one."""
     names = sorted({one.name for one in candidates if one.name})
     named = [one for one in candidates if not name or name in (one.name, one.name.rpartition("/")[2])]
     fitting = [one for one in named if one.platform in ("", here())]
@@ -353,7 +353,7 @@ def _choose(candidates: Sequence[_Candidate], name: str) -> _Candidate:
 
 
 def here() -> str:
-    """This machine as images name it."""
+    """This machine's platform as images name it."""
     machine = platform.machine()
     return f"linux/{ARCHITECTURES.get(machine, machine)}"
 
@@ -375,7 +375,7 @@ def _environment(config: ImageConfig) -> dict[str, str]:
     return {key: value for key, _, value in pairs if key and "\0" not in key + value}
 
 
-# What `docker save` writes.
+# Archives of `docker save`.
 
 
 def _saved(files: _Files, name: str) -> Found:

@@ -1,7 +1,7 @@
 """The tar of one layer, unpacked: its files by number, its names as entries.
 
-No name in a tar becomes a name on the disk here: contents are written to `data/0`, `data/1` and so on. What names and
-links come to is `image_tree.py`'s to say, and only directories that were made there are ever walked.
+No name in a tar becomes a name on the disk here: contents are written to `data/0`, `data/1` and so on. `tree.py`
+resolves names and links, and only directories that were made there are ever walked.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from headway.sandbox.images.tree import MOST_NODES, ImageError, Kind, TreeEntry,
 NAME_BYTES = 255
 PATH_BYTES = 4095
 BLOCK_BYTES = 4096  # files take whole blocks of a disk
-HEADERS = 16  # before a file's own
-GLOBAL_BYTES = 1 << 20  # of headers that are for all files behind them
-NODE_BYTES = 512  # what a file takes besides: its inode and its names
+HEADERS = 16  # most extended headers before a file's own
+GLOBAL_BYTES = 1 << 20  # most bytes of global headers
+NODE_BYTES = 512  # disk space of a file besides its content: its inode and its names
 WHITEOUT, WHITEOUT_META, OPAQUE = b".wh.", b".wh..wh.", b".wh..wh..opq"
 LATEST_S = 1 << 33
 ENTRIES = "entries"
@@ -36,12 +36,12 @@ KINDS: dict[bytes, Kind] = {
     tarfile.CHRTYPE: "nothing",
     tarfile.BLKTYPE: "nothing",
 }
-# tarfile raises these too, on headers made to do harm.
+# tarfile raises these too, on malicious headers.
 DAMAGED = (tarfile.TarError, ValueError, OverflowError, KeyError, IndexError, TypeError)
 
 
 class _Header(tarfile.TarInfo):
-    """`tarfile` keeps whatever comes before a file is reached, without a limit. This refuses it."""
+    """A header that limits the extended headers before a file, which `tarfile` would keep without a limit."""
 
     def _proc_member(
         self, archive: Tar
@@ -54,7 +54,7 @@ class _Header(tarfile.TarInfo):
             raise ImageError(f"its global headers have more than {GLOBAL_BYTES} bytes")
         archive.headers += 1
         if archive.headers > HEADERS:
-            raise ImageError(f"it has headers upon headers, more than {HEADERS} before a file: made to do harm")
+            raise ImageError(f"it has more than {HEADERS} headers before a file: it is malicious")
         try:
             return super()._proc_member(archive)  # type: ignore[misc]
         finally:
@@ -65,10 +65,10 @@ class _Header(tarfile.TarInfo):
 
 
 class Tar(tarfile.TarFile):
-    """One that may be made to do harm: to be read from a `Counted`. Its members aren't remembered."""
+    """A tar that may be malicious, read from a `Counted`. Its members aren't kept in memory."""
 
     tarinfo = _Header
-    headers = 0  # that are being read, of one file
+    headers = 0  # headers read so far of the present file
     global_bytes = 0
 
     def next(self) -> tarfile.TarInfo | None:
@@ -81,7 +81,7 @@ class Tar(tarfile.TarFile):
 
 
 class FileOwner(msgspec.Struct, frozen=True):
-    """Whose the files are to be: an overlay can't take over those of a user it doesn't know."""
+    """The user and group that own the files: an overlay can't take over files of a user it doesn't know."""
 
     uid: int
     gid: int
@@ -94,11 +94,11 @@ class FileOwner(msgspec.Struct, frozen=True):
 def unpack(
     source: IO[bytes], folder: Path, owner: FileOwner, take: Callable[[int], None], most_bytes: int, *, marked: bool
 ) -> tuple[str, int]:
-    """Write a tar's contents and entries into ``folder``. Returns its digest and how many bytes it takes.
+    """Write a tar's contents and entries into ``folder``. Returns its digest and the bytes it takes.
 
-    ``take`` is told of bytes before they are written, and with 0 that work goes on: it raises where they don't fit, or
-    nobody waits. ``most_bytes``: of the tar itself. ``marked``: it must say where it ends, for nothing else tells
-    whether it was cut off. Raises ImageError, OSError.
+    ``take`` is called with the number of bytes before they are written, and with 0 to report progress; it raises where
+    they don't fit or the caller has stopped waiting. ``most_bytes``: limit on the tar itself. ``marked``: require the
+    end mark, where nothing else shows that the tar was cut off. Raises ImageError, OSError.
     """
     passed = 0
 
@@ -139,15 +139,15 @@ class _Writer:
         if last.startswith(WHITEOUT):
             if last == OPAQUE:
                 self._add(TreeEntry(name=above, kind="emptied"))
-            elif not last.startswith(WHITEOUT_META):  # what aufs kept for itself
+            elif not last.startswith(WHITEOUT_META):  # internal files of aufs
                 hidden = last.removeprefix(WHITEOUT)
                 if hidden in (b"", b".", b".."):
-                    raise ImageError(f"{shown(name)} deletes what has no name")
+                    raise ImageError(f"{shown(name)} is a whiteout without a name to delete")
                 self._add(TreeEntry(name=above + b"/" + hidden if above else hidden, kind="hidden"))
             return
         kind = "file" if member.isreg() else KINDS.get(member.type)
         if kind is None:
-            raise ImageError(f"{shown(name)} is of type {member.type!r}, which no file system knows")
+            raise ImageError(f"{shown(name)} is of an unknown type, {member.type!r}")
         target, data = b"", -1
         if kind == "link":
             target = _encoded(member.linkname)
@@ -157,7 +157,7 @@ class _Writer:
             target = _name(member.linkname)
         elif kind == "file":
             data = self._write(archive, member, name)
-        # No bits that change users: nothing but sandboxes has use for these files.
+        # No setuid and setgid bits: only sandboxes use these files.
         mode = member.mode & (0o1777 if kind == "folder" else 0o777)
         self._add(TreeEntry(name=name, kind=kind, mode=mode, mtime_s=_time(member), target=target, data=data))
 
@@ -203,7 +203,7 @@ class _Writer:
 
 
 def entries_of(folder: Path) -> list[TreeEntry]:
-    """Those of an unpacked layer."""
+    """The entries of an unpacked layer."""
     return msgspec.msgpack.decode((folder / ENTRIES).read_bytes(), type=list[TreeEntry])
 
 
@@ -212,7 +212,7 @@ def _encoded(name: str) -> bytes:
 
 
 def _name(given: str) -> bytes:
-    """A tar's name as one below the root: what starts with "/" means the image's, and nothing leads up."""
+    """A tar's name relative to the image's root. Raises ImageError for names that lead out of it."""
     whole = _encoded(given)
     parts = [part for part in whole.split(b"/") if part not in (b"", b".")]
     if b".." in parts:

@@ -1,6 +1,6 @@
-"""The root file system that sandboxes start from: out of a directory, a tar, an OCI image or what `docker save` writes.
+"""The root file system of sandboxes: from a directory, a tar, an OCI image or an archive of `docker save`.
 
-A directory is used as it is. Anything else is unpacked into a store once (`image_store.py`), and found there again.
+A directory is used as it is. Anything else is unpacked once into a store (`store.py`), and found there again.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ log = logging.getLogger(__name__)
 
 
 class Image:
-    """A root file system that is ready. In use until it is released or this process ends: so long it isn't removed.
+    """A root file system that is ready. Until it is released or this process ends, it is in use and isn't removed.
 
     Example: ``with prepare("python.tar") as image: spec = SandboxSpec(root=str(image.root))``
     """
 
     def __init__(self, root: Path, held: Held | None = None, *, unpacked: int = 0, removed: tuple[str, ...] = ()):
         self.root = root
-        self.environment = held.record.environment if held is not None else {}  # what the image says of it
-        self.unpacked = unpacked  # layers: 0 of one that was there
+        self.environment = held.record.environment if held is not None else {}  # the image's own variables
+        self.unpacked = unpacked  # number of layers unpacked; 0: the image was in the store
         self.removed = removed  # a line for each image that made room for this one
         self._held = held
 
@@ -49,7 +49,8 @@ class Image:
 
 
 def default_store() -> Path:
-    """This user's. Root's lies where the user that sandboxes run as can go, which root's home isn't."""
+    """The default store's folder, one for each user. Root's lies outside its home, where the sandboxes' user can't
+    go."""
     told = os.environ.get("XDG_CACHE_HOME", "")
     if told:
         return Path(told, "headway", "images")
@@ -59,7 +60,7 @@ def default_store() -> Path:
 
 
 def sandbox_owner() -> FileOwner:
-    """Whom sandboxes run as, outside: see `LocalSettings`."""
+    """The host's user and group that sandboxes run as: see `LocalSettings`."""
     uid = LocalSettings().sandbox_uid
     return FileOwner(uid, uid) if os.geteuid() == 0 else FileOwner(os.geteuid(), os.getegid())
 
@@ -72,10 +73,10 @@ def prepare(
     owner: FileOwner | None = None,
     stop: threading.Event | None = None,
 ) -> Image:
-    """The root file system of an image, unpacked if it wasn't: ``PATH``, or ``PATH#NAME`` where there are several.
+    """Return an image's root file system, unpacking it if need be: ``PATH``, or ``PATH#NAME`` where there are several.
 
-    ``store``: "": this user's; ``stop``: set by whoever doesn't wait any more, which raises image_store.Stopped.
-    Blocks, for as long as unpacking takes. Raises ConfigurationError: what is wrong, and what would be valid.
+    ``store``: "": this user's; ``stop``: set by the caller to give up, which raises store.Stopped. Blocks while
+    unpacking. Raises ConfigurationError with the mistake and the valid forms.
     """
     owner = owner or sandbox_owner()
     try:
@@ -132,13 +133,13 @@ def _from_store(store: Store, path: Path, name: str, stop: threading.Event | Non
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Another one wherever a file has been changed. Of OCI's layout its index stands for all."""
+    """A stamp that differs after every change of a file; for an OCI layout, that of its index."""
     found = (path / "index.json" if path.is_dir() else path).stat()
     return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 def _reachable(root: Path, owner: FileOwner) -> Path:
-    """Raises ImageError where sandboxes' user can't go: the overlay would only say that something isn't allowed."""
+    """``root``. Raises ImageError where the sandboxes' user can't reach it: the overlay's own error wouldn't say so."""
     for place in (*reversed(root.parents), root):
         found = place.stat()
         if os.geteuid() == owner.uid:

@@ -13,8 +13,8 @@ from headway.sandbox.images.tree import Folder, Leaf
 
 
 def build(tree: Folder, root: Path, data: list[Path], owner: FileOwner, take: Callable[[int], None]) -> None:
-    """Make ``root`` and everything in it. ``data``: where each layer's contents lie, the lowest first; ``take`` as
-    in `image_layers.unpack`."""
+    """Make ``root`` and everything in it. ``data``: folders of the layers' contents, the lowest first; ``take``: as
+    in `layers.unpack`."""
     root.mkdir(mode=0o700)
     _Builder(data, owner, take).fill(tree, os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
@@ -28,7 +28,7 @@ class _Builder:
         self._take = take
 
     def fill(self, folder: Folder, descriptor: int) -> None:
-        """Closes the descriptor."""
+        """Make the content of ``folder`` in the directory ``descriptor``, and close that."""
         try:
             for name, node in folder.inside.items():
                 if isinstance(node, Leaf):
@@ -59,7 +59,7 @@ class _Builder:
 
 
 def remove(place: Path) -> None:
-    """A tree whose directories may be closed to their owner. No link is followed."""
+    """Remove a tree whose directories may be closed to their owner. No link is followed."""
     if not stat.S_ISDIR(place.lstat().st_mode):
         place.unlink()
         return

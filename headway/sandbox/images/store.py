@@ -3,17 +3,17 @@
     STORE/lock                  held while something is made or removed; looking up takes none
     STORE/layers/sha256/HEX/    a layer by the digest of its tar: `entries`, `data/N`, `layer.json`
     STORE/images/HEX/           an image: `image.json`, whose time of change is its last use, and `root/`
-    STORE/sources/HEX.json      which image a file was, as long as its size and times are the same
-    STORE/incoming/             what is being made or removed: of dead processes, swept at the next change
+    STORE/sources/HEX.json      the image of a file, as long as the file's size and times are the same
+    STORE/incoming/             folders being made or removed: those of dead processes are swept at the next change
 
 A root is a directory tree of its own whose files are hard links into the layers. Laying layers over each other with
-the overlay itself would store as little, and was turned down: an overlay of 40 layers takes seven times as long to say
-that a file isn't there (95 against 13 us), which is most of what an interpreter's start asks; and a layer by itself
-doesn't say where its names lead: through links of layers below, into directories that it doesn't list, to files
-elsewhere that it names again. So all directories, owners and links are in place before the first sandbox, a root is one
-directory for any backend, and files are stored once.
+the overlay itself would store as little, and was rejected: an overlay of 40 layers takes seven times as long to look up
+a missing file (95 against 13 us), which is most of an interpreter's start; and a layer by itself doesn't say where its
+names lead: through links of layers below, into directories that it doesn't list, to files elsewhere that it names
+again. So all directories, owners and links are in place before the first sandbox, a root is one directory for any
+backend, and files are stored once.
 
-Whoever uses an image holds a shared `flock` on its directory. The kernel drops it when that process ends.
+A process that uses an image holds a shared `flock` on its directory. The kernel drops it when that process ends.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from headway.sandbox.linux import kernel
 
 T = TypeVar("T")
 FORMAT = 1
-LOOK_AGAIN_S = 0.1  # whether the store is free
+LOOK_AGAIN_S = 0.1  # between two attempts to lock the store
 LAYER, IMAGE = "layer.json", "image.json"
 
 
 class StoreRecord(msgspec.Struct, frozen=True, kw_only=True):
     format: int
-    uid: int  # whose the files in it are
+    uid: int  # owner of the files in it
 
 
 class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,10 +56,10 @@ class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class ImageRecord(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    source: str  # the file it was made of first
+    source: str  # the file it was first made from
     layers: tuple[str, ...]
     environment: dict[str, str] = {}
-    bytes: int  # of its directories: its files are the layers'
+    bytes: int  # of its directories alone: its files belong to the layers
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +71,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredImage(msgspec.Struct, frozen=True, kw_only=True):
-    """An image as `headway sandboxes images` tells of it."""
+    """An image as `headway sandboxes images` lists it."""
 
     record: ImageRecord
     bytes: int  # with its layers, which others may share
@@ -80,14 +80,14 @@ class StoredImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stopped(Exception):
-    """Nobody waits for the image any more."""
+    """The caller has stopped waiting for the image."""
 
 
 class Store:
     """The images of one user. Every method may be called by several processes at once."""
 
     def __init__(self, folder: Path, owner: FileOwner, most_bytes: int) -> None:
-        """Makes the folder, if need be. Raises ImageError where it is somebody else's, or another version's."""
+        """Open the store, making its folder if need be. Raises ImageError where that is of another user or version."""
         self.folder = folder
         self.owner = owner
         self.most_bytes = most_bytes
@@ -105,7 +105,7 @@ class Store:
 
     @classmethod
     def existing(cls, folder: Path) -> Store:
-        """The one in a folder, whoever's files are in it. Raises ImageError where there is none."""
+        """The store in an existing folder, whoever owns its files. Raises ImageError where there is none."""
         try:
             record = _read(folder / "store.json", StoreRecord)
         except (OSError, msgspec.DecodeError):
@@ -127,7 +127,7 @@ class Store:
     # Looking up.
 
     def acquire(self, image: str) -> Held | None:
-        """Use an image until that is released, or this process ends. None: it isn't there."""
+        """Take an image into use until it is released or this process ends; None: it isn't in the store."""
         place = self._image(image)
         while True:
             try:
@@ -135,7 +135,7 @@ class Store:
             except FileNotFoundError:
                 return None
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH)  # whoever looks whether it is in use does so for an instant
+                fcntl.flock(descriptor, fcntl.LOCK_SH)  # exclusive locks, which test for use, last an instant
                 if _is(place, descriptor):
                     os.utime(place / IMAGE)
                     return Held(place / "root", descriptor, _read(place / IMAGE, ImageRecord), place / IMAGE)
@@ -147,7 +147,7 @@ class Store:
             os.close(descriptor)
 
     def known(self, path: Path, stamp: tuple[int, ...]) -> str | None:
-        """The image that this file was, if it hasn't changed since."""
+        """Name of the image unpacked from this file; None if the file has changed since, or is unknown."""
         with contextlib.suppress(OSError, msgspec.DecodeError):
             found = _read(self._source(path), Known)
             if (found.path, found.stamp) == (str(path), stamp):
@@ -159,7 +159,7 @@ class Store:
         write(self.folder / "sources", self._source(path).name, record)
 
     def images(self) -> list[StoredImage]:
-        """The longest unused first."""
+        """The images in the store, the longest unused first."""
         found: list[StoredImage] = []
         for place in (self.folder / "images").iterdir():
             with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -170,7 +170,7 @@ class Store:
         return sorted(found, key=lambda one: one.used_s)
 
     def layers(self) -> dict[str, int]:
-        """Those there are, and how many bytes each takes."""
+        """The layers in the store: digest -> bytes it takes."""
         names = [f"sha256:{place.name}" for place in (self.folder / "layers/sha256").iterdir()]
         return {name: self._layer_bytes(name) for name in names}
 
@@ -196,7 +196,7 @@ class Store:
 
     @contextlib.contextmanager
     def changing(self, stop: threading.Event | None = None) -> Iterator[StoreChange]:
-        """One process at a time; what killed ones left goes first. Raises Stopped when ``stop`` is set."""
+        """Lock the store for a change, and remove what killed processes left. Raises Stopped when ``stop`` is set."""
         with self._locked(stop):
             self._sweep()
             change = StoreChange(self, stop)
@@ -227,7 +227,7 @@ class Store:
         records = [(place, place / IMAGE) for place in (self.folder / "images").iterdir()]
         records += [(place, place / LAYER) for place in (self.folder / "layers/sha256").iterdir()]
         for place, record in records:
-            if not record.exists():  # nothing of ours is made so
+            if not record.exists():  # not made by us
                 os.rename(place, self.folder / "incoming" / secrets.token_hex(8))
         for place in (self.folder / "incoming").iterdir():
             remove(place)
@@ -259,20 +259,21 @@ class Held:
 
 
 class StoreChange:
-    """What one process makes and removes while it alone may. Never holds more than the store's bytes."""
+    """A process's changes to the store while it has the lock. The store never exceeds its limit of bytes."""
 
     def __init__(self, store: Store, stop: threading.Event | None) -> None:
         self._store = store
         self._stop = stop
         self._used = store.used_bytes()
         self._claimed = 0
-        self._wanted: set[str] = set()  # layers of the image that is being made
+        self._wanted: set[str] = set()  # layers of the image being made
         self._made: list[str] = []
-        self.unpacked = 0  # layers
-        self.removed: list[str] = []  # a line for each image that made room
+        self.unpacked = 0  # number of layers unpacked
+        self.removed: list[str] = []  # a line for each image removed to make room
 
     def take(self, size: int) -> None:
-        """Claim bytes before they are written; images that nobody uses make room. With 0: go on, or be stopped."""
+        """Claim bytes before they are written, removing unused images to make room; 0 only checks for ``stop``. Raises
+        ImageError where they don't fit, Stopped."""
         _look(self._stop)
         self._used += size
         self._claimed += size
@@ -280,17 +281,17 @@ class StoreChange:
             if not self._make_room():
                 raise ImageError(
                     f"it doesn't fit into the store {self._store.folder}, of {self._store.most_bytes} bytes, beside"
-                    " what is in use: give sandbox.store_bytes more"
+                    " the images in use: give sandbox.store_bytes more"
                 )
 
     def scratch(self) -> Path:
-        """A folder that is gone when the change is over."""
+        """A new folder that is removed when the change is over."""
         place = self._store.folder / "incoming" / secrets.token_hex(8)
         place.mkdir(mode=0o700)
         return place
 
     def layer(self, source: LayerSource) -> str:
-        """Unpack a layer, unless it is there; its digest."""
+        """Unpack a layer unless the store has it; returns its digest."""
         if source.diff_id is not None and self._has(source.diff_id):
             self._wanted.add(source.diff_id)
             return source.diff_id
@@ -303,11 +304,11 @@ class StoreChange:
         return self._store.layer(digest).exists()
 
     def _unpack(self, source: LayerSource) -> str:
-        if source.digest is not None:  # before anything is made of it: its own errors would say less
+        if source.digest is not None:  # checked first: errors from unpacking a damaged layer would say less
             with source.open() as raw:
                 found = sha256_of(raw, self.take)
             if found != source.digest:
-                raise ImageError(f"it should be {source.digest}, and is {found}: damaged, or changed")
+                raise ImageError(f"its digest should be {source.digest}, and is {found}: it is damaged or was changed")
         folder = self.scratch()
         with source.open() as raw:
             stream, _ = decompressed(raw)
@@ -315,10 +316,12 @@ class StoreChange:
             most = self._store.most_bytes
             digest, size = unpack(stream, folder, self._store.owner, self.take, most, marked=marked)
         if source.diff_id not in (None, digest):
-            raise ImageError(f"its files should be {source.diff_id}, and are {digest}: damaged, or changed")
+            raise ImageError(
+                f"its unpacked digest should be {source.diff_id}, and is {digest}: it is damaged or was changed"
+            )
         self.unpacked += 1
         self._wanted.add(digest)
-        if self._has(digest):  # a plain tar, of which another image has told
+        if self._has(digest):  # a plain tar that another image had as a layer
             self._used -= size
             return digest
         write(folder, LAYER, LayerRecord(bytes=size))
@@ -327,7 +330,7 @@ class StoreChange:
         return digest
 
     def image(self, layers: list[str], environment: dict[str, str], source: str) -> str:
-        """Make the root of these layers, the lowest first; its name in the store."""
+        """Make the root of these layers, the lowest first; returns its name in the store."""
         identity = msgspec.json.encode([layers, sorted(environment.items())])
         name = hashlib.sha256(identity).hexdigest()
         target = self._store.folder / "images" / name
@@ -353,7 +356,7 @@ class StoreChange:
         return name
 
     def _publish(self, folder: Path, target: Path) -> None:
-        """Whole, or not at all: though the machine should fail right after."""
+        """Move a finished folder to its place atomically and durably, even if the machine fails right after."""
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             kernel.sync_file_system(descriptor)
@@ -370,7 +373,7 @@ class StoreChange:
             pass
 
     def undo(self) -> None:
-        """The image can't be made: nor are its layers of any use."""
+        """Remove the layers of an image that couldn't be made."""
         self._wanted.clear()
         of_images = self._of_images()
         for layer in self._made:
@@ -378,7 +381,7 @@ class StoreChange:
                 self._drop_layer(layer)
 
     def _make_room(self) -> bool:
-        """Remove something that nobody uses. False: there is no such thing."""
+        """Remove unused layers, or else the image longest unused. False: everything is in use."""
         if self._drop_layers():
             return True
         return any(self._drop_image(one) for one in self._store.images())
@@ -404,7 +407,7 @@ class StoreChange:
         return True
 
     def _drop_layers(self) -> int:
-        """Remove those of no image. Returns their bytes."""
+        """Remove the layers of no image. Returns their bytes."""
         before = self._used
         for layer in self._store.layers().keys() - self._of_images() - self._wanted:
             self._drop_layer(layer)
@@ -431,7 +434,7 @@ def _read(path: Path, kind: type[T]) -> T:
 
 
 def _is(place: Path, descriptor: int) -> bool:
-    """Whether what was opened still has that name."""
+    """Whether the opened directory is still at ``place``."""
     try:
         return os.path.samestat(place.stat(), os.fstat(descriptor))
     except FileNotFoundError:

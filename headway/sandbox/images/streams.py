@@ -1,4 +1,4 @@
-"""Archives as streams: decompressed, hashed and bounded on the way, whatever they claim of themselves."""
+"""Archives as streams: decompressed, hashed and bounded while they are read, whatever their headers claim."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BROKEN = (EOFError, zlib.error, gzip.BadGzipFile)
 
 
 class Region(io.RawIOBase):
-    """Some bytes of a file, read as if they were one."""
+    """A range of bytes of a file, read as a file of its own."""
 
     def __init__(self, descriptor: int, start: int, size: int) -> None:
         self._descriptor = descriptor
@@ -47,21 +47,21 @@ class Region(io.RawIOBase):
 
 
 class Counted:
-    """What `tarfile` reads from: goes forward only, never takes much at once, and hashes all that passes.
+    """A stream for `tarfile` that goes forward only, limits the size of a read, and hashes all that passes.
 
-    ``passed`` is called with every count of bytes: it raises where that becomes too much, or nobody waits any more.
+    ``passed`` is called with every count of bytes; it raises beyond a limit or when the caller has stopped waiting.
     """
 
     def __init__(self, source: IO[bytes], passed: Callable[[int], None]) -> None:
         self._source = source
         self._passed = passed
         self._at = 0
-        self.last = b""  # what was read last
+        self.last = b""  # the bytes read last
         self.digest = hashlib.sha256()
 
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= CHUNK_BYTES:
-            raise ImageError(f"it has a header of {size} bytes: damaged, or made to do harm")
+            raise ImageError(f"it has a header of {size} bytes: it is damaged or malicious")
         parts: list[bytes] = []
         while size:
             try:
@@ -87,7 +87,7 @@ class Counted:
 
     def seek(self, to: int) -> None:
         if to < self._at:
-            raise ImageError("one of its headers leads backwards: damaged, or made to do harm")
+            raise ImageError("one of its headers points backwards: it is damaged or malicious")
         while self._at < to and self.read(min(CHUNK_BYTES, to - self._at)):
             pass
 
@@ -97,7 +97,7 @@ class Counted:
 
 
 def decompressed(raw: io.BufferedReader) -> tuple[IO[bytes], bool]:
-    """A stream as what is in it, and whether that took decompressing. Known by its first bytes."""
+    """The decompressed stream, and whether it was compressed at all, as its first bytes show. Raises ImageError."""
     start = raw.peek(8)
     if start.startswith(GZIP):
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw, mode="rb")), True

@@ -1,4 +1,4 @@
-"""What the layers of an image come to: one tree of files. Pure: names and numbers, no file system.
+"""Merges the layers of an image into a tree of files. Pure: names and numbers, no file system.
 
 A layer is a list of entries, as its tar holds them. Names are resolved here and never by the kernel: a link on the way
 to a name is followed inside this tree, so that no archive, whatever is in it, leads anywhere else.
@@ -19,31 +19,31 @@ Kind = Literal[
     "folder",
     "file",
     "link",  # symbolic
-    "same",  # a hard link: another name of what `target` names
+    "same",  # a hard link: another name of the file `target`
     "pipe",
-    "nothing",  # a device, which sandboxes have of their own: whatever had that name is gone
-    "hidden",  # a whiteout: the name is gone from the layers below
-    "emptied",  # an opaque directory: what it holds is gone from the layers below
+    "nothing",  # a device, left out because sandboxes have their own: removes an earlier entry of that name
+    "hidden",  # a whiteout: removes the name in the layers below
+    "emptied",  # an opaque directory: removes its content in the layers below
 ]
 
-MOST_NODES = 1_000_000  # files and directories of an image
-DEPTH = 256  # of directories
-STEPS = 1000  # parts of names on the way to one, those that links bring included
+MOST_NODES = 1_000_000  # most files and directories of an image
+DEPTH = 256  # most nested directories
+STEPS = 1000  # most path components walked to resolve a name, those from links included
 
 
 class ImageError(Exception):
-    """What is wrong with an image, for whoever gave it to mend."""
+    """An invalid image; the text says what its user has to mend."""
 
 
 class TreeEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One entry of a layer."""
+    """An entry of a layer: a name and its kind."""
 
     name: bytes  # below the root, without "." or ".."; empty: the root itself
     kind: Kind
     mode: int = 0
     mtime_s: int = 0
     target: bytes = b""  # link: its text; same: the other name
-    data: int = -1  # file: which of its layer's
+    data: int = -1  # file: number of its content in the layer
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -54,7 +54,7 @@ class Leaf:
     mode: int
     mtime_s: int
     target: bytes
-    layer: int  # whose data it is: the position in the image, from the lowest
+    layer: int  # the layer that has its data: position in the image, from the lowest
     data: int
 
 
@@ -128,7 +128,7 @@ class _Tree:
         return found
 
     def _folder(self, name: bytes, *, make: bool) -> Folder | None:
-        """The directory of that name, links followed and never out of the root. None: there is none."""
+        """The directory of that name, following links but never out of the root. None: it doesn't exist."""
         path = [self.root]
         left = name.split(b"/")[::-1] if name else []
         steps = 0
@@ -136,7 +136,7 @@ class _Tree:
             part = left.pop()
             steps += 1
             if steps > STEPS or len(path) > DEPTH:
-                raise ImageError(f"{shown(name)} goes round in circles, or lies more than {DEPTH} directories deep")
+                raise ImageError(f"{shown(name)} is a loop of links, or lies more than {DEPTH} directories deep")
             if part in (b"", b"."):
                 continue
             if part == b"..":
@@ -167,6 +167,6 @@ class _Tree:
 
 
 def shown(name: bytes) -> str:
-    """A name from an archive, fit to be printed."""
+    """A name from an archive, escaped for messages."""
     text = repr(name.decode("utf-8", "backslashreplace"))
     return text if len(text) <= 200 else f"{text[:200]}..."

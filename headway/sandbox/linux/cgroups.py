@@ -17,9 +17,9 @@ from pathlib import Path
 
 CONTROLLERS = ("memory", "pids", "cpu")
 PERIOD_US = 100_000
-KEPT_PROCESSES = 5  # init, and those that it starts though the commands have all they may: RLIMIT_NPROC binds them
+KEPT_PROCESSES = 5  # reserved for init and its children beyond the commands' limit (RLIMIT_NPROC)
 SHARED = "headway-sandboxes"  # below it a group per owner, below those a group per sandbox
-MAKER = "zygote"  # the group of whoever makes sandboxes
+MAKER = "zygote"  # the group of the process that makes sandboxes
 V2 = "v2"  # stands for the one hierarchy that has all controllers
 PARTS = {  # version 1: which file holds the number of kills for memory; version 2: the same
     "memory": "memory.oom_control",
@@ -49,14 +49,14 @@ def mounted() -> dict[str, Path]:
 
 
 def _below(point: str, root: str, own: str) -> Path:
-    """Where a group is seen: a container may mount only its own part of the hierarchy."""
+    """Path of a group in the mounted hierarchy: a container may mount only its own part of it."""
     inside = own[len(root) :] if root != "/" and own.startswith(root) else own
     return Path(point + "/" + inside.strip("/"))
 
 
 def find_parents(owner: str, uid: int, *, places: dict[str, Path] | None = None) -> tuple[Parents, tuple[str, ...]]:
-    """Make the owner's groups where that is allowed, for ``uid`` to make others in. Returns them, and what is missing:
-    a line each, with the remedy."""
+    """Make the owner's groups where that is allowed, such that ``uid`` may make others in them. Returns them, and a
+    line with the remedy for each missing controller."""
     places = mounted() if places is None else places
     parents: Parents = {}
     missing: list[str] = []
@@ -92,7 +92,7 @@ def _make_v1(place: Path, owner: str, uid: int) -> Path:
 
 
 def _make_v2(place: Path, owner: str, uid: int) -> Path:
-    """Version 2 gives controllers to the children of a group that holds no process itself."""
+    """Make the owner's group in version 2, which gives controllers only to children of a group without processes."""
     shared = place / SHARED
     _enable(place)
     with contextlib.suppress(FileExistsError):
@@ -119,8 +119,8 @@ def _words(file: Path) -> list[str]:
 
 
 def admit_maker(parents: Parents) -> tuple[Parents, str]:
-    """Version 2 lets a user move processes only within what is his, so whoever makes them must be in there as well.
-    Returns what is left, and why not if that fails."""
+    """Move this process into the owner's groups: version 2 lets a user move processes only within groups of his own.
+    Returns the usable groups, and the reason if that fails."""
     if V2 not in parents:
         return parents, ""
     try:
@@ -138,13 +138,13 @@ def join(parents: Parents, slot: str) -> None:
 
 
 def limit(parents: Parents, slot: str, *, memory_bytes: int, processes: int, cpus: float) -> None:
-    """Set what a sandbox may use."""
+    """Set the limits of a sandbox's groups."""
     quota = max(1000, round(cpus * PERIOD_US))
     for controller, parent in parents.items():
         group = f"{parent}/{slot}/"
         if controller == "memory":
             _put(group + "memory.limit_in_bytes", str(memory_bytes))
-            if os.path.exists(group + "memory.memsw.limit_in_bytes"):  # or the rest goes to swap
+            if os.path.exists(group + "memory.memsw.limit_in_bytes"):  # else memory beyond the limit goes to swap
                 _put(group + "memory.memsw.limit_in_bytes", str(memory_bytes))
         elif controller == "pids":
             _put(group + "pids.max", str(processes + KEPT_PROCESSES))
@@ -159,7 +159,7 @@ def limit(parents: Parents, slot: str, *, memory_bytes: int, processes: int, cpu
 
 
 def open_kill_count(parents: Parents, slot: str) -> int:
-    """A descriptor of the file with the number of kills for memory; -1: there is no such limit."""
+    """A descriptor of the file with the number of kills for memory; -1: memory isn't limited."""
     for controller, name in PARTS.items():
         if controller in parents:
             return os.open(f"{parents[controller]}/{slot}/{name}", os.O_RDONLY | os.O_CLOEXEC)
@@ -190,7 +190,7 @@ def kill_count(parents: Parents, slot: str) -> int:
 
 
 def remove(parents: Parents, slot: str) -> bool:
-    """Remove a sandbox's groups. False: something in them still runs."""
+    """Remove a sandbox's groups. False: a process in them still runs."""
     gone = True
     for parent in parents.values():
         try:
@@ -203,7 +203,7 @@ def remove(parents: Parents, slot: str) -> bool:
 
 
 def memory_bytes(parents: Parents, slot: str) -> int:
-    """What a sandbox uses now, the kernel's share for it included."""
+    """Bytes of memory that a sandbox uses now, kernel memory included."""
     for controller, name in (("memory", "memory.usage_in_bytes"), (V2, "memory.current")):
         if controller in parents:
             return int(Path(parents[controller], slot, name).read_text())
@@ -211,7 +211,7 @@ def memory_bytes(parents: Parents, slot: str) -> int:
 
 
 def clear(owner_group: Path, *, patience_s: float = 5.0) -> bool:
-    """Kill whatever is below an owner's group, and remove it. False: it wouldn't go in time."""
+    """Kill all processes below an owner's group, and remove it. False: that took longer than ``patience_s``."""
     deadline = time.monotonic() + patience_s
     while True:
         for file in owner_group.glob("**/cgroup.procs"):

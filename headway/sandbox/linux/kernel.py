@@ -18,7 +18,7 @@ ALL_NAMESPACES = (
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MNT_DETACH = 2
-ATTRIBUTE_RDONLY, ATTRIBUTE_NOSUID, ATTRIBUTE_NODEV = 1, 2, 4  # of mount_setattr
+ATTRIBUTE_RDONLY, ATTRIBUTE_NOSUID, ATTRIBUTE_NODEV = 1, 2, 4  # flags of mount_setattr
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 15, 24, 38
 NUMBERS = {  # clone, pivot_root, capset, mount_setattr
     "x86_64": {"clone": 56, "pivot_root": 155, "capset": 126, "mount_setattr": 442},
@@ -65,7 +65,7 @@ def name_process(name: str) -> None:
 
 
 def drop_capabilities() -> None:
-    """All of them, for good: the bounding set too, so that no program brings one back."""
+    """Drop all capabilities for good: the bounding set too, so that no program regains one."""
     for capability in range(64):
         if _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0):
             break  # beyond the last one of this kernel
@@ -79,7 +79,7 @@ def set_host_name(name: str) -> None:
 
 
 def sync_file_system(descriptor: int) -> None:
-    """Everything written to the file system that holds this file is on the disk when it returns."""
+    """Flush the file system that holds this file to disk."""
     _checked(_libc.syncfs(descriptor), "syncfs")
 
 

@@ -1,13 +1,13 @@
 """The filter of system calls in a sandbox, as a program of the kernel's packet filter, and its installation.
 
-Allowed is what stands in `system_calls.py`. On top of that some calls are looked at by their arguments: `clone` makes
-no namespaces, `socket` and `socketpair` only families that the network namespace or the file system confines (not
-vsock, netlink, packet, ...), `ioctl` puts no characters into terminals, `personality` only the harmless ones. `clone3`
-passes its flags in memory, where a filter can't look: it doesn't exist, and libraries fall back on `clone`.
+The calls in `system_calls.py` are allowed. Some others are allowed by their arguments: `clone` without new namespaces,
+`socket` and `socketpair` for families that the network namespace or the file system confines (not vsock, netlink,
+packet, ...), `ioctl` without terminal input, `personality` with harmless ones. `clone3` passes its flags in memory,
+which a filter can't read: it is reported as missing, and libraries fall back on `clone`.
 
-The sandbox's first process is of the same user as the commands, so the kernel would let them change its limits and its
-turns on the cores and the disk. `prlimit64` is for oneself alone (limits of a command that is being made ready are
-nobody else's either); the calls about turns may name neither the first process nor all processes of a user.
+The sandbox's first process has the same user as the commands, so the kernel would let them change its limits and its
+CPU and I/O scheduling. `prlimit64` may only name the caller (which also protects a command that is being set up);
+scheduling calls may name neither the first process nor all processes of a user.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headway.sandbox.linux.system_calls import allowed_numbers
 
 LOAD, JUMP_EQUAL, JUMP_GREATER, JUMP_AT_LEAST, JUMP_SET, RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data; little-endian machines only
+NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # offsets in struct seccomp_data; little-endian machines only
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 LOOKED_AT = {  # call -> its numbers
     "clone": {"x86_64": 56, "aarch64": 220},
@@ -38,13 +38,13 @@ LOOKED_AT = {  # call -> its numbers
     "setpriority": {"x86_64": 141, "aarch64": 140},
     "ioprio_set": {"x86_64": 251, "aarch64": 30},
 }
-X32_CALLS = 0x40000000  # a second set of numbers that x86_64 kernels may take
-NEWEST_KNOWN = 456  # what is newer doesn't exist here: programs then use what they used before
+X32_CALLS = 0x40000000  # bit of a second set of numbers that x86_64 kernels may accept
+NEWEST_KNOWN = 456  # newer calls are reported as missing, so that programs use older ones
 NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}
 FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 TERMINAL_INPUT = (0x5412, 0x541C, 0x5423)  # TIOCSTI, TIOCLINUX, TIOCSETD
 PERSONALITIES = (0x0, 0x8, 0x20000, 0x20008, 0x40000, 0xFFFFFFFF)
-ONESELF, FIRST_PROCESS = 0, 1  # as numbers of processes
+ONESELF, FIRST_PROCESS = 0, 1  # process ids
 PRIO_USER, IOPRIO_WHO_USER = 2, 3
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
@@ -72,8 +72,8 @@ def program(machine: str | None = None) -> bytes:
 
 
 def _looked_at() -> dict[str, list[Instruction]]:
-    """Per call what decides on it; each list ends with a return, and leaves nothing of the number loaded. Arguments
-    are looked at by their low halves: the kernel takes all of these as 32 bits."""
+    """Instructions that decide on a call by its arguments; each list ends with a return. Only the low halves of
+    arguments are compared: the kernel takes all of these as 32 bits."""
     first = (LOAD, 0, 0, ARGUMENTS_AT)
     second = (LOAD, 0, 0, ARGUMENTS_AT + 8)
     families = [first, *_one_of(FAMILIES, otherwise=errno.EAFNOSUPPORT)]
@@ -124,7 +124,7 @@ def _ranges(numbers: set[int]) -> list[tuple[int, int]]:
 
 
 def verdict(filter_program: bytes, machine: str, number: int, arguments: tuple[int, ...] = ()) -> int:
-    """What the filter returns for a call: the same machine in a few lines, for tests and for `preflight`."""
+    """The filter's return value for a call, by a small interpreter of filter programs, for tests and `preflight`."""
     padded = (*arguments, 0, 0, 0, 0, 0, 0)[:6]
     data = struct.pack("=IIQ6Q", number, ARCHITECTURES.get(machine, 0), 0, *padded)
     steps = list(struct.iter_unpack("=HBBI", filter_program))
@@ -151,7 +151,7 @@ class _Program(ctypes.Structure):
 
 
 def install(filter_program: bytes) -> None:
-    """Bind this process and all that come of it. Needs no_new_privs."""
+    """Install the filter for this process and its descendants. Needs no_new_privs. Raises OSError."""
     memory = ctypes.create_string_buffer(filter_program, len(filter_program))
     made = _Program(len(filter_program) // 8, ctypes.cast(memory, ctypes.c_void_p).value)
     if ctypes.CDLL(None, use_errno=True).prctl(22, 2, ctypes.byref(made), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER

@@ -1,8 +1,7 @@
 """The system calls that a sandbox may make, with their numbers on x86_64 and, behind the slash, on aarch64.
 
-From the kernel's own headers (Linux 6.1, and the later fchmodat2, cachestat and futex calls). What isn't here is
-refused, or looked at by its arguments (`seccomp.py`). The numbers for aarch64 come from the same place and have run
-nowhere yet.
+From the kernel's own headers (Linux 6.1, and the later fchmodat2, cachestat and futex calls). Other calls are refused,
+or decided by their arguments (`seccomp.py`). The numbers for aarch64 come from the same headers but are untested.
 """
 
 from __future__ import annotations
@@ -55,7 +54,8 @@ writev=20/66
 
 
 def allowed_numbers(machine: str) -> set[int]:
-    """Those of ``machine`` ("x86_64" or "aarch64")."""
+    """Numbers of the allowed calls on ``machine`` ("x86_64" or "aarch64")."""
+
     column = {"x86_64": 0, "aarch64": 1}[machine]
     numbers = (entry.partition("=")[2].split("/") for entry in ALLOWED.split())
     return {int(of_machines[column]) for of_machines in numbers if column < len(of_machines)}

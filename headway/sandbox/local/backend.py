@@ -158,7 +158,7 @@ class LocalBackend:
                 zygote.request({"do": "create", "id": name, "wanted": wanted}, [theirs.fileno(), *passed])
             await sandbox.open(ours, self._settings.start_timeout_s)
             if door is not None:
-                sandbox.let_out(Proxy(door.received(), spec.network, self._settings.proxy, self._resolve))
+                sandbox.attach_proxy(Proxy(door.received(), spec.network, self._settings.proxy, self._resolve))
         except BaseException:
             with contextlib.suppress(SandboxError):  # it stays recorded; what went wrong before is what is told
                 await to_its_end(sandbox.terminate())

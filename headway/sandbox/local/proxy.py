@@ -1,8 +1,8 @@
 """The way out of a sandbox that may reach some hosts: an HTTP proxy in the owner's process that knows the list.
 
 The sandbox keeps its network of a loopback and nothing else. Its first process opens a listening socket there before
-any command runs and hands it out (`rooms.open_door`); a socket stays in the network it was made in, whoever holds it,
-so the owner accepts here what connects there, and nothing has to be carried through the sandbox.
+any command runs and sends it to the owner (`isolation.listen_for_proxy`); a socket stays in the network it was made in,
+whoever holds it, so the owner accepts here what connects there, and nothing has to be carried through the sandbox.
 
 What comes in is taken for hostile: heads are bounded and read strictly (`proxy_request.py`), connections, bytes and
 time are limited. Names are resolved here, and the address that was looked at is the one that is connected to.

@@ -138,7 +138,7 @@ class LocalSandbox:
         except TimeoutError:
             raise SandboxError(infrastructure_failure(f"sandbox {self.id} wasn't ready in {timeout_s:g} s")) from None
 
-    def let_out(self, proxy: Proxy) -> None:
+    def attach_proxy(self, proxy: Proxy) -> None:
         """It may reach hosts, by ``proxy``, which ends with it."""
         self._proxy = proxy
         if self.ended:
@@ -419,7 +419,7 @@ class LocalSandbox:
         try:
             while True:
                 head_bytes, body_bytes = wire.lengths(await reader.readexactly(wire.LENGTHS.size))
-                head = wire.head_of(await reader.readexactly(head_bytes))
+                head = wire.head_from(await reader.readexactly(head_bytes))
                 body = await reader.readexactly(body_bytes) if body_bytes else b""
                 if (taking := self._take(head, body)) is not None:
                     await taking  # the disk: more isn't read meanwhile

@@ -22,14 +22,14 @@ def refusal(**sections: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_file_is_named(tmp_path: Path) -> None:
     loop = tmp_path / "experiment.toml"
     loop.symlink_to(loop)  # an error that root gets too, unlike a missing permission
     with pytest.raises(ConfigurationError, match=f"{loop} can't be read: Too many levels of symbolic links"):
         load_experiment(loop)
 
 
-def test_advantages_and_losses_have_names_of_their_own() -> None:
+def test_advantages_and_losses_match_implementations() -> None:
     assert set(schema.ADVANTAGES) == {*advantages.ADVANTAGES, *advantages.BATCH_ADVANTAGES}
     assert not advantages.ADVANTAGES.keys() & advantages.BATCH_ADVANTAGES.keys()
     assert set(schema.LOSSES) == set(losses.LOSSES)
@@ -41,7 +41,7 @@ def test_advantages_and_losses_have_names_of_their_own() -> None:
     assert f"algorithm.loss = 'group_mean': valid: {', '.join(schema.LOSSES)} or module:function" in wrong
 
 
-def test_aggregations_and_estimators_are_those_there_are() -> None:
+def test_aggregations_and_estimators_match_implementations() -> None:
     fields = schema.AlgorithmConfig.model_fields
     assert get_args(fields["aggregation"].annotation) == get_args(aggregation.Aggregation)
     assert get_args(fields["kl_estimator"].annotation) == get_args(kl.KlEstimator)
@@ -54,7 +54,7 @@ def test_sections_that_contradict_each_other_are_named_with_their_values() -> No
 
 
 @pytest.mark.parametrize(("key", "split"), [("seed", "train"), ("size", "validation"), ("seed", "test")])
-def test_a_generators_seed_and_size_are_keys_of_their_own(key: str, split: str) -> None:
+def test_generator_seed_and_size_are_refused_as_parameters(key: str, split: str) -> None:
     generated = {"source": "reasoning-gym", "name": "chain_sum", "parameters": {key: 7}}
     wrong = refusal(tasks={"train": {"path": "t.jsonl"}, split: generated})
     assert f"tasks.{split}.parameters.{key} = 7 has no effect: set tasks.{split}.{key}" in wrong

@@ -40,7 +40,7 @@ def refusal(**sections: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_the_schema_names_the_presets_there_are() -> None:
+def test_schema_lists_all_presets() -> None:
     assert get_args(schema.Preset) == tuple(PRESETS)
 
 
@@ -88,7 +88,7 @@ def test_a_stored_experiment_is_read_back_as_it_was(name: str) -> None:
     assert validate_experiment(first.model_dump(), "stored") == first
 
 
-def test_what_is_given_stays_as_it_is() -> None:
+def test_apply_preset_does_not_modify_input() -> None:
     raw = {**copy.deepcopy(RAW), "algorithm": {"preset": "dapo", "loss": "gspo"}}
     before = copy.deepcopy(raw)
     assert apply_preset(raw)["algorithm"]["loss"] == "gspo"
@@ -100,7 +100,7 @@ def test_what_is_given_stays_as_it_is() -> None:
     assert apply_preset({"algorithm": {"preset": "grpo"}, "queue": 3})["queue"] == 3
 
 
-def test_from_a_file_and_from_the_command_line(tmp_path: Path) -> None:
+def test_preset_from_file_and_override(tmp_path: Path) -> None:
     file = tmp_path / "experiment.toml"
     text = '[run]\ndirectory = "r"\n[model]\npath = "m"\n[tasks.train]\npath = "t"\n'
     file.write_text(text + '[algorithm]\npreset = "rloo"\n[queue]\nbudget = 1\n', encoding="utf-8")
@@ -132,7 +132,7 @@ def test_penalties_without_meaning_are_refused() -> None:
     assert experiment(algorithm={"kl_in": "reward"}).algorithm.kl_coefficient == 0.0
 
 
-def test_bounds_that_nothing_passes_are_refused() -> None:
+def test_empty_bounds_are_refused() -> None:
     for key in ("token_mask", "sequence_mask"):
         assert getattr(experiment(algorithm={key: [0.5, 5]}).algorithm, key) == (0.5, 5.0)
         assert f"algorithm.{key} = [5, 0.5]: nothing passes" in refusal(algorithm={key: [5, 0.5]})

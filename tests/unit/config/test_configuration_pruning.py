@@ -58,7 +58,7 @@ def test_it_is_off_by_default_and_each_table_is_a_pruner() -> None:
         ({"group": {"mode": "score"}}, "pruning.group.mode = 'score'"),
     ],
 )  # fmt: skip
-def test_what_can_not_be_is_refused(pruning: dict[str, Any], message: str) -> None:
+def test_impossible_pruners_are_refused(pruning: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         of(pruning)
     assert message in str(caught.value)
@@ -76,7 +76,7 @@ def test_everything_may_change_on_resume() -> None:
     assert all(is_resumable(key) for key in keys)
 
 
-def test_judges_are_verifiers_of_their_own() -> None:
+def test_judges_have_separate_verifier_settings() -> None:
     experiment = of({"value": {"name": "a:b", "parameters": {"x": 1}, "timeout_s": 3.0}})
     [(key, settings)] = named_verifiers(experiment, {"train": []}).items()
     assert key == "pruning.value"

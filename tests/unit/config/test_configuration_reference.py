@@ -37,7 +37,7 @@ def test_every_key_of_every_section_is_explained():
         assert rows_of(section)[name]["meaning"].strip(), f"{key} has no comment in headway/config/schema.py"
 
 
-def test_limits_choices_defaults_and_resumability_are_told():
+def test_reference_shows_limits_choices_defaults_and_resumability():
     rate = rows_of("algorithm")["clip_low"]
     assert (rate["valid"], rate["default"], rate["mark"]) == ("number > 0, < 1", "`0.2`", None)
     assert rows_of("queue")["overdue"]["valid"] == r"`wait` \| `drop` \| `mask`"

@@ -47,7 +47,7 @@ def gradients(model: Decoder, ids: torch.Tensor, lengths: list[int], weight: tor
 
 @settings(deadline=None, max_examples=12)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.booleans(), st.integers(0, 9))
-def test_any_packing_gives_the_logits_and_gradients_of_one_document_at_a_time(lengths, llama, seed):
+def test_packing_preserves_logits_and_gradients(lengths, llama, seed):
     model = random_model(seed, qk_norm=not llama, attention_bias=llama, mlp_bias=llama)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 61, (sum(lengths),), generator=generator)
@@ -68,7 +68,7 @@ def test_any_packing_gives_the_logits_and_gradients_of_one_document_at_a_time(le
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
-def test_the_plan_places_every_token_once_and_pads_little(lengths):
+def test_attention_plan_places_every_token_once_with_bounded_padding(lengths):
     plan = AttentionPlan.build(lengths)
     assert plan.tokens == sum(lengths)
     assert plan.positions_n.tolist() == [i for n in lengths for i in range(n)]
@@ -82,17 +82,17 @@ def test_the_plan_places_every_token_once_and_pads_little(lengths):
 
 
 @pytest.mark.parametrize("lengths", [[], [3, 0], [-1, 4]])
-def test_documents_without_tokens_are_refused(lengths):
+def test_attention_plan_refuses_empty_documents(lengths):
     with pytest.raises(ValueError, match="at least one token"):
         AttentionPlan.build(lengths)
 
 
-def test_lengths_must_add_up():
+def test_decoder_refuses_lengths_that_do_not_sum_to_tokens():
     with pytest.raises(ValueError, match="add up to 5 tokens, but 4 ids"):
         random_model()(torch.zeros(4, dtype=torch.int64), [2, 3])
 
 
-def test_project_and_finish_are_the_halves_of_a_layer():
+def test_layer_forward_equals_projection_attention_and_finish():
     """What the engine composes: projections, its own attention, finish."""
     model = random_model()
     ids = torch.arange(9)
@@ -111,7 +111,7 @@ def test_project_and_finish_are_the_halves_of_a_layer():
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_gradient_on_and_off_compute_the_same(autocast):
+def test_forward_is_equal_with_and_without_gradient(autocast):
     model = random_model()
     ids, lengths = torch.arange(30), [7, 20, 3]
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
@@ -201,7 +201,7 @@ def test_finite_differences_agree_with_the_gradient():
         assert slope == pytest.approx(float(gradient.view(-1)[at]), rel=2e-2), name
 
 
-def test_autocast_keeps_the_residual_stream_and_weights_gradients_wide():
+def test_autocast_keeps_residual_stream_and_weight_gradients_float32():
     model = random_model()
     ids, lengths = torch.arange(40), [13, 27]
     reference = model(ids, lengths)
@@ -215,7 +215,7 @@ def test_autocast_keeps_the_residual_stream_and_weights_gradients_wide():
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
 
 
-def test_bfloat16_model_stays_close_and_its_rotary_frequencies_exact():
+def test_bfloat16_cast_keeps_rotary_frequencies_exact():
     wide, narrow = random_model(), random_model(dtype="bfloat16")
     ids = torch.arange(50)
     assert narrow._frequencies.dtype == torch.float32
@@ -225,7 +225,7 @@ def test_bfloat16_model_stays_close_and_its_rotary_frequencies_exact():
     assert narrow.dtype == torch.bfloat16
 
 
-def test_flops_count_what_is_computed():
+def test_flops_count_computed_products():
     config = tiny()
     per_token = 2 * (2 * ((4 + 2 + 2 + 4) * 8 * 24 + 3 * 24 * 40) + 61 * 24)
     assert config.flops([1]) == per_token + 2 * 4 * 4 * 8
@@ -248,7 +248,7 @@ def test_flops_count_what_is_computed():
         ({"quantization_config": {"bits": 4}}, "quantised"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(change, message):
+def test_unsupported_settings_are_refused_by_name(change, message):
     raw = tiny().to_mapping("float32")
     del raw["rope_parameters"]
     with pytest.raises(ConfigurationError, match=message):

@@ -219,7 +219,7 @@ def plain_mixture(
 
 @pytest.mark.parametrize("how", [mix, mix_in_fixed_shapes])
 @pytest.mark.parametrize("inner", [16, 7], ids=["grouped product", "one product an expert"])
-def test_a_mixture_is_its_definition_with_all_gradients(how: Any, inner: int) -> None:
+def test_mixture_matches_definition_and_gradients(how: Any, inner: int) -> None:
     torch.manual_seed(3)
     hidden, router = torch.randn(9, 8), torch.randn(6, 8)
     hidden[:, 0], router[4] = 3.0, torch.eye(8)[0] * -20  # an expert that nobody goes to
@@ -252,7 +252,7 @@ def test_finite_differences_agree_with_the_gradient_of_a_mixture() -> None:
     assert torch.autograd.gradcheck(output, tensors, fast_mode=True)
 
 
-def test_a_routed_token_does_not_depend_on_its_neighbours_in_fixed_shapes() -> None:
+def test_fixed_shape_mixture_is_independent_of_neighbours() -> None:
     model = random_decoder(MIXED)
     for layer in model.layers:
         layer.fixed_shapes = True
@@ -264,7 +264,7 @@ def test_a_routed_token_does_not_depend_on_its_neighbours_in_fixed_shapes() -> N
         assert torch.equal(layer.finish(x, attention)[0], layer.finish(other, attention)[0])
 
 
-def test_flops_count_what_is_computed() -> None:
+def test_flops_count_computed_products() -> None:
     sparse = DecoderConfig(**{**MIXED.__dict__, "layers": 1})
     attention = (2 * 4 + 2 * 2) * 8 * 32
     per_token = attention + 32 * 5 + 2 * 3 * 32 * 16
@@ -281,7 +281,7 @@ def test_flops_count_what_is_computed() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("length", [1, 3, 5, 9, 10, 11, 23])
-def test_windows_in_blocks_are_the_masked_definition(softcap: float | None, length: int) -> None:
+def test_blocked_windows_match_masked_attention(softcap: float | None, length: int) -> None:
     from headway.models.configuration import Scores
     from headway.models.masked import causal_attention
 
@@ -358,7 +358,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED)
-def test_what_is_not_computed_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused_by_name(change: dict[str, Any], message: str) -> None:
     gemma = small("gemma3", window=SlidingWindow(tokens=8, layers=(0,)), local_rope_theta=10000.0, query_scale=8.0)
     with pytest.raises(ConfigurationError, match=message):
         DecoderConfig.from_mapping({**gemma.to_mapping("float32"), **change})
@@ -420,7 +420,7 @@ def test_init_model_makes_every_family(tmp_path: Path, family: str) -> None:
     assert (config.mixture is not None) == (family in ("qwen3_moe", "mixtral"))
 
 
-def test_init_model_refuses_what_a_family_has_not(tmp_path: Path) -> None:
+def test_init_model_refuses_options_the_family_lacks(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="family = 'gpt2' is not supported; supported: llama"):
         initialise_model(tmp_path / "m", ["x"], family="gpt2")
     with pytest.raises(ConfigurationError, match="window = 8: the family 'llama' has no sliding window"):

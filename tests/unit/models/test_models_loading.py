@@ -73,7 +73,7 @@ def reference_model(kind: str, tied: bool, **options: object):
     ],
 )
 @torch.no_grad()
-def test_logits_equal_transformers_and_survive_the_way_back(tmp_path, kind, tied, options):
+def test_logits_equal_transformers_after_save_and_load(tmp_path, kind, tied, options):
     theirs = reference_model(kind, tied, **options)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
@@ -98,7 +98,7 @@ def test_logits_equal_transformers_and_survive_the_way_back(tmp_path, kind, tied
     assert ("lm_head.weight" in kept) is not tied
 
 
-def test_a_tied_head_follows_every_update_path():
+def test_tied_head_follows_embedding_on_every_update_path():
     model, other = small(), small()
     initialise_parameters(other, seed=7)
     ids = torch.arange(12)
@@ -132,7 +132,7 @@ def test_copy_weights_casts_and_checks_before_it_writes():
     assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(model).items())
 
 
-def test_save_replaces_a_folder_whole_and_leaves_nothing_beside_it(tmp_path):
+def test_save_replaces_folder_atomically_without_leftovers(tmp_path):
     save_model(small(), tmp_path / "m")
     (tmp_path / "m" / "stale.txt").write_text("old")
     newer = small()
@@ -162,7 +162,7 @@ def damage_config(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps({**raw, **changes}))
 
 
-def test_damaged_folders_are_named(tmp_path):
+def test_errors_name_damaged_folders(tmp_path):
     with pytest.raises(ConfigurationError, match=r"no such folder.*nowhere"):
         load_model(tmp_path / "nowhere")
     folder = tmp_path / "m"
@@ -206,7 +206,7 @@ def make(path: Path, **changes: object) -> DecoderConfig:
     return initialise_model(path, ["12+34=46", "7*8=56 so"], **{**options, **changes})  # type: ignore[arg-type]
 
 
-def test_init_model_writes_a_whole_folder_the_same_every_time(tmp_path):
+def test_init_model_is_deterministic(tmp_path):
     config = make(tmp_path / "a")
     make(tmp_path / "b")
     make(tmp_path / "c", seed=1)
@@ -236,7 +236,7 @@ def test_fresh_logits_are_small_at_any_width(tmp_path):
         assert 0.3 < float(logits.std()) < 3
 
 
-def test_init_model_refuses_what_does_not_fit(tmp_path):
+def test_init_model_refuses_inconsistent_sizes(tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
     with pytest.raises(ConfigurationError, match="exists already"):
@@ -253,7 +253,7 @@ def test_init_model_refuses_what_does_not_fit(tmp_path):
     assert os.listdir(tmp_path) == ["taken"]
 
 
-def test_init_model_clears_away_what_a_killed_one_left(tmp_path):
+def test_init_model_removes_leftovers_of_killed_run(tmp_path):
     with subprocess.Popen(["true"]) as gone:
         pass
     left = [f".m.{gone.pid}.partial", f".m.{gone.pid}.tokenizer", f".m.{gone.pid}.old"]
@@ -269,7 +269,7 @@ def test_init_model_clears_away_what_a_killed_one_left(tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted(["m", *others])
 
 
-def test_the_peak_is_a_plausible_rate():
+def test_measured_peak_is_plausible():
     assert 1e9 < measure_peak_flops(limit_s=0.05) < 1e14
 
 

@@ -50,7 +50,7 @@ def close(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
 
 @DTYPES
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (5, 96), (3, 33)])
-def test_element_wise_parts(dtype, rows, width):
+def test_native_elementwise_kernels_match_torch(dtype, rows, width):
     fast = kernels_of(dtype)
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, width, generator=generator).to(dtype)
@@ -71,7 +71,7 @@ def test_element_wise_parts(dtype, rows, width):
 @pytest.mark.parametrize(
     ("rows", "columns", "depth"), [(1, 16, 8), (7, 40, 32), (13, 5, 1100), (96, 33, 512), (97, 16, 513), (200, 7, 3)]
 )
-def test_products(rows, columns, depth):
+def test_native_products_match_torch(rows, columns, depth):
     """Edges of tiles, panels and blocks; bias; the residual stream as what is added and what is written; new values."""
     fast = kernels_of(torch.float32)
     generator = torch.Generator().manual_seed(rows)
@@ -100,7 +100,7 @@ def test_products(rows, columns, depth):
 
 
 @DTYPES
-def test_what_they_do_not_take_is_plain(dtype):
+def test_unsupported_inputs_fall_back_to_torch(dtype):
     """Three axes, and rows that don't lie one after the other: shapes the C++ would misread."""
     fast = kernels_of(dtype)
     weight, x = torch.ones(8, dtype=dtype), torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -115,7 +115,7 @@ def test_what_they_do_not_take_is_plain(dtype):
         assert kernels.gated_silu(x).shape == (2, 5, 8)
 
 
-def test_threads_choose_for_themselves():
+def test_kernel_choice_is_thread_local():
     """The ranks of a test, say, that enter and leave in any order."""
     fast, x = kernels_of(torch.float32), torch.zeros(1)
     entered, leave = threading.Event(), threading.Event()
@@ -137,7 +137,7 @@ def test_threads_choose_for_themselves():
 
 @DTYPES
 @pytest.mark.parametrize("normed", [True, False])
-def test_norm_rotate(dtype, normed):
+def test_native_norm_rotate_matches_torch(dtype, normed):
     fast = kernels_of(dtype)
     heads, kv_heads, dim = 3, 1, 8
     qkv = torch.randn(5, (heads + 2 * kv_heads) * dim, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -156,7 +156,7 @@ def test_norm_rotate(dtype, normed):
 @pytest.mark.parametrize(
     ("group", "dim", "window"), [(1, 8, None), (3, 32, None), (4, 64, 5), (8, 24, 2), (2, 256, None)]
 )
-def test_attention(dtype, group, dim, window):
+def test_native_attention_matches_torch(dtype, group, dim, window):
     """Rows of several lengths and slots, in one projection, against a softmax written out."""
     fast = kernels_of(dtype)
     kv_heads, slots, context, rows = 2, 6, 20, 4
@@ -179,7 +179,7 @@ def test_attention(dtype, group, dim, window):
 
 @DTYPES
 @pytest.mark.parametrize("vocabulary", [5, 256, 1000])
-def test_sampling(dtype, vocabulary):
+def test_native_sampling_matches_torch(dtype, vocabulary):
     """The same tokens but where a uniform number falls between two roundings; masked tokens never; NaN shows."""
     fast = kernels_of(dtype)
     n = 400
@@ -208,7 +208,7 @@ def test_sampling(dtype, vocabulary):
         assert torch.isnan(sample_tokens(logits, rows)[1, :2]).all()
 
 
-def test_an_engine_without_them_gives_the_same(monkeypatch):
+def test_engine_output_is_equal_without_native_kernels(monkeypatch):
     """No compiler: plain torch, the same tokens. Two threads or an unknown dtype: likewise plain."""
     kernels_of(torch.float32)
     results = []
@@ -229,7 +229,7 @@ def test_an_engine_without_them_gives_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_gradients_are_as_exact_as_plain_ones(family):
+def test_native_gradients_are_as_exact_as_torch(family):
     """Against float64, of every parameter; more rows than are summed in single precision; layers computed again."""
     fast = kernels_of(torch.float32)
     model = random_model(3, family=family)
@@ -257,7 +257,7 @@ def test_gradients_are_as_exact_as_plain_ones(family):
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_all_layers_in_one_call(monkeypatch, family):
+def test_native_decode_matches_layer_by_layer(monkeypatch, family):
     """Where the kernels can do all that a family's layers do, one call gives what the layers one by one give, and an
     update of the weights reaches it."""
     kernels_of(torch.float32)
@@ -303,7 +303,7 @@ def built_anew(monkeypatch, tmp_path):
         ("folder", "Permission denied|Not a directory|File exists"),
     ],
 )
-def test_why_there_are_none_is_said(monkeypatch, tmp_path, kind, reason):
+def test_missing_kernels_give_a_reason(monkeypatch, tmp_path, kind, reason):
     dtype = torch.float16 if kind == "dtype" else torch.float32
     compiler = {"compiler not there": "nowhere-c++", "compiler is silent": "false"}.get(kind, "true")
     if kind == "compiler fails":
@@ -325,7 +325,7 @@ def test_why_there_are_none_is_said(monkeypatch, tmp_path, kind, reason):
 
 @pytest.mark.usefixtures("built_anew")
 @pytest.mark.parametrize("native_kernels", [True, False])
-def test_a_replica_says_once_that_it_has_none(monkeypatch, tmp_path, caplog, native_kernels):
+def test_replica_warns_once_about_missing_kernels(monkeypatch, tmp_path, caplog, native_kernels):
     initialise_model(tmp_path / "m", ["8+3=11"], vocabulary_size=280, width=16, layers=1, heads=2, kv_heads=1)
     monkeypatch.setenv("CXX", "false")
     context: Any = SimpleNamespace(device=parse_device("cpu:0"), log=logging.getLogger("generator-0"))
@@ -348,7 +348,7 @@ def test_a_replica_says_once_that_it_has_none(monkeypatch, tmp_path, caplog, nat
 
 @pytest.mark.usefixtures("built_anew")
 @pytest.mark.parametrize("wanted", [True, False])
-def test_a_trainer_says_that_it_has_none(monkeypatch, tmp_path, caplog, wanted):
+def test_trainer_warns_about_missing_kernels(monkeypatch, tmp_path, caplog, wanted):
     monkeypatch.setenv("CXX", "false")
     experiment = {
         "run": {"directory": str(tmp_path / "run")},
@@ -364,12 +364,12 @@ def test_a_trainer_says_that_it_has_none(monkeypatch, tmp_path, caplog, wanted):
     trainer.close()
 
 
-def test_where_there_are_kernels_nothing_is_said():
+def test_no_warning_with_kernels():
     kernels_of(torch.float32)
     assert native.why_none(torch.float32, torch.device("cpu")) == ""
 
 
-def test_bfloat16_engine_with_and_without():
+def test_bfloat16_engine_agrees_with_and_without_kernels():
     model = random_model(4).to(torch.bfloat16)
     logprobs = []
     for native_kernels in (True, False):
@@ -383,7 +383,7 @@ def test_bfloat16_engine_with_and_without():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_model_loaded_for_generation_is_the_same_model(tmp_path, dtype, tied):
+def test_model_loaded_for_generation_has_equal_weights(tmp_path, dtype, tied):
     """bfloat16 is widened where the CPU lacks it: equal weights, outputs, and updates in place."""
     save_model(random_model(5, tied=tied), tmp_path / "model")
     plain = load_model(tmp_path / "model", dtype)

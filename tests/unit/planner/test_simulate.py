@@ -29,7 +29,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 LONG_TAIL = {"kind": "lognormal", "median": 60, "p99": 480}
 
 
-def scenario_of(folder: Path, **sections: dict[str, Any]) -> Scenario:
+def scenario_from(folder: Path, **sections: dict[str, Any]) -> Scenario:
     raw: dict[str, Any] = {
         "run": {"directory": str(folder / "run"), "steps": 6},
         "rollout": {"group_size": 4, "max_response_tokens": 1000},
@@ -59,8 +59,8 @@ def test_the_same_scenario_writes_the_same_ledger_to_the_byte(tmp_path, monkeypa
     assert Path("run/ledger.jsonl").read_bytes() != ledgers[0]
 
 
-def test_a_simulation_leaves_what_a_live_run_leaves(tmp_path, capsys):
-    scenario = scenario_of(tmp_path)
+def test_simulation_writes_files_of_live_run(tmp_path, capsys):
+    scenario = scenario_from(tmp_path)
     outcome = simulate(scenario, name="short")
     assert outcome.summary.finished
     assert outcome.summary.books_balanced
@@ -74,9 +74,9 @@ def test_a_simulation_leaves_what_a_live_run_leaves(tmp_path, capsys):
     assert "scenario" in named
 
 
-def test_a_synchronous_step_takes_what_its_parts_take(tmp_path):
+def test_synchronous_step_time_is_sum_of_parts(tmp_path):
     """Budget 0, two groups of four, 100 tokens each at 0.01 + 8 x 0.001 s; training 8 x 228 tokens x 1 ms; updates."""
-    scenario = scenario_of(
+    scenario = scenario_from(
         tmp_path,
         queue={"groups_per_step": 2, "budget": 0, "filter_zero_variance": False},
         hardware={
@@ -93,7 +93,7 @@ def test_a_synchronous_step_takes_what_its_parts_take(tmp_path):
 
 
 def turned(tmp_path: Path, **environment: Any) -> Scenario:
-    return scenario_of(
+    return scenario_from(
         tmp_path,
         run={"directory": str(tmp_path / "run"), "steps": 3},
         rollout={"group_size": 2, "max_response_tokens": 1000},
@@ -116,7 +116,7 @@ def test_turns_alternate_between_model_and_sandbox(tmp_path):
     assert counts["live_s"] == pytest.approx(6 * 6.0)
 
 
-def test_sandboxes_that_start_wait_for_each_other(tmp_path):
+def test_concurrent_sandbox_starts_are_limited(tmp_path):
     simulate(turned(tmp_path, starting_at_once=1))
     assert steps_of(tmp_path)[1].step_s == pytest.approx(9.0)
 
@@ -140,12 +140,12 @@ def test_sandbox_failures_are_retried_and_counted_where_they_belong(tmp_path):
     assert outcome.summary.samples_trained + sum(failures.values()) >= 20
 
 
-def test_parked_turns_go_on_where_they_were(tmp_path):
+def test_parked_rollouts_resume_at_their_turn(tmp_path):
     """However often rollouts are interrupted, the same ones are trained, with the same tokens."""
     found: dict[str, SimulationOutcome] = {}
     modes = {"never": ("keep", "continue"), "updates": ("abort", "continue"), "both": ("abort", "park")}
     for name, (update_mode, surplus) in modes.items():
-        scenario = scenario_of(
+        scenario = scenario_from(
             tmp_path,
             run={"directory": str(tmp_path / "run"), "steps": 12},
             rollout={"group_size": 4, "max_response_tokens": 10_000},
@@ -171,12 +171,12 @@ def test_parked_turns_go_on_where_they_were(tmp_path):
     assert len({outcome.generated_tokens for outcome in found.values()}) == 1
 
 
-def test_it_agrees_with_the_queue_model(tmp_path):
+def test_simulation_agrees_with_queue_model(tmp_path):
     """Two independent simulations of one queue: the real loops, and control/tuning/queue_model.py's events."""
     lengths = Quantity.model_validate(LONG_TAIL)
     quantile = partial(_length_at, lengths)
     for slots, token_s in ((16, 2e-4), (64, 2e-4), (32, 1e-3)):
-        scenario = scenario_of(
+        scenario = scenario_from(
             tmp_path,
             run={"directory": str(tmp_path / "run"), "steps": 160},
             rollout={"group_size": 4, "max_response_tokens": 10_000},
@@ -204,7 +204,7 @@ def _length_at(lengths: Quantity, share: float) -> int:
 
 def test_memory_does_not_grow_with_the_lengths(tmp_path):
     """64 responses of 100,000 tokens in flight: 150 MB as tuples."""
-    scenario = scenario_of(
+    scenario = scenario_from(
         tmp_path,
         run={"directory": str(tmp_path / "run"), "steps": 2},
         rollout={"group_size": 8, "max_response_tokens": 200_000, "timeout_s": 1e6},
@@ -224,7 +224,7 @@ def test_memory_does_not_grow_with_the_lengths(tmp_path):
 
 def test_drift_changes_what_is_generated_while_the_run_goes_on(tmp_path):
     drift = {"key": "workload.response_tokens", "factor": 3.0, "from_step": 4}
-    scenario = scenario_of(
+    scenario = scenario_from(
         tmp_path,
         run={"directory": str(tmp_path / "run"), "steps": 14},
         queue={"groups_per_step": 2, "budget": 1, "filter_zero_variance": False},
@@ -238,7 +238,7 @@ def test_drift_changes_what_is_generated_while_the_run_goes_on(tmp_path):
 
 def test_drift_of_a_share_ends_again(tmp_path):
     drift = {"key": "workload.trivial_share", "value": 1.0, "from_step": 4, "until_step": 9}
-    scenario = scenario_of(
+    scenario = scenario_from(
         tmp_path,
         run={"directory": str(tmp_path / "run"), "steps": 16},
         queue={"groups_per_step": 2, "budget": 0, "filter_zero_variance": False},
@@ -249,9 +249,9 @@ def test_drift_of_a_share_ends_again(tmp_path):
     assert {5, 6, 7, 8} <= solved <= {4, 5, 6, 7, 8, 9}
 
 
-def test_tools_between_turns_are_no_decoding(tmp_path):
+def test_tool_time_is_not_counted_as_decoding(tmp_path):
     """The queue model finds in the ledger how long rollouts wait for their tools."""
-    scenario = scenario_of(
+    scenario = scenario_from(
         tmp_path,
         run={"directory": str(tmp_path / "run"), "steps": 20},
         queue={"groups_per_step": 4, "budget": 2, "filter_zero_variance": False},
@@ -268,7 +268,7 @@ def test_tools_between_turns_are_no_decoding(tmp_path):
 
 def test_where_tools_take_the_time_the_doctor_wants_more_rollouts_at_once_and_is_right(tmp_path):
     def rate(name, **queue):
-        scenario = scenario_of(
+        scenario = scenario_from(
             tmp_path,
             run={"directory": str(tmp_path / name), "steps": 30},
             queue={"groups_per_step": 4, "budget": 8, "filter_zero_variance": False, **queue},
@@ -290,7 +290,7 @@ def test_where_tools_take_the_time_the_doctor_wants_more_rollouts_at_once_and_is
 @pytest.mark.parametrize(("shares", "devices"), [(False, 11), (True, 8)])
 def test_the_doctor_counts_a_simulated_runs_devices(tmp_path, shares, devices):
     generator = {"decode_fixed_s": 0.01, "replicas": 2, "devices_per_replica": 4, "shares_devices": shares}
-    scenario = scenario_of(
+    scenario = scenario_from(
         tmp_path,
         run={"directory": str(tmp_path / "run"), "steps": 24},
         hardware={"generator": generator, "trainer": {"token_s": 1e-4, "devices": 3, "publish_s": 0.05}},
@@ -305,7 +305,7 @@ def test_the_doctor_counts_a_simulated_runs_devices(tmp_path, shares, devices):
     assert bool(waits) != shares  # who waits on a device of both sides lends it
 
 
-def test_quantities():
+def test_quantities_draw_their_distributions():
     assert constant(3.0).draw(1) == 3.0
     values = Quantity(kind="steps", values=(1.0, 2.0))
     assert [values.draw(0, step) for step in (0, 1, 5)] == [1.0, 2.0, 2.0]
@@ -364,7 +364,7 @@ def test_the_command_ends_with_2_and_writes_nothing(tmp_path, capsys, monkeypatc
 def test_a_live_run_is_never_overwritten(tmp_path):
     write_run(tmp_path / "run", synthetic_lines(2))
     with pytest.raises(ConfigurationError, match="holds a live run"):
-        simulate(scenario_of(tmp_path))
+        simulate(scenario_from(tmp_path))
 
 
 def test_a_folder_that_only_looks_like_a_simulation_is_left_alone(tmp_path):
@@ -372,17 +372,17 @@ def test_a_folder_that_only_looks_like_a_simulation_is_left_alone(tmp_path):
     folder.mkdir()
     (folder / "scenario.json").write_text("{}")
     (folder / "notes.txt").write_text("mine")
-    simulate(scenario_of(tmp_path, run={"directory": str(folder)}))
+    simulate(scenario_from(tmp_path, run={"directory": str(folder)}))
     assert (folder / "notes.txt").read_text() == "mine"
 
 
-def test_a_simulation_under_way_is_not_deleted(tmp_path):
-    simulate(scenario_of(tmp_path))
+def test_running_simulation_is_not_deleted(tmp_path):
+    simulate(scenario_from(tmp_path))
     before = (tmp_path / "run" / "ledger.jsonl").read_bytes()
     held = RunDirectory(tmp_path / "run")
     held.acquire()
     with pytest.raises(RunLocked):
-        simulate(scenario_of(tmp_path))
+        simulate(scenario_from(tmp_path))
     held.release()
     assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == before
 
@@ -410,7 +410,7 @@ def test_the_example_scenarios_are_valid(path):
 
 def test_explain_task_knows_the_tasks_of_a_simulation(tmp_path, capsys):
     curriculum = {"curriculum": {"mode": "adaptive"}, "workload": {"tasks": 40}}
-    scenario = scenario_of(tmp_path, run={"directory": str(tmp_path / "run"), "steps": 6}, **curriculum)
+    scenario = scenario_from(tmp_path, run={"directory": str(tmp_path / "run"), "steps": 6}, **curriculum)
     simulate(scenario)
     assert headway(["explain-task", str(tmp_path / "run")]) == 0
     assert "40" in capsys.readouterr().out

@@ -71,20 +71,20 @@ HARMFUL = {
     "up-later": (tar(file("a/../../out", "x")), "leads out of its root"),
     "hard-link-out": (tar(same("passwd", "../../../../../../etc/passwd")), "leads out of its root"),
     "hard-link-to-nothing": (tar(same("passwd", "/etc/passwd")), "isn't there"),
-    "whiteout-of-all": (tar(file(".wh...")), "deletes what has no name"),
+    "whiteout-of-all": (tar(file(".wh...")), "is a whiteout without a name"),
     "below-a-file": (tar(file("a"), file("a/b")), "used as a directory"),
     "root-is-a-link": (tar(link("./", "/etc")), "has to be a directory"),
-    "circle": (tar(link("a", "a"), file("a/b")), "circles"),
+    "circle": (tar(link("a", "a"), file("a/b")), "loop of links"),
     "name-too-long": (tar(file("x" * 256)), "can't be a file's name"),
     "sparse": (sparse("hole", 1 << 45, map="0,0"), "doesn't fit"),
     "sparse-map": (sparse("hole", 1 << 45, major="1", minor="0"), "without --sparse"),
     "sparse-old": (old_sparse(1000) + bytes(1024), "without --sparse"),
-    "header-upon-header": (header(type=b"x", size=b"0") * 1500, "headers upon"),
+    "header-upon-header": (header(type=b"x", size=b"0") * 1500, "headers before a file"),
     "global-headers": (many_global(12), "its global headers"),
     "backwards": (header(size=b"\xff" * 8 + (-2048).to_bytes(4, "big", signed=True)) + bytes(1024), "-2048 bytes"),
     "header-without-end": (header(type=b"x", size=b"77777777777") + bytes(4096), "header of"),
     "long-name-without-end": (header(type=b"L", size=b"77777777777") + bytes(4096), "header of"),
-    "unknown-type": (header(type=b"Z") + bytes(1024), "of type"),
+    "unknown-type": (header(type=b"Z") + bytes(1024), "of an unknown type"),
     "cut-off": (tar(file("a", "x" * 5000))[:3000], "cut off"),
     "cut-off-at-a-header": (tar(file("a", "x" * 512))[:1024], "its end isn't marked"),
     "damaged-header": (tar(file("a"))[:512] + b"\1" * 512 + bytes(1024), "its end isn't marked"),
@@ -99,7 +99,7 @@ HARMFUL = {
 
 
 @pytest.mark.parametrize("kind", HARMFUL)
-def test_archives_made_to_do_harm_do_none(kind: str, tmp_path: Path):
+def test_malicious_archives_are_refused(kind: str, tmp_path: Path):
     data, said = HARMFUL[kind]
     place = tmp_path / "deep" / "er"
     place.mkdir(parents=True)
@@ -113,7 +113,7 @@ def test_archives_made_to_do_harm_do_none(kind: str, tmp_path: Path):
     assert left == {"layers/sha256": 0, "images": 0, "incoming": 0, "sources": 0}
 
 
-def test_what_is_written_through_a_link_ends_in_the_image(tmp_path: Path):
+def test_writes_through_links_stay_in_the_image(tmp_path: Path):
     outside = tmp_path / "outside"
     outside.mkdir()
     for number, target in enumerate([str(outside), "../" * 20 + str(outside)[1:], "/"]):
@@ -185,11 +185,11 @@ def set_manifest(**changes: object) -> Callable[[Layout], None]:
 
 
 WRONG = {
-    "layer": (damaged_layout(change_blob("\x1f")), "damaged, or changed"),
-    "config": (damaged_layout(change_blob("rootfs")), "isn't what its digest says"),
-    "manifest": (damaged_layout(change_blob('"layers": [')), "isn't what its digest says"),
+    "layer": (damaged_layout(change_blob("\x1f")), "damaged or was changed"),
+    "config": (damaged_layout(change_blob("rootfs")), "doesn't match its digest"),
+    "manifest": (damaged_layout(change_blob('"layers": [')), "doesn't match its digest"),
     "lost": (damaged_layout(lose_blob), "lacks blobs/sha256"),
-    "diff-id": (damaged_layout(wrong_diff_id), "its files should be"),
+    "diff-id": (damaged_layout(wrong_diff_id), "its unpacked digest should be"),
     "artifact": (damaged_layout(artifact), "it isn't an image"),
     "layer-type": (damaged_layout(lambda _: None, layer_type="application/x-squashfs"), "media type .*squashfs.*valid"),
     "manifest-type": (damaged_layout(set_manifest(mediaType="text/plain")), "media type 'text/plain': valid"),
@@ -209,7 +209,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_is_wrong_is_said_and_leaves_nothing(kind: str, tmp_path: Path):
+def test_damaged_images_are_named_and_leave_nothing(kind: str, tmp_path: Path):
     make, said = WRONG[kind]
     path = make(tmp_path)
     with pytest.raises(ConfigurationError, match=said) as raised:
@@ -227,7 +227,7 @@ def test_a_good_layer_of_a_bad_image_isnt_kept_but_one_of_another_image_is(tmp_p
     assert [path.name for path in (tmp_path / "store/layers/sha256").iterdir()] == [sha256(BASE)[7:]]
 
 
-def test_reading_indexes_stops_when_nobody_waits(tmp_path: Path):
+def test_reading_indexes_can_be_stopped(tmp_path: Path):
     layout = Layout().image(BASE)
     layout.manifests = [layout.document({"manifests": layout.manifests}, f"{OCI}.index.v1+json")]
     looks = 0

@@ -112,7 +112,7 @@ def test_a_layer_named_twice_is_stored_once(tmp_path: Path):
         assert (image.unpacked, text(image, "d/old"), text(image, "etc/name")) == (2, "old", "base")
 
 
-def test_modes_times_links_and_names(tmp_path: Path):
+def test_root_keeps_modes_times_links_and_names(tmp_path: Path):
     path = tmp_path / "root.tar"
     odd = "odd \udcff\n name"
     data = tar(
@@ -146,7 +146,7 @@ def test_modes_times_links_and_names(tmp_path: Path):
     assert (root / "absolute" / "name").read_text() == "inside"
 
 
-def test_of_several_images_one_is_chosen_by_name(tmp_path: Path):
+def test_archive_of_several_images_needs_a_name(tmp_path: Path):
     layout = Layout().image(BASE, name="repo/app:1").image(BASE, UPPER, name="repo/app:2")
     path = layout.archive(tmp_path / "two.tar")
     with pytest.raises(ConfigurationError, match=r"PATH#NAME: repo/app:1, repo/app:2"):
@@ -157,7 +157,7 @@ def test_of_several_images_one_is_chosen_by_name(tmp_path: Path):
     assert text(prepare(path, tmp_path, name="app:2"), "etc/name") == "upper"
 
 
-def test_of_several_machines_images_this_ones_is_taken(tmp_path: Path):
+def test_multi_platform_index_gives_this_machines_image(tmp_path: Path):
     layout = Layout().image(UPPER, architecture="s390x", platform=True).image(BASE, platform=True)
     attestation = layout.document({"note": 1}, f"{OCI}.manifest.v1+json")
     attestation["annotations"] = {"vnd.docker.reference.type": "attestation-manifest"}
@@ -191,7 +191,7 @@ def three(tmp_path: Path) -> list[Path]:
     return made
 
 
-def test_the_longest_unused_goes_first_and_none_that_is_in_use(tmp_path: Path):
+def test_eviction_is_least_recently_used_and_spares_images_in_use(tmp_path: Path):
     first, second, third = three(tmp_path)
     room = (2 << 20) + 200_000
     kept = prepare(first, tmp_path, store_bytes=room)
@@ -212,7 +212,7 @@ def test_the_longest_unused_goes_first_and_none_that_is_in_use(tmp_path: Path):
     assert image.root.exists()
 
 
-def test_to_use_an_image_is_to_keep_it_longer(tmp_path: Path):
+def test_use_of_image_postpones_its_eviction(tmp_path: Path):
     first, second, third = three(tmp_path)
     for n, path in enumerate((first, second)):
         with prepare(path, tmp_path) as image:
@@ -233,7 +233,7 @@ def test_layers_of_an_image_that_is_being_made_make_no_room_for_its_others(tmp_p
     assert (image.root / "data").read_bytes() == bytes([2]) * (1 << 20)
 
 
-def test_looking_up_waits_for_nobody(tmp_path: Path):
+def test_lookup_takes_no_lock(tmp_path: Path):
     path = three(tmp_path)[0]
     prepare(path, tmp_path).release()
     stop = threading.Event()
@@ -259,7 +259,7 @@ def test_an_archive_that_has_to_be_decompressed_takes_its_bytes_meanwhile(tmp_pa
     assert Store(tmp_path / "store", OWNER, 1 << 30).used_bytes() < (1 << 20) + 100_000
 
 
-def test_what_killed_unpackings_left_is_swept(tmp_path: Path):
+def test_leftovers_of_killed_unpackings_are_swept(tmp_path: Path):
     one, two, _ = three(tmp_path)
     prepare(one, tmp_path).release()
     left = tmp_path / "store" / "incoming" / "0123"
@@ -297,7 +297,7 @@ def tell(started: subprocess.Popen[str]) -> None:
     started.stdin.flush()
 
 
-def test_processes_that_want_the_same_do_the_work_once_and_hold_it(tmp_path: Path):
+def test_concurrent_processes_unpack_an_image_once(tmp_path: Path):
     path = saved(tmp_path / "image.tar", BASE, UPPER)
     both = [process(path, tmp_path) for _ in range(2)]
     for one in both:
@@ -319,7 +319,7 @@ def test_processes_that_want_the_same_do_the_work_once_and_hold_it(tmp_path: Pat
     assert not any(on_disk(tmp_path / "store").values())
 
 
-def test_whoever_waits_for_the_store_can_be_stopped(tmp_path: Path):
+def test_wait_for_the_store_can_be_stopped(tmp_path: Path):
     path = three(tmp_path)[0]
     Store(tmp_path / "store", OWNER, 1 << 30)
     stop = threading.Event()

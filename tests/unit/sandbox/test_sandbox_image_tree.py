@@ -46,7 +46,7 @@ class Model:
             part = left.pop(0)
             steps += 1
             if steps > 1000:
-                raise ImageError("circles")
+                raise ImageError("loop of links")
             if part in ("", "."):
                 continue
             if part == "..":
@@ -159,7 +159,7 @@ def seen(folder: Folder, prefix: str = "") -> dict[str, object]:
 @settings(max_examples=400, deadline=None)
 @example([[TreeEntry(name=b"a/a", kind="link", target=b"/b"), TreeEntry(name=b"a/a/a", kind="file")]])
 @given(st.lists(st.lists(entries(), max_size=6), max_size=4))
-def test_layers_come_to_what_they_would_in_a_real_directory(layers: list[list[TreeEntry]]):
+def test_merged_layers_equal_a_real_directory(layers: list[list[TreeEntry]]):
     mask = os.umask(0)
     try:
         with tempfile.TemporaryDirectory() as name:
@@ -180,7 +180,7 @@ def test_layers_come_to_what_they_would_in_a_real_directory(layers: list[list[Tr
         os.umask(mask)
 
 
-def test_what_hides_is_of_the_layers_below_wherever_it_stands():
+def test_whiteouts_hide_lower_layers_in_any_order():
     below = [TreeEntry(name=b"d/old", kind="file"), TreeEntry(name=b"x", kind="file", data=1)]
     above = [
         TreeEntry(name=b"d/new", kind="file"),
@@ -196,7 +196,7 @@ def test_what_hides_is_of_the_layers_below_wherever_it_stands():
     assert (x.layer, x.data) == (1, 2)
 
 
-def test_a_layer_that_goes_through_a_link_of_a_lower_one_ends_where_it_leads():
+def test_layer_follows_links_of_lower_layers():
     below = [
         TreeEntry(name=b"usr/lib", kind="folder", mode=0o711),
         TreeEntry(name=b"lib", kind="link", target=b"usr/lib"),
@@ -209,11 +209,11 @@ def test_a_layer_that_goes_through_a_link_of_a_lower_one_ends_where_it_leads():
     assert (list(lib.inside), lib.mode) == ([b"new"], 0o711)
 
 
-def test_what_never_ends_or_is_too_much_is_refused():
+def test_loops_and_oversized_trees_are_refused():
     def circle(name: bytes, to: bytes) -> TreeEntry:
         return TreeEntry(name=name, kind="link", target=to)
 
-    with pytest.raises(ImageError, match="circles"):
+    with pytest.raises(ImageError, match="loop of links"):
         merge([[circle(b"a", b"b"), circle(b"b", b"a"), TreeEntry(name=b"a/x", kind="file")]])
     with pytest.raises(ImageError, match="deep"):
         merge([[TreeEntry(name=b"/".join([b"d"] * 300), kind="file")]])

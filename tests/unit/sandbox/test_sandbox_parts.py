@@ -79,11 +79,11 @@ NO, NONE, FAMILY = seccomp.ERRNO | 1, seccomp.ERRNO | 38, seccomp.ERRNO | 97
         (0x40000000, (), NONE),  # x32
     ],
 )
-def test_the_filter_of_x86_64(number: int, arguments: tuple[int, ...], verdict: int):
+def test_seccomp_filter_decides_calls_on_x86_64(number: int, arguments: tuple[int, ...], verdict: int):
     assert seccomp.verdict(seccomp.program("x86_64"), "x86_64", number, arguments) == verdict
 
 
-def test_the_filter_knows_machines_apart():
+def test_seccomp_filter_is_specific_to_its_architecture():
     program = seccomp.program("x86_64")
     assert seccomp.verdict(program, "aarch64", 0) == seccomp.KILL
     arm = seccomp.program("aarch64")
@@ -96,7 +96,7 @@ def test_the_filter_knows_machines_apart():
         seccomp.program("riscv64")
 
 
-def test_frames_come_whole_however_they_are_cut():
+def test_frames_are_reassembled_from_any_chunks():
     sent = wire.frame({"id": 1}, b"body") + wire.frame({"id": 2, "text": "ü"})
     for cut in range(1, len(sent)):
         frames = wire.Frames()
@@ -107,12 +107,12 @@ def test_frames_come_whole_however_they_are_cut():
 @pytest.mark.parametrize(
     "data", [b"\xff" * 8, wire.LENGTHS.pack(2, wire.BODY_BYTES + 1), wire.LENGTHS.pack(1, 0) + b"["]
 )
-def test_what_is_no_frame_is_refused(data: bytes):
+def test_malformed_frames_are_refused(data: bytes):
     with pytest.raises(wire.Malformed):
         list(wire.Frames().feed(data))
 
 
-def test_what_every_sandbox_is_a_copy_of_needs_the_standard_library_alone():
+def test_zygote_imports_standard_library_alone():
     """It runs without site-packages, and every module in it is memory that each sandbox may copy."""
     script = """
 import sys
@@ -178,7 +178,7 @@ def test_a_group_is_found_below_what_a_container_shows_of_it():
     assert cgroups._below("/sys/fs/cgroup/memory", "/", "/a") == Path("/sys/fs/cgroup/memory/a")
 
 
-def test_a_tar_of_what_was_written_and_back(tmp_path: Path):
+def test_snapshot_round_trips_written_files(tmp_path: Path):
     upper, back = tmp_path / "upper", tmp_path / "back"
     (upper / "folder").mkdir(parents=True)
     (upper / "folder" / "file").write_bytes(b"x" * 700)

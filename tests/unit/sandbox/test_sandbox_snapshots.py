@@ -21,7 +21,7 @@ def packed(folder: Path, most: int = 64 * MIB) -> bytes:
         os.close(descriptor)
 
 
-def test_holes_come_back_as_holes(tmp_path: Path):
+def test_snapshot_preserves_holes(tmp_path: Path):
     upper, back = tmp_path / "upper", tmp_path / "back"
     upper.mkdir()
     back.mkdir()
@@ -39,7 +39,7 @@ def test_holes_come_back_as_holes(tmp_path: Path):
     assert (back / "mixed").stat().st_blocks <= (upper / "mixed").stat().st_blocks
 
 
-def test_its_limit_is_of_all_its_bytes(tmp_path: Path):
+def test_snapshot_limit_counts_all_bytes(tmp_path: Path):
     upper = tmp_path / "upper"
     upper.mkdir()
     (upper / "file").write_bytes(b"x" * 700)

@@ -50,7 +50,7 @@ async def talking() -> AsyncIterator[tuple[LocalSandbox, FakeZygote, asyncio.Str
 
 async def request(reader: asyncio.StreamReader) -> dict[str, Any]:
     head, body = wire.lengths(await reader.readexactly(wire.LENGTHS.size))
-    told = wire.head_of(await reader.readexactly(head))
+    told = wire.head_from(await reader.readexactly(head))
     await reader.readexactly(body)
     return told
 

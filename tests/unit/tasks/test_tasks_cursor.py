@@ -26,7 +26,7 @@ def take(cursor: TaskCursor, count: int) -> list[str]:
 
 @settings(deadline=None, max_examples=60)
 @given(size=st.integers(1, 40), seed=st.integers(-(2**70), 2**70), position=st.integers(0, 200))
-def test_a_sought_cursor_goes_on_where_another_stopped(size: int, seed: int, position: int):
+def test_seek_resumes_cursor_at_position(size: int, seed: int, position: int):
     walked = TaskCursor(tasks(size), seed)
     take(walked, position)
     sought = TaskCursor(tasks(size), seed)
@@ -36,7 +36,7 @@ def test_a_sought_cursor_goes_on_where_another_stopped(size: int, seed: int, pos
     assert take(sought, 2 * size) == take(walked, 2 * size)
 
 
-def test_each_epoch_is_every_task_once_in_another_order():
+def test_epoch_is_a_new_permutation_of_all_tasks():
     cursor = TaskCursor(tasks(50), seed=1)
     epochs = [take(cursor, 50) for _ in range(4)]
     assert all(sorted(epoch, key=int) == [str(i) for i in range(50)] for epoch in epochs)
@@ -44,7 +44,7 @@ def test_each_epoch_is_every_task_once_in_another_order():
     assert cursor.epoch == 4
 
 
-def test_seeking_back_repeats():
+def test_seek_back_repeats_tasks():
     cursor = TaskCursor(tasks(7), seed=2)
     first = take(cursor, 20)
     cursor.seek(5)
@@ -61,7 +61,7 @@ def test_the_order_is_pinned():
     assert permutation(8, seed=5, epoch=3).tolist() == GOLDEN[1]
 
 
-def test_places_are_uniform():
+def test_permutation_positions_are_uniform():
     counts = np.zeros((6, 6), dtype=int)
     for epoch in range(3000):
         for place, index in enumerate(permutation(6, seed=9, epoch=epoch)):

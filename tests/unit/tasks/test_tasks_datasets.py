@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["one", "several", "rows.parquet", "rows.json", "rows.csv", "files"])
-def test_every_form_gives_the_same_tasks(folder: Path, name: str) -> None:
+def test_all_file_formats_give_equal_tasks(folder: Path, name: str) -> None:
     tasks = load_tasks(source(path=str(folder / name)))
     assert [(task.prompt, task.answer) for task in tasks] == [(f"{i}+1=", str(i + 1)) for i in range(4)]
     assert {task.source for task in tasks} == {str(folder / name)}
@@ -65,7 +65,7 @@ def test_every_form_gives_the_same_tasks(folder: Path, name: str) -> None:
         assert [task.metadata for task in tasks] == [{"level": {"n": i}} for i in range(4)]
 
 
-def test_splits_by_name_and_by_default(folder: Path) -> None:
+def test_split_is_chosen_by_name_or_default(folder: Path) -> None:
     for name in ("several", "files"):
         assert [task.prompt for task in load_tasks(source(path=str(folder / name), split="test"))] == ["9+1="]
         said = refusal(path=str(folder / name), split="tset")
@@ -79,7 +79,9 @@ def test_splits_by_name_and_by_default(folder: Path) -> None:
     assert "'split' is needed; it has: test, validation" in refusal(path=str(two))
 
 
-def test_what_is_not_there_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_missing_files_splits_and_columns(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parquet = str(folder / "rows.parquet")
     nearest = refusal(path=parquet, columns={"prompt": "qestion"})
     assert f"{parquet} row 0: missing \"qestion\"; did you mean 'question'? it has: level, question" in nearest
@@ -110,7 +112,7 @@ def test_what_is_not_there_is_named(folder: Path, tmp_path: Path, monkeypatch: p
     assert "pip install 'headway[datasets]'" in missing
 
 
-def test_answers_and_metadata_that_have_no_use(tmp_path: Path) -> None:
+def test_unusable_answers_and_metadata_are_refused(tmp_path: Path) -> None:
     def one(**row: Any) -> str:
         datasets.Dataset.from_list([row]).to_parquet(tmp_path / "t.parquet")
         return str(tmp_path / "t.parquet")
@@ -131,7 +133,7 @@ def test_answers_and_metadata_that_have_no_use(tmp_path: Path) -> None:
     assert (task.answer, task.metadata) == ("", {"a": 0.5})
 
 
-def test_conversations_are_prompts_and_share_their_text(tmp_path: Path) -> None:
+def test_conversation_prompts_share_message_text(tmp_path: Path) -> None:
     system = {"role": "system", "content": "Be brief."}
     user = {"role": "user", "content": "1+1="}
     rows = [{"chat": [system, user], "answer": "2"}, {"chat": [user], "answer": "2"}]
@@ -174,7 +176,7 @@ def chat(row):
 """
 
 
-def test_a_function_of_ones_own(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convert_function_maps_and_drops_rows(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_rows.py").write_text(CONVERSIONS)
     monkeypatch.syspath_prepend(str(tmp_path))
     path = str(folder / "rows.parquet")
@@ -198,7 +200,7 @@ def test_a_function_of_ones_own(folder: Path, tmp_path: Path, monkeypatch: pytes
     assert chats[3][0] == f"{path} row 3"
 
 
-def test_demonstrations_out_of_a_data_set(tmp_path: Path) -> None:
+def test_demonstrations_are_read_from_data_sets(tmp_path: Path) -> None:
     rows = [
         {"talk": [{"role": "user", "content": "a", "name": None}, {"role": "assistant", "content": "b", "name": "x"}]},
         {"q": "a", "solution": "b"},

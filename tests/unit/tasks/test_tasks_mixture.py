@@ -25,7 +25,7 @@ WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=7)
 
 @settings(max_examples=60, deadline=None)
 @given(weights=WEIGHTS, steps=st.integers(1, 300))
-def test_no_source_is_ever_a_task_ahead_of_or_behind_its_share(weights: list[int], steps: int) -> None:
+def test_mixture_keeps_every_share_within_a_task(weights: list[int], steps: int) -> None:
     mixture, total = Mixture([weight / 10 for weight in weights]), sum(weights)
     bound = 1 - Fraction(1, 2 * len(weights) - 2) if len(weights) > 1 else 0
     for n in range(1, steps + 1):
@@ -36,7 +36,7 @@ def test_no_source_is_ever_a_task_ahead_of_or_behind_its_share(weights: list[int
 
 @settings(max_examples=60, deadline=None)
 @given(weights=WEIGHTS, position=st.integers(0, 2000))
-def test_sought_and_walked_are_the_same(weights: list[int], position: int) -> None:
+def test_mixture_seek_equals_repeated_next(weights: list[int], position: int) -> None:
     walked, sought = Mixture(weights), Mixture(weights)
     for _ in range(position):
         walked.next()
@@ -45,7 +45,7 @@ def test_sought_and_walked_are_the_same(weights: list[int], position: int) -> No
     assert [sought.next() for _ in range(50)] == [walked.next() for _ in range(50)]
 
 
-def test_the_order_of_turns_is_what_it_was() -> None:
+def test_mixture_order_is_pinned() -> None:
     mixture = Mixture([3, 1])
     assert [mixture.next() for _ in range(8)] == [0, 0, 1, 0, 0, 0, 1, 0]
     mixture = Mixture([0.5, 0.3, 0.2])
@@ -59,7 +59,7 @@ def tasks(**sizes: int) -> list[Task]:
     return [Task(task_id=f"{name}{i}", prompt=str(i), source=name) for name, size in sizes.items() for i in range(size)]
 
 
-def test_every_source_has_epochs_of_its_own() -> None:
+def test_sources_have_independent_epochs() -> None:
     cursor = TaskCursor(tasks(small=4, large=30), seed=1, weights={"small": 1, "large": 2})
     drawn = [cursor.next() for _ in range(90)]
     small = [task.task_id for task in drawn if task.source == "small"]
@@ -72,7 +72,7 @@ def test_every_source_has_epochs_of_its_own() -> None:
     assert cursor.epoch == 2
 
 
-def test_a_mixture_resumes_anywhere() -> None:
+def test_mixture_resumes_at_any_position() -> None:
     def cursor() -> TaskCursor:
         return TaskCursor(tasks(a=5, b=7, c=3), seed=3, weights={"a": 1, "b": 0.7, "c": 0.1})
 
@@ -86,7 +86,7 @@ def test_a_mixture_resumes_anywhere() -> None:
     assert [other.next().task_id for _ in range(40)] != drawn[:40]
 
 
-def test_sources_of_one_size_are_not_shuffled_alike_and_one_source_is_as_without_weights() -> None:
+def test_sources_of_equal_size_are_shuffled_differently() -> None:
     cursor = TaskCursor(tasks(a=20, b=20), seed=0, weights={"a": 1, "b": 1})
     drawn = [cursor.next() for _ in range(40)]
     orders = [[task.prompt for task in drawn if task.source == name] for name in "ab"]
@@ -110,7 +110,7 @@ def experiment(train: Any, **sections: Any) -> Experiment:
     return validate_experiment({**raw, **sections}, "test")
 
 
-def test_sets_of_several_sources(tmp_path: Path) -> None:
+def test_task_set_of_several_sources(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", ["a1", "a2", "both"])
     second = write(tmp_path / "b.jsonl", ["both", "b1"])
     mixed = experiment([{"path": first, "weight": 3}, {"path": second, "label": "b"}])
@@ -124,7 +124,7 @@ def test_sets_of_several_sources(tmp_path: Path) -> None:
         load_task_sets(experiment([first, write(tmp_path / "copy.jsonl", ["a1"])]))
 
 
-def test_generated_tasks_of_a_mixture_make_room_for_held_out_ones(tmp_path: Path) -> None:
+def test_generated_tasks_exclude_held_out_prompts(tmp_path: Path) -> None:
     generated = {"source": "reasoning-gym", "name": "basic_arithmetic", "size": 30, "label": "sums"}
     prompts = [task.prompt for task in load_task_sets(experiment(generated))["train"]]
     held = write(tmp_path / "held.jsonl", prompts[:3])
@@ -139,7 +139,7 @@ def refusal(train: Any, **sections: Any) -> str:
     return str(caught.value)
 
 
-def test_sources_that_cannot_be(tmp_path: Path) -> None:
+def test_invalid_sources_are_refused(tmp_path: Path) -> None:
     one = {"path": "a.jsonl"}
     assert "two sources are called 'a.jsonl': give them a 'label' each" in refusal([one, one])
     assert "tasks.train = []: Value should have at least 1 item" in refusal([])
@@ -158,7 +158,7 @@ def test_sources_that_cannot_be(tmp_path: Path) -> None:
     assert "convert = 'ab': expected module:function" in refusal({**one, "convert": "ab"})
 
 
-def test_overrides_reach_into_a_list_and_a_resume_compares_it(tmp_path: Path) -> None:
+def test_overrides_and_resume_checks_reach_into_source_list(tmp_path: Path) -> None:
     file = tmp_path / "e.toml"
     file.write_text(
         '[run]\ndirectory = "r"\n[model]\npath = "m"\n[[tasks.train]]\npath = "a"\n[[tasks.train]]\npath = "b"\n'
@@ -180,7 +180,7 @@ def test_overrides_reach_into_a_list_and_a_resume_compares_it(tmp_path: Path) ->
 # --- who scores them -------------------------------------------------------------------------------------
 
 
-def test_a_row_goes_before_its_source_and_the_source_before_the_experiment(tmp_path: Path) -> None:
+def test_verifier_precedence_is_row_source_experiment(tmp_path: Path) -> None:
     rows = [
         {"prompt": "a", "answer": "1"},
         {"prompt": "b", "answer": "1", "verifier": "math"},

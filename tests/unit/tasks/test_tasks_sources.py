@@ -114,7 +114,7 @@ class TestJsonl:
         assert f"{tmp_path / 't.jsonl'}:3: " in str(caught.value)
         assert message in str(caught.value)
 
-    def test_a_line_that_is_not_utf8(self, tmp_path: Path):
+    def test_non_utf8_line_is_refused(self, tmp_path: Path):
         (tmp_path / "t.jsonl").write_bytes(b'{"prompt": "\xff\xfe"}\n')
         with pytest.raises(ConfigurationError, match=r"t\.jsonl:1: not valid JSON"):
             load_tasks(TaskSource(path=str(tmp_path / "t.jsonl")))
@@ -123,7 +123,7 @@ class TestJsonl:
         (tmp_path / "t.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "x"}\n')
         assert load_tasks(TaskSource(path=str(tmp_path / "t.jsonl")))[0].prompt == "x"
 
-    def test_missing_empty_and_folder(self, tmp_path: Path):
+    def test_missing_empty_and_folder_paths_are_refused(self, tmp_path: Path):
         with pytest.raises(ConfigurationError, match="no such file"):
             load_tasks(TaskSource(path=str(tmp_path / "none.jsonl")))
         with pytest.raises(ConfigurationError, match="holds no tasks"):
@@ -213,13 +213,13 @@ def test_numpy_scalars_become_plain_and_other_types_are_refused():
 
 
 class TestDisjoint:
-    def test_names_both_sets_the_count_and_an_example(self):
+    def test_overlap_error_names_sets_count_and_example(self):
         train, test = [task("a", "1"), task("b"), task("c")], [task("b", "other answer"), task("c"), task("d")]
         with pytest.raises(ConfigurationError) as caught:
             require_disjoint({"tasks.train": train, "tasks.test": test})
         assert "tasks.train and tasks.test share 2 prompts, for example 'b'" in str(caught.value)
 
-    def test_reports_every_pair(self):
+    def test_overlap_reports_every_pair(self):
         found = overlap({"x": [task("a"), task("b")], "y": [task("b")], "z": [task("a"), task("b")]})
         assert [(o.first, o.second, o.prompts) for o in found] == [("x", "y", 1), ("x", "z", 2), ("y", "z", 1)]
 

@@ -65,7 +65,7 @@ def test_digits_and_symbols_are_single_tokens(trained, text):
     assert [trained.token(i) for i in trained.encode("12+34=46")] == list("12+34=46")
 
 
-def test_the_vocabulary_holds_what_it_should(trained, folder):
+def test_vocabulary_holds_specials_bytes_and_characters(trained, folder):
     assert trained.vocabulary_size <= 400
     assert trained.token_id(" answer") is not None  # words are merged
     ids = [trained.token_id(token) for token in (*SPECIAL_TOKENS, *RESERVED_TOKENS)]
@@ -143,7 +143,7 @@ def rewrite(folder: Path, source: Path, **changes: object) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings_))
 
 
-def test_where_eos_comes_from(folder, tmp_path):
+def test_eos_is_read_from_every_config_file(folder, tmp_path):
     rewrite(tmp_path, folder, eos_token=None)
     with pytest.raises(ConfigurationError, match="no end-of-sequence token; set eos_token"):
         Tokenizer.load(tmp_path)
@@ -167,7 +167,7 @@ def test_where_eos_comes_from(folder, tmp_path):
         Tokenizer.load(tmp_path)
 
 
-def test_bad_folders_and_templates_are_named(folder, tmp_path):
+def test_errors_name_bad_folders_and_templates(folder, tmp_path):
     with pytest.raises(ConfigurationError, match="no such folder"):
         Tokenizer.load(tmp_path / "nowhere")
     with pytest.raises(ConfigurationError, match=r"no such file: .*tokenizer\.json"):

@@ -76,14 +76,14 @@ def test_transformers_agrees_on_chats(folder: Path) -> None:
 
 
 @EACH
-def test_what_the_model_was_given_comes_back(folder: Path) -> None:
+def test_encoded_text_decodes_to_itself(folder: Path) -> None:
     """Text without special tokens survives, but for the space SentencePiece's kinds put before it and NFC."""
     tokenizer = Tokenizer.load(folder)
     for text in ("The answer is 46.", "é 你好 😀\n\n x", "def f(x):\n    return x"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_kinds_are_what_they_claim(tmp_path: Path) -> None:
+def test_fixture_tokenizers_have_declared_kinds(tmp_path: Path) -> None:
     tokenizers = {kind: Tokenizer.load(write(kind, tmp_path / kind)) for kind in KINDS}
     pieces = {kind: [one.token(i) for i in one.render("é is 12345")] for kind, one in tokenizers.items()}
     assert pieces["gpt2"][:2] == ["Ã©", "Ġis"]
@@ -138,7 +138,7 @@ def test_tokens_that_only_the_settings_know_are_added(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
-def test_older_layouts(tmp_path: Path) -> None:
+def test_older_tokenizer_layouts_are_read(tmp_path: Path) -> None:
     write("gemma", tmp_path)
     file = tmp_path / "tokenizer_config.json"
     raw = json.loads(file.read_text())

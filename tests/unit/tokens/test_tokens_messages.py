@@ -54,7 +54,7 @@ THOUGHT = "<think>\nhm\n</think>\n\n3"
         ({"tool_calls": []}, {"tool_calls": None}),
     ],
 )
-def test_answers_that_mean_the_same(one: Any, other: Any) -> None:
+def test_equal_answers_are_recognised(one: Any, other: Any) -> None:
     assert same_answer(answer(**one), answer(**other))
     assert same_answer(answer(**other), answer(**one))
 
@@ -73,17 +73,17 @@ def test_answers_that_mean_the_same(one: Any, other: Any) -> None:
         ({"content": "3", "reasoning_content": "hm"}, {"content": "3", "reasoning_content": "ah"}),
     ],
 )
-def test_answers_that_do_not(one: Any, other: Any) -> None:
+def test_different_answers_are_distinguished(one: Any, other: Any) -> None:
     assert not same_answer(answer(**one), answer(**other))
 
 
-def test_reasoning_counts_and_is_no_part_of_the_key() -> None:
+def test_reasoning_affects_equality_but_not_message_key() -> None:
     recorded, sent = answer(content=THOUGHT), answer(content="3")
     assert not same_answer(recorded, sent)
     assert message_key(recorded) == message_key(sent)
 
 
-def test_what_the_user_says_is_taken_to_the_letter() -> None:
+def test_user_messages_are_compared_exactly() -> None:
     one, other = normal_messages([ASKED, {**ASKED, "content": "1+2? "}])
     assert message_key(one) != message_key(other)
     parts = normal_message({"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}, "m")
@@ -107,7 +107,7 @@ def test_keys_of_histories_are_equal_for_equal_beginnings_alone(texts: list[str]
     assert not set(same) & set(history_keys("another root", talk("w")))
 
 
-def test_what_templates_are_given() -> None:
+def test_template_form_of_messages() -> None:
     talk = normal_messages(
         [
             {"role": "assistant", "content": THOUGHT, "tool_calls": [call('{"b": 1, "a": 2}'), call("oops", "b")]},
@@ -154,7 +154,7 @@ def test_what_templates_are_given() -> None:
         ([ASKED, {"role": "tool", "tool_call_id": "z", "content": ""}], "messages[1].tool_call_id", "no tool calls"),
     ],
 )
-def test_what_is_wrong_is_named(messages: Any, param: str, says: str) -> None:
+def test_errors_name_the_invalid_field(messages: Any, param: str, says: str) -> None:
     with pytest.raises(RequestRefused) as refused:
         normal_messages(messages)
     assert refused.value.param == param
@@ -162,7 +162,7 @@ def test_what_is_wrong_is_named(messages: Any, param: str, says: str) -> None:
     assert says in str(refused.value)
 
 
-def test_tools() -> None:
+def test_tools_are_normalised_or_refused() -> None:
     assert normal_tools(None) is normal_tools([]) is None
     tool = {"type": "function", "function": {"name": "bash", "parameters": {}}}
     assert normal_tools([tool]) == [tool]

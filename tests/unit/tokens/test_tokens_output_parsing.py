@@ -49,7 +49,7 @@ def called(message: Message) -> list[tuple[str, str]]:
         (None, "none", False, False),
     ],
 )
-def test_a_template_shows_how_its_turns_are_written(template: str, tools: str, reasoning: bool, field: bool) -> None:
+def test_output_format_is_detected_from_template(template: str, tools: str, reasoning: bool, field: bool) -> None:
     found = output_format(template)
     assert (found.tools, found.reasoning, found.reasoning_field) == (tools, reasoning, field)
     assert output_format(template, "llama_json").tools == "llama_json"
@@ -73,7 +73,7 @@ def test_a_template_shows_how_its_turns_are_written(template: str, tools: str, r
         ('<tool_call>{"name": "b", "arguments": {"c": "<tool_call>"}}</tool_call>', "", [("b", '{"c":"<tool_call>"}')]),
     ],
 )
-def test_calls_in_tags(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+def test_hermes_calls_are_parsed(text: str, content: str, calls: list[tuple[str, str]]) -> None:
     message = parsed(text)
     assert (message.content, called(message)) == (content, calls)
     assert [call.call_id for call in message.calls] == [f"call_{number}" for number in range(len(calls))]
@@ -90,7 +90,7 @@ def test_calls_in_tags(text: str, content: str, calls: list[tuple[str, str]]) ->
         "<tool_call>" + "[" * 100_000,
     ],
 )
-def test_malformed_calls_stay_where_they_are(text: str) -> None:
+def test_malformed_calls_stay_in_content(text: str) -> None:
     message = parsed(text)
     assert (message.content, message.calls) == (text, ())
 
@@ -111,7 +111,7 @@ def test_calls_that_are_not_allowed_are_content() -> None:
         ('{"a": 1}', []),
     ],
 )
-def test_calls_as_bare_json(text: str, calls: list[tuple[str, str]]) -> None:
+def test_llama_json_calls_are_parsed(text: str, calls: list[tuple[str, str]]) -> None:
     message = parsed(text, LLAMA)
     assert called(message) == calls
     assert message.content == ("" if calls else text)
@@ -130,7 +130,7 @@ def test_calls_as_bare_json(text: str, calls: list[tuple[str, str]]) -> None:
         (f"<think>{LS}</think>3", False, LS, "3"),
     ],
 )
-def test_reasoning(text: str, opened: bool, reasoning: str, content: str) -> None:
+def test_reasoning_is_split_from_content(text: str, opened: bool, reasoning: str, content: str) -> None:
     message = parsed(text, THINKS, opened=opened)
     assert (message.reasoning, message.content) == (reasoning, content)
     assert len(message.calls) == (text.endswith(LS) and not text.endswith("3"))
@@ -145,13 +145,13 @@ def test_reasoning_in_content_is_given_out_as_it_was_written() -> None:
     assert searched.inline == "hm</think>3"
 
 
-def test_where_a_prompt_leaves_off() -> None:
+def test_open_reasoning_in_prompt_is_detected() -> None:
     assert begins_inside_reasoning("<|im_start|>assistant\n<think>\n")
     assert not begins_inside_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert not begins_inside_reasoning("<|im_start|>assistant\n")
 
 
-def test_the_text_of_sampled_tokens(tmp_path: Path) -> None:
+def test_response_text_drops_stop_and_special_tokens(tmp_path: Path) -> None:
     tokenizer = chat_of("qwen2.5", tmp_path).tokenizer
     ids = [*tokenizer.encode("go on\nObservation: x<|im_start|>y"), tokenizer.eos_id]
     assert response_text(tokenizer, ids, HERMES) == "go on\nObservation: xy"

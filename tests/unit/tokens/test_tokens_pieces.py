@@ -29,7 +29,7 @@ def specials(chat: Chat) -> list[str]:
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_are_the_whole(kind: str, data: st.DataObject) -> None:
+def test_pieces_encode_as_the_whole_text(kind: str, data: st.DataObject) -> None:
     parts = st.sampled_from([*WORDS, *specials(chat(kind)), " ", "  ", "\n", "a" * 70, "the answer " * 9])
     text = "".join(data.draw(st.lists(parts, max_size=40)))
     for _ in range(2):  # what is kept is the same
@@ -46,7 +46,7 @@ def test_a_system_message_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum("be brief" in text for text in encoded) == 1
 
 
-def test_tokens_that_look_aside_begin_no_piece() -> None:
+def test_context_sensitive_tokens_begin_no_piece() -> None:
     backend = Backend(WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
     backend.pre_tokenizer = WhitespaceSplit()
     backend.add_special_tokens(

@@ -28,7 +28,7 @@ PIECES = st.sampled_from(
     st.booleans(),
     st.booleans(),
 )
-def test_what_is_certain_is_a_beginning_of_what_comes_out(
+def test_certain_text_is_a_prefix_of_final_answer(
     text: str, tools: str, reasoning: bool, calls: bool, opened: bool
 ) -> None:
     written = OutputFormat(tools=tools, reasoning=reasoning, reasoning_field=reasoning)  # type: ignore[arg-type]
@@ -92,5 +92,5 @@ def test_text_comes_as_soon_as_it_is_certain() -> None:
 
 
 @pytest.mark.parametrize(("text", "tag", "length"), [("ab<th", "<think>", 3), ("<think>", "<think>", 0), ("", "x", 0)])
-def test_overlap(text: str, tag: str, length: int) -> None:
+def test_overlap_is_longest_suffix_that_begins_tag(text: str, tag: str, length: int) -> None:
     assert overlap(text, tag) == length

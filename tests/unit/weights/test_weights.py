@@ -50,7 +50,7 @@ def publisher(tmp_path):
         yield publisher
 
 
-def test_what_is_fetched_is_what_was_published(publisher):
+def test_fetched_tensors_equal_published_ones(publisher):
     subscriber = Subscriber()
     for version in range(7):
         published = publisher.publish(version, weights(version))
@@ -75,7 +75,7 @@ def test_three_slots_rotate_and_are_reused(publisher, tmp_path):
 
 @settings(deadline=None, max_examples=60)
 @given(position=st.integers(0, 10**6), bit=st.integers(0, 7))
-def test_a_flipped_bit_anywhere_is_noticed(tmp_path_factory, position, bit):
+def test_flipped_bit_is_detected_anywhere(tmp_path_factory, position, bit):
     with Publisher("flip", directory=tmp_path_factory.mktemp("flip")) as publisher:
         published = publisher.publish(5, weights())
         content = bytearray(Path(published.path).read_bytes())
@@ -135,7 +135,7 @@ def test_a_slot_overwritten_while_it_is_read_is_noticed(publisher, monkeypatch):
         Subscriber().fetch(published)
 
 
-def test_a_torn_payload_under_the_right_version_is_noticed(publisher, monkeypatch):
+def test_torn_payload_is_detected_by_checksum(publisher, monkeypatch):
     """A publisher restarted at the same version writes the same slot while it is read: only the checksum can tell."""
     published = publisher.publish(0, weights(0))
     copy = np.copyto
@@ -152,7 +152,7 @@ def test_a_torn_payload_under_the_right_version_is_noticed(publisher, monkeypatc
         Subscriber().fetch(published)
 
 
-def test_a_writer_that_died_half_way_leaves_no_version(publisher):
+def test_writer_killed_mid_write_publishes_nothing(publisher):
     publisher.publish(0, weights(0))
     publisher.publish(1, weights(1))
     last = publisher.publish(2, weights(2))
@@ -202,7 +202,7 @@ def test_strided_and_differentiable_tensors_are_published(publisher):
     assert torch.equal(fetched["p"], torch.ones(3))
 
 
-def test_fetched_tensors_begin_at_whole_cache_lines(publisher):
+def test_fetched_tensors_are_cache_line_aligned(publisher):
     for size in range(1, 200, 7):  # a buffer of its own for each
         published = publisher.publish(size, {"a": torch.ones(3 * size), "b": torch.ones(7)})
         assert all(tensor.data_ptr() % 64 == 0 for tensor in Subscriber().fetch(published).values())
@@ -248,7 +248,7 @@ def publish_and_be_killed(run: str, folder: Path) -> PublishedWeights:
 
 
 @pytest.mark.parametrize("place", ["SHARED_MEMORY", "tempfile"])
-def test_a_killed_publishers_leftovers_are_reaped_wherever_they_may_lie(tmp_path, monkeypatch, place):
+def test_leftovers_of_killed_publisher_are_reaped_in_all_directories(tmp_path, monkeypatch, place):
     (tmp_path / "other").mkdir()
     shared, temporary = (tmp_path, tmp_path / "other")[:: 1 if place == "SHARED_MEMORY" else -1]
     monkeypatch.setattr(leftovers, "SHARED_MEMORY", shared)
@@ -259,7 +259,7 @@ def test_a_killed_publishers_leftovers_are_reaped_wherever_they_may_lie(tmp_path
     assert not os.path.exists(path)
 
 
-def test_any_start_reaps_what_a_killed_run_left_and_nobody_holds(tmp_path, publisher):
+def test_start_reaps_unheld_slots_of_killed_runs(tmp_path, publisher):
     publisher.publish(0, weights())
     killed = publish_and_be_killed("killed", tmp_path)
     reader = Subscriber()
@@ -270,7 +270,7 @@ def test_any_start_reaps_what_a_killed_run_left_and_nobody_holds(tmp_path, publi
     assert os.listdir(tmp_path) == ["headway-run-0.weights"]
 
 
-def test_a_slot_reaped_in_the_instant_of_its_making_is_made_again(tmp_path, monkeypatch):
+def test_slot_reaped_during_creation_is_recreated(tmp_path, monkeypatch):
     hold, reaped = shared_memory.hold, []
 
     def late(descriptor: int) -> None:
@@ -310,7 +310,7 @@ def test_no_room_is_a_clear_error_or_another_folder(tmp_path, monkeypatch):
         Publisher("run", directory=tmp_path / "nowhere").publish(0, weights())
 
 
-def test_what_cannot_be_published_is_refused(publisher, tmp_path):
+def test_unpublishable_tensors_are_refused(publisher, tmp_path):
     with pytest.raises(ConfigurationError, match="a has dtype complex64"):
         publisher.publish(0, {"a": torch.ones(2, dtype=torch.complex64)})
     with pytest.raises(ValueError, match="must not be negative"):
@@ -323,7 +323,7 @@ def _read_in_another_process(published: PublishedWeights) -> float:
     return float(Subscriber().fetch(published)["embedding"].sum())
 
 
-def test_another_process_reads_the_same(publisher):
+def test_other_process_reads_equal_tensors(publisher):
     published = publisher.publish(1, weights(1))
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         total = pool.apply(_read_in_another_process, (published,))
