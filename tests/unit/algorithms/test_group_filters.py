@@ -215,7 +215,9 @@ def test_a_hook_that_raises_fails_its_group_and_no_other(hook: str, own: ModuleT
     judged = judge((1.0, "failed", 0.0), hooks={hook: "own:hook"})
     assert (judged.outcome.ending, judged.outcome.reason) == ("failed", f"hook:{hook}")
     [problem] = judged.problems
-    assert str(problem).startswith(f"hooks.{hook} = 'own:hook' raised IndexError: list index out of range (test_group_filters.py")
+    assert str(problem).startswith(
+        f"hooks.{hook} = 'own:hook' raised IndexError: list index out of range (test_group_filters.py"
+    )
     assert judged.finished == made_up_group(TASK, (1.0, "failed", 0.0))
 
 
