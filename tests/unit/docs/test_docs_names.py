@@ -95,17 +95,17 @@ def test_relative_links_of_a_page_lead_somewhere(page: Path):
     assert broken == []
 
 
-def test_make_help_names_the_targets_that_people_are_told_of():
+def test_make_help_names_every_target_of_readme_and_contributing():
     helped = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     targets = set(re.findall(r"^make ([\w-]+)", helped, re.MULTILINE))
     for name in ("CONTRIBUTING.md", "README.md"):
         text = (ROOT / name).read_text(encoding="utf-8")
-        told = set(re.findall(r"(?:`|^)make ([\w-]+)", text, re.MULTILINE)) - {"help"}
-        assert told, name
-        assert told - targets == set(), name
+        named = set(re.findall(r"(?:`|^)make ([\w-]+)", text, re.MULTILINE)) - {"help"}
+        assert named, name
+        assert named - targets == set(), name
 
 
-def test_every_page_is_reached_from_the_readme_and_the_index():
+def test_index_and_menu_list_every_page():
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
