@@ -143,7 +143,97 @@ def _line_of(module: str, before: str) -> int:
     return text[: text.index(before)].count("\n") + 1
 
 
-CHOSEN: tuple[tuple[str, str, str, str], ...] = ()
+CHOSEN: tuple[tuple[str, str, str, str], ...] = (
+    (
+        "headway/control/admission.py",
+        "(applied_version + budget + 1 - completed_steps)",
+        "(applied_version + budget + 2 - completed_steps)",
+        "admits one step's groups too many",
+    ),
+    (
+        "headway/control/admission.py",
+        "room + surplus_groups - open_groups",
+        "room - open_groups",
+        "surplus is never admitted",
+    ),
+    ("headway/control/staleness.py", "if staleness > budget:", "if staleness > budget + 1:", "trains over the budget"),
+    (
+        "headway/control/staleness.py",
+        "version - environment_version <= limit",
+        "version - environment_version < limit",
+        "an environment state ends one version early",
+    ),
+    (
+        "headway/buffer/store.py",
+        """        if outcome == "trained":
+            self._completed_steps = step + 1""",
+        """        if outcome:
+            self._completed_steps = step + 1""",
+        "a skipped step makes a version",
+    ),
+    (
+        "headway/buffer/store.py",
+        "step >= ? AND step < ? AND outcome = 'trained'",
+        "step >= ? AND step <= ? AND outcome = 'trained'",
+        "releases a step that no checkpoint covers",
+    ),
+    (
+        "headway/buffer/store.py",
+        """            if entry.parked:
+                self._delete_partials(connection, index)""",
+        """            if not entry.parked:
+                self._delete_partials(connection, index)""",
+        "partial rollouts outlive their group",
+    ),
+    (
+        "headway/orchestrator/recovery.py",
+        "for logged in run.buffer.batches_since(version):",
+        "for logged in run.buffer.batches_since(version + 1):",
+        "the replay leaves a step out",
+    ),
+    (
+        "headway/orchestrator/recovery.py",
+        "state.version = run.buffer.completed_steps",
+        "state.version = run.buffer.completed_steps + 1",
+        "a resumed run counts a version too many",
+    ),
+    (
+        "headway/algorithms/packing.py",
+        "room = [b for b, load in enumerate(loads) if load + length <= budget]",
+        "room = [b for b, load in enumerate(loads) if load <= budget]",
+        "a micro-batch holds more tokens than the budget",
+    ),
+    (
+        "headway/algorithms/aggregation.py",
+        "max_response_tokens)\n    return",
+        "tokens_s.max())\n    return",
+        "the fixed divisor depends on sampled lengths",
+    ),
+    (
+        "headway/trainer/losses.py",
+        "torch.maximum(free_m, bounded_m)",
+        "torch.minimum(free_m, bounded_m)",
+        "clipping takes the wrong side",
+    ),
+    (
+        "headway/trainer/losses.py",
+        "weight_m.clamp(max=settings.behaviour_weight_cap)",
+        "weight_m.clamp(min=settings.behaviour_weight_cap)",
+        "the importance weight isn't truncated",
+    ),
+    (
+        "headway/generator/recording/answer_tree.py",
+        "learned=turn.received",
+        "learned=True",
+        "tokens that no client got carry loss",
+    ),
+    (
+        "headway/sandbox/linux/cgroups.py",
+        '_put(group + "memory.max", str(memory_bytes))',
+        '_put(group + "memory.max", "max")',
+        "a sandbox has all of the machine's memory",
+    ),
+)
 
 
 def caught(fault: Fault, tests: list[str], processes: int) -> bool:
