@@ -14,8 +14,8 @@ from benchmarks.case_studies import c as case_c
 from benchmarks.case_studies import d as case_d
 from benchmarks.case_studies.hardware import GB300, H200, QWEN3_235B, ReplicaHardware, trainer_overrides
 from benchmarks.case_studies.runs import SCENARIOS, Figure, figures_table
-from headway.planner.reference import PAGE as SIMULATION
-from headway.planner.reference import with_tables
+from docs.write_scenario_keys import PAGE as SIMULATION
+from docs.write_scenario_keys import with_tables
 
 PAGE = (Path(__file__).parents[3] / "docs" / "case_studies.md").read_text(encoding="utf-8")
 
@@ -83,4 +83,4 @@ def test_a_straggler_of_128k_tokens_takes_hours():
 
 def test_the_tables_of_keys_are_up_to_date():
     page = SIMULATION.read_text(encoding="utf-8")
-    assert page == with_tables(page), "run: python -m headway.planner.reference --write"
+    assert page == with_tables(page), "run: python -m docs.write_scenario_keys --write"

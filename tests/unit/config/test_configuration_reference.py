@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from docs.write_configuration import reference
 from headway.config.load import flatten, validate_experiment
-from headway.config.reference import reference
 
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
 ROW = re.compile(
@@ -20,7 +20,7 @@ def rows_of(section: str) -> dict[str, re.Match[str]]:
 
 
 def test_page_is_up_to_date():
-    command = "python -m headway.config.reference > docs/configuration.md"
+    command = "python -m docs.write_configuration > docs/configuration.md"
     assert PAGE.read_text(encoding="utf-8") == reference(), f"run: {command}"
 
 

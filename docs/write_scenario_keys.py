@@ -1,6 +1,6 @@
 """The tables of keys in docs/simulation.md, written from the scenario's schema.
 
-python -m headway.planner.reference --write
+python -m docs.write_scenario_keys --write
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from docs.write_configuration import comments_from, valid_values
 from headway.config.load import section_of
-from headway.config.reference import comments_from, valid_values
 from headway.planner import quantities, scenario
 from headway.planner.quantities import Quantity
 from headway.planner.scenario import Drift, GeneratorHardware, Hardware, ScenarioEnvironment, TrainerHardware, Workload
 
-PAGE = Path(__file__).parents[2] / "docs" / "simulation.md"
+PAGE = Path(__file__).with_name("simulation.md")
 SECTIONS: dict[str, type[BaseModel]] = {
     "[hardware]": Hardware,
     "[hardware.generator]": GeneratorHardware,

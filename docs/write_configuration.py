@@ -1,6 +1,6 @@
 """``docs/configuration.md``, written from the schema itself: fields, defaults, limits and trailing comments.
 
-python -m headway.config.reference > docs/configuration.md
+python -m docs.write_configuration > docs/configuration.md
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from headway.config.schema import Experiment, is_resumable
 _INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m headway.config.reference > docs/configuration.md`; edit headway/config/schema.py instead. -->
+<!-- Written by `python -m docs.write_configuration > docs/configuration.md`; edit headway/config/schema.py instead. -->
 
 One TOML file holds a whole experiment; any key can be overridden on the command line as `--section.key=value`.
 Unknown keys are errors that name the nearest valid one. Relative paths are relative to the working directory.
