@@ -181,11 +181,11 @@ def test_the_death_of_a_host_and_its_restart_are_events(tmp_path: Path) -> None:
         "worker": "agents",
         "cause": "the host of agents ended with -9",
         "found_by": "exit",
-        "down_s": 0.0,
+        "lost_samples": 0,
         "restarts": 0,
     }
-    assert outage == {**death, "down_s": outage["down_s"], "restarts": 1}
-    assert 0 < outage["down_s"] < 60
+    assert outage == {**death, "lost_s": outage["lost_s"], "restarts": 1}
+    assert 0 < outage["lost_s"] < 60
 
 
 def test_what_a_killed_run_leaves_behind_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

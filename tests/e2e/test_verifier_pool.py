@@ -181,10 +181,10 @@ def test_a_process_that_dies_between_jobs_is_replaced(tmp_path: Path):
 
     run(main)
     died, restarted = events
-    away_s = restarted["down_s"]
-    common = {"worker": "verifier-0", "cause": "killed by SIGKILL (9)", "found_by": "exit"}
-    assert died == {"event": "verifier_died", "down_s": 0.0, "restarts": 0, **common}
-    assert restarted == {"event": "verifier_restarted", "down_s": away_s, "restarts": 1, **common}
+    away_s = restarted["lost_s"]
+    common = {"worker": "verifier-0", "cause": "killed by SIGKILL (9)", "found_by": "exit", "lost_samples": 0}
+    assert died == {"event": "verifier_died", "restarts": 0, **common}
+    assert restarted == {"event": "verifier_restarted", "lost_s": away_s, "restarts": 1, **common}
     assert 0 < away_s < 30
 
 

@@ -17,7 +17,7 @@ import os
 import sys
 from typing import Any
 
-from headway.sandbox.guest import isolation, portable_python
+from headway.sandbox.guest import entry, isolation, portable_python  # noqa: F401  entry: loaded to be carried along
 from headway.sandbox.linux import seccomp
 
 
