@@ -94,8 +94,8 @@ def load(settings: Mapping[str, Any]) -> Loaded:
 
 
 def player(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]:
-    """What plays an episode of the environment that ``settings`` describe: called with a task, in the process of the
-    rollout; it returns the reward, or ends the process. Raises ConfigurationError as `load`."""
+    """The agent function that plays an episode of the environment in ``settings``: called with a task, in the rollout's
+    process, it returns the reward, or ends the process. Raises ConfigurationError as `load`."""
     loaded = load(settings)
 
     async def play(task: Mapping[str, Any]) -> dict[str, Any]:

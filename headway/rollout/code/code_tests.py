@@ -26,7 +26,7 @@ import msgspec
 
 
 class CodeTest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a program is given, and what is expected of it."""
+    """A program's input and its expected result."""
 
     stdin: str = ""
     stdout: str = ""

@@ -155,7 +155,7 @@ class OpenEnv(Environment):
         return self._seen(data)
 
     def _value(self, written: str) -> Any:
-        """What is written, as the field's type has it."""
+        """The written action in the type of its field. Raises ToolError for what is no JSON."""
         kind = self._schema[self._field].get("type")
         if kind in (None, "string"):
             return written

@@ -205,7 +205,7 @@ class Repair(Environment):
         await _told(episode.sandbox.write(place, content, mode=mode))
 
     async def _repository(self, episode: Episode) -> None:
-        """It is there from the first call on."""
+        """Write the repository's files into the sandbox at the first call; later calls do nothing."""
         if episode.state.get("there"):
             return
         await self._interpreter.need(episode)
@@ -278,7 +278,7 @@ def _place(path: str) -> str:
 
 
 async def _told(work: Any) -> Any:
-    """What comes of a call of the sandbox; what the policy has brought upon itself is told, and the rollout goes on."""
+    """The result of a sandbox call. A failure that the policy caused becomes a ToolError, and the rollout continues."""
     try:
         return await work
     except SandboxError as error:
@@ -288,7 +288,7 @@ async def _told(work: Any) -> Any:
 
 
 def _how(result: ExecResult) -> str:
-    """What was wrong with the end of a hidden test's process; "": nothing."""
+    """How a hidden test's process failed; "": it ended well."""
     if result.oom and not result.ok:
         return "out of memory"
     if result.timed_out:

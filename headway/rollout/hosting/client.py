@@ -37,7 +37,7 @@ class EnvironmentDied(HeadwayError):
 
 
 class _Seat:
-    """One worker: its requests, and what became of them."""
+    """A worker's slot: its requests, and their answers."""
 
     def __init__(self, spec: WorkerSpec, launcher: Launcher, clock: Clock, on_event: EventCallback) -> None:
         self.episodes = 0
@@ -72,7 +72,7 @@ class _Seat:
         return await self._submit(worker, "submit", method, arguments)
 
     async def answers(self, worker: Worker) -> bool:
-        """Whether it does anything at all; raises EnvironmentDied."""
+        """Whether the worker's event loop still turns; raises EnvironmentDied."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STUCK_S):
                 await self._submit(worker, "submit_sandboxes")
@@ -80,7 +80,7 @@ class _Seat:
         return False
 
     async def sandboxes(self) -> SandboxStatistics:
-        """Of its worker, and of those before it."""
+        """Sandbox statistics of this seat's worker and its predecessors."""
         worker = self.live
         if worker is not None:
             with contextlib.suppress(EnvironmentDied, TimeoutError):
@@ -121,10 +121,10 @@ class _Seat:
 
 
 class WorkerLease:
-    """One rollout in the worker it is played in."""
+    """A rollout's handle on the worker it is played in."""
 
     def __init__(self, seat: _Seat, worker: Worker, name: str, limit_s: float) -> None:
-        """``limit_s``: after so long without an answer it is seen whether its worker still does anything at all."""
+        """``limit_s``: after so long without an answer the worker is checked for being stuck."""
         self._seat = seat
         self._worker = worker
         self._name = name

@@ -234,7 +234,7 @@ class Episodes:
         return await self._replied(episode, work)
 
     async def score(self, name: str) -> EpisodeScore:
-        """What the environment says the rollout is worth."""
+        """The environment's verdict, if it gives one, and the last turn's reward."""
         episode = self._open[name]
         started = self._clock.now()
         failure, result = await self._judged(episode, lambda: self._environment.score(episode))
@@ -246,7 +246,7 @@ class Episodes:
         return EpisodeScore(verdict=verdict, reward=episode.take_reward())
 
     async def park(self, name: str) -> EnvironmentState | Failure:
-        """Keep it, so that it goes on here after `unpark`, or in another process by `restore`."""
+        """Park a rollout: it resumes here with `unpark`, or in another process with `restore`."""
         episode = self._open[name]
 
         async def work() -> EnvironmentState:
@@ -273,7 +273,7 @@ class Episodes:
         return failure
 
     async def end(self, name: str, unheard: bool = False) -> None:
-        """It is over, or given up; unknown ones have ended. ``unheard``: nobody waited for what `park` said last."""
+        """End a finished or abandoned rollout; unknown: it has ended. ``unheard``: nobody got `park`'s last answer."""
         parked, before = name in self._before_park, self._before_park.pop(name, None)
         episode = self._open.pop(name, None)
         if episode is None:
@@ -288,7 +288,7 @@ class Episodes:
                 episode.sandbox.forget_snapshot(self._snapshots, before)
 
     async def _cancelled(self, name: str) -> None:
-        """End what is still done for a rollout that nobody waits for any more: it would use what `close` has closed."""
+        """Cancel a rollout's tasks that nobody awaits any more: they would use what `close` has closed."""
         working = self._working.get(name, set()) - {asyncio.current_task()}
         for task in working:
             task.cancel()
@@ -296,7 +296,7 @@ class Episodes:
             await asyncio.wait(working, timeout=_CANCEL_S)
 
     async def shut_down(self) -> None:
-        """End them all; what takes too long is left to itself: the sandboxes end after this, whoever has them."""
+        """End all rollouts; those that take too long are abandoned: their sandboxes end after this anyway."""
         await _within(_CLOSE_S / 2, *(self.end(name) for name in list(self._open)))
         await _within(_CLOSE_S / 4, self._guarded(self._environment.stop), self._servers.stop())
 
@@ -387,7 +387,7 @@ def sandbox_statistics(guarded: GuardedPool) -> SandboxStatistics:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What it means for a rollout that its environment raised this."""
+    """The rollout's failure for an exception of its environment: boundary, cause, and whether infrastructure failed."""
     detail = _storable("".join(traceback.format_exception(error)))[-_LONGEST_DETAIL:]
     if isinstance(error, SandboxError) and error.failure.cause == "model_code":
         what = _storable(error.failure.what)[:300]
@@ -402,7 +402,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _storable(text: str) -> str:
-    """What was decoded with "surrogateescape", a file's name, say, can't be encoded again."""
+    """``text`` with lone surrogates escaped: what "surrogateescape" decoded, a file's name, say, can't be encoded."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

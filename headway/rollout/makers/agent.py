@@ -68,7 +68,7 @@ class AgentRollouts(ConversationRollouts):
 
 
 class AgentAttempt(ConversationAttempt):
-    """One agent at work, its calls recorded."""
+    """An attempt played by an agent, whose model calls are recorded."""
 
     def __init__(self, agents: Agents, sampler: TurnSampler, group: Group, member: int) -> None:
         super().__init__(sampler, group, member)

@@ -263,7 +263,7 @@ class VerifierPool:
 
 
 def _lost(verdict: Verdict) -> bool:
-    """It failed for a reason that has nothing to do with the response."""
+    """Whether a verdict failed for a reason that has nothing to do with the response."""
     return verdict.failure is not None and verdict.failure.infrastructure
 
 
