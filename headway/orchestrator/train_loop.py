@@ -263,7 +263,7 @@ class TrainLoop:
 
 
 def sample_line(run: RunContext, step: int, sample: Sample, ending: Ending) -> dict[str, object]:
-    """One line of ``samples.jsonl`` (what `headway show` pages through)."""
+    """A line of ``samples.jsonl``, which `headway show` pages through."""
     rollout = sample.rollout
     return {
         "step": step,

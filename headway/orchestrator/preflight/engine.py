@@ -1,4 +1,4 @@
-"""What is wrong with the generator's engine, before the start. Imports no engine."""
+"""Finds problems of the generator's engine before the start. Imports no engine."""
 
 from __future__ import annotations
 
