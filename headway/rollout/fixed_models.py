@@ -19,7 +19,7 @@ class FixedModels:
     """The fixed models of a worker, by name."""
 
     def __init__(self, settings: Mapping[str, FixedModelConfig]) -> None:
-        """Raises ConfigurationError for a key that isn't there."""
+        """Raises ConfigurationError where an API key's environment variable isn't set."""
         self._models = {name: _model(name, one) for name, one in settings.items()}
         self._places = {name: asyncio.Semaphore(one.concurrency) for name, one in settings.items()}
 

@@ -150,7 +150,7 @@ def _end(errors: Iterable[Any]) -> None:
 
 
 def _context(package: Any) -> Any:
-    """Where the model of this rollout is called. The key isn't in it: the package reads it from the environment."""
+    """The package's context of this rollout's model and address. The package reads the key from the environment."""
     client = package.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
     return package.ModelContext(model=os.environ["HEADWAY_MODEL"], client=client)
 

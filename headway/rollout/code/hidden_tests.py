@@ -169,7 +169,7 @@ def _ask(function: str, number: int, subject: ast.expr) -> ast.Expr:
 
 
 def _refuse_asserts(node: ast.stmt, name: str) -> None:
-    """Every question is asked exactly once: none stands where it may be skipped or repeated."""
+    """Raise ValueError for a nested question, which might be skipped or repeated: each is asked exactly once."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Assert) or (isinstance(inner, ast.With) and _raises(inner, name)):
             what = "an assert must stand in a test itself, not in a loop, a condition or a function of its own"

@@ -210,7 +210,7 @@ class Gym(Environment):
 
 
 def seed_of(task: Any) -> int:
-    """A game's: what its task says, else one that every rollout of the task has."""
+    """A game's seed: the one in its task, else one that all rollouts of the task share."""
     given = (task.metadata.get(COLUMN) or {}).get("seed")
     return int(hashlib.blake2b(task.task_id.encode(), digest_size=4).hexdigest(), 16) if given is None else int(given)
 

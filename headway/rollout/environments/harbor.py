@@ -142,7 +142,7 @@ async def _put(episode: Episode, files: Iterable[tuple[Path, str]]) -> None:
 
 
 async def _read(episode: Episode, path: str) -> bytes | None:
-    """None where there is no such file."""
+    """A file's content; None where it can't be read, unless infrastructure failed (SandboxError)."""
     try:
         return await episode.sandbox.read(path, max_bytes=_REWARD_BYTES)
     except SandboxError as error:

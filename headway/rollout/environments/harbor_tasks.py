@@ -178,7 +178,7 @@ def _built(folder: Path, room: Mapping[str, Any]) -> tuple[str, str, dict[str, s
 
 
 def _instructions(dockerfile: Path) -> Iterator[tuple[int, str, str]]:
-    """(line, name, the rest), lines that go on put together."""
+    """(line number, name, rest) of each instruction, continued lines joined."""
     whole, first = "", 0
     for number, line in enumerate(dockerfile.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):

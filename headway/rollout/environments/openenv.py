@@ -29,7 +29,7 @@ _ENVIRONMENTS = "EXECUTION_ERROR"  # its own code failed
 
 
 class SessionLost(OSError):
-    """The server is gone, full, or can't begin: nothing that the policy did."""
+    """Raised where the server is gone, full, or can't begin: no fault of the policy."""
 
 
 class OpenEnv(Environment):
@@ -194,7 +194,7 @@ class OpenEnv(Environment):
         raise SessionLost(f"the OpenEnv server: {what} ({code})")
 
     async def _connected(self) -> Any:
-        """A session; a server of ours that is gone is started again. Raises OSError."""
+        """A new session; a server of this environment that has died is restarted. Raises OSError."""
         try:
             return await self._connect()
         except OSError:

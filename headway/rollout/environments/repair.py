@@ -197,7 +197,7 @@ class Repair(Environment):
             raise ToolError(f"{path} is no text") from None
 
     async def _write(self, path: str, content: str, episode: Episode) -> None:
-        """A file that is there keeps its mode: one that could be run still can."""
+        """Write a file; an existing one keeps its mode, so that an executable stays one."""
         place = _place(path)
         found = await _told(episode.sandbox.exec(["stat", "-L", "-c", "%a", "--", place]))
         said = found.stdout.strip() if found.ok else b""
@@ -271,7 +271,7 @@ class Repair(Environment):
 
 
 def _place(path: str) -> str:
-    """Where a path that a model wrote leads; the sandbox is its limit, not the repository."""
+    """The sandbox path for a path that a model wrote, which may leave the repository but not the sandbox."""
     if len(path) > PATH_CHARACTERS or "\0" in path:
         raise ToolError("that is no path of a file")
     return posixpath.normpath(posixpath.join(REPOSITORY, path))

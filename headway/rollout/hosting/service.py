@@ -43,7 +43,7 @@ Answered = tuple[int, bool, Any]  # number of a request, whether it succeeded, i
 
 
 class GuardedPool(Protocol):
-    """A pool of sandboxes, and what stands guard over it."""
+    """A pool of sandboxes with its guards: reaper and fault injection."""
 
     @property
     def pool(self) -> SandboxPool: ...
@@ -56,7 +56,7 @@ class GuardedPool(Protocol):
 
 
 class EnvironmentService:
-    """Worker class. ``submit`` takes a request at once; its result is emitted when there is one."""
+    """Worker class: runs environments. ``submit`` accepts a request at once; its result is emitted when it is ready."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class Episodes:
         return self._environment.uses_sandbox
 
     async def begin(self, name: str, task: Task, seed: int) -> Reply:
-        """A new rollout."""
+        """Begin a new rollout."""
         episode = self._episode(name, task, seed, None)
 
         async def work() -> None:
@@ -207,7 +207,7 @@ class Episodes:
         asked: NextTurn,
         messages: Mapping[str, Sequence[dict[str, Any]]],
     ) -> Failure | None:
-        """A rollout that was parked in a process before this one. ``asked``: the turn it was parked in."""
+        """Restore a rollout that a former process parked. ``asked``: the turn it was parked in."""
         if held := saved.state["held"]:
             cause = f"{held} is gone with the process that it was in"
             return Failure(boundary="environment", cause=cause, infrastructure=True)
@@ -221,7 +221,7 @@ class Episodes:
         return failure
 
     async def reply(self, name: str, message: Mapping[str, Any], speaker: str, cut: bool) -> Reply:
-        """To an answer."""
+        """The environment's reply to an answer of the policy."""
         episode = self._open[name]
         answer = Answer.of(message, speaker, cut)
 
@@ -430,7 +430,7 @@ def load_environment(settings: EnvironmentConfig) -> Environment:
 
 
 def _require_time(longest_s: Mapping[str, float], timeout_s: float) -> None:
-    """Raises ConfigurationError for what the worker's own limit would end first: as a fault of the machine's."""
+    """Raise ConfigurationError for a time limit above the worker's own, which would blame the machine for a timeout."""
     for name, seconds in longest_s.items():
         if not 0 < seconds < timeout_s:
             limit = f"environment.timeout_s = {timeout_s:g}"

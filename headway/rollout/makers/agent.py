@@ -102,7 +102,7 @@ class AgentAttempt(ConversationAttempt):
         self._judge(ends[0].result())
 
     def _judge(self, exit: Exit) -> None:
-        """Raises RolloutFailed for an agent that ended badly."""
+        """Raise RolloutFailed for an engine's failure, or an agent that ended badly."""
         if self._engine is not None:  # which the agent could do nothing about, however it ended
             raise RolloutFailed(self._engine)
         if exit.well:

@@ -106,7 +106,7 @@ class Judge:
         )
 
     def _score(self, text: str) -> float:
-        """Raises Retry."""
+        """The score in a judge's answer. Raises Retry where there is none, or it is out of range."""
         found = last_match(self.pattern, text)
         if found is None:
             raise Retry(f"the judge's answer holds no score: {quoted(text)}")

@@ -83,7 +83,7 @@ class AgentHost:
                     self._kill(agent, signal.SIGKILL)
 
     def _read(self) -> bool:
-        """Take what came; False: the other side is gone."""
+        """Handle the requests that have arrived; False: the other side closed the channel."""
         data = self._channel.recv(1 << 16)
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:

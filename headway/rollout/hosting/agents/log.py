@@ -18,7 +18,7 @@ class AgentLog:
     """
 
     def __init__(self, path: str, most_bytes: int) -> None:
-        """Raises OSError where there can be no pipe."""
+        """Raises OSError where no pipe can be made."""
         self.pipe, self.output = os.pipe()  # to be read here when something comes; the agent's end
         os.set_blocking(self.pipe, False)
         self.ended = False  # nothing more will come
@@ -30,7 +30,7 @@ class AgentLog:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def take(self) -> bool:
-        """Take what has come; False: nothing has."""
+        """Read available output into the file; False: there is none."""
         try:
             data = os.read(self.pipe, _PIECE_BYTES)
         except BlockingIOError:

@@ -30,11 +30,11 @@ _END_S = 6.0  # that one has to end
 
 
 class ServerFailed(OSError):
-    """A server that died, or can't be reached: nothing that the model did."""
+    """Raised for a server that died or can't be reached: no fault of the model."""
 
 
 class ToolServerConnection:
-    """A conversation with a server: *new* -> *up* -> *down*. One task owns it, whoever calls."""
+    """A connection to a server: *new* -> *up* -> *down*. One task owns it, whichever task calls."""
 
     def __init__(self, settings: ToolServerConfig) -> None:
         self._settings = settings
@@ -44,7 +44,7 @@ class ToolServerConnection:
         self.down = False
 
     async def start(self) -> None:
-        """Raises ServerFailed."""
+        """Connect to the server. Raises ServerFailed."""
         up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._owner = asyncio.create_task(self._own(up), name=f"mcp-{self._settings.name}")
         try:
@@ -154,8 +154,8 @@ class ToolServerConnection:
 
 
 class Shared:
-    """The connection of a worker to a server: made when it is needed, and again when it is down, for all who want it
-    and none of them: whoever gives up waiting stops no start."""
+    """A worker's connection to a server, shared by its rollouts: made on demand, and again when it is down. A caller
+    that stops waiting cancels no start."""
 
     def __init__(self, settings: ToolServerConfig, clock: Clock) -> None:
         self._settings = settings
@@ -231,7 +231,7 @@ class ToolServers:
         return tools_by_name([*own, *await self.tools()]) if self._settings else {tool.name: tool for tool in own}
 
     async def end(self, rollout: str) -> None:
-        """Its own servers end."""
+        """End the servers that belong to one rollout."""
         for key in [key for key in self._own if key[0] == rollout]:
             self._making.pop(key, None)
             await self._own.pop(key).stop()
