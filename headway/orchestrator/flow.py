@@ -21,7 +21,7 @@ def flow_of(
     straggler_wait_s: float,
     update_wait_s: float,
 ) -> Flow:
-    """A step's flow, from the groups ``finished`` in it and the train loop's measurements, without the engines' part."""
+    """A step's flow, without the engines' part: from its ``finished`` groups and the train loop's measurements."""
     responses = [r for group in finished for r in group.rollouts if r.failure is None and r.response_ids]
     between, within = log_length_variances(finished)
     timed = [r for r in responses if r.first_token_s > 0]

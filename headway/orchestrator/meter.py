@@ -113,7 +113,7 @@ class Meter:
         self._interval.admitted += group.size
 
     def finished(self, group: FinishedGroup, accepted: bool, meta: Mapping[str, float] | None = None) -> None:
-        """All members of a group are verified; ``accepted``: it entered the buffer; ``meta``: its own statistics."""
+        """Count a group with all members verified; ``accepted``: it entered the buffer; ``meta``: its statistics."""
         self._interval.finished.append(group)
         self._interval.metas.append(dict(meta or {}))
         if accepted:
@@ -123,7 +123,7 @@ class Meter:
             self._observe(group_trace(group, self._clock.now()))
 
     def ended(self, group: Group, ending: Ending, step: int, *, finished: bool) -> None:
-        """A group ended while the trainer was at version ``step``; ``finished``: it had been verified."""
+        """Observe a group's end while the trainer was at version ``step``; ``finished``: it had been verified."""
         if self._observe is not None:
             now_s = _tidy(self._clock.now())
             admitted_s = _tidy(group.admitted_s)
@@ -131,7 +131,7 @@ class Meter:
                                    finished=finished))  # fmt: skip
 
     def rollout_ended(self, group: int, ending: Ending, tokens: int, *, complete: bool) -> None:
-        """A rollout ended with so many response tokens; ``complete``: generation came to its own end."""
+        """Count a rollout that ended with ``tokens`` response tokens; ``complete``: generation came to its own end."""
         self.length_bias.end(group, ending, tokens, complete=complete)
         self._interval.ended_tokens[ending] += tokens
 
@@ -335,7 +335,7 @@ def _step_trace(report: StepReport, start_s: float, end_s: float, samples: int) 
 
 
 def _tidy(seconds: float) -> float:
-    """To the microsecond: the rest only makes the file longer."""
+    """``seconds`` rounded to the microsecond: more digits only make the file longer."""
     return round(seconds, 6)
 
 

@@ -92,7 +92,7 @@ def restore_records(run: RunContext, recorded: int) -> None:
 
 def reopen_groups(run: RunContext) -> None:
     """Put every group that has not ended back where it was: finished ones wait for the trainer, unfinished
-    ones go on from what was parked of them, or are generated again (under the same sampling keys)."""
+    ones resume from what was parked of them, or are generated again (under the same sampling keys)."""
     state = run.state
     for record in run.buffer.open_groups():
         finished = record.finished

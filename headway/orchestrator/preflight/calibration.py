@@ -146,7 +146,7 @@ class _Calibrating:
         self._start_s = self._clock.now() - started
 
     async def measure(self) -> tuple[Calibration, LengthDistribution]:
-        """All of it; a worker's death ends it with its cause."""
+        """Run all measurements. Raises the cause of a worker's death, which ends them."""
         measuring = asyncio.ensure_future(self._measure())
         try:
             await asyncio.wait([measuring, self._dead], return_when=asyncio.FIRST_COMPLETED)

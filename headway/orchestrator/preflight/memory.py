@@ -173,7 +173,7 @@ def _generator(experiment: Experiment, model: DecoderConfig, name: str, device: 
 
 
 def _vllm(experiment: Experiment, model: DecoderConfig, name: str, device: str) -> Iterator[MemoryUse]:
-    """Each rank is a process, on a GPU of its own; it reads new weights whole."""
+    """Memory of a vLLM replica. Each rank is a process on a GPU of its own, and reads new weights whole."""
     settings, width = experiment.generator, bytes_of(experiment.generator.dtype)
     own, ranks = settings.engine_arguments, settings.engine_arguments.get("tensor_parallel_size", 1)
     weights = parameter_count(model) * width
