@@ -37,7 +37,7 @@ WrapGenerate = Callable[[Generate], Generate]
 
 @dataclass(kw_only=True)
 class Actors:
-    """What a run needs from outside. They may be started before or after ``assemble``, but before ``Run.begin``."""
+    """Everything a run needs from outside. Actors may start before or after ``assemble``, but before ``Run.begin``."""
 
     generator: Generator
     trainer: Trainer

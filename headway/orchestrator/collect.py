@@ -35,7 +35,7 @@ class Collect:
         self._told: set[str] = set()  # hooks whose failure is in the ledger
 
     async def loop(self) -> None:
-        """Runs until it is cancelled."""
+        """Runs until cancelled."""
         async with asyncio.TaskGroup() as verifications:
             while True:
                 group, rollouts = await self._generated.get()
@@ -68,13 +68,13 @@ class Collect:
         run.state.changed.notify()
 
     def _tell(self, problem: HookFailed) -> None:
-        """Once for each hook: what follows is counted in the books."""
+        """Report a hook's first failure in the ledger; later ones are only counted in the books."""
         if problem.key not in self._told:
             self._told.add(problem.key)
             self._run.event("hook_failed", str(problem), hook=problem.key)
 
     def _learn(self, evidence: TaskEvidence | None) -> None:
-        """Tell the curriculum, which may move its band."""
+        """Pass the evidence to the curriculum, and report where it moves its band."""
         move = None if evidence is None else self._run.drawing.learn(evidence)
         if move is not None:
             what = f"min_signal {move.before:.2f} -> {move.after:.2f}: {move.why}"
@@ -82,7 +82,7 @@ class Collect:
             self._run.event("curriculum_band", what, zero_variance_share=share, groups=move.groups)
 
     def _require_progress(self, last: FinishedGroup, ending: Ending, reason: str) -> None:
-        """Say so when group after group ends untrained; raises NoProgress when that doesn't change."""
+        """Report that group after group ends untrained; raises NoProgress after ``queue.give_up_after_batches``."""
         run, state, queue = self._run, self._run.state, self._run.experiment.queue
         state.fruitless_groups += 1
         batches, rest = divmod(state.fruitless_groups, queue.groups_per_step)
@@ -102,7 +102,7 @@ class Collect:
 async def verify_rollouts(
     task: Task, rollouts: Sequence[Rollout], verifier: Verifier, tokenizer: TextCodec, clock: Clock
 ) -> tuple[Rollout, ...]:
-    """Attempts at one task with their rewards; those that failed, left their group or were verified before stay as they
+    """Rollouts of a task with their verdicts; those that failed, left their group or were verified before stay as they
     are."""
     unknown = [rollout for rollout in rollouts if rollout.valid and not rollout.finished_s]
     if not unknown:

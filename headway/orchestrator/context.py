@@ -29,7 +29,7 @@ Decide = Callable[
 
 
 async def no_sandboxes() -> SandboxStatistics:
-    """What a run without sandboxes says of them."""
+    """The empty sandbox statistics of a run without sandboxes."""
     return SandboxStatistics()
 
 

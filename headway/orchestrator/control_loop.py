@@ -24,9 +24,9 @@ _RECORDS = 40  # kept for the controller: its window, and room for skipped steps
 
 
 class ControlLoop:
-    """Writes each step's record; then, as ``control.mode`` says, lets the controller set the knobs.
+    """Writes each step's record; then the controller sets the knobs, or advises, as ``control.mode`` says.
 
-    Consumes: the records of completed steps (train loop's channel); adds what the engines and the sandboxes say.
+    Consumes: the records of completed steps (train loop's channel); adds the engines' and the sandboxes' statistics.
     Waits for: the engines' and sandboxes' statistics; never for the controller's model, which is asked elsewhere.
     Unblocked by: the train loop.
 
@@ -71,7 +71,7 @@ class ControlLoop:
 
 
 class RateControl:
-    """The controller in its run: asks it after each step, applies what it says, and puts that into the ledger."""
+    """Runs the controller after each step, applies its decisions, and records them in the ledger."""
 
     def __init__(self, run: RunContext) -> None:
         ranks = run.experiment.trainer.devices
@@ -87,8 +87,8 @@ class RateControl:
         self._look_from_s = 0.0
 
     async def go_on_from(self, last: StepRecord) -> None:
-        """Within the limits of now; where the experiment sets another value than it did, from that. What was estimated
-        and learnt of the queue is gone."""
+        """Set the knobs of the former process's ``last`` step, within today's limits; where the experiment's value has
+        changed since, start from that. Estimates of the queue are lost."""
         flow = last.flow
         if self._mode != "act" or not flow.concurrent_rollouts:
             return
@@ -129,13 +129,13 @@ class RateControl:
         await self._set(decision.state.knobs)
 
     def stop_looking(self) -> None:
-        """Give up what was asked."""
+        """Cancel the look under way."""
         if self._looking is not None:
             self._looking.cancel()
             self._looking = None
 
     def _seen(self, version: int) -> Decision | None:
-        """What a look found that has ended, to be set at ``version``; None where something was decided since."""
+        """The decision of a finished look, to be set at ``version``; None: none finished, or its state is outdated."""
         if self._looking is None or not self._looking.done():
             return None
         ended, self._looking = self._looking, None
@@ -160,7 +160,7 @@ class RateControl:
             await self._run.generator.rest_replicas(knobs.resting)
 
     def _advise(self, actions: tuple[Action, ...]) -> None:
-        """Say what would be set, once, and go on from the knobs as they are."""
+        """Report what would be set, once, and keep the knobs as they are."""
         assert self._state is not None
         wanted, present = self._state.knobs, self._run.state.knobs
         if wanted == present:

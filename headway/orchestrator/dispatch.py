@@ -31,7 +31,7 @@ class Dispatch:
         self._wanted = 1  # rollouts that must be free for the next group
 
     async def loop(self) -> None:
-        """Runs until it is cancelled, and every member's generation with it."""
+        """Runs until cancelled, which also cancels every member's generation."""
         state = self._run.state
         async with self._tasks:
             for entry in list(state.running.values()):  # reopened by a resume
@@ -72,13 +72,13 @@ class Dispatch:
         )
         limit = state.knobs.open_groups
         by_limit = by_budget if limit is None else limit - state.open_groups
-        # A group that no step is left for would be generated in vain.
+        # A group without a step left to train it would be generated in vain.
         left = experiment.queue.groups_per_step * (experiment.run.steps - state.version)
         by_steps = left + surplus - state.open_groups
         return max(0, min(by_budget, by_limit, by_steps))
 
     def _fits(self) -> bool:
-        """Whether the generator's concurrency has room for the next group, whose size is known when its task is."""
+        """Whether the generator's concurrency has room for the next group, whose size its task determines."""
         self._wanted = self._run.drawing.peek().size
         return self._free_rollouts() >= self._wanted or not self._run.state.running_rollouts
 
@@ -116,7 +116,7 @@ class Dispatch:
                 await opening
             parked = entry.partials.pop(position, None)
             how = "continue"
-            if parked is not None and parked.episode is not None:  # else it begins anew, whatever its environment held
+            if parked is not None and parked.episode is not None:  # else it starts anew, whatever its environment held
                 how = self._run.parking.resumption(parked)
             if how == "fail":
                 rollout = _too_stale(entry.group, position, self._run.clock.now())
@@ -126,7 +126,7 @@ class Dispatch:
             self._run.state.member_done(entry)
             own_end = rollout.finish_reason in ("stop", "length")
             entry.lengths[position] = rollout.response_tokens, own_end
-            if self._free_rollouts() >= self._wanted:  # fewer let nothing begin
+            if self._free_rollouts() >= self._wanted:  # with fewer, no group can start
                 self._run.state.changed.notify()
             return rollout if pruning is None else await pruning.finished(entry.group, rollout)
 
@@ -144,7 +144,7 @@ class Dispatch:
 
 
 def _too_stale(group: Group, member: int, now: float) -> Rollout:
-    """One whose environment a former process has kept for too long."""
+    """The failed rollout of a member whose environment was parked by a former process and is too stale to resume."""
     return Rollout(
         group=group.index,
         member=member,

@@ -180,7 +180,7 @@ class Evaluations:
         self._run.event(EVENT_BEST, f"solve rate {solve_rate:.3f}", version=version)
 
     def _due(self) -> bool:
-        """A during-run validation is due and none is running."""
+        """Whether a during-run validation is due and none is running."""
         run, evaluation = self._run, self._run.experiment.evaluation
         if "validation" not in run.evaluation_tasks or (self._running is not None and not self._running.done()):
             return False

@@ -1,4 +1,4 @@
-"""What identifies the queue's parameters, summed over one step (``records.ledger.Flow``)."""
+"""Sums over one step that identify the queue's parameters (``records.ledger.Flow``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def flow_of(
     straggler_wait_s: float,
     update_wait_s: float,
 ) -> Flow:
-    """Of the groups that ``finished`` in the step and of what the train loop measured. The engines' part is missing."""
+    """A step's flow, without the engines' part: from its ``finished`` groups and the train loop's measurements."""
     responses = [r for group in finished for r in group.rollouts if r.failure is None and r.response_ids]
     between, within = log_length_variances(finished)
     timed = [r for r in responses if r.first_token_s > 0]

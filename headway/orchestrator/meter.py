@@ -35,7 +35,7 @@ _TYPICAL_STEPS = 8  # newest steps whose durations say what a step takes
 
 @dataclass
 class StepInterval:
-    """What happened since the last step's record."""
+    """Counts and seconds since the last step's record."""
 
     started_s: float
     cpu_s: float
@@ -55,7 +55,7 @@ class StepInterval:
 
 
 class Meter:
-    """Everything measured by the orchestrator itself, on its injected clock (DESIGN rule 9)."""
+    """Measures what the orchestrator itself can, on its injected clock (DESIGN rule 9)."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class Meter:
         curriculum: Callable[[], CurriculumStep] = CurriculumStep,
         cpu_s: Callable[[], float] = time.process_time,
     ) -> None:
-        """``observe`` is told who ran when; ``curriculum`` says what was drawn since it was last asked. ``cpu_s``: CPU
-        seconds this process has used."""
+        """``observe`` receives the trace; ``curriculum`` returns the draws since its last call. ``cpu_s``: CPU seconds
+        this process has used."""
         self._curriculum = curriculum
         self._cpu_s = cpu_s
         self._observe = observe
@@ -106,14 +106,14 @@ class Meter:
         """Median duration of the newest steps, waits included; 0.0 before the first."""
         return median(self._recent_step_s) if self._recent_step_s else 0.0
 
-    # -- told by the loops ---------------------------------------------------------------------------
+    # -- reported by the loops ---------------------------------------------------------------------------
 
     def admitted(self, group: Group) -> None:
         self.length_bias.admit(group.index, group.size)
         self._interval.admitted += group.size
 
     def finished(self, group: FinishedGroup, accepted: bool, meta: Mapping[str, float] | None = None) -> None:
-        """All members of a group are verified; ``accepted``: it entered the buffer; ``meta``: its own statistics."""
+        """Count a group with all members verified; ``accepted``: it entered the buffer; ``meta``: its statistics."""
         self._interval.finished.append(group)
         self._interval.metas.append(dict(meta or {}))
         if accepted:
@@ -123,7 +123,7 @@ class Meter:
             self._observe(group_trace(group, self._clock.now()))
 
     def ended(self, group: Group, ending: Ending, step: int, *, finished: bool) -> None:
-        """A group ended while the trainer was at version ``step``; ``finished``: it had been verified."""
+        """Observe a group's end while the trainer was at version ``step``; ``finished``: it had been verified."""
         if self._observe is not None:
             now_s = _tidy(self._clock.now())
             admitted_s = _tidy(group.admitted_s)
@@ -131,7 +131,7 @@ class Meter:
                                    finished=finished))  # fmt: skip
 
     def rollout_ended(self, group: int, ending: Ending, tokens: int, *, complete: bool) -> None:
-        """A rollout ended with so many response tokens; ``complete``: generation came to its own end."""
+        """Count a rollout that ended with ``tokens`` response tokens; ``complete``: generation came to its own end."""
         self.length_bias.end(group, ending, tokens, complete=complete)
         self._interval.ended_tokens[ending] += tokens
 
@@ -140,7 +140,7 @@ class Meter:
         self._span("trainer-0", "wait", seconds)
 
     def straggled(self, seconds: float) -> None:
-        """Of what the trainer waited: a whole batch had finished, but older groups were due."""
+        """Count the trainer's wait for older groups that were due, while a whole batch had finished."""
         self._interval.straggler_wait_s += seconds
 
     def update_waited(self, seconds: float) -> None:
@@ -162,7 +162,7 @@ class Meter:
         self._span("trainer-0", "checkpoint", seconds)
 
     def _span(self, track: str, name: str, seconds: float) -> None:
-        """What has taken ``seconds`` until now."""
+        """Observe a span of ``seconds`` that ends now."""
         if self._observe is not None:
             end_s = self._clock.now()
             self._observe(Span(track=track, name=name, start_s=_tidy(end_s - seconds), end_s=_tidy(end_s)))
@@ -300,7 +300,7 @@ class Meter:
 
 
 def group_trace(finished: FinishedGroup, now_s: float) -> GroupTrace:
-    """Who of a group did what when."""
+    """A finished group's trace: times, tokens, versions and reward of each member."""
     group = finished.group
     return GroupTrace(
         index=group.index,
@@ -335,7 +335,7 @@ def _step_trace(report: StepReport, start_s: float, end_s: float, samples: int) 
 
 
 def _tidy(seconds: float) -> float:
-    """To the microsecond: the rest only makes the file longer."""
+    """``seconds`` rounded to the microsecond: more digits only make the file longer."""
     return round(seconds, 6)
 
 
@@ -406,7 +406,7 @@ def _bias_fields(bias: LengthBiasStatistics) -> dict[str, Any]:
 
 
 def _work_fields(report: StepReport, step_s: float, peak_flops_per_s: float) -> dict[str, Any]:
-    """What the trainer computed in a step of ``step_s`` seconds, waits included."""
+    """The record's fields on the trainer's work in a step of ``step_s`` seconds, waits included."""
     computing = peak_flops_per_s and report.compute_s
     return {
         "trained_tokens_per_s": report.loss_tokens / step_s,

@@ -16,25 +16,25 @@ from headway.sandbox.snapshot_store import drop, remove_others
 
 
 class Parking:
-    """Where parked members wait.
+    """Parks members behind a gate, and resumes them.
 
     The gate is closed from the moment a batch is full (``queue.surplus = "park"``) or weights are being applied until
-    they are in place. Whoever comes back from the generator meanwhile is committed to the buffer, gives its place up,
-    and goes on when the gate opens: the engines serve the oldest group first.
+    they are in place. A member that comes back from the generator meanwhile is committed to the buffer, gives up its
+    slot, and resumes when the gate opens: the engines serve the oldest group first.
     """
 
     def __init__(self, state: RunState, buffer: GroupBuffer, queue: QueueConfig, sandboxes: Path | None = None) -> None:
-        """``sandboxes``: the folder that has the files of parked rollouts' sandboxes."""
+        """``sandboxes``: folder of the sandbox snapshots of parked rollouts."""
         self._state = state
         self._buffer = buffer
         self._queue = queue
         self._sandboxes = sandboxes
-        self._snapshots: dict[int, dict[int, str]] = {}  # of members, by group: that the buffer names
+        self._snapshots: dict[int, dict[int, str]] = {}  # group -> member -> snapshot that the buffer names
 
     async def wait(self, parked: PartialRollout) -> Resumption:
-        """Until the member may go on; returns how (DESIGN rule 2, environment-state staleness)."""
+        """Park the member and wait until it may resume; returns how (DESIGN rule 2, environment-state staleness)."""
         entry = self._state.running.get(parked.group)
-        if entry is None:  # an evaluation's, in no books
+        if entry is None:  # an evaluation's, which isn't in the books
             await self._passed()
             return "continue"
         self._buffer.park(parked)
@@ -49,12 +49,12 @@ class Parking:
         return self.resumption(parked)
 
     def resumption(self, parked: PartialRollout) -> Resumption:
-        """How a parked member goes on now, in this process or, after another one's end, in the next."""
+        """How a parked member resumes now, in this process or, after this one's end, in the next."""
         limit, policy = self._queue.max_environment_staleness, self._queue.stale_environment
         return resumption(parked.environment_version, self._state.version, limit, policy)
 
     def reopen(self, parked: Iterable[PartialRollout]) -> None:
-        """What a former process left parked. Other snapshots belong to nothing any more, and are removed."""
+        """Register the snapshots of rollouts that a former process left parked; remove all other, unused ones."""
         for one in parked:
             self._name_snapshot(one)
         named = {name for members in self._snapshots.values() for name in members.values()}
@@ -62,7 +62,7 @@ class Parking:
             remove_others(self._sandboxes, named)
 
     def _name_snapshot(self, parked: PartialRollout) -> None:
-        """It replaces the member's earlier one."""
+        """Record the parked member's snapshot, and remove its earlier one."""
         members = self._snapshots.setdefault(parked.group, {})
         earlier = members.pop(parked.member, None)
         if parked.snapshot:
@@ -71,7 +71,7 @@ class Parking:
             self._remove(earlier)
 
     def forget(self, group: int) -> None:
-        """It has finished or ended: nothing of it goes on from a snapshot."""
+        """Remove the snapshots of a group that has finished or ended: none of its members resumes from one."""
         for name in self._snapshots.pop(group, {}).values():
             self._remove(name)
 
@@ -81,26 +81,26 @@ class Parking:
 
     @property
     def engine_is_kept_empty(self) -> bool:
-        """Whether all were parked for the step that is being trained: nobody goes on or begins meanwhile."""
+        """Whether all rollouts were parked for the step that is being trained: none resumes or starts meanwhile."""
         return self._queue.surplus == "park" and self._state.training
 
     def begin(self, group: int) -> Awaitable[None] | None:
-        """What a member must wait for before it asks for a turn, its first or a later one: while the engine is kept
-        empty, and it isn't in a turn, it has nothing to park. None: it may ask at once; evaluations always may."""
+        """The gate to await before a member asks for a turn, its first or a later one, while the engine is kept empty:
+        outside a turn it has nothing to park. None: the member may ask at once; evaluations always may."""
         return self._passed() if self.engine_is_kept_empty and group in self._state.running else None
 
     async def _passed(self) -> None:
-        """Through the gate: it may have been closed again between its opening and the waiter's turn."""
+        """Wait until the gate is open when checked: it may close again between its opening and the waiter's turn."""
         while not self._state.resume_gate.is_set():
             await self._state.resume_gate.wait()
 
     def open_gate(self) -> None:
-        """Let the parked ones go on, unless weights are being applied or the engine is kept empty."""
+        """Resume parked members, unless weights are being applied or the engine is kept empty."""
         if not self._state.applying and not self.engine_is_kept_empty:
             self._state.resume_gate.set()
 
     def park_all(self, rollouts: RolloutMaker) -> None:
-        """Close the gate and park every member that is generating, but for those that were parked often enough."""
+        """Close the gate and park every generating member, except those that were parked often enough."""
         self._state.resume_gate.clear()
         for index, entry in self._state.running.items():
             for member in range(entry.group.size):

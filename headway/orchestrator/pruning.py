@@ -39,7 +39,7 @@ _RATE_LOOKS = 8  # newest looks at a member that its tokens/s are measured over
 
 @dataclass
 class _Member:
-    """One that generates."""
+    """A member that is generating."""
 
     group: Group
     number: int
@@ -57,7 +57,7 @@ class _Member:
 
 @dataclass
 class _Siblings:
-    """A group whose members generate."""
+    """The members of a group while some are generating."""
 
     members: dict[int, _Member] = field(default_factory=dict)  # not finished
     own_ends: list[int] = field(default_factory=list)  # tokens of those that came to their own end
@@ -68,16 +68,16 @@ class _Siblings:
 
 
 class Pruner:
-    """What ``[pruning]`` asks for, in one run. Evaluations are never pruned.
+    """Prunes a run's members as ``[pruning]`` says. Evaluations are never pruned.
 
-    A member is looked at (``watch_of``) about every ``every_tokens``; the first pruner that hits it decides, in the
+    A member is checked (``watch_of``) about every ``every_tokens``; the first pruner that hits it decides, in the
     order of ``Settings.on``. Verifiers of half a response run in the verifier's processes, one call at a time for
-    each member, and hold up neither it nor the event loop: it goes on until the answer is there. What fails there is
-    recorded once for each pruner, and the member goes on.
+    each member, and block neither it nor the event loop: it generates until the answer arrives. Their failures are
+    recorded once for each pruner, and the member continues.
 
     ``finished`` takes every member as it comes back from the generator: it enters the lengths, leaves its group where
     its pruner drops, and is verified at once where siblings' rewards decide on the others. State is kept in memory
-    alone: after a restart, members that are generated again are looked at again, and the audit's draws are the same.
+    alone: after a restart, members that are generated again are checked again, and the audit's draws are the same.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -98,10 +98,10 @@ class Pruner:
         }
         self._rules = [(name, rules[name]) for name in self._settings.on if name in rules]
 
-    # --- told by the rollouts ---------------------------------------------------------------------------
+    # --- called by the rollouts ---------------------------------------------------------------------------
 
     def watch_of(self, group: Group, member: int) -> Watch:
-        """Who is told of this member's tokens."""
+        """The watch that observes this member's tokens while they are sampled."""
         rule = self._settings.repetition
         window = None
         if rule is not None and rule.repeated_share < 1:
@@ -111,7 +111,7 @@ class Pruner:
         return Watch(self._settings.every_tokens, lambda response: self._look(entry, response))
 
     async def finished(self, group: Group, rollout: Rollout) -> Rollout:
-        """``rollout``, which came back from the generator, with what became of it here."""
+        """A rollout that came back from the generator, with its pruning, audit or verdict."""
         siblings = self._groups.setdefault(group.index, _Siblings())
         entry = siblings.members.pop(rollout.member, None)
         if entry is not None and entry.judge is not None:
@@ -137,7 +137,7 @@ class Pruner:
         return rollout
 
     def forget(self, group: int) -> None:
-        """A group left the generator, or was cancelled there."""
+        """Forget a group that left the generator or was cancelled there."""
         siblings = self._groups.pop(group, None)
         for entry in siblings.members.values() if siblings is not None else ():
             if entry.judge is not None:
@@ -280,7 +280,7 @@ class Pruner:
             return
         if not rewards_agree(siblings.rewards):
             return
-        # those that are being verified may differ as well as those that generate
+        # members being verified may differ as well as those that generate
         confidence = agreement(finished, group.size - finished - siblings.left, rule.prior)
         if confidence < rule.confidence:
             return
@@ -305,15 +305,15 @@ class Pruner:
     # --- what became of them ----------------------------------------------------------------------------
 
     def _pruned(self, rollout: Rollout, pruned: Pruned) -> Rollout:
-        """One that was stopped: it stays as it stands, or leaves. Without a token there is nothing to score."""
+        """A stopped rollout: kept as it is to be scored, or dropped from its group; without a token it is dropped."""
         if rollout.response_ids and self._settings.mode_of(pruned.pruner) == "score":
             return rollout
         now = self._run.clock.now()
         return msgspec.structs.replace(rollout, left="pruned", left_reason=pruned.pruner, finished_s=now)
 
     async def _audited(self, entry: _Member, hit: Pruned, rollout: Rollout) -> Rollout:
-        """One that was let go on, with the reward that its response had when it was hit, where that is what pruning
-        would have given. A response that can't be scored then is no audit."""
+        """An audited rollout, which was hit but not stopped, with the reward of its response at the hit, where pruning
+        would have scored that. If it fails, or its cut response can't be scored, it is no audit."""
         if rollout.failure is not None:
             return rollout
         self._gained[hit.pruner].append(len(rollout.response_ids) - hit.at_tokens)

@@ -1,4 +1,4 @@
-"""The pulse of a run: queue and workers, looked at about once a second. For people and machines that watch."""
+"""The pulse of a run: queue and workers, sampled about once a second for people and machines that watch."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ async def take_pulse(run: RunContext, workers: Workers) -> Pulse:
 async def pulsing(
     run: RunContext, observe: Callable[[TraceLine], None], activity: Activity, workers: Workers
 ) -> AsyncIterator[None]:
-    """Tell ``observe`` every PULSE_S, in the block, what the replicas did and how queue and workers stand. Not one of
-    the run's loops: nothing waits for it, and whatever it fails at, it tries again."""
+    """Pass replicas' spans and a pulse to ``observe`` every PULSE_S within the block. Not one of the run's loops:
+    nothing waits for it, and after a HeadwayError it tries again."""
 
     async def beat() -> None:
-        with contextlib.suppress(HeadwayError):  # no replica can be asked: the loops deal with that
+        with contextlib.suppress(HeadwayError):  # no replica answers: the loops handle that
             for span in await activity():
                 observe(span)
             observe(await take_pulse(run, workers))

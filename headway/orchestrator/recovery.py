@@ -17,8 +17,8 @@ Result = TypeVar("Result")
 
 
 async def surviving(run: RunContext, call: Callable[[], Awaitable[Result]], version: int) -> Result:
-    """What ``call`` of the trainer returns. When the trainer dies under it, a new one is brought to ``version``, and
-    the call is made again. Raises WorkerDied when it dies again and again."""
+    """Result of ``call`` to the trainer. When the trainer dies meanwhile, a new one is brought to ``version``, and the
+    call repeated. Raises WorkerDied when it keeps dying (``RESTARTS``)."""
     for _ in range(RESTARTS):
         try:
             return await call()
@@ -92,7 +92,7 @@ def restore_records(run: RunContext, recorded: int) -> None:
 
 def reopen_groups(run: RunContext) -> None:
     """Put every group that has not ended back where it was: finished ones wait for the trainer, unfinished
-    ones go on from what was parked of them, or are generated again (under the same sampling keys)."""
+    ones resume from what was parked of them, or are generated again (under the same sampling keys)."""
     state = run.state
     for record in run.buffer.open_groups():
         finished = record.finished

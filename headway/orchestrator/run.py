@@ -1,4 +1,4 @@
-"""One run, from its first version to its last: the four loops, evaluation around them, an orderly end."""
+"""A run from its first version to its last: the four loops, evaluation around them, an orderly end."""
 
 from __future__ import annotations
 

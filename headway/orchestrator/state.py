@@ -1,4 +1,4 @@
-"""What the four loops share. One event loop touches it, so it needs no locks: only a signal."""
+"""State that the four loops share. One event loop accesses it, so it needs no locks, only a signal."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class RunState:
             self.update = None
 
     def take_parkings(self) -> int:
-        """Members parked since this was last asked."""
+        """Return the number of members parked since the last call, and reset it."""
         taken, self.parkings = self.parkings, 0
         return taken
 
@@ -111,7 +111,7 @@ class RunState:
         return len(self.running) + len(self.finished)
 
     def open_group(self, entry: RunningGroup, now_s: float) -> None:
-        """A group begins to generate."""
+        """Add a group that starts to generate."""
         index = entry.group.index
         self.running[index] = entry
         self.opened_s[index] = now_s
@@ -120,12 +120,12 @@ class RunState:
         self.selectable.add(OpenGroup(index=index, first_version=first, state="running"))
 
     def member_done(self, entry: RunningGroup) -> None:
-        """A member has left the generator."""
+        """Count a member that has left the generator."""
         entry.unfinished -= 1
         self._count(entry, -1, entry.parked)
 
     def member_parked(self, entry: RunningGroup, change: int) -> None:
-        """A member gives its slot up (``change`` 1), or takes one again (-1)."""
+        """Count a member that gives up its slot (``change`` 1) or takes one again (-1)."""
         before, entry.parked = entry.parked, entry.parked + change
         self._count(entry, -change, before)
 
@@ -135,7 +135,7 @@ class RunState:
             self.parked_groups += bool(entry.parked) - bool(parked_before)
 
     def finish_group(self, finished: FinishedGroup, now_s: float) -> None:
-        """A group is committed, to be trained."""
+        """Record a committed group as finished, to be trained."""
         index = finished.group.index
         self._stop_running(index)
         self.finished[index], self.finished_at_s[index] = finished, now_s
@@ -146,7 +146,7 @@ class RunState:
         )
 
     def close_group(self, index: int) -> RunningGroup | FinishedGroup:
-        """A group has ended; returns what it was."""
+        """Remove a group that has ended, and return its entry."""
         del self.opened_s[index]
         self.selectable.remove(index)
         if index in self.finished:

@@ -15,12 +15,12 @@ from headway.records.rollout import FinishedGroup
 from headway.records.task import Task
 from headway.tasks.cursor import TaskCursor, make_walks
 
-# what a draw of the plain walk comes to, to a curriculum that looks back on it
+# a draw of the plain walk, as a curriculum sees it in retrospect
 _IN_TURN = Draw(reason="cursor", probability=1.0, alpha=1.0, beta=1.0, signal=0.0, min_signal=0.0, size=0)
 
 
 class SelectedTask(NamedTuple):
-    """The next group's task."""
+    """The next group's task, size and draw."""
 
     task: Task
     size: int  # attempts
@@ -31,7 +31,7 @@ class TaskSelector(Protocol):
     """Hands out tasks for ever. What it hands out next depends on what it handed out and on finished groups alone."""
 
     def peek(self) -> SelectedTask:
-        """What ``take`` would hand out now."""
+        """The task that ``take`` would hand out now."""
         ...
 
     def take(self) -> SelectedTask:
@@ -39,28 +39,28 @@ class TaskSelector(Protocol):
         ...
 
     def learn(self, evidence: TaskEvidence) -> BandMove | None:
-        """A group has finished; to be told in the order of commits."""
+        """Take in a finished group's evidence; to be called in the order of commits."""
         ...
 
     def restore(self, buffer: GroupBuffer) -> None:
-        """To where the run of ``buffer`` was."""
+        """Restore the position that the run of ``buffer`` had."""
         ...
 
     def take_step(self) -> CurriculumStep:
-        """What happened since the last call; empty where there is no curriculum."""
+        """The curriculum's draws and moves since the last call; empty where there is no curriculum."""
         ...
 
 
 def drawing_of(experiment: Experiment, tasks: Sequence[Task], weights: Mapping[str, float] | None) -> TaskSelector:
-    """As ``[curriculum]`` says. Raises ConfigurationError when there are no tasks, or none of a source."""
+    """The selector that ``[curriculum]`` asks for. Raises ConfigurationError without tasks, or for an empty source."""
     if experiment.curriculum.mode == "uniform":
         return UniformSelector(TaskCursor(tasks, experiment.run.seed, weights), experiment.rollout.group_size)
     return AdaptiveSelector(experiment, tasks, weights)
 
 
 def evidence_of(finished: FinishedGroup) -> TaskEvidence | None:
-    """What a group shows of its task; None when no member was judged. A member that a filter took out was: to leave it
-    out would make a task look easier or harder than it is."""
+    """The evidence of a group on its task; None when no member was judged. Members that a filter removed count: without
+    them the task would look easier or harder than it is."""
     judged = [r for r in finished.rollouts if r.failure is None and r.left in (None, "filtered")]
     if not judged:
         return None
@@ -74,7 +74,7 @@ def evidence_of(finished: FinishedGroup) -> TaskEvidence | None:
 
 
 class UniformSelector:
-    """Every task in turn."""
+    """Selects every task in turn."""
 
     def __init__(self, cursor: TaskCursor, size: int) -> None:
         self._cursor = cursor
@@ -93,7 +93,7 @@ class UniformSelector:
         return drawn
 
     def learn(self, evidence: TaskEvidence) -> BandMove | None:
-        """It learns nothing."""
+        """Ignore the evidence: the order is fixed."""
         return None
 
     def restore(self, buffer: GroupBuffer) -> None:

@@ -97,10 +97,10 @@ async def _train(experiment: Experiment, directory: RunDirectory, resume: bool, 
 
 @dataclass(frozen=True, kw_only=True)
 class Observers:
-    """Who watches a run beside its ledger; neither is waited for."""
+    """Observers of a run beside its ledger; the run waits for none of them."""
 
-    observe: Callable[[TraceLine], None] | None = None  # told who ran when
-    sample: Callable[[dict[str, object]], None] = lambda row: None  # told of every kept rollout
+    observe: Callable[[TraceLine], None] | None = None  # receives the trace
+    sample: Callable[[dict[str, object]], None] = lambda row: None  # receives every kept rollout
     announce: Callable[[], None] = lambda: None  # says in the ledger where to look
 
 
@@ -133,7 +133,7 @@ def observing(
 
 @dataclass
 class _Interrupts:
-    """What Ctrl-C (or SIGTERM) does: once drains, twice stops at once. While there is no run to drain yet, once."""
+    """Handles Ctrl-C and SIGTERM: the first drains, the second stops at once. Before there is a run the first stops."""
 
     task: asyncio.Task[Any]
     run: Run | None = None

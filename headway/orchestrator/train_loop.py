@@ -107,7 +107,7 @@ class TrainLoop:
         return max(0.0, min(ends)) if ends else None
 
     async def _wait(self, mark: int) -> None:
-        """Until the state changes or time has run out for something."""
+        """Wait until the state changes or a deadline passes."""
         limit_s, changed = self._wake_in_s(), self._run.state.changed
         if limit_s is None:
             aging = self._run.experiment.queue.budget_s is not None  # the first group to open sets a limit
@@ -134,7 +134,7 @@ class TrainLoop:
         run.state.changed.notify()
 
     def _settle_surplus(self) -> None:
-        """A batch is full: what becomes of the groups that are still generating."""
+        """Discard or park the groups still generating when a batch is full, as ``queue.surplus`` says."""
         run = self._run
         if run.experiment.queue.surplus == "discard":
             for index in list(run.state.running):
@@ -191,7 +191,7 @@ class TrainLoop:
             await run.generator.reclaim_devices()
 
     def _require_steps(self, report: StepReport) -> None:
-        """Raises NoProgress when step after step is skipped."""
+        """Raise NoProgress after ``MOST_SKIPPED_IN_A_ROW`` skipped steps in a row."""
         run, state = self._run, self._run.state
         if not report.skipped:
             state.skipped_steps = 0
@@ -227,7 +227,7 @@ class TrainLoop:
             run.meter.update_waited(run.clock.now() - published_s)
 
     async def _apply(self, weights: PublishedWeights, candidate: bool) -> None:
-        """Apply a version on every replica, in flight; parked rollouts go on once it is in place."""
+        """Apply a version on every replica, in flight; parked rollouts resume once it is in place."""
         run = self._run
         started = run.clock.now()
         run.state.resume_gate.clear()
@@ -263,7 +263,7 @@ class TrainLoop:
 
 
 def sample_line(run: RunContext, step: int, sample: Sample, ending: Ending) -> dict[str, object]:
-    """One line of ``samples.jsonl`` (what `headway show` pages through)."""
+    """A line of ``samples.jsonl``, which `headway show` pages through."""
     rollout = sample.rollout
     return {
         "step": step,

@@ -32,7 +32,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 @dataclass
 class Spent:
-    """What asking took so far."""
+    """Attempts and tokens that the requests for one answer have used so far."""
 
     attempts: int = 0
     prompt_tokens: int = 0
@@ -40,7 +40,7 @@ class Spent:
 
 
 class Retry(Exception):
-    """Another try may do: ``wait_s`` is what the server asked for."""
+    """Raised where another attempt may succeed; ``wait_s``: the delay that the server asked for."""
 
     def __init__(self, cause: str, wait_s: float = 0.0) -> None:
         super().__init__(cause)
@@ -81,8 +81,8 @@ class ChatModel:
         return (self.retries + 1) * self.timeout_s + self.retries * LONGEST_WAIT_S
 
     def ask(self, messages: Sequence[Mapping[str, Any]], read: Callable[[str], T], spent: Spent, **body: Any) -> T:
-        """What ``read`` makes of the answer's text; it may raise `Retry`. ``spent`` grows with every request;
-        ``body``: further keys of it. Raises ModelFailed."""
+        """Ask the model and return ``read`` of the answer's text; ``read`` may raise `Retry`. ``spent`` grows with each
+        request; ``body``: further keys of the request. Raises ModelFailed."""
         request = {"model": self.model, "messages": list(messages), **self.body, **body}
         cause = ""
         for attempt in range(self.retries + 1):
@@ -147,7 +147,7 @@ class ChatModel:
 
 
 def completions_url(base: str) -> str:
-    """Of an endpoint's base, say https://api.openai.com/v1."""
+    """The chat completions URL under an endpoint's base, say https://api.openai.com/v1."""
     return base.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
 
 

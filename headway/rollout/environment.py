@@ -33,7 +33,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the policy said in one turn."""
+    """The policy's answer in one turn."""
 
     text: str  # without reasoning and calls
     message: dict[str, Any]  # as in OpenAI's chat API
@@ -51,7 +51,7 @@ class Answer:
 
 
 class Episode:
-    """One rollout, as its environment sees it.
+    """A rollout, as its environment sees it.
 
     ``state`` is the environment's own: JSON types alone, for it is kept while the rollout is parked, in this process or
     until the next one; so are the sandbox's files. Whatever else an environment has of a rollout is lost then:
@@ -81,11 +81,11 @@ class Episode:
 
     @property
     def speaker(self) -> str:
-        """Who answers next."""
+        """The role in which the policy answers next."""
         return self._next.speaker
 
     def say(self, content: str, role: str = "user", *, to: str | None = None) -> None:
-        """Go on with a message in the conversation of whoever answers next, or of ``to``."""
+        """Add a message to the conversation of the next speaker, or of ``to``."""
         self.add({"role": role, "content": content}, to=to)
 
     def add(self, message: Mapping[str, Any], *, to: str | None = None) -> None:
@@ -109,24 +109,24 @@ class Episode:
         )
 
     async def ask(self, name: str, messages: Sequence[Mapping[str, Any]], **body: Any) -> str:
-        """What ``[environment.models.NAME]`` answers to messages as in OpenAI's chat API; ``body``: further keys of the
-        request. Raises OSError where there is no answer: infrastructure."""
+        """The answer of ``[environment.models.NAME]`` to messages as in OpenAI's chat API; ``body``: further keys of
+        the request. Raises OSError where there is no answer: infrastructure."""
         return await self._models.ask(name, messages, **body)
 
     def reward(self, value: float) -> None:
-        """Reward the turn that was just answered; several add up. Before the first answer: the first turn. Once the
-        rollout was scored (`Environment.close`) nobody asks any more."""
+        """Reward the turn that was just answered; several rewards add up. Before the first answer: the first turn. Once
+        the rollout was scored (`Environment.close`) a reward has no effect."""
         if finite_number(value) is None:
             raise ValueError(f"reward({value!r}): a finite number is needed")
         self._reward = (self._reward or 0.0) + float(value)
 
     def end(self, why: str = "answered") -> None:
-        """There is no further turn."""
+        """End the rollout: there is no further turn. The first reason stays."""
         self.over = self.over or why
 
     def hold(self, what: str) -> None:
-        """It needs something that lives in this process alone, a connection, say: parked, it can't go on in another
-        one. It begins anew there, as what infrastructure has failed."""
+        """Declare that the rollout needs ``what``, which lives in this process alone, a connection, say. Parked, it
+        can't resume in another process: it starts anew there, as after an infrastructure failure."""
         self.held = self.held or what
 
     def tell(self, call: Call, content: str, *, to: str | None = None) -> None:
@@ -143,7 +143,7 @@ class Episode:
         self.turns, self.turns_left = self.turns + 1, self.turns_left - 1
 
     def take_next(self) -> NextTurn:
-        """What is to be answered, with all that was said to whoever answers it."""
+        """The next turn to sample, with all messages that its speaker hasn't seen yet."""
         said = self._pending.pop(self.speaker, [])
         self.messages.setdefault(self.speaker, []).extend(said)
         asked = self._next
@@ -157,14 +157,14 @@ class Episode:
         )
 
     def take_reward(self) -> float | None:
-        """Of the turn that was answered last; what comes before the first waits for it."""
+        """Take the last answered turn's reward. None before the first answer: a reward given by then waits for it."""
         if not self.turns:
             return None
         reward, self._reward = self._reward, None
         return reward
 
     def kept(self) -> dict[str, Any]:
-        """All of it that isn't in its conversations and its sandbox."""
+        """The episode's state outside its conversations and its sandbox, to be parked."""
         return {
             "own": self.state,
             "pending": self._pending,
@@ -178,7 +178,7 @@ class Episode:
     def restore(
         self, kept: Mapping[str, Any], asked: NextTurn, messages: Mapping[str, Sequence[dict[str, Any]]]
     ) -> None:
-        """``asked``: what it was parked in, already among ``messages``."""
+        """Restore a parked episode. ``asked``: the turn it was parked in, already among ``messages``."""
         self.state = dict(kept["own"])
         self.turns, self.turns_left = kept["turns"], kept["turns_left"]
         self._reward = kept.get("reward")  # what was parked before there was one goes on too
@@ -190,7 +190,7 @@ class Episode:
 
 
 class Environment:
-    """What a rollout is played in. Extend it, and name it: ``environment.name = "module:Class"``.
+    """Base class of the environments that rollouts are played in: ``environment.name = "module:Class"`` names one.
 
     The simplest is a list of tools: the policy calls them until it answers without a call, and ``[verifier]`` judges
     that answer. Override `reply` for anything else, and `score` where the environment knows the reward.
@@ -222,7 +222,7 @@ class Environment:
     repeatable = False  # the same commands leave the same files: a lost sandbox can be made again
 
     def tools(self) -> Sequence[Tool | Callable[..., Any]]:
-        """What the policy may call; asked once."""
+        """The tools that the policy may call; requested once."""
         return ()
 
     async def begin(self, episode: Episode) -> None:
@@ -239,8 +239,8 @@ class Environment:
             episode.end()
 
     async def score(self, episode: Episode) -> Any:
-        """What a verifier may return (docs/inputs.md). By default None: the rewards of the turns, if there are any, or
-        else ``[verifier]`` judges the last answer."""
+        """The rollout's score, as a verifier may return it (docs/inputs.md). None, the default: the rewards of the
+        turns if there are any, or else ``[verifier]`` judges the last answer."""
         return None
 
     async def park(self, episode: Episode) -> None:

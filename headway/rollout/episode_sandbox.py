@@ -1,4 +1,4 @@
-"""The sandbox of one rollout: made when it is first used, kept while the rollout is parked, gone with it."""
+"""The sandbox of one rollout: made at first use, kept while the rollout is parked, ended with it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _REMADE = 2  # how often a lost one is made again by doing everything anew, in o
 
 
 class EpisodeSandbox:
-    """*none* -> *in use* <-> *parked*, and *closed* from any of them.
+    """A rollout's sandbox. Lifecycle: *none* -> *in use* <-> *parked*, and *closed* from any of them.
 
     Parked, it is a snapshot on disk, which survives this process; its processes are stopped, or, where others wait for
-    a sandbox or the backend can't stop any, ended. A rollout's files are then as it left them, whichever it was. What
-    was still running is not.
+    a sandbox or the backend can't stop any, ended. Either way the files are then as the rollout left them; ended
+    processes are lost.
 
-    With ``repeatable`` all that is done to it is remembered, and one that is lost is made again by doing it anew: only
+    With ``repeatable`` all operations on it are recorded, and a lost sandbox is made again by repeating them: only
     right where the same commands leave the same files. Without, its loss fails the rollout as infrastructure.
     """
 
@@ -51,7 +51,7 @@ class EpisodeSandbox:
         repeatable: bool = False,
         restored: EnvironmentState | None = None,
     ) -> None:
-        """``timeout_s``: of a command that doesn't say."""
+        """``timeout_s``: limit of a command that gives none."""
         self._pool = pool
         self._spec = spec
         self._labels = dict(labels)
@@ -70,11 +70,11 @@ class EpisodeSandbox:
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """The last one; None: it never was parked."""
+        """The last snapshot; None: the sandbox was never parked."""
         return self._snapshot
 
     def forget_snapshot(self, folder: Path, before: Snapshot | None) -> None:
-        """The last one, in ``folder``, is of no use, for it will never be named; that ``before`` it may be."""
+        """Revert to the snapshot ``before``, and delete a later one from ``folder``: no state will ever name it."""
         if self._snapshot is not None and (before is None or self._snapshot.path != before.path):
             with contextlib.suppress(OSError):
                 drop(folder, self._snapshot.path)
@@ -117,7 +117,7 @@ class EpisodeSandbox:
         return await self._with(lambda box: box.list(path, max_entries=max_entries))
 
     async def park(self, name: str) -> EnvironmentState:
-        """Stop it, with its files on disk under ``name``; a state with the snapshot. Raises SandboxError."""
+        """Stop the sandbox, snapshot its files as ``name``, return a state with the snapshot. Raises SandboxError."""
         if self._box is not None and not self._paused:
             box, can_pause = self._box, await self._pool.can_pause()
             if not can_pause:  # what runs on isn't parked
@@ -136,7 +136,7 @@ class EpisodeSandbox:
         return EnvironmentState(snapshot=self._snapshot, operations=tuple(self._operations))
 
     async def unpark(self) -> None:
-        """Let it run again. One that was given back comes back when it is used."""
+        """Let the sandbox run again; one that was given back to the pool is made again at its next use."""
         if self._box is not None and self._paused:
             self._paused = False
             self._end_offer()
@@ -146,12 +146,12 @@ class EpisodeSandbox:
                 await self._give_back()
 
     async def close(self) -> None:
-        """End it; later calls fail."""
+        """End the sandbox; later calls fail."""
         self._closed = True
         await self._give_back()
 
     async def _recalled(self) -> None:
-        """Others wait for its place."""
+        """Give a parked sandbox's place to others who wait for it."""
         if self._paused:
             await self._give_back()
 
@@ -168,7 +168,7 @@ class EpisodeSandbox:
         return result
 
     async def _with(self, work: Callable[[Sandbox], Awaitable[T]]) -> T:
-        """``work`` on the sandbox; on another one where it was lost and can be made again."""
+        """Run ``work`` on the sandbox, or on a new one where it was lost and can be made again."""
         for remaining in range(_REMADE, -1, -1):
             box = None
             try:
@@ -197,7 +197,7 @@ class EpisodeSandbox:
             return self._box
 
     async def _made(self) -> Sandbox:
-        """A new one, as it was when it was parked or lost."""
+        """A new sandbox with the files it had when it was parked or lost."""
         if self._snapshot is not None:
             try:
                 return await self._leased(self._snapshot)
@@ -226,7 +226,7 @@ class EpisodeSandbox:
 
     @contextlib.contextmanager
     def _in_line(self) -> Iterator[None]:
-        """The time limits of those who use it stand still."""
+        """Suspend the time limits of the sandbox's users while it waits in line."""
         now = asyncio.get_running_loop().time
         left = {limit: (limit.when() or now()) - now() for limit in self.limits if not limit.expired()}
         for limit in left:

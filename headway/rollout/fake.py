@@ -46,7 +46,7 @@ class FakeVerifier:
         """Nothing to start."""
 
     async def verify(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
-        """One Verdict per response, in order."""
+        """Verdicts, one per response, in order."""
         if self._stopped:
             raise HeadwayError("the verifier pool is stopped")
         async with self._free:
@@ -71,7 +71,7 @@ SANDBOX = "sandbox: "  # begins the cause of a failure that is the environment's
 
 
 class Lived(NamedTuple):
-    """What a rollout did in its environment."""
+    """A rollout's turns and time in its environment."""
 
     turns: int = 0  # model calls
     resumed_version: int = -1  # of the oldest turn whose effect its sandbox held when it was resumed; -1: it was not
@@ -79,18 +79,18 @@ class Lived(NamedTuple):
 
 
 class FakeEnvironment(Protocol):
-    """What keeps the sandboxes of simulated rollouts, by their sampling seeds."""
+    """Keeps the sandboxes of simulated rollouts, by their sampling seeds."""
 
     def state_version(self, seed: int) -> int:
         """Version of the oldest turn whose effect its sandbox holds; -1: of none."""
         ...
 
     def resume(self, seed: int, *, anew: bool) -> None:
-        """A parked rollout goes on: with the sandbox it has, or from its beginning in a fresh one."""
+        """Resume a parked rollout: with the sandbox it has, or (``anew``) from its beginning in a fresh one."""
         ...
 
     def forget(self, seed: int) -> Lived:
-        """The rollout is over: what it did."""
+        """Forget an ended rollout, and return what it did."""
         ...
 
 

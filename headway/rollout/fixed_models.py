@@ -16,15 +16,15 @@ KEY = "environment.models"
 
 
 class FixedModels:
-    """Those of a worker, by name."""
+    """The fixed models of a worker, by name."""
 
     def __init__(self, settings: Mapping[str, FixedModelConfig]) -> None:
-        """Raises ConfigurationError for a key that isn't there."""
+        """Raises ConfigurationError where an API key's environment variable isn't set."""
         self._models = {name: _model(name, one) for name, one in settings.items()}
         self._places = {name: asyncio.Semaphore(one.concurrency) for name, one in settings.items()}
 
     async def ask(self, name: str, messages: Sequence[Mapping[str, Any]], **body: Any) -> str:
-        """The answer's text. Raises OSError where there is none (`ModelFailed`)."""
+        """The answer's text. Raises OSError where there is none (`ModelFailed`), LookupError for an unknown model."""
         if name not in self._models:
             raise LookupError(f"there is no [{KEY}.{name}]; valid: {', '.join(self._models) or 'none'}")
         async with self._places[name]:

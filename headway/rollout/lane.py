@@ -1,4 +1,4 @@
-"""A thread of its own for something that blocks: what hangs in it holds up nobody else, nor the end of the process."""
+"""A thread for blocking calls: a call that hangs delays neither other work nor the end of the process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class Lane:
-    """Calls, one after the other, always in the same thread: what isn't made for several needs that."""
+    """Runs calls one after another, all in one thread, as code that isn't thread-safe needs."""
 
     def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     async def run(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """``function``'s result. One whose caller has gone runs to its end all the same."""
+        """Run ``function`` in the thread and return its result. It runs to its end even if the caller is cancelled."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
@@ -34,7 +34,7 @@ class Lane:
         return await answer
 
     def end(self) -> None:
-        """No further calls; the thread ends behind those it has."""
+        """Accept no further calls; the thread ends after those it has."""
         self._work.put(None)
 
     def _serve(self) -> None:

@@ -58,7 +58,7 @@ class Tool:
 
 
 def tools_by_name(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
-    """Raises ConfigurationError for two of one name."""
+    """Tools by name, described where they are functions. Raises ConfigurationError for two of one name."""
     found: dict[str, Tool] = {}
     for entry in tools:
         tool = entry if isinstance(entry, Tool) else Tool.of(entry)
@@ -124,7 +124,7 @@ def _arguments_of(function: Callable[..., Any]) -> tuple[bool, type[BaseModel]]:
 
 
 def _describe(parameters: dict[str, Any], details: str) -> None:
-    """Put the docstring's lines about parameters into their schema, and leave out what says nothing."""
+    """Put the docstring's lines about parameters into their schema, and remove titles and the like from it."""
     properties: dict[str, dict[str, Any]] = parameters.get("properties", {})
     parameters.pop("title", None)
     parameters.pop("additionalProperties", None)
@@ -137,7 +137,7 @@ def _describe(parameters: dict[str, Any], details: str) -> None:
 
 
 def _read(arguments: type[BaseModel], written: str) -> dict[str, Any]:
-    """Raises ToolError that says what is wrong, in words a model may learn from."""
+    """A call's arguments, validated. Raises ToolError that tells the model what is wrong."""
     value = read_object(written)
     try:
         checked = arguments.model_validate(value)

@@ -94,8 +94,8 @@ def load(settings: Mapping[str, Any]) -> Loaded:
 
 
 def player(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]:
-    """What plays an episode of the environment that ``settings`` describe: called with a task, in the process of the
-    rollout; it returns the reward, or ends the process. Raises ConfigurationError as `load`."""
+    """The agent function that plays an episode of the environment in ``settings``: called with a task, in the rollout's
+    process, it returns the reward, or ends the process. Raises ConfigurationError as `load`."""
     loaded = load(settings)
 
     async def play(task: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _end(errors: Iterable[Any]) -> None:
 
 
 def _context(package: Any) -> Any:
-    """Where the model of this rollout is called. The key isn't in it: the package reads it from the environment."""
+    """The package's context of this rollout's model and address. The package reads the key from the environment."""
     client = package.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
     return package.ModelContext(model=os.environ["HEADWAY_MODEL"], client=client)
 

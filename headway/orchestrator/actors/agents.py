@@ -1,4 +1,4 @@
-"""What agents of a run need: the endpoint that records them, and the host of their processes."""
+"""The services that a run's agents need: the endpoint that records them, and the host of their processes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Where the controller looks at its model: a process of its own, which gives way to everybody.
+"""The controller's model, evaluated in a process of its own with the lowest CPU priority.
 
 A look simulates the queue some dozen times: a tenth of a second or more of one core. In the orchestrator's process the
-loops would wait for it. Its CPU time is told, as on a machine whose cores are all busy the two sides miss some of it
-even so.
+loops would wait for it. Its CPU time is reported, as on a machine whose cores are all busy the two sides miss some of
+it even so.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from headway.control.tuning.knob_search import ControlLimits
     from headway.runtime.child import WorkerContext
 
-_LAST = 19  # niceness: it gets what nobody else wants, and on cores that are all busy some 1.5 %
+_LAST = 19  # niceness: it gets the CPU time that no other process wants, and on cores that are all busy some 1.5 %
 
 
 class ControllerWorker:
-    """Worker class."""
+    """Worker class: evaluates the controller."""
 
     def __init__(self, context: WorkerContext) -> None:
         os.nice(_LAST)
@@ -40,7 +40,7 @@ class ControllerWorker:
     def decide(
         self, state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits
     ) -> tuple[Decision, float]:
-        """See ``headway.control.tuning.controller.decide``; and the CPU seconds that took."""
+        """The result of ``headway.control.tuning.controller.decide``, and the CPU seconds it took."""
         began_s = time.process_time()
         return self._decide(state, records, limits), time.process_time() - began_s
 
@@ -64,13 +64,13 @@ class ControllerProcess:
     async def __call__(
         self, state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits
     ) -> tuple[Decision, float]:
-        """What ``decide`` says, and the CPU seconds it took. Raises WorkerDied when the process can't be
-        started or dies meanwhile."""
+        """The decision of ``decide``, and the CPU seconds it took. Raises WorkerDied when the process can't be started
+        or dies meanwhile."""
         worker = self._slot.live or await self._slot.restart()
         if worker is None:
             raise WorkerDied(self._slot.name, f"not started: {self._slot.fault}") from self._slot.fault
         return await worker.call("decide", state, records, limits)
 
     async def stop(self) -> None:
-        """End the process; a look that is underway counts for nothing."""
+        """End the process; a decision under way is lost."""
         await self._slot.stop(0.0)

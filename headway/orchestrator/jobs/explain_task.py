@@ -46,7 +46,7 @@ class RunHistory:
         self._evidence_order = sorted((g for g in self.groups if g.evidence is not None), key=lambda g: g.finished_as)
 
     def drawing(self) -> AdaptiveSelector:
-        """Where the run is now."""
+        """The selector in the state that the run has now."""
         drawing = self._fresh()
         drawing.replay(self.groups)
         return drawing

@@ -1,4 +1,4 @@
-"""What `headway sft` trains on: demonstrations read, tokenised, filtered and counted."""
+"""Training data of `headway sft`: demonstrations read, tokenised, filtered and counted."""
 
 from __future__ import annotations
 

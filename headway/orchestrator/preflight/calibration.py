@@ -105,7 +105,7 @@ async def _interruptible() -> AsyncIterator[None]:
 
 
 class _Calibrating:
-    """One calibration: its workers, and what it has measured so far."""
+    """A calibration under way: its workers, and its measurements so far."""
 
     def __init__(
         self, experiment: Experiment, tasks: Sequence[Task], seconds: float, on_progress: OnProgress, identity: str
@@ -146,7 +146,7 @@ class _Calibrating:
         self._start_s = self._clock.now() - started
 
     async def measure(self) -> tuple[Calibration, LengthDistribution]:
-        """All of it; a worker's death ends it with its cause."""
+        """Run all measurements. Raises the cause of a worker's death, which ends them."""
         measuring = asyncio.ensure_future(self._measure())
         try:
             await asyncio.wait([measuring, self._dead], return_when=asyncio.FIRST_COMPLETED)
@@ -159,13 +159,13 @@ class _Calibrating:
             self._dead.cancel()
 
     def _on_event(self, name: str, detail: str, /, **data: object) -> None:
-        """A replica that dies would be restarted by its pool; here it ends the calibration."""
+        """End the calibration when a replica dies, which its pool would restart."""
         if name in ("generator_died", "generator_lost") and not self._dead.done():
             worker, _, cause = detail.partition(": ")
             self._dead.set_exception(WorkerDied(worker, cause))
 
     def _on_load_ended(self, load: asyncio.Future[None]) -> None:
-        """What ends it but a cancellation, a verifier that can't be restarted, ends the calibration."""
+        """End the calibration with the load's error, say a verifier that can't be restarted; a cancellation is none."""
         error = None if load.cancelled() else load.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
@@ -304,7 +304,7 @@ class _Calibrating:
         )
 
     def _lengths(self) -> LengthDistribution:
-        """Of all responses so far: ended, cut off, and those that still grow."""
+        """Length distribution of all responses so far: ended, cut off, and still growing."""
         observed = [(tokens, True) for tokens in self._load.ended]
         observed += [(tokens, False) for tokens in (*self._load.cut, *self._generator.open_tokens())]
         return length_distribution(observed, self._experiment.rollout.max_response_tokens)
@@ -343,7 +343,7 @@ class _Calibrating:
 
 @dataclass(frozen=True, kw_only=True)
 class _Decoding:
-    """What the generator did, phase by phase."""
+    """The generator's rates, phase by phase."""
 
     prefill_tokens_per_s: float
     few: CalibrationInterval
@@ -361,7 +361,7 @@ class _Update:
 
 
 class CalibrationInterval:
-    """What all replicas did between two looks at their counters."""
+    """Decoding rates of all replicas between two readings of their counters."""
 
     def __init__(self, elapsed_s: float, tokens: int, steps: int, busy_s: float, replicas: int) -> None:
         self.tokens_per_s = tokens / max(elapsed_s, 1e-9)

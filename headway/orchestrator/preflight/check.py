@@ -1,6 +1,6 @@
-"""What can be known to go wrong before a run starts. Torch-free: only files, sizes and one verifier process.
+"""Problems that can be found before a run starts. Torch-free: only files, sizes and one verifier process.
 
-``preview.py`` goes on from here: it starts the run's own workers for some seconds and predicts its rates.
+``preview.py`` continues from here: it starts the run's own workers for some seconds and predicts its rates.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _START_VERIFIER_S = 60.0  # a verifier's imports may be heavy
 
 @dataclass
 class _Inputs:
-    """What the checks share: read once, None where it couldn't be read."""
+    """Inputs that the checks share: read once, None where they couldn't be read."""
 
     experiment: Experiment
     resume: bool
@@ -421,7 +421,7 @@ def _exporters(inputs: _Inputs) -> Iterator[Finding]:
 
 
 def _environment(inputs: _Inputs) -> Iterator[Finding]:
-    """What rollouts of several turns need. Sandboxes are tried: a run that finds out later has sampled for nothing."""
+    """Findings on what rollouts of several turns need. Sandboxes are tried: a later failure would waste the samples."""
     has_template = inputs.tokenizer is None or inputs.tokenizer.has_chat_template
     yield from conversation_findings(inputs.experiment, has_template)
     yield from sandbox_findings(inputs.experiment)

@@ -1,4 +1,4 @@
-"""What rollouts of several turns need of the model, and agents of the network, before the start."""
+"""Checks before the start what rollouts of several turns need of the model, and agents of the network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with the generator's engine, before the start. Imports no engine."""
+"""Finds problems of the generator's engine before the start. Imports no engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def engine_problems(experiment: Experiment, model: DecoderConfig | None) -> Iter
 
 
 def _ranks_meet(experiment: Experiment, ranks: int) -> str:
-    """A replica of several ranks takes the GPU it is named by and those after it: they must be there, and free."""
+    """The error where a replica of several ranks lacks a GPU: it takes the named one and those after it. "": none."""
     taken: dict[int, str] = {}
     for name in experiment.trainer.devices:
         if (device := parse_device(name)).kind == "cuda":

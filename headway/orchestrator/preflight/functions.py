@@ -1,4 +1,4 @@
-"""What is wrong with the user's own functions, found before a run starts."""
+"""Finds problems of the user's own functions before a run starts."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Load:
         self._changed.notify()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Open groups up to the limit until cancelled."""
         size, index = self._experiment.rollout.group_size, 0
         async with asyncio.TaskGroup() as groups:
             while True:
@@ -137,7 +137,7 @@ class Load:
         return result
 
     async def _hold(self, parked: PartialRollout) -> Resumption:
-        """A response that was cut off goes no further."""
+        """Never resume: a response that was cut off stays so."""
         await asyncio.Event().wait()
         return "continue"
 

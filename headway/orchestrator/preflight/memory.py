@@ -1,4 +1,4 @@
-"""What the run's processes and files will need, before any of them exists. Torch-free: sizes alone.
+"""Memory and disk that the run's processes and files will need, from sizes alone, before they exist. Torch-free.
 
 All numbers are what is needed *at most*: every KV slot full, the largest micro-batch. ``P`` parameters, ``b`` bytes of
 a number in the dtype in question, ``L`` layers, ``d`` width, ``H``/``K`` query and KV heads of ``e`` dimensions, ``f``
@@ -75,7 +75,7 @@ def _packed_count(model: DecoderConfig) -> int:
 
 
 def activation_bytes(model: DecoderConfig, tokens: int, dtype: str, *, checkpointing: bool = False) -> int:
-    """What the backward of one micro-batch of ``tokens`` needs, logits and soft-capped scores left out.
+    """Bytes that the backward of one micro-batch of ``tokens`` needs, without logits and soft-capped scores.
 
     Kept of each token in each layer, in numbers of the products' dtype: the two norms' outputs before and after their
     weight 4·d, padded query, key and value (H + 2K)·e, the attention's output as it leaves, is put together and is
@@ -95,7 +95,7 @@ def activation_bytes(model: DecoderConfig, tokens: int, dtype: str, *, checkpoin
 def score_bytes(
     model: DecoderConfig, tokens: int, longest_tokens: int, dtype: str, *, checkpointing: bool = False
 ) -> int:
-    """What the backward needs of attention whose scores are capped, computed in full: of each query of each head, for
+    """Bytes that the backward needs of attention with capped scores, computed in full: for each query of each head and
     every key it might see, the capped score and its weight in float32, the latter in the products' dtype as well."""
     if model.attention_softcap is None:
         return 0
@@ -114,7 +114,7 @@ def _keys_of_layers(model: DecoderConfig, longest_tokens: int) -> list[int]:
 
 
 def memory_uses(experiment: Experiment, model: DecoderConfig) -> list[MemoryUse]:
-    """What each process and kind of file needs, and where."""
+    """Bytes that each process and kind of file needs, and in which place."""
     uses = [*_generators(experiment, model), *_trainers(experiment, model)]
     queue, run = experiment.queue, Path(experiment.run.directory)
     open_rollouts = queue.groups_per_step * (queue.budget + 1) * experiment.largest_group
@@ -173,7 +173,7 @@ def _generator(experiment: Experiment, model: DecoderConfig, name: str, device: 
 
 
 def _vllm(experiment: Experiment, model: DecoderConfig, name: str, device: str) -> Iterator[MemoryUse]:
-    """Each rank is a process, on a GPU of its own; it reads new weights whole."""
+    """Memory of a vLLM replica. Each rank is a process on a GPU of its own, and reads new weights whole."""
     settings, width = experiment.generator, bytes_of(experiment.generator.dtype)
     own, ranks = settings.engine_arguments, settings.engine_arguments.get("tensor_parallel_size", 1)
     weights = parameter_count(model) * width
@@ -258,7 +258,7 @@ def _on_device(name: str, device: str, on_device: dict[str, int], on_host: dict[
 
 
 def memory_places(uses: list[MemoryUse]) -> list[MemoryPlace]:
-    """What is needed in each place, and what is there."""
+    """Each place's needed, total and available bytes; None where the latter two are unknown."""
     needed: dict[str, int] = {}
     for use in uses:
         needed[use.place] = needed.get(use.place, 0) + use.total_bytes
@@ -340,7 +340,7 @@ def existing(path: Path) -> Path:
 
 
 def memory_findings(uses: list[MemoryUse], places: list[MemoryPlace]) -> Iterator[Finding]:
-    """What can't fit (an error), and what fills more than ``FULL`` of what is free now (a warning)."""
+    """Findings on places: an error for what can't fit, a warning for more than ``FULL`` of what is free now."""
     for place in places:
         if place.capacity_bytes is not None and place.available_bytes is not None:
             there = [use for use in uses if use.place == place.name]

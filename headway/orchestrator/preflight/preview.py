@@ -65,7 +65,7 @@ def _measured(uses: list[MemoryUse], measured: Calibration) -> list[MemoryUse]:
 
 
 def run_shape(experiment: Experiment, sets: Mapping[str, Sequence[Task]]) -> RunShape:
-    """What a forecast needs of the experiment and its task sets, by split."""
+    """A forecast's inputs from the experiment and its task sets (``sets``: by split)."""
     evaluation = experiment.evaluation
     samples = {split: len(tasks) * evaluation.samples_per_task for split, tasks in sets.items()}
     held = samples.get("validation", 0) * evaluation.before
@@ -90,7 +90,7 @@ def _free_devices(experiment: Experiment) -> int:
 
 
 def calibration_findings(experiment: Experiment, measured: Calibration, predicted: Forecast) -> Iterator[Finding]:
-    """What the measured numbers say about the configuration."""
+    """Findings on the configuration from the calibration's measurements."""
     yield from _budget_finding(experiment, measured, predicted)
     lengths, limit = measured.lengths, experiment.rollout.max_response_tokens
     if not lengths.finished:

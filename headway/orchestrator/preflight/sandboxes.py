@@ -18,8 +18,8 @@ FOLDER = "sandboxes"  # of a run's: parked ones
 
 
 def sandbox_findings(experiment: Experiment) -> list[Finding]:
-    """As `preflight.findings`, of the sandboxes that this experiment names; none where its environment uses none.
-    Raises ConfigurationError: the backend isn't installed."""
+    """Findings, as of `preflight.findings`, on the experiment's sandboxes; none where its environment uses none.
+    Raises ConfigurationError where the backend isn't installed."""
     if not uses_sandboxes(experiment):
         return []
     settings, needed = experiment.sandbox, experiment.concurrent_rollouts
@@ -36,7 +36,7 @@ def sandbox_findings(experiment: Experiment) -> list[Finding]:
 
 
 def require_shares(experiment: Experiment) -> None:
-    """Raises ConfigurationError where its workers would have more sandboxes together than there may be."""
+    """Raise ConfigurationError where the workers together would have more sandboxes than ``sandbox.live``."""
     if (too_few := _too_few(experiment)) and uses_sandboxes(experiment):
         raise ConfigurationError(too_few)
 
@@ -52,7 +52,7 @@ def _too_few(experiment: Experiment) -> str:
 
 
 def uses_sandboxes(experiment: Experiment) -> bool:
-    """Whether its environment runs code in sandboxes. One that can't be imported is told of elsewhere."""
+    """Whether the environment runs code in sandboxes; False if it can't be imported: reported elsewhere."""
     try:
         return experiment.environment.replies and load_environment(experiment.environment).uses_sandbox
     except ConfigurationError:

@@ -26,7 +26,7 @@ import msgspec
 
 
 class CodeTest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a program is given, and what is expected of it."""
+    """A program's input and its expected result."""
 
     stdin: str = ""
     stdout: str = ""
@@ -45,7 +45,7 @@ class CodeTests(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def code_tests(metadata: Mapping[str, Any]) -> CodeTests:
-    """Raises ValueError that says what is wrong with them."""
+    """The tests in a task's metadata. Raises ValueError that says what is wrong with them."""
     function = str(metadata.get("function") or metadata.get("fn_name") or metadata.get("func_name") or "")
     try:
         given = _opened(metadata.get("tests") or metadata.get("input_output"))
@@ -130,7 +130,7 @@ def _cases(value: Any) -> list[dict[str, Any]]:
 
 
 class _Texts(pickle.Unpickler):
-    """For a pickled text: nothing else can come out of it, whatever a file holds."""
+    """Unpickles a text; raises ValueError for any global, so that a file can't make anything else."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         raise ValueError(f"packed tests must be a text, not {module_name}.{global_name}")

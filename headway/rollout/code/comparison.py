@@ -41,7 +41,7 @@ def same_value(value: Any, expected: Any, tolerance: float) -> bool:
 
 
 def close(value: float, expected: float, tolerance: float) -> bool:
-    """Within ``tolerance`` times the expected number's size, or 1 where that is larger."""
+    """Whether ``value`` equals ``expected``, or is within ``tolerance`` x max(1, |expected|) of it."""
     return value == expected or (
         math.isfinite(expected) and abs(value - expected) <= tolerance * max(1.0, abs(expected))
     )

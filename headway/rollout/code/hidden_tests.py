@@ -33,7 +33,7 @@ _MOST_ENTRIES = 2000  # of a set or a dictionary: their keys may be chosen to co
 
 
 class HiddenAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What is expected of a question."""
+    """The expected answer to a question."""
 
     test: str  # the function it stands in
     line: int
@@ -51,7 +51,7 @@ class Questions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HiddenTestResults(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the tests of a file, by name."""
+    """The tests of a file, by name and result."""
 
     passed: tuple[str, ...]
     wrong: tuple[str, ...]  # an answer differs
@@ -59,8 +59,8 @@ class HiddenTestResults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def questions_of(source: str, name: str, tolerance: float = 0.0) -> Questions:
-    """Raises ValueError that names the line of what can't be asked without its answer, or what no code could pass.
-    ``tolerance``: as of `judged`."""
+    """Split a hidden test file into questions and answers. ``tolerance``: as of `judged`. Raises ValueError that names
+    the line of what can't be asked without its answer, or what no code could pass."""
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
@@ -118,7 +118,7 @@ def _split(body: Sequence[ast.stmt], answers: list[HiddenAnswer], test: str, nam
 
 
 def _expected(node: ast.Assert, name: str) -> tuple[ast.expr, Any]:
-    """What is asked, and what is right."""
+    """An assert's question and its right value. Raises ValueError where a comparison isn't ``QUESTION == LITERAL``."""
     test = node.test
     if isinstance(test, ast.Compare):
         if len(test.ops) == 1 and isinstance(test.ops[0], (ast.Eq, ast.Is)):
@@ -140,7 +140,7 @@ def _expected(node: ast.Assert, name: str) -> tuple[ast.expr, Any]:
 
 
 def _raises(node: ast.With, name: str) -> str:
-    """Of ``with pytest.raises(ValueError):`` the exception's name; "": it is something else."""
+    """The exception's name in ``with pytest.raises(ValueError):``; "" for any other ``with``."""
     (item, *more), call = node.items, node.items[0].context_expr
     if not isinstance(call, ast.Call) or _last_name(call.func) != "raises":
         return ""
@@ -169,7 +169,7 @@ def _ask(function: str, number: int, subject: ast.expr) -> ast.Expr:
 
 
 def _refuse_asserts(node: ast.stmt, name: str) -> None:
-    """Every question is asked exactly once: none stands where it may be skipped or repeated."""
+    """Raise ValueError for a nested question, which might be skipped or repeated: each is asked exactly once."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Assert) or (isinstance(inner, ast.With) and _raises(inner, name)):
             what = "an assert must stand in a test itself, not in a loop, a condition or a function of its own"
@@ -177,7 +177,7 @@ def _refuse_asserts(node: ast.stmt, name: str) -> None:
 
 
 def _refuse_pytest(body: Sequence[ast.stmt], gone: set[str], name: str) -> None:
-    """There is none in the sandbox: what still asks for it would fail whatever is tested."""
+    """Raise ValueError where pytest is still used: the sandbox has none, so the test would fail whatever it tests."""
     for node in body:
         for inner in ast.walk(node):
             used = isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load) and inner.id in gone
@@ -194,7 +194,7 @@ def _refuse_pytest(body: Sequence[ast.stmt], gone: set[str], name: str) -> None:
 
 
 def _can_be_said(value: Any) -> bool:
-    """Whether the driver could say it, and `decoded` would read it."""
+    """Whether the driver can encode ``value``, and `decoded` would read it."""
     if isinstance(value, dict):
         entries = cast("dict[Any, Any]", value)
         return len(entries) <= _MOST_ENTRIES and _can_be_said([*entries.keys(), *entries.values()])
@@ -212,7 +212,7 @@ def _of_pytest(node: ast.Import | ast.ImportFrom) -> bool:
 
 # --- in the sandbox and back ----------------------------------------------------------------------------------------
 
-# Asks the questions of a file that comes over stdin. What it says is worth no more than the code that it tests.
+# Asks the questions of a file that arrives on stdin. Its output is no more trustworthy than the code that it tests.
 DRIVER = """\
 import json, os, sys
 _answers = os.dup(1)
@@ -256,13 +256,13 @@ _main()
 
 
 def asked(questions: Questions, paths: Sequence[str]) -> bytes:
-    """What the driver is given."""
+    """The driver's standard input, as JSON."""
     return json.dumps({"source": questions.source, "tests": questions.tests, "paths": list(paths)}).encode()
 
 
 def judged(questions: Questions, said: bytes, tolerance: float) -> HiddenTestResults:
-    """Compare what a driver has said, which may be anything, with what is right. A question that was answered twice, or
-    with what isn't known, is answered wrongly."""
+    """Compare a driver's output, which may be anything, with the right answers. A question that was answered twice, or
+    with an unknown value, counts as wrong."""
     given: dict[int, Any] = {}
     spoilt: set[int] = set()
     for line in said.split(b"\n"):
@@ -286,7 +286,7 @@ def judged(questions: Questions, said: bytes, tolerance: float) -> HiddenTestRes
 
 
 def decoded(value: Any) -> Any:
-    """What the driver's ``_encoded`` was given. Raises ValueError, TypeError or RecursionError for what isn't of it."""
+    """The inverse of the driver's ``_encoded``. Raises ValueError, TypeError or RecursionError for anything else."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if not isinstance(value, dict) or len(value) != 1:

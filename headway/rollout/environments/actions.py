@@ -41,7 +41,7 @@ class Actions:
     schema: dict[str, Any] = {"type": "string"}  # noqa: RUF012 (never changed)
 
     def told(self, reading: Reading) -> str:
-        """How to act, for whoever does."""
+        """Instructions for the policy: how to write an action."""
         return f"{_WHERE[reading]}."
 
     def read(self, written: str) -> Any:
@@ -49,13 +49,13 @@ class Actions:
         return written
 
     def given(self, action: Any) -> Any:
-        """The same as the game takes it."""
+        """``action`` in the form that the game takes."""
         return action
 
 
 @dataclass
 class Named(Actions):
-    """One of a few, by name or number."""
+    """Actions of a finite list, by name or number."""
 
     names: Sequence[str]  # () where they have none
     first: int
@@ -130,8 +130,8 @@ class Arrays(Actions):
 
 
 def actions_of(space: Any, names: Sequence[str]) -> Actions:
-    """Of a space of gymnasium's; None: any text. Raises ConfigurationError for names that don't fit it, and for a space
-    whose actions can't be written down."""
+    """The actions of a gymnasium space; None: any text. Raises ConfigurationError for names that don't fit the space,
+    and for a space whose actions can't be written down."""
     kind = type(space).__name__
     count = getattr(space, "n", None) if kind == "Discrete" else None
     if names and (count is None or len(names) != count):

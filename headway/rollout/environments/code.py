@@ -160,7 +160,7 @@ class Code(Environment):
         return {"reward": reward, "solved": failed is None, **detail}
 
     async def _handed_in(self, episode: Episode, code: str | None) -> str | None:
-        """What is told of it, or None when it is the last one."""
+        """Test a submitted program and return the feedback; None when the submission is final."""
         state = episode.state
         if code is not None:
             state["code"] = code
@@ -197,7 +197,7 @@ class Code(Environment):
     async def _run(
         self, episode: Episode, code: str, tests: CodeTests, chosen: Sequence[CodeTest], *, until_failure: bool
     ) -> list[ProgramResult]:
-        """One test after the other. Raises SandboxError where that says nothing about the program."""
+        """Run tests one after another. Raises SandboxError for a failure that says nothing about the program."""
         await self._interpreter.need(episode)
         ran: list[ProgramResult] = []
         for test in chosen:

@@ -1,6 +1,6 @@
-"""What environments whose policies run commands have in common: the time of an answer, an interpreter, a first filling.
+"""Shared parts of environments whose policies run commands: an answer's time limit, an interpreter, initial files.
 
-What is the policy's doing is told or scored; what isn't must never become a reward of 0.
+Failures that the policy caused are reported to it or scored; others must never become a reward of 0.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _RAN = "ran"  # likewise: whether its sandbox has been used
 
 
 class AnswerTime:
-    """What all commands of one answer may take together: less than environment.timeout_s, or a policy that sleeps would
+    """Time limit of all commands of one answer together: less than environment.timeout_s, or a policy that sleeps would
     be taken for a broken machine."""
 
     def __init__(self, total_s: float) -> None:
         self.total_s = total_s
 
     def begin(self, episode: Episode) -> None:
-        """An answer has come: it has all of it."""
+        """Start a new answer with the whole time."""
         episode.state[_LEFT] = self.total_s
 
     def left(self, episode: Episode) -> float:
-        """Raises ToolError where there is none."""
+        """Seconds left for commands of this answer. Raises ToolError where there are none."""
         left_s: float = episode.state.get(_LEFT, self.total_s)
         if left_s <= 0:
             raise ToolError(f"the commands of one answer have {self.total_s:g} s together, and these are over")
@@ -49,15 +49,15 @@ class AnswerTime:
 
 
 class Interpreter:
-    """Of Python, in the sandbox. Looked for once, in a sandbox that nobody has used."""
+    """Python's interpreter in the sandbox, checked until it has worked once, in sandboxes that no policy has used."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         self.argv = list(argv)
         self._works = False
 
     async def need(self, episode: Episode) -> None:
-        """Before a rollout uses its sandbox: without an interpreter all of them would fail, and nobody's answer would
-        be wrong. Raises SandboxError."""
+        """Check the interpreter before a rollout uses its sandbox: without one all rollouts would fail, whatever their
+        answers. Raises SandboxError."""
         unused, episode.state[_RAN] = not episode.state.get(_RAN), True
         if self._works or not unused:
             return
@@ -71,8 +71,8 @@ class Interpreter:
 
 @contextmanager
 def fills(what: str) -> Iterator[None]:
-    """While the environment itself puts ``what`` into a fresh sandbox: limits that it doesn't fit are no policy's
-    doing."""
+    """Report the environment, not the policy, as failed where ``what``, which the environment puts into a fresh sandbox
+    within the block, exceeds its limits."""
     try:
         yield
     except SandboxError as error:

@@ -160,7 +160,7 @@ class Gym(Environment):
         return await self._stepped(episode, action if isinstance(action, str) else json.dumps(action))
 
     async def _stepped(self, episode: Episode, written: str | None) -> str:
-        """What an action, as it was written, has led to."""
+        """Play an action as the policy wrote it, and return the observation, or why the action is refused."""
         if written is None:
             return self._refused(episode, "there is no action in this answer")
         try:
@@ -210,13 +210,13 @@ class Gym(Environment):
 
 
 def seed_of(task: Any) -> int:
-    """A game's: what its task says, else one that every rollout of the task has."""
+    """A game's seed: the one in its task, else one that all rollouts of the task share."""
     given = (task.metadata.get(COLUMN) or {}).get("seed")
     return int(hashlib.blake2b(task.task_id.encode(), digest_size=4).hexdigest(), 16) if given is None else int(given)
 
 
 def maker_of(env: str) -> Callable[..., Any]:
-    """What makes a game: gymnasium's id, or module:factory. Raises ConfigurationError."""
+    """The function that makes a game: ``env`` is gymnasium's id, or module:factory. Raises ConfigurationError."""
     if ":" in env and not env.partition(":")[2].rpartition("-v")[2].isdecimal():  # module:Game-v0 is gymnasium's too
         return import_function(env, KEY, ())
     gymnasium = import_extra("gymnasium", "gym", f"{KEY} = {env!r}")
@@ -231,7 +231,7 @@ def maker_of(env: str) -> Callable[..., Any]:
 
 
 def shower_of(shows: str) -> Callable[[Any, Any, Any], str]:
-    """What makes a text of an observation. Raises ConfigurationError."""
+    """The function that makes a text of (observation, info, env). Raises ConfigurationError."""
     if ":" in shows:
         return import_function(shows, "environment.parameters.shows", get_args(Shows))
     if shows not in get_args(Shows):

@@ -20,9 +20,9 @@ SYSTEM = "You work in a shell. Call bash until the task is done, then say so wit
 
 
 class Harbor(Environment):
-    """One tool, ``bash``, runs commands in the rollout's sandbox, which holds the task's files. When the agent answers
-    without a call, or may not go on, everything that still runs is killed, what lies where tests and rewards belong is
-    removed, the task's tests are put there and run, and the reward is what they write."""
+    """Harbor's tasks: a tool, ``bash``, runs commands in the rollout's sandbox, which holds the task's files. When the
+    agent answers without a call, or has no turn left, everything that still runs is killed, what lies where tests and
+    rewards belong is removed, the task's tests are put there and run, and the reward is what they write."""
 
     uses_sandbox = True
 
@@ -142,7 +142,7 @@ async def _put(episode: Episode, files: Iterable[tuple[Path, str]]) -> None:
 
 
 async def _read(episode: Episode, path: str) -> bytes | None:
-    """None where there is no such file."""
+    """A file's content; None where it can't be read, unless infrastructure failed (SandboxError)."""
     try:
         return await episode.sandbox.read(path, max_bytes=_REWARD_BYTES)
     except SandboxError as error:

@@ -1,6 +1,6 @@
 """Task folders of Harbor: instruction.md, task.toml, environment/, tests/, solution/.
 
-Their images are built by nobody here. What a Dockerfile does beyond a base, a working directory, variables and copies
+Their images aren't built here. What a Dockerfile does beyond a base, a working directory, variables and copies
 of files is refused; the base has to be what ``sandbox.image`` is.
 """
 
@@ -24,7 +24,7 @@ _WITHOUT_EFFECT = ("CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "MAINTAINER", "STOPSI
 
 @dataclass(frozen=True, kw_only=True)
 class HarborTask:
-    """One folder, as far as it is used here."""
+    """A task folder, as far as it is used here."""
 
     name: str
     instruction: str
@@ -54,7 +54,7 @@ def tasks(folder: str, images: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
 
 
 def read_task(folder: Path) -> HarborTask:
-    """Raises ConfigurationError."""
+    """Read a task folder. Raises ConfigurationError."""
     try:
         config: dict[str, Any] = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         instruction = (folder / "instruction.md").read_text(encoding="utf-8").strip()
@@ -78,8 +78,8 @@ def read_task(folder: Path) -> HarborTask:
 
 
 def reward_of(json_file: bytes | None, text_file: bytes | None) -> dict[str, Any]:
-    """What a verifier may return, out of the reward files. Where both have a reward it is the lower one: code that the
-    tests run may write there too. Raises ValueError where none has."""
+    """The verdict in the reward files, as a verifier may return it. Where both have a reward it is the lower one: code
+    that the tests run may write there too. Raises ValueError where none has."""
     found: list[dict[str, Any]] = []
     wrong: list[Exception] = []
     for read, content in ((_json_reward, json_file), (_text_reward, text_file)):
@@ -95,7 +95,7 @@ def reward_of(json_file: bytes | None, text_file: bytes | None) -> dict[str, Any
 
 
 def _json_reward(content: bytes) -> dict[str, Any]:
-    """Of several numbers without one called "reward" it is their mean."""
+    """The verdict in reward.json: a number, or numbers by name, whose mean is the reward if none is called "reward"."""
     given: Any = json.loads(content)
     numbers = {
         name: _finite(name, value) for name, value in (given if isinstance(given, dict) else {"reward": given}).items()
@@ -178,7 +178,7 @@ def _built(folder: Path, room: Mapping[str, Any]) -> tuple[str, str, dict[str, s
 
 
 def _instructions(dockerfile: Path) -> Iterator[tuple[int, str, str]]:
-    """(line, name, the rest), lines that go on put together."""
+    """(line number, name, rest) of each instruction, continued lines joined."""
     whole, first = "", 0
     for number, line in enumerate(dockerfile.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):

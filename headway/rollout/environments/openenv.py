@@ -29,7 +29,7 @@ _ENVIRONMENTS = "EXECUTION_ERROR"  # its own code failed
 
 
 class SessionLost(OSError):
-    """The server is gone, full, or can't begin: nothing that the policy did."""
+    """Raised where the server is gone, full, or can't begin: no fault of the policy."""
 
 
 class OpenEnv(Environment):
@@ -155,7 +155,7 @@ class OpenEnv(Environment):
         return self._seen(data)
 
     def _value(self, written: str) -> Any:
-        """What is written, as the field's type has it."""
+        """The written action in the type of its field. Raises ToolError for what is no JSON."""
         kind = self._schema[self._field].get("type")
         if kind in (None, "string"):
             return written
@@ -194,7 +194,7 @@ class OpenEnv(Environment):
         raise SessionLost(f"the OpenEnv server: {what} ({code})")
 
     async def _connected(self) -> Any:
-        """A session; a server of ours that is gone is started again. Raises OSError."""
+        """A new session; a server of this environment that has died is restarted. Raises OSError."""
         try:
             return await self._connect()
         except OSError:

@@ -13,8 +13,8 @@ _SHOWN_BYTES = 16_000  # of each of a program's outputs; the environment's own l
 
 
 class PythonTool(Environment):
-    """One tool, ``python``, runs a program in the rollout's sandbox and tells what it has printed; files stay from call
-    to call. ``[verifier]`` judges the answer."""
+    """Environment with the tool ``python``, which runs a program in the rollout's sandbox and returns its output; files
+    stay from call to call. ``[verifier]`` judges the answer."""
 
     uses_sandbox = True
 

@@ -197,7 +197,7 @@ class Repair(Environment):
             raise ToolError(f"{path} is no text") from None
 
     async def _write(self, path: str, content: str, episode: Episode) -> None:
-        """A file that is there keeps its mode: one that could be run still can."""
+        """Write a file; an existing one keeps its mode, so that an executable stays one."""
         place = _place(path)
         found = await _told(episode.sandbox.exec(["stat", "-L", "-c", "%a", "--", place]))
         said = found.stdout.strip() if found.ok else b""
@@ -205,7 +205,7 @@ class Repair(Environment):
         await _told(episode.sandbox.write(place, content, mode=mode))
 
     async def _repository(self, episode: Episode) -> None:
-        """It is there from the first call on."""
+        """Write the repository's files into the sandbox at the first call; later calls do nothing."""
         if episode.state.get("there"):
             return
         await self._interpreter.need(episode)
@@ -271,14 +271,14 @@ class Repair(Environment):
 
 
 def _place(path: str) -> str:
-    """Where a path that a model wrote leads; the sandbox is its limit, not the repository."""
+    """The sandbox path for a path that a model wrote, which may leave the repository but not the sandbox."""
     if len(path) > PATH_CHARACTERS or "\0" in path:
         raise ToolError("that is no path of a file")
     return posixpath.normpath(posixpath.join(REPOSITORY, path))
 
 
 async def _told(work: Any) -> Any:
-    """What comes of a call of the sandbox; what the policy has brought upon itself is told, and the rollout goes on."""
+    """The result of a sandbox call. A failure that the policy caused becomes a ToolError, and the rollout continues."""
     try:
         return await work
     except SandboxError as error:
@@ -288,7 +288,7 @@ async def _told(work: Any) -> Any:
 
 
 def _how(result: ExecResult) -> str:
-    """What was wrong with the end of a hidden test's process; "": nothing."""
+    """How a hidden test's process failed; "": it ended well."""
     if result.oom and not result.ok:
         return "out of memory"
     if result.timed_out:

@@ -1,4 +1,4 @@
-"""The workers that environments live in, behind one handle: who plays where, and what a dead worker means."""
+"""The pool of workers that run environments: which rollout is played where, and what a dead worker means."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _LOOK_S = 2.0  # for a look at a worker's sandboxes; one that is busy is taken t
 
 
 class EnvironmentDied(HeadwayError):
-    """The worker that a rollout was played in is gone, and its sandbox with it."""
+    """Raised where the worker that a rollout was played in has died, and its sandbox with it."""
 
 
 class _Seat:
-    """One worker: its requests, and what became of them."""
+    """A worker's slot: its requests, and their answers."""
 
     def __init__(self, spec: WorkerSpec, launcher: Launcher, clock: Clock, on_event: EventCallback) -> None:
         self.episodes = 0
@@ -58,7 +58,7 @@ class _Seat:
 
     @property
     def live(self) -> Worker | None:
-        """Its worker, unless that is dead."""
+        """The seat's worker; None while it is dead."""
         return self.slot.live
 
     async def _take(self, worker: Worker) -> None:
@@ -67,12 +67,12 @@ class _Seat:
         self._reader = asyncio.create_task(self._read(worker), name=f"{self.name}-events")
 
     async def ask(self, worker: Worker, method: str, *arguments: Any) -> Any:
-        """Raises EnvironmentDied; RuntimeError with the worker's traceback for a fault of ours."""
+        """The worker's answer to a request. Raises EnvironmentDied; RuntimeError with its traceback for a bug in it."""
         self.slot.forgive()  # should it die of this, it is the rollout's doing, which isn't tried for ever
         return await self._submit(worker, "submit", method, arguments)
 
     async def answers(self, worker: Worker) -> bool:
-        """Whether it does anything at all; raises EnvironmentDied."""
+        """Whether the worker's event loop still turns; raises EnvironmentDied."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STUCK_S):
                 await self._submit(worker, "submit_sandboxes")
@@ -80,7 +80,7 @@ class _Seat:
         return False
 
     async def sandboxes(self) -> SandboxStatistics:
-        """Of its worker, and of those before it."""
+        """Sandbox statistics of this seat's worker and its predecessors."""
         worker = self.live
         if worker is not None:
             with contextlib.suppress(EnvironmentDied, TimeoutError):
@@ -121,10 +121,10 @@ class _Seat:
 
 
 class WorkerLease:
-    """One rollout in the worker it is played in."""
+    """A rollout's handle on the worker it is played in."""
 
     def __init__(self, seat: _Seat, worker: Worker, name: str, limit_s: float) -> None:
-        """``limit_s``: after so long without an answer it is seen whether its worker still does anything at all."""
+        """``limit_s``: after so long without an answer the worker is checked for being stuck."""
         self._seat = seat
         self._worker = worker
         self._name = name
@@ -231,8 +231,8 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def seated(self, name: str) -> AsyncIterator[WorkerLease]:
-        """A place for the rollout of this name, once there is one and it may begin; it ends with the block. Raises
-        EnvironmentDied; WorkerDied when no worker can be started any more."""
+        """Yield a lease for rollout ``name`` once there is a place and it may begin; the rollout ends with the block.
+        Raises EnvironmentDied; WorkerDied when no worker can be started any more."""
         if self._places is not None:
             await self._places.acquire()
         try:
@@ -291,8 +291,8 @@ class EnvironmentPool:
                 seat.episodes -= 1
 
     def _best(self) -> _Seat:
-        """The one with the fewest rollouts: of those that live, or have served and are back soon; of all where there is
-        none. Those that are dead are started beside. Raises WorkerDied where none lives that could be."""
+        """The seat with the fewest rollouts among those that live, or are likely to be back soon; among all where there
+        is none. Restarts dead workers in the background. Raises WorkerDied where none lives and none can be started."""
         if self._stopped:
             raise EnvironmentDied("the workers of environments are stopped")
         if not any(seat.live for seat in self._seats):
@@ -307,8 +307,8 @@ class EnvironmentPool:
 
 
 def _shares(sandbox: SandboxConfig, workers: int) -> list[SandboxConfig]:
-    """Each worker's: together as many as ``sandbox`` says, or one each where that is less (which runs with sandboxes
-    refuse for ``live``)."""
+    """The workers' shares of ``live`` and ``starts`` in ``sandbox``: at least 1 each, which exceeds the total if that
+    is less than the workers (runs with sandboxes refuse such a ``live``)."""
 
     def share(of: int, worker: int) -> int:
         return max(1, of // workers + (worker < of % workers))

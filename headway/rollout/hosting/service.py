@@ -43,7 +43,7 @@ Answered = tuple[int, bool, Any]  # number of a request, whether it succeeded, i
 
 
 class GuardedPool(Protocol):
-    """A pool of sandboxes, and what stands guard over it."""
+    """A pool of sandboxes with its guards: reaper and fault injection."""
 
     @property
     def pool(self) -> SandboxPool: ...
@@ -56,7 +56,7 @@ class GuardedPool(Protocol):
 
 
 class EnvironmentService:
-    """Worker class. ``submit`` takes a request at once; its result is emitted when there is one."""
+    """Worker class: runs environments. ``submit`` accepts a request at once; its result is emitted when it is ready."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class Episodes:
         return self._environment.uses_sandbox
 
     async def begin(self, name: str, task: Task, seed: int) -> Reply:
-        """A new rollout."""
+        """Begin a new rollout."""
         episode = self._episode(name, task, seed, None)
 
         async def work() -> None:
@@ -207,7 +207,7 @@ class Episodes:
         asked: NextTurn,
         messages: Mapping[str, Sequence[dict[str, Any]]],
     ) -> Failure | None:
-        """A rollout that was parked in a process before this one. ``asked``: the turn it was parked in."""
+        """Restore a rollout that a former process parked. ``asked``: the turn it was parked in."""
         if held := saved.state["held"]:
             cause = f"{held} is gone with the process that it was in"
             return Failure(boundary="environment", cause=cause, infrastructure=True)
@@ -221,7 +221,7 @@ class Episodes:
         return failure
 
     async def reply(self, name: str, message: Mapping[str, Any], speaker: str, cut: bool) -> Reply:
-        """To an answer."""
+        """The environment's reply to an answer of the policy."""
         episode = self._open[name]
         answer = Answer.of(message, speaker, cut)
 
@@ -234,7 +234,7 @@ class Episodes:
         return await self._replied(episode, work)
 
     async def score(self, name: str) -> EpisodeScore:
-        """What the environment says the rollout is worth."""
+        """The environment's verdict, if it gives one, and the last turn's reward."""
         episode = self._open[name]
         started = self._clock.now()
         failure, result = await self._judged(episode, lambda: self._environment.score(episode))
@@ -246,7 +246,7 @@ class Episodes:
         return EpisodeScore(verdict=verdict, reward=episode.take_reward())
 
     async def park(self, name: str) -> EnvironmentState | Failure:
-        """Keep it, so that it goes on here after `unpark`, or in another process by `restore`."""
+        """Park a rollout: it resumes here with `unpark`, or in another process with `restore`."""
         episode = self._open[name]
 
         async def work() -> EnvironmentState:
@@ -273,7 +273,7 @@ class Episodes:
         return failure
 
     async def end(self, name: str, unheard: bool = False) -> None:
-        """It is over, or given up; unknown ones have ended. ``unheard``: nobody waited for what `park` said last."""
+        """End a finished or abandoned rollout; unknown: it has ended. ``unheard``: nobody got `park`'s last answer."""
         parked, before = name in self._before_park, self._before_park.pop(name, None)
         episode = self._open.pop(name, None)
         if episode is None:
@@ -288,7 +288,7 @@ class Episodes:
                 episode.sandbox.forget_snapshot(self._snapshots, before)
 
     async def _cancelled(self, name: str) -> None:
-        """End what is still done for a rollout that nobody waits for any more: it would use what `close` has closed."""
+        """Cancel a rollout's tasks that nobody awaits any more: they would use what `close` has closed."""
         working = self._working.get(name, set()) - {asyncio.current_task()}
         for task in working:
             task.cancel()
@@ -296,7 +296,7 @@ class Episodes:
             await asyncio.wait(working, timeout=_CANCEL_S)
 
     async def shut_down(self) -> None:
-        """End them all; what takes too long is left to itself: the sandboxes end after this, whoever has them."""
+        """End all rollouts; those that take too long are abandoned: their sandboxes end after this anyway."""
         await _within(_CLOSE_S / 2, *(self.end(name) for name in list(self._open)))
         await _within(_CLOSE_S / 4, self._guarded(self._environment.stop), self._servers.stop())
 
@@ -387,7 +387,7 @@ def sandbox_statistics(guarded: GuardedPool) -> SandboxStatistics:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What it means for a rollout that its environment raised this."""
+    """The rollout's failure for an exception of its environment: boundary, cause, and whether infrastructure failed."""
     detail = _storable("".join(traceback.format_exception(error)))[-_LONGEST_DETAIL:]
     if isinstance(error, SandboxError) and error.failure.cause == "model_code":
         what = _storable(error.failure.what)[:300]
@@ -402,7 +402,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _storable(text: str) -> str:
-    """What was decoded with "surrogateescape", a file's name, say, can't be encoded again."""
+    """``text`` with lone surrogates escaped: what "surrogateescape" decoded, a file's name, say, can't be encoded."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -430,7 +430,7 @@ def load_environment(settings: EnvironmentConfig) -> Environment:
 
 
 def _require_time(longest_s: Mapping[str, float], timeout_s: float) -> None:
-    """Raises ConfigurationError for what the worker's own limit would end first: as a fault of the machine's."""
+    """Raise ConfigurationError for a time limit above the worker's own, which would blame the machine for a timeout."""
     for name, seconds in longest_s.items():
         if not 0 < seconds < timeout_s:
             limit = f"environment.timeout_s = {timeout_s:g}"

@@ -68,7 +68,7 @@ class AgentRollouts(ConversationRollouts):
 
 
 class AgentAttempt(ConversationAttempt):
-    """One agent at work, its calls recorded."""
+    """An attempt played by an agent, whose model calls are recorded."""
 
     def __init__(self, agents: Agents, sampler: TurnSampler, group: Group, member: int) -> None:
         super().__init__(sampler, group, member)
@@ -102,7 +102,7 @@ class AgentAttempt(ConversationAttempt):
         self._judge(ends[0].result())
 
     def _judge(self, exit: Exit) -> None:
-        """Raises RolloutFailed for an agent that ended badly."""
+        """Raise RolloutFailed for an engine's failure, or an agent that ended badly."""
         if self._engine is not None:  # which the agent could do nothing about, however it ended
             raise RolloutFailed(self._engine)
         if exit.well:

@@ -20,7 +20,7 @@ _END_S = 30.0  # that cancelled work may take to end
 
 
 class RolloutAttempt(Protocol):
-    """One attempt at a rollout."""
+    """An attempt at a rollout."""
 
     group: Group
     member: int

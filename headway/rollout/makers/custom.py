@@ -37,7 +37,7 @@ class RolloutOver(Exception):
 
 
 class Attempt:
-    """One attempt at a rollout, the argument of a user's ``async def function(attempt)``.
+    """An attempt at a rollout, the argument of a user's ``async def function(attempt)``.
 
     ``await attempt.generate()`` samples a turn, ``attempt.observe(text)`` appends what the environment says to it.
     Tokens are kept as they were sampled; those observed carry no loss. ``attempt.reward(x)`` rewards the turn just

@@ -39,7 +39,7 @@ class Environments:
 
 
 class Resumed(NamedTuple):
-    """A rollout that was parked when its worker died, or a former orchestrator."""
+    """A rollout that was parked when its worker, or a former orchestrator, died."""
 
     saved: SavedEpisode
     response: PartialResponse  # of the turn it was parked in

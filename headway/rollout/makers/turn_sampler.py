@@ -1,4 +1,4 @@
-"""One model call of a rollout: requested, parked and resumed around weight updates, retried after engine errors."""
+"""Model calls of a rollout: requested, parked and resumed around weight updates, retried after engine errors."""
 
 from __future__ import annotations
 

@@ -184,8 +184,8 @@ class VerifierPool:
                 job.verdicts.set_result(verdicts)
 
     async def _score_group(self, slot: WorkerSlot, job: _Job) -> list[Verdict]:
-        """Everything in one call, or one by one once that killed the worker. What infrastructure failed is scored
-        again after a pause, which holds the queue back: with a service that is down, others would fail as well."""
+        """Score all responses in one call, or one by one once that killed the worker. Infrastructure failures are
+        scored again after a pause, which delays the queue: while a service is down, other groups would fail as well."""
         verdicts: dict[int, Verdict] = {}
         left = list(range(len(job.responses)))
         together, attempts = True, 0
@@ -263,7 +263,7 @@ class VerifierPool:
 
 
 def _lost(verdict: Verdict) -> bool:
-    """It failed for a reason that has nothing to do with the response."""
+    """Whether a verdict failed for a reason that has nothing to do with the response."""
     return verdict.failure is not None and verdict.failure.infrastructure
 
 

@@ -87,7 +87,7 @@ class Judge:
             return self._verdict(None, spent, Failure(boundary="reward", cause=str(error), infrastructure=True))
 
     def score_all(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
-        """One Verdict per response, in order, up to ``concurrency`` asked for at once."""
+        """Verdicts, one per response, in order; up to ``concurrency`` are asked for at once."""
         if len(responses) == 1:
             return [self(task, responses[0])]
         with ThreadPoolExecutor(min(self.concurrency, max(1, len(responses))), "judge") as threads:
@@ -106,7 +106,7 @@ class Judge:
         )
 
     def _score(self, text: str) -> float:
-        """Raises Retry."""
+        """The score in a judge's answer. Raises Retry where there is none, or it is out of range."""
         found = last_match(self.pattern, text)
         if found is None:
             raise Retry(f"the judge's answer holds no score: {quoted(text)}")

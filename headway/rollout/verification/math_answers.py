@@ -127,8 +127,8 @@ def _reference_words(answer: str) -> str:
 
 
 def _said(found: str) -> tuple[str, ...]:
-    """What a response may be taken to answer where words are asked for: what is in its last box; without one its last
-    line, or what follows "answer is" there, or the last formula of that."""
+    """Candidate answers of a response where words are asked for: the content of its last box; without a box its last
+    line, what follows "answer is" there, and the last formula of that."""
     boxed = extract_answer(found, "boxed")
     if boxed is not None:
         return (_named(boxed),)
@@ -159,8 +159,8 @@ def _unset(text: str) -> str:
 
 
 def _response_text(found: str, whole: bool) -> str:
-    """What is searched. A bare expression is taken as one, as the reference is; ``whole``: ``found`` may be prose, of
-    which the last box is the answer (math-verify would take several together for a set)."""
+    """The text that math-verify searches. A bare expression is boxed, as the reference is; ``whole``: ``found`` may be
+    prose, of which the last box is the answer (math-verify would take several together for a set)."""
     boxed = extract_answer(found, "boxed") if whole else None
     if boxed is not None:
         return _boxed(boxed)

@@ -1,4 +1,4 @@
-"""What a verifier is once its parameters are bound: a function of a task and a response, or one that can do more."""
+"""Scorers: verifiers with bound parameters, as functions of a task and a response; some score several at once."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class ManyScorer(Protocol):
     def __call__(self, task: Task, response: str) -> object: ...
 
     def score_all(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
-        """One Verdict per response, in order; raises nothing for one that can't be scored."""
+        """Verdicts, one per response, in order; raises nothing for a response that can't be scored."""
         ...
 
 
 def score_each(scorer: Scorer, task: Task, responses: Sequence[str]) -> list[Verdict]:
-    """What ``scorer`` makes of each response, several at once where it can; raises nothing."""
+    """Score each response, several at once where ``scorer`` can; raises nothing."""
     if isinstance(scorer, ManyScorer):
         return scorer.score_all(task, responses)
     return [score_guarded(scorer, task, response) for response in responses]

@@ -41,7 +41,7 @@ class VerifierService:
         self._verifiers = {name: (resolve_named(name, chosen), chosen.timeout_s) for name, chosen in settings.items()}
 
     def score(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
-        """One Verdict per response, in order. A raise or an unusable return value costs only its response."""
+        """Verdicts, one per response, in order. An exception or an unusable return value costs only its response."""
         if task.verifier not in self._verifiers:
             known = ", ".join(name for name in self._verifiers if name) or "none"
             cause = f"task {task.task_id} asks for the verifier {task.verifier!r}, and there is {known}"

@@ -16,7 +16,7 @@ from headway.rollout.verification.verdicts import failed_verdict
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One verifier of the sum."""
+    """A verifier of the sum, with its weight."""
 
     label: str
     scorer: Scorer
@@ -43,7 +43,7 @@ class WeightedScorer:
         return self.score_all(task, (response,))[0]
 
     def score_all(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
-        """One Verdict per response, in order; parts that score several at once do."""
+        """Verdicts, one per response, in order; parts that can score several responses at once do so."""
         by_part = [score_each(part.scorer, task, responses) for part in self.parts]
         return [self._sum([verdicts[i] for verdicts in by_part]) for i in range(len(responses))]
 

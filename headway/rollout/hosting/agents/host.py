@@ -41,7 +41,7 @@ _POLL_S = 0.02
 
 
 class AgentHost:
-    """One loop: reads requests and what agents print, reaps agents, kills those whose grace is over."""
+    """The host's loop: reads requests and agents' output, reaps agents, kills those whose grace is over."""
 
     def __init__(self, channel: socket.socket, function: Callable[..., Any] | None) -> None:
         self._channel = channel
@@ -53,7 +53,7 @@ class AgentHost:
         self._unread = b""
 
     def run(self) -> None:
-        """Until the other side closes the channel."""
+        """Serve requests until the other side closes the channel."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the orchestrator's to act on
         wakes, wake = socket.socketpair()
         for end in (wakes, wake):
@@ -83,7 +83,7 @@ class AgentHost:
                     self._kill(agent, signal.SIGKILL)
 
     def _read(self) -> bool:
-        """Take what came; False: the other side is gone."""
+        """Handle the requests that have arrived; False: the other side closed the channel."""
         data = self._channel.recv(1 << 16)
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:

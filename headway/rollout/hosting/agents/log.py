@@ -1,4 +1,4 @@
-"""What an agent prints, in a file that gets no larger than it may."""
+"""An agent's output, in a file of limited size."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class AgentLog:
     """A pipe that an agent writes to, and the file it goes to: the first ``most_bytes`` as they come, and when it ends
     the last ones, with a note between them of how many were left out.
 
-    The agent never notices: not that the file is full, nor that the disk is.
+    The agent notices neither a full file nor a full disk.
     """
 
     def __init__(self, path: str, most_bytes: int) -> None:
-        """Raises OSError where there can be no pipe."""
+        """Raises OSError where no pipe can be made."""
         self.pipe, self.output = os.pipe()  # to be read here when something comes; the agent's end
         os.set_blocking(self.pipe, False)
         self.ended = False  # nothing more will come
@@ -30,7 +30,7 @@ class AgentLog:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def take(self) -> bool:
-        """Take what has come; False: nothing has."""
+        """Read available output into the file; False: there is none."""
         try:
             data = os.read(self.pipe, _PIECE_BYTES)
         except BlockingIOError:
@@ -46,11 +46,11 @@ class AgentLog:
         return bool(data)
 
     def begun(self) -> None:
-        """The agent has its end."""
+        """Close this process's copy of the agent's end: the agent has its own."""
         os.close(self.output)
 
     def close(self) -> None:
-        """It has ended: what it wrote last."""
+        """Write an ended agent's last output to the file, and close pipe and file."""
         for _ in range(_MOST_PIECES):
             if not self.take():
                 break

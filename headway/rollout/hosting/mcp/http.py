@@ -11,8 +11,8 @@ _NO_SERVER = (502, 503, 504)  # what stands before one says that there is none
 
 
 def http_client(headers: Mapping[str, str], *, connect_s: float, read_s: float, result_bytes: int) -> Any:
-    """For mcp's transport. An answer beyond ``result_bytes`` is cut, so that it can't be read, and its request alone
-    fails."""
+    """HTTP client for mcp's transport. An answer beyond ``result_bytes`` is cut, so that it can't be parsed, and only
+    its request fails."""
     httpx = import_extra("httpx2", "mcp", "environment.mcp")
 
     class Cut(httpx.AsyncByteStream):

@@ -23,8 +23,8 @@ _WRITE_S = 30.0  # that it may leave a request unread
 async def process_streams(
     command: Sequence[str], environment: Mapping[str, str], result_bytes: int
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """A transport for mcp's Client: (what it says, what it is told). A line beyond ``result_bytes`` is thrown away, and
-    its request answered with an error that says so. Raises OSError for a program that can't be started."""
+    """A transport for mcp's Client: (stream of its messages, stream of ours). A line beyond ``result_bytes`` is
+    dropped, and its request answered with an error that says so. Raises OSError for a program that can't be started."""
     import anyio
 
     pipe = asyncio.subprocess.PIPE
@@ -46,7 +46,7 @@ async def process_streams(
 
 
 async def _hear(process: asyncio.subprocess.Process, heard: Any) -> None:
-    """Hand on what it says until it says no more."""
+    """Pass the server's messages to ``heard`` until its stdout ends."""
     assert process.stdout is not None
     async with heard:
         while True:
@@ -73,7 +73,7 @@ async def _line(stdout: asyncio.StreamReader) -> tuple[bytes | None, bool]:
 
 
 def _parsed(line: bytes) -> Any:
-    """None for what is no message: servers print to stdout now and then."""
+    """The message in a line; None where there is none: some servers also print to stdout."""
     import mcp_types
     from mcp.shared.message import SessionMessage
 
@@ -98,7 +98,7 @@ def _refusal(begun: bytes) -> Any:
 
 
 async def _tell(process: asyncio.subprocess.Process, wanted: Any, heard: Any) -> None:
-    """Write what it is told; one that doesn't read any more counts as dead."""
+    """Write messages to the server's stdin; a server that stops reading counts as dead."""
     assert process.stdin is not None
     try:
         async for message in wanted:
@@ -107,11 +107,11 @@ async def _tell(process: asyncio.subprocess.Process, wanted: Any, heard: Any) ->
             async with asyncio.timeout(_WRITE_S):
                 await process.stdin.drain()
     except OSError:
-        heard.close()  # whoever waits for an answer is told that none comes
+        heard.close()  # callers that wait for an answer see the end of the stream
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:
-    """Its stdin closes, then it is asked, then killed; and what it has started with it."""
+    """End the server: close stdin, then SIGTERM, then SIGKILL; and kill the rest of its process group."""
     assert process.stdin is not None
     process.stdin.close()
     for number in (None, signal.SIGTERM, signal.SIGKILL):

@@ -30,11 +30,11 @@ _END_S = 6.0  # that one has to end
 
 
 class ServerFailed(OSError):
-    """A server that died, or can't be reached: nothing that the model did."""
+    """Raised for a server that died or can't be reached: no fault of the model."""
 
 
 class ToolServerConnection:
-    """A conversation with a server: *new* -> *up* -> *down*. One task owns it, whoever calls."""
+    """A connection to a server: *new* -> *up* -> *down*. One task owns it, whichever task calls."""
 
     def __init__(self, settings: ToolServerConfig) -> None:
         self._settings = settings
@@ -44,7 +44,7 @@ class ToolServerConnection:
         self.down = False
 
     async def start(self) -> None:
-        """Raises ServerFailed."""
+        """Connect to the server. Raises ServerFailed."""
         up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._owner = asyncio.create_task(self._own(up), name=f"mcp-{self._settings.name}")
         try:
@@ -68,7 +68,7 @@ class ToolServerConnection:
             await asyncio.wait((self._owner,), timeout=1.0)
 
     async def tools(self) -> list[Any]:
-        """All that it lists. Raises ServerFailed."""
+        """All tools that the server lists. Raises ServerFailed."""
         found: list[Any] = []
         cursor = None
         async with self._failing():
@@ -80,7 +80,7 @@ class ToolServerConnection:
                     return found
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> str:
-        """What the tool says. Raises ToolError for what the model is told, ServerFailed for what it has no part in."""
+        """The tool's result as text. Raises ToolError for failures that the model is told, ServerFailed for others."""
         mcp = import_extra("mcp", "mcp", KEY)
         types = import_extra("mcp_types", "mcp", KEY)
         limit = self._settings.timeout_s
@@ -112,7 +112,7 @@ class ToolServerConnection:
 
     @contextlib.asynccontextmanager
     async def _failing(self) -> AsyncIterator[None]:
-        """What its conversation fails with, inside the block, ends it, as a ServerFailed."""
+        """End the connection on any exception of the block but ToolError, and raise it as ServerFailed."""
         try:
             yield
         except ToolError:
@@ -154,8 +154,8 @@ class ToolServerConnection:
 
 
 class Shared:
-    """The connection of a worker to a server: made when it is needed, and again when it is down, for all who want it
-    and none of them: whoever gives up waiting stops no start."""
+    """A worker's connection to a server, shared by its rollouts: made on demand, and again when it is down. A caller
+    that stops waiting cancels no start."""
 
     def __init__(self, settings: ToolServerConfig, clock: Clock) -> None:
         self._settings = settings
@@ -165,7 +165,7 @@ class Shared:
         self._starts_s: deque[float] = deque(maxlen=settings.starts_per_minute)
 
     async def connection(self) -> ToolServerConnection:
-        """One that is up. Raises ServerFailed."""
+        """A connection that is up, made where there is none. Raises ServerFailed."""
         if self._connection is not None and not self._connection.down:
             return self._connection
         if self._starting is None or self._starting.done():
@@ -208,8 +208,8 @@ class ToolServers:
         self._making: dict[tuple[str, str], asyncio.Lock] = {}
 
     async def tools(self) -> list[Tool]:
-        """Those that may be called. Raises ConfigurationError: a server that can't be had, one without a tool it should
-        have."""
+        """The tools that may be called. Raises ConfigurationError for a server that can't be reached, or lacks a tool
+        it should have."""
         found: list[Tool] = []
         for name, settings in self._settings.items():
             try:
@@ -231,7 +231,7 @@ class ToolServers:
         return tools_by_name([*own, *await self.tools()]) if self._settings else {tool.name: tool for tool in own}
 
     async def end(self, rollout: str) -> None:
-        """Its own servers end."""
+        """End the servers that belong to one rollout."""
         for key in [key for key in self._own if key[0] == rollout]:
             self._making.pop(key, None)
             await self._own.pop(key).stop()
@@ -279,7 +279,7 @@ def require_tools(settings: Sequence[ToolServerConfig], own: Sequence[Tool], clo
 
 
 def environment_of(settings: ToolServerConfig) -> dict[str, str]:
-    """Of a server's process. Raises ServerFailed for a variable that isn't there."""
+    """Environment variables of a server's process. Raises ServerFailed for one that isn't set here."""
     absent = [name for name in settings.passes if name not in os.environ]
     if absent:
         raise ServerFailed(f"{KEY}: passes: the environment has no {absent[0]}")
@@ -288,7 +288,7 @@ def environment_of(settings: ToolServerConfig) -> dict[str, str]:
 
 
 def key_of(settings: ToolServerConfig) -> str:
-    """Its bearer token. Raises ServerFailed."""
+    """A server's bearer token. Raises ServerFailed where it isn't set."""
     key = os.environ.get(settings.api_key_env, "")
     if not key:
         raise ServerFailed(f"{KEY}: api_key_env: the environment has no {settings.api_key_env}")
@@ -314,13 +314,13 @@ def _part(block: Any) -> str:
 
 
 def _heard(start: asyncio.Task[ToolServerConnection]) -> None:
-    """Nobody may wait for it any more."""
+    """Retrieve the start's exception: perhaps nobody awaits it any more, and asyncio would log it."""
     if not start.cancelled():
         start.exception()
 
 
 def _cause(error: BaseException) -> str:
-    """The first of what a group of errors holds."""
+    """The first error in a group of errors, as text."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"[:200]
