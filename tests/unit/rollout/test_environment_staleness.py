@@ -10,7 +10,8 @@ from played import GROUP
 
 from headway.orchestrator.dispatch import Dispatch
 from headway.orchestrator.parking import Parking
-from headway.orchestrator.state import RunningGroup
+from headway.orchestrator.state import RunningGroup, RunState
+from headway.records.control import Knobs
 from headway.records.environment import EnvironmentState, NextTurn, PartialRollout, SavedEpisode
 from headway.records.generation import PartialResponse
 from headway.records.rollout import Group, Rollout
@@ -43,14 +44,9 @@ def test_its_limit_holds_after_a_resume_too(version: int, policy: str, episode: 
         queue = SimpleNamespace(
             max_environment_staleness=2, stale_environment=policy, surplus="keep", group_timeout_s=None
         )
-        state = SimpleNamespace(
-            version=version,
-            training=False,
-            running={},
-            running_rollouts=2,
-            knobs=SimpleNamespace(concurrent_rollouts=2),
-            changed=SimpleNamespace(notify=lambda: None),
-        )
+        knobs = Knobs(open_groups=None, concurrent_rollouts=2, steps_per_publish=1)
+        state = RunState(clock=VirtualClock(), groups_per_step=1, knobs=knobs)
+        state.version = version
         run = SimpleNamespace(
             parking=Parking(cast("Any", state), cast("Any", None), cast("Any", queue)),
             rollouts=Rollouts(),
