@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from played import GROUP
 
+from headway.control.staleness import OpenGroups
 from headway.orchestrator.dispatch import Dispatch
 from headway.orchestrator.parking import Parking
 from headway.orchestrator.state import RunningGroup, RunState
@@ -45,7 +46,7 @@ def test_its_limit_holds_after_a_resume_too(version: int, policy: str, episode: 
             max_environment_staleness=2, stale_environment=policy, surplus="keep", group_timeout_s=None
         )
         knobs = Knobs(open_groups=None, concurrent_rollouts=2, steps_per_publish=1)
-        state = RunState(clock=VirtualClock(), groups_per_step=1, knobs=knobs)
+        state = RunState(clock=VirtualClock(), knobs=knobs, selectable=OpenGroups(1, 2, "wait"))
         state.version = version
         run = SimpleNamespace(
             parking=Parking(cast("Any", state), cast("Any", None), cast("Any", queue)),
@@ -60,6 +61,7 @@ def test_its_limit_holds_after_a_resume_too(version: int, policy: str, episode: 
             group=GROUP.index, member=1, response=RESPONSE, resumes=0, environment_version=1, episode=episode
         )
         entry = RunningGroup(group=GROUP, unfinished=2, partials={1: parked})
+        state.open_group(entry, 0.0)
         await Dispatch(cast("Any", run), generated)._generate(entry)
         return (await generated.get())[1]
 
