@@ -101,7 +101,7 @@ def watched(engine: Engine) -> Parts:
     parts = Parts()
     if isinstance(engine, SubscribedTorchEngine):
         return parts
-    from headway.generator.engines.select.vllm import worker
+    from headway.generator.engines.vllm import worker
 
     core: Any = engine._core  # type: ignore[attr-defined]
     parts.watch(worker.Subscriber, "fetch", "fetch")

@@ -88,7 +88,7 @@ def mismatch(engine: PublishedEngine, version: int) -> str:
 
 
 def test_a_tied_head_that_is_not_packed_again_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headway.generator.engines.select.vllm import worker
+    from headway.generator.engines.vllm import worker
 
     engine = make_engine()
     monkeypatch.setattr(worker, "repack_tied_heads", lambda model: None)
@@ -96,7 +96,7 @@ def test_a_tied_head_that_is_not_packed_again_is_named(monkeypatch: pytest.Monke
 
 
 def test_the_probe_of_a_sequence_finds_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headway.generator.engines.select.vllm import worker
+    from headway.generator.engines.vllm import worker
 
     engine = make_engine()
     monkeypatch.setattr(worker, "repack_tied_heads", lambda model: None)
@@ -118,7 +118,7 @@ def test_the_probe_of_a_sequence_finds_it_too(monkeypatch: pytest.MonkeyPatch) -
 def test_the_first_module_with_other_weights_is_named(
     tensor: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headway.generator.engines.select.vllm import worker
+    from headway.generator.engines.vllm import worker
 
     engine = make_engine()
     load = worker.load_weights
@@ -139,7 +139,7 @@ def test_the_first_module_with_other_weights_is_named(
 
 def test_without_probes_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the probes are there for: the engine goes on with the new body and the old head."""
-    from headway.generator.engines.select.vllm import worker
+    from headway.generator.engines.vllm import worker
 
     make_engine()
     core = make_engine()._core

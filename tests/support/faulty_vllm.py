@@ -13,6 +13,6 @@ class StaleHead(GeneratorService):
 
     def __init__(self, context: WorkerContext, **settings: Any) -> None:
         super().__init__(context, **settings)
-        from headway.generator.engines.select.vllm import worker
+        from headway.generator.engines.vllm import worker
 
         worker.repack_tied_heads = lambda model: None
