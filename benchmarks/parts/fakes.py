@@ -7,4 +7,6 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
+import fake_worker as fake_worker
 from fake_worker import FakeLauncher as FakeLauncher
+from fake_worker import FakeWorker as FakeWorker
