@@ -22,7 +22,7 @@ class ConfigurationError(HeadwayError):
 
 
 class RunLocked(ConfigurationError):
-    """Another process holds the run directory."""
+    """Another process has locked the run directory."""
 
 
 class CheckpointCorrupt(ConfigurationError):

@@ -110,7 +110,7 @@ class AppliedWeights(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's report that it applied a version."""
 
     version: int
-    fetch_s: float = 0.0  # copy out of shared memory and verify, decoding goes on or not
+    fetch_s: float = 0.0  # copy out of shared memory and verify, whether or not decoding continues
     pause_s: float = 0.0  # time no token could be generated; fetching included where decoding waits for it
     in_flight: int = 0  # requests that crossed the update
     reprefilled_tokens: int = 0  # KV tokens recomputed because of it
@@ -145,11 +145,11 @@ class RouterStatistics(msgspec.Struct, frozen=True, kw_only=True):
     capacity_tokens: int = 0  # KV tokens of the replicas that take requests
     peak_tokens: int = 0  # most ever used at once
     open_requests: int = 0
-    waiters: int = 0  # requests that no replica has: none takes any now, or a limit holds them back
+    waiters: int = 0  # requests without a replica: none takes any now, or a limit delays them
     oldest_age_s: float = 0.0  # of the open request that came first
     breakers_open: int = 0  # of replicas, half-open ones included
     routed: int = 0  # requests given to a replica; one that moves counts again
-    spills: int = 0  # ... of these, past a replica that holds more of their prompt
+    spills: int = 0  # ... of these, past a replica with more of their prompt in KV
     moves: int = 0  # requests moved off a replica with the tokens they had: it died, rests or leaves
     retries: int = 0  # requests that a replica didn't accept, given to another
     refusals: int = 0  # of foreign callers

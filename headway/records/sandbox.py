@@ -11,7 +11,7 @@ from headway.records.errors import ConfigurationError, HeadwayError
 
 MIB = 1 << 20
 LEAST_MEMORY_BYTES = 16 * MIB  # its own init needs about two
-OUTPUT_BYTES = MIB  # of each stream of a command, unless told otherwise
+OUTPUT_BYTES = MIB  # of each stream of a command, by default
 
 FailureCause = Literal["model_code", "environment", "infrastructure"]
 
@@ -48,7 +48,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     limits: ResourceLimits = ResourceLimits()
     network: tuple[str, ...] = ()  # hosts it may reach; none: a loopback of its own and nothing else
     environment: dict[str, str] = {}  # of every command, over PATH, HOME, LANG and TMPDIR; nothing of the host's
-    workdir: str = "/work"  # where commands run unless told otherwise; made when it isn't there
+    workdir: str = "/work"  # where commands run by default; made when it doesn't exist
     ttl_s: float = 3600.0  # from readiness until it ends by itself; `renew` restarts it
 
 

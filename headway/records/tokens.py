@@ -35,7 +35,7 @@ class TokenArray(Sequence[T]):
     array: NDArray[Any]
 
     def __init__(self, values: Iterable[T] = ()) -> None:
-        """Raises ValueError for items of another kind, and for ids that 32 bits don't hold."""
+        """Copy or wrap ``values``. Raises ValueError for items of another kind, and for ids beyond 32 bits."""
         given = values.array if isinstance(values, TokenArray) else values
         raw = np.asarray(given if isinstance(given, np.ndarray) else list(given))
         if raw.ndim != 1 or (raw.size and raw.dtype.kind not in self.kinds):

@@ -275,7 +275,7 @@ class SandboxPool:
         elif error is None and not making.cancelled():
             self._breaker.succeed(now, probe=probe)
         elif probe:
-            self._breaker.withdraw()  # it tells nothing of the backend
+            self._breaker.withdraw()  # no evidence about the backend
         if probe:
             self._changed.set()
 

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from headway.records.sandbox import Capabilities, Command, ExecResult, FileInfo, SandboxInfo, SandboxSpec, Snapshot
 from headway.records.sandbox_statistics import Reaped
 
-FILE_BYTES = 16 << 20  # of a file that is read, unless told otherwise
+FILE_BYTES = 16 << 20  # of a file that is read, by default
 
 
 class Sandbox(Protocol):

@@ -49,7 +49,7 @@ MASKED = """
 /proc/scsi /sys/firmware /sys/devices/virtual/powercap /sys/kernel /sys/block /sys/bus /sys/class /sys/dev /sys/module
 /sys/power /sys/hypervisor
 """.split()  # noqa: SIM905
-MANY_USERS = 1_000_000_000  # numbers of users that nobody has
+MANY_USERS = 1_000_000_000  # user ids that are in use by nobody
 FEW_USERS = 2_000, 60_000  # ... where the daemon has no more itself
 ERROR_BYTES = 2000
 
@@ -204,7 +204,7 @@ class DockerBackend(LocalBackend):
             "Cmd": [f"{CARRIED}/codes"],
             "Env": ["LC_ALL=C.UTF-8", "LD_LIBRARY_PATH=", "LD_PRELOAD="],
             "User": f"{user}:{user}",
-            "Healthcheck": {"Test": ["NONE"]},  # else the image's: a command that nobody asked for
+            "Healthcheck": {"Test": ["NONE"]},  # else the image's, an unwanted command
             "WorkingDir": "/",
             "Hostname": "sandbox",
             "OpenStdin": True,

@@ -222,13 +222,13 @@ class Proxy:
         await self._lookups.acquire()
         looking = asyncio.ensure_future(self._resolve(host, port))
         looking.add_done_callback(self._has_looked)
-        await asyncio.wait({looking})  # goes on after a caller's timeout: a thread can't be cancelled
+        await asyncio.wait({looking})  # continues after a caller's timeout: a thread can't be cancelled
         return looking.result()
 
     def _has_looked(self, looking: asyncio.Future[Sequence[str]]) -> None:
         self._lookups.release()
         if not looking.cancelled():
-            looking.exception()  # nobody may be waiting
+            looking.exception()  # there may be no waiter
 
     def _may_be(self, address: str, port: int) -> bool:
         return is_public(address) or self._allowed.allows(address, port)

@@ -320,11 +320,11 @@ class LocalSandbox:
         if not self._ready.done():
             assert self._why is not None
             self._ready.set_exception(SandboxError(self._why))
-            self._ready.exception()  # nobody may be waiting
+            self._ready.exception()  # there may be no waiter
         for call in self._calls.values():
             if not call.answer.done() and self._why is not None:
                 call.answer.set_exception(SandboxError(self._why))
-                call.answer.exception()  # whoever asked may have given up
+                call.answer.exception()  # the caller may have given up
         self._calls.clear()
 
     # The socket.
