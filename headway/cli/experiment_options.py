@@ -20,15 +20,15 @@ OVERRIDE_HELP = "Any key of the experiment file can be given as --section.key=va
 
 
 def load(context: typer.Context, path: str) -> Experiment:
-    """Read the experiment with the command's overrides. Raises ConfigurationError; a usage error for anything that
-    is neither an option of the command nor an override."""
+    """Read the experiment with the command's overrides. Raises ConfigurationError, and a usage error for an argument
+    that is neither an option of the command nor an override."""
     from headway.config.load import load_experiment
 
     return load_experiment(path, given_overrides(context))
 
 
 def given_overrides(context: typer.Context) -> list[str]:
-    """The command's overrides; a usage error for anything else that it doesn't know."""
+    """Return the command's overrides; raises a usage error for any other unknown argument."""
     known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
     try:
         return overrides(context.args, known)
@@ -37,8 +37,8 @@ def given_overrides(context: typer.Context) -> list[str]:
 
 
 def overrides(arguments: Sequence[str], known_options: Sequence[str] = ()) -> list[str]:
-    """``--section.key=value`` strings out of what the command didn't understand; ``--section.key value`` too.
-    Raises ValueError naming what is neither."""
+    """Extract ``--section.key=value`` overrides, also as ``--section.key value``, from arguments unknown to the
+    command. Raises ValueError naming an argument that is neither."""
     found: list[str] = []
     rest = list(arguments)
     while rest:

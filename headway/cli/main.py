@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     try:
         app(args=arguments, prog_name="headway")
-    except SystemExit as ended:  # how the command line library ends every command, --help included
+    except SystemExit as ended:  # Typer ends every command so, --help included
         return ended.code if isinstance(ended.code, int) else 1
     except HeadwayError as error:
         if os.environ.get("HEADWAY_TRACEBACK") == "1":

@@ -1,4 +1,4 @@
-"""`headway init-model` and `headway sft`: a model to start from."""
+"""`headway init-model` and `headway sft`, which make a model to start from."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def _simulate_run(
 
 
 def _simulated(scenario: Scenario, name: str, quiet: bool) -> SimulationOutcome:
-    """With a bar on a terminal, that goes when it is done."""
+    """Run a simulation with a progress bar, on a terminal, that disappears at the end."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -121,7 +121,7 @@ def _simulated(scenario: Scenario, name: str, quiet: bool) -> SimulationOutcome:
 
 
 def _asked(context: typer.Context, steps: str) -> tuple[int | None, int | None] | None:
-    """ "A:B", either of which may be missing."""
+    """Parse ``--steps A:B``, either of which may be missing; None: not given."""
     if not steps:
         return None
     first, colon, end = steps.partition(":")

@@ -1,4 +1,4 @@
-"""`headway report`, `doctor`, `show`, `trace`, `explain-task`: reading what a run left, while it goes on or later."""
+"""`headway report`, `doctor`, `show`, `trace`, `explain-task`, which read a run's folder, during the run or later."""
 
 from __future__ import annotations
 

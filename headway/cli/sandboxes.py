@@ -1,4 +1,4 @@
-"""``headway sandboxes``: those of this machine, what dead owners have left, their images, whether they work here."""
+"""``headway sandboxes``: list, reap and check this machine's sandboxes; list and prune unpacked images."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def list_(state: Path | None = STATE) -> None:
-    """One line for each that this machine has, containers where a Docker daemon answers among them: id, backend, owner,
-    run, age, time to live, labels."""
+    """List this machine's sandboxes, containers included where a Docker daemon answers: id, backend, owner, run, age,
+    time to live, labels."""
     found = _recorded(state)
     for record, alive in found:
         owner = f"{record.owner_pid} ({'lives' if alive else 'dead'})"
@@ -50,11 +50,11 @@ def list_(state: Path | None = STATE) -> None:
 
 def reap(state: Path | None = STATE, backend: str = BACKEND) -> None:
     """Remove what dead owners have left: processes, control groups, directories; containers where a Docker daemon
-    answers; with --backend the sandboxes at a provider that were made from this machine. Living ones aren't touched."""
+    answers; with --backend also sandboxes at a provider made from this machine. Living owners' aren't touched."""
     from headway.sandbox import leftovers
 
     reaped = leftovers.reap(state or leftovers.default_state())
-    with contextlib.suppress(ImportError):  # without its library nothing of ours is in Docker
+    with contextlib.suppress(ImportError):  # without aiodocker Docker has nothing of ours
         from headway.sandbox.docker import daemon
 
         reaped += daemon.where_reachable(daemon.reap)
@@ -67,7 +67,7 @@ def reap(state: Path | None = STATE, backend: str = BACKEND) -> None:
 
 
 def _recorded(state: Path | None) -> list[tuple[SandboxRecord, bool]]:
-    """Every sandbox of this machine, and whether its owner lives."""
+    """Records of every sandbox of this machine, and whether its owner lives."""
     from headway.sandbox import leftovers
 
     found = list(leftovers.records(state or leftovers.default_state()))
@@ -102,7 +102,7 @@ def check(
     image: str = typer.Option("", help="As sandbox.image, unpacked if it wasn't."),
     store: Path | None = STORE,
 ) -> None:
-    """Make one, use it, try its limits, end it; say what is missing here, and how that is mended.
+    """Make a sandbox, use it, try its limits, end it; report what is missing here, with the remedy.
 
     Any key of the experiment file can be given as --section.key=value.
     """
@@ -138,7 +138,7 @@ def check(
 
 
 def resolve(store: Path | None = STORE) -> None:
-    """One line for each unpacked image, the longest unused first: size, last use, whether one uses it, its file."""
+    """List unpacked images, the longest unused first: size, last use, whether a sandbox uses it, source."""
     opened = _store(store)
     found = opened.images() if opened is not None else []
     for one in found:
@@ -154,7 +154,7 @@ def prune(
     store: Path | None = STORE,
     to_bytes: int = typer.Option(0, min=0, help="Stop when the rest takes no more than this."),
 ) -> None:
-    """Remove unpacked images that nobody uses, the longest unused first, and layers of no image."""
+    """Remove unused unpacked images, the longest unused first, and layers of no image."""
     opened = _store(store)
     removed: list[str] = []
     left = 0
@@ -169,7 +169,7 @@ def prune(
 
 
 def _store(folder: Path | None) -> Store | None:
-    """None: this user has none yet."""
+    """Open the store of images; None: this user has none yet."""
     from headway.sandbox.images import resolve
     from headway.sandbox.images import store as image_store
     from headway.sandbox.images.tree import ImageError

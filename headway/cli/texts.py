@@ -1,4 +1,4 @@
-"""The text of JSONL files, for training a tokenizer."""
+"""Reads the text of JSONL files, for training a tokenizer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from headway.records.errors import ConfigurationError
 
 
 def read_texts(paths: Sequence[str]) -> list[str]:
-    """Every string value of every object of the files, nested ones too. Raises ConfigurationError with file and line;
-    also when there is no text at all."""
+    """Return every string value of every object of the files, nested ones too. Raises ConfigurationError with file and
+    line; also when there is no text at all."""
     from headway.tasks.rows import read_objects
 
     texts = [text for path in paths for _, raw in read_objects(Path(path)) for text in _strings(raw) if text]

@@ -126,7 +126,8 @@ def evaluate(
 
 
 def _check(experiment: Experiment, *, resume: bool, complete: bool, quiet: bool) -> None:
-    """Check before training. A start leaves the verifier's smoke test out: the run starts the verifiers anyway."""
+    """Check before training. Raises ConfigurationError for errors. Without ``complete``, the verifier's smoke test is
+    left out: the run starts the verifiers anyway."""
     from headway.orchestrator.preflight.check import check as find
     from headway.records.errors import ConfigurationError
 

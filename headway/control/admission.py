@@ -23,14 +23,14 @@ def credit(
     budget: int,
     surplus_groups: int = 0,
 ) -> int:
-    """How many groups may open now, >= 0.
+    """Return how many groups may open now, >= 0.
 
     open_groups: groups running, parked, buffered or in the batch being trained (its step is not completed).
     completed_steps: training steps that made a version (a skipped step makes none).
     applied_version: lowest version applied by any live generator replica, <= completed_steps.
     groups_per_step: groups of one batch. budget: eta, largest trajectory staleness trained on.
-    surplus_groups: so many more may be open, because at the next batch all that is unfinished is discarded and what
-    finished beyond the batch is kept only if it can be trained in time.
+    surplus_groups: groups that may be open beyond that, because at the next batch all unfinished groups are discarded
+    and those finished beyond the batch are kept only if they can be trained in time.
 
     Raises ValueError when an argument is out of range.
     """

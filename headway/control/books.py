@@ -12,8 +12,8 @@ from headway.records.rollout import ENDINGS, Boundary, Ending
 class Books:
     """Counts of rollouts by ending, reason and failure boundary, and which members of which group are open.
 
-    Lifecycle of an entry: ``admit`` -> open -> ``end`` (once). What is still open when a run stops was *left
-    at the end*: it stays open in the buffer and is taken up again on resume.
+    Lifecycle of an entry: ``admit`` -> open -> ``end`` (once). A rollout still open when a run stops was *left
+    at the end*: it stays open in the buffer and is continued on resume.
 
     Invariant: admitted == open + sum(endings); a second ending, or one of an unknown rollout, raises.
 
@@ -90,7 +90,7 @@ class Books:
         ended: Mapping[tuple[Ending, str], int],
         failures: Mapping[str, int],
     ) -> None:
-        """Take over what a buffer holds when a run is resumed. Only on empty books."""
+        """Enter the rollouts of a buffer when a run is resumed. Raises BooksUnbalanced unless the books are empty."""
         if self.admitted:
             raise BooksUnbalanced("books that are in use can't be restored")
         self._open = {group: set(members) for group, members in sorted(open_members.items())}

@@ -1,4 +1,4 @@
-"""Length bias by cause (DESIGN rule 3): is what was trained as long as what was generated?
+"""Length bias by cause (DESIGN rule 3): are the trained responses as long as the generated ones?
 
 Short rollouts finish first, so a snapshot of what was trained so far is always biased to short ones. Only
 admission cohorts (``groups_per_step`` consecutive admissions) whose every rollout has ended are compared.
@@ -27,7 +27,7 @@ CAUSE_OF: dict[Ending, Cause] = {
 
 
 class LengthBiasStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Cumulative over closed cohorts. A KS statistic is the largest difference of two distribution functions."""
+    """Length bias over all closed cohorts. A KS statistic is the largest difference of two distribution functions."""
 
     ks: float = 0.0  # trained against all completed lengths
     scheduling_ks: float = 0.0  # overdue and discarded rollouts: all lengths reached with and without them
@@ -145,7 +145,7 @@ class LengthBias:
             self._closed_rollouts += cohort.rollouts
 
     def statistics(self) -> LengthBiasStatistics:
-        """O(n log n) in distinct lengths."""
+        """Compute all statistics. O(n log n) in distinct lengths."""
         complete, cut = self._closed.complete, self._closed.cut
         completed = _total(complete.values())
         reached = _total([completed, *cut.values()])
@@ -159,7 +159,7 @@ class LengthBias:
             if cause == "pruning":  # nothing else trains a rollout before its own end
                 taken.update(cut.get("trained", Counter[int]()))
             if not taken:
-                return 0.0  # a multiset against itself; at every step, mostly
+                return 0.0  # a multiset against itself: the usual case
             return ks_statistic(reached - taken, reached)
 
         return LengthBiasStatistics(

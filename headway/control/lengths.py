@@ -1,4 +1,4 @@
-"""Response lengths out of a sample that was cut off: those still growing say "longer than this", not "short".
+"""Estimates response lengths from a censored sample: responses still growing count as "longer than this".
 
 The product-limit estimator of Kaplan and Meier (1958): with d(t) responses that ended at t tokens and n(t) that had
 reached t, P(L > t) = product over s <= t of (1 - d(s) / n(s)).
@@ -21,8 +21,8 @@ from headway.records.check_report import LengthSummary
 class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
     """P(L > t) as a step function up to the longest response seen, and an exponential tail from there to the limit.
 
-    The tail has the mean hazard of the seen part, -ln P(L > last) / last. Where nothing ended at all there is no
-    hazard to speak of: every response is taken to reach the limit.
+    The tail has the mean hazard of the seen part, -ln P(L > last) / last. Where no response ended the hazard is
+    unknown: every response is taken to reach the limit.
     """
 
     tokens: tuple[int, ...]  # lengths at which responses ended, ascending
@@ -35,7 +35,7 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tail_share(self) -> float:
-        """P(L > last): what the sample says nothing more about."""
+        """P(L > last), the share of responses about which the sample has no more information."""
         return 0.0 if self.last_tokens >= self.limit_tokens else (self.survival[-1] if self.survival else 1.0)
 
     @property
@@ -84,8 +84,8 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
         return self.survival[ended - 1] if ended else 1.0
 
     def mean_remaining_tokens(self, tokens: int) -> float:
-        """E[L - tokens | L > tokens]: what one that has grown so long is expected to gain. 0.0 where everything seen
-        had ended by then: nothing is known of longer ones."""
+        """E[L - tokens | L > tokens], the expected further growth of a response with ``tokens`` tokens. 0.0 where all
+        observed responses had ended by then: nothing is known of longer ones."""
         share = self.beyond(tokens)
         if share <= 0:
             return 0.0
@@ -98,7 +98,7 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
         return (seen + unseen) / share
 
     def capped(self, limit_tokens: int) -> LengthDistribution:
-        """The same responses under a smaller limit: those beyond it end at it."""
+        """The distribution under a smaller limit: responses beyond it end at it."""
         limit = min(limit_tokens, self.limit_tokens)
         if limit > self.last_tokens:
             return msgspec.structs.replace(self, limit_tokens=limit)
@@ -129,11 +129,11 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def length_distribution(observations: Iterable[tuple[int, bool]], limit_tokens: int) -> LengthDistribution:
-    """From (tokens, ended) pairs; not ended: cut off with that many tokens so far. Lengths beyond the limit count as
-    ended at it.
+    """Estimate a distribution from (tokens, ended) pairs; not ended: censored with that many tokens so far. Lengths
+    beyond the limit count as ended at it.
 
-    Example: (2, True), (3, False), (5, True): of three one ends at 2, so P(L > 2) = 2/3; the one cut at 3 says nothing
-    about what comes after; the only one that reached 5 ends there, so P(L > 5) = 0, and the mean is
+    Example: (2, True), (3, False), (5, True): of three one ends at 2, so P(L > 2) = 2/3; the one censored at 3 has no
+    information about later tokens; the only one that reached 5 ends there, so P(L > 5) = 0, and the mean is
     2 x 1 + 3 x 2/3 = 4 tokens.
     """
     ended: Counter[int] = Counter()
@@ -165,8 +165,8 @@ def length_distribution(observations: Iterable[tuple[int, bool]], limit_tokens: 
 
 
 def group_correlation(groups: Sequence[Sequence[int]]) -> float:
-    """How alike the lengths inside a group are, 0 to 1: the intraclass correlation of a one-way analysis of variance,
-    on normal scores of the lengths' ranks (so that one very long response doesn't decide it).
+    """Correlation of the lengths inside a group, 0 to 1: the intraclass correlation of a one-way analysis of variance,
+    on normal scores of the lengths' ranks (so that one very long response doesn't dominate it).
 
     ``groups``: lengths of the members, groups of at least two. 0.0 where there are fewer than two groups.
     """

@@ -39,7 +39,7 @@ class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``select_batch`` decided: a batch, or what to wait for; and which groups end as overdue."""
+    """The decision of ``select_batch``: a batch, or the groups to wait for; and the groups that end as overdue."""
 
     groups: tuple[int, ...] = ()  # the batch: admission indices, ascending; empty: wait
     waiting_for: tuple[int, ...] = ()  # unfinished groups, ascending; parked ones among them should resume first
@@ -88,12 +88,12 @@ def select_batch(
 def resumption(
     environment_version: int, version: int, limit: int | None, policy: StaleEnvironment
 ) -> Literal["continue", "restart", "fail"]:
-    """How a parked member goes on at trainer version ``version``: in the environment that waits for it, whose oldest
-    effect is from ``environment_version`` (-1: it has none), unless that is staler than ``limit`` versions (None:
-    never); then ``policy`` says.
+    """Decide how a parked member resumes at trainer version ``version``: in its kept environment, whose oldest effect
+    is from ``environment_version`` (-1: it has none), unless that is staler than ``limit`` versions (None: never);
+    then ``policy`` decides.
 
-    Environment-state staleness is a budget of its own: the tokens of a resumed rollout may be corrected for, but
-    a situation that an old policy made can't be.
+    Environment-state staleness has a budget of its own: the tokens of a resumed rollout can be corrected for, but a
+    situation that an old policy made can't be.
     """
     if limit is None or environment_version < 0 or version - environment_version <= limit:
         return "continue"
@@ -110,7 +110,7 @@ class OpenGroups:
     Kept up to date as groups open, finish and leave (``add``, ``remove``: O(log n)), so that ``select`` looks at
     versions, of which a budget allows few, and at the groups it takes, never at all that are open.
 
-    Invariant: ``select`` depends on the groups that are open alone, not on how they came to be.
+    Invariant: ``select`` depends only on the groups that are open, not on their history.
     """
 
     def __init__(self, groups_per_step: int, budget: int, policy: OverduePolicy) -> None:
@@ -125,7 +125,7 @@ class OpenGroups:
         self._newest: list[tuple[int, int]] = []  # a heap, policy mask: newest token's version and group, of finished
 
     def add(self, group: OpenGroup) -> None:
-        """Enter a group, or one that has finished in the place of what was known of it."""
+        """Enter a group; replaces its earlier entry, as when it has finished."""
         index, version = group.index, group.first_version
         if index in self._version_of:
             self.remove(index)
@@ -157,13 +157,13 @@ class OpenGroups:
             self._versions.remove(version)
 
     def due(self, step: int) -> bool:
-        """Whether ``select`` could do anything but wait: a batch has finished, or a group is over the budget. O(1)."""
+        """Whether ``select`` could do more than wait: a batch has finished, or a group is over the budget. O(1)."""
         return self._finished_count >= self._per_step or (
             bool(self._versions) and self._versions[0] + self._budget < step
         )
 
     def select(self, step: int, *, named: bool = False) -> Selection:
-        """Choose the batch of ``step``: see ``select_batch``. ``named``: with those waited for, read one by one."""
+        """Choose the batch of ``step``: see ``select_batch``. ``named``: fill ``waiting_for``, O(unfinished groups)."""
         selection, versions = self._select(step)
         return msgspec.structs.replace(selection, waiting_for=self.unfinished(versions)) if named else selection
 
@@ -172,7 +172,7 @@ class OpenGroups:
         return tuple(sorted(index for version in versions for index in self._unfinished[version]))
 
     def _select(self, step: int) -> tuple[Selection, list[int]]:
-        """With the versions whose unfinished groups it waits for."""
+        """The selection, and the versions whose unfinished groups it waits for."""
         if self._policy == "drop":
             return self._select_dropping(step)
         if self._policy == "mask":
@@ -208,7 +208,8 @@ class OpenGroups:
         return self._selection(step, chosen, self._versions)
 
     def _wait_for(self, step: int, due: list[int], missing: int) -> Selection:
-        """``due``: the versions up to the last deadline that the best choice would overrun."""
+        """Return a selection that waits; raise BudgetExceeded where waiting can't help. ``due``: the versions up to the
+        last deadline that the best choice would overrun."""
         unfinished = sum(len(self._unfinished[version]) for version in due)
         deadline = due[-1] + self._budget
         if unfinished < missing:
@@ -233,7 +234,8 @@ class OpenGroups:
         *,
         checked: bool = True,
     ) -> tuple[Selection, list[int]]:
-        """``usable``: versions whose groups may be waited for; ``checked``: that the batch keeps to the budget."""
+        """Make the selection of ``chosen``, or one that waits while it is short of a batch. ``usable``: versions whose
+        groups may be waited for; ``checked``: check that the batch keeps to the budget."""
         ended, count = tuple(sorted(overdue)), sum(map(len, chosen.values()))
         if count < self._per_step:
             waiting = Selection(

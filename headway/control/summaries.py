@@ -41,14 +41,14 @@ def distribution(weighted: Iterable[tuple[int, int]]) -> Distribution:
 
 
 def length_histogram(lengths: Iterable[int]) -> dict[str, int]:
-    """Upper bound of a bucket -> how many lengths are in it; four buckets for every doubling (exact up to 8), so a
+    """Count lengths by bucket: upper bound -> number of lengths; four buckets for every doubling (exact up to 8), so a
     bucket is at most a quarter as wide as its lower bound."""
     counts = Counter(_bucket_end(length) for length in lengths)
     return {str(end): counts[end] for end in sorted(counts)}
 
 
 def bucket_width(length: int) -> int:
-    """Of the bucket of ``length_histogram`` that holds ``length``."""
+    """Width of the bucket of ``length_histogram`` that contains ``length``."""
     return 1 << max(0, (length - 1).bit_length() - 3)
 
 

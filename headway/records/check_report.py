@@ -1,4 +1,4 @@
-"""What `headway check` found, measured and predicts: all that is printed, and all that ``--json`` gives."""
+"""The report of `headway check`: findings, measurements and predictions, all that it prints and ``--json`` gives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Constraint = Literal["generator", "trainer", "verifier", "kv", "admission", "env
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing `check` found. An error means that the run would fail, hang or mean nothing."""
+    """A problem or remark that `check` found. An error means that the run would fail, hang or mean nothing."""
 
     level: Level
     key: str  # the configuration key to look at
@@ -19,7 +19,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process, or one kind of file, will need at most."""
+    """The most memory or disk space that one process, or one kind of file, will need."""
 
     name: str  # generator-0, trainer-0, verifiers, orchestrator, published weights, checkpoints, buffer
     place: str  # "memory", a GPU, or a folder
@@ -32,7 +32,7 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """What all of them need in one place, against what is there. None: it can't be found out from here."""
+    """The total need of all processes and files in one place, against what is there. None: can't be determined here."""
 
     name: str
     needed_bytes: int
@@ -57,7 +57,7 @@ class LengthSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """What the real workers did in a few seconds. Rates are of all replicas, or all ranks, together."""
+    """Measurements of the real workers over a few seconds. Rates are totals over all replicas, or over all ranks."""
 
     measured_s: float  # starting the workers not counted
     start_s: float  # starting them, models loaded
@@ -98,7 +98,7 @@ class QueueOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BudgetShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What a staleness budget reaches."""
+    """Predicted throughput and staleness under one staleness budget."""
 
     budget: int
     share: float  # of the ideal rate
@@ -141,7 +141,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything `headway check` has to say."""
+    """Everything `headway check` reports."""
 
     findings: list[Finding]  # errors first
     memory: list[MemoryUse] = []

@@ -28,7 +28,7 @@ Stop = Pruned | Failure | Literal["park"]  # why a member is stopped
 
 @dataclass(frozen=True)
 class Watch:
-    """Who is told of a request's tokens while it runs, in the caller's event loop. ``told`` must not take long; it may
+    """A callback for a request's tokens while it runs, in the caller's event loop. ``told`` must not take long; it may
     cancel the request."""
 
     every_tokens: int  # new response tokens between two calls, about: they come in the deltas that engines stream
@@ -41,9 +41,9 @@ class Generator(Protocol):
     async def start(self) -> None: ...
 
     async def generate(self, request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
-        """Sample one response; ``watch`` is told of it meanwhile. Survives the death of a replica: continues elsewhere
-        from the tokens streamed so far. A request parked by an ``abort`` update comes back with finish_reason "abort";
-        the caller resumes it with ``partial``. Raises nothing for a failed request: finish_reason "error"."""
+        """Sample one response; ``watch`` is called with its tokens meanwhile. Survives the death of a replica: it
+        continues elsewhere from the tokens streamed so far. A request parked by an ``abort`` update returns with
+        finish_reason "abort"; the caller resumes it with ``partial``. A failed one raises nothing: "error"."""
         ...
 
     def cancel(self, request_id: str) -> None:
@@ -51,8 +51,8 @@ class Generator(Protocol):
         ...
 
     def tokens_so_far(self, request_id: str) -> int:
-        """Response tokens of an open request as far as they were streamed, those it was resumed with included; 0 for an
-        unknown id."""
+        """Response tokens of an open request that have been streamed, plus those it was resumed with; 0 for an unknown
+        id."""
         ...
 
     async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
@@ -64,30 +64,30 @@ class Generator(Protocol):
         ...
 
     async def lend_devices(self) -> None:
-        """Stop decoding on every device the trainer computes on as well; requests stay in flight, weights can still
-        be updated. A replica with devices of its own goes on."""
+        """Stop decoding on every device that the trainer uses too; requests stay in flight, weights can still be
+        updated. Replicas with devices of their own keep decoding."""
         ...
 
     async def reclaim_devices(self) -> None:
-        """Decode there again."""
+        """Resume decoding on the devices that were lent to the trainer."""
         ...
 
     async def rest_replicas(self, resting: Collection[int]) -> None:
-        """Leave the replicas with these indices without requests, theirs go on elsewhere; all others take requests.
-        Resting ones apply updates all the same, and serve when no other is live."""
+        """Send no requests to the replicas with these indices and move theirs elsewhere; all others take requests.
+        Resting replicas still apply updates, and serve when no other is live."""
         ...
 
     async def statistics(self) -> list[EngineStatistics]: ...
 
     def routing(self) -> RouterStatistics:
-        """What the requests are that are open, and where they went."""
+        """The router's statistics: open requests and where they were routed."""
         ...
 
     async def stop(self) -> None: ...
 
 
 class Trainer(Protocol):
-    """One trainer (all its ranks) behind one handle."""
+    """The trainer, with all its ranks, behind one handle."""
 
     async def start(self) -> None: ...
 
@@ -127,8 +127,8 @@ class Verifier(Protocol):
 
     async def verify(self, task: Task, responses: Sequence[str]) -> list[Verdict]:
         """Score the responses to one task. A raise, a hang (hard timeout kills the job) or a non-finite
-        reward becomes a Verdict with ``failure``; siblings are not touched. What failed as infrastructure was
-        tried again before."""
+        reward becomes a Verdict with ``failure``; siblings are not affected. Infrastructure failures are
+        retried before they are returned."""
         ...
 
     async def stop(self) -> None: ...
@@ -138,31 +138,31 @@ class RolloutMaker(Protocol):
     """Makes rollouts, one member of a group at a time; any number may be in the making."""
 
     async def generate_member(self, group: Group, member: int, parked: PartialRollout | None = None) -> Rollout:
-        """Member ``member`` of ``group``, finished or failed but not verified; raises nothing but cancellation.
-        ``parked``: where a former process parked the member, which resumes there."""
+        """Generate member ``member`` of ``group``: finished or failed but not verified; raises nothing but
+        cancellation. ``parked``: the state in which a former process parked it; generation resumes there."""
         ...
 
     def stop(self, group: int, member: int, why: Stop) -> None:
         """Stop a member of the group with this admission index, as soon as the generator returns its tokens.
 
         Pruned: it ends with them, to be verified as it stands. Failure: it ends failed. "park": it waits at the resume
-        gate and continues from them, unless it was parked often enough. No-op for one that isn't being made, that has
-        nothing to park or that was stopped.
+        gate and continues from them, unless it has reached the limit of parkings. No-op for a member that isn't being
+        made, has nothing to park or was already stopped.
         """
         ...
 
     def reached(self, group: int, member: int) -> int:
-        """Response tokens of a member that is generating or parked, as far as they are known here; else 0."""
+        """Response tokens, as far as known here, of a member that is generating or parked; else 0."""
         ...
 
     def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> RolloutMaker:
-        """A maker of the same rollouts at ``temperature`` (None: the run's) beside this one, in no books and not
-        pruned. ``request_prefix`` keeps its requests and random numbers apart."""
+        """Return a maker of the same rollouts at ``temperature`` (None: the run's); they are in no books and not
+        pruned. ``request_prefix`` keeps its requests and random numbers separate from this maker's."""
         ...
 
 
 class TextCodec(Protocol):
-    """What a rollout needs of a tokenizer."""
+    """The part of a tokenizer that rollouts need: stop ids and decoding."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -175,7 +175,7 @@ class TextCodec(Protocol):
 
 
 class PromptCodec(TextCodec, Protocol):
-    """What the loops need of a tokenizer."""
+    """The part of a tokenizer that the loops need: that of rollouts, and rendering of prompts."""
 
     def render(self, prompt: str | Sequence[Mapping[str, Any]], template: Literal["raw", "chat"], /) -> Sequence[int]:
         """Prompt ids of a task: its text, or a conversation."""

@@ -1,4 +1,4 @@
-"""What an agent's calls to a model come to: what each wants sampled, its refusals, the conversation that is left."""
+"""Records of an agent's calls to a model: what each asks to sample, its refusals, the recorded conversation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OnTokens = Callable[[PartialResponse], None]  # of all tokens of a response so f
 
 
 class RequestRefused(Exception):
-    """A request that gets no answer: the caller's to mend. ``code`` and ``param`` (the field) are the API's own."""
+    """A request is refused, and the caller has to fix it. ``code`` and ``param`` (the field) are the API's own."""
 
     def __init__(self, message: str, *, param: str | None = None, code: Refusal = "invalid_request_error") -> None:
         super().__init__(message)
@@ -38,8 +38,8 @@ class RequestRefused(Exception):
 
 
 class ClientSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How a client asks for its answers to be sampled; None: it doesn't say. A run's rollouts are sampled as the
-    experiment says instead: greedy or truncated answers couldn't be trained on."""
+    """How a client asks for its answers to be sampled; None: not given. A run's rollouts are sampled as the experiment
+    says instead: greedy or truncated answers couldn't be trained on."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -48,7 +48,7 @@ class ClientSampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer that is to be sampled."""
+    """A request for one answer of a conversation: prompt, limits and client sampling."""
 
     prompt_ids: IdSequence  # of everything before it
     max_tokens: int
@@ -58,12 +58,12 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleTurn(Protocol):
-    """How a conversation reaches the generator."""
+    """The call by which a conversation reaches the generator."""
 
     def __call__(self, wanted: TurnRequest, told: OnTokens, /) -> Awaitable[GenerationResult]:
-        """Sample it; ``told`` hears of its tokens meanwhile, and of none at first: then it isn't refused any more. A
-        failure is a result with finish_reason "error"; being cancelled ends the request in the engine. Raises
-        Overloaded where it is refused for now."""
+        """Sample ``wanted``. ``told`` is called with its tokens meanwhile; the first call has none and means that the
+        request won't be refused any more. A failure is a result with finish_reason "error"; cancelling this call ends
+        the request in the engine. Raises Overloaded where the request is refused for now."""
         ...
 
 
@@ -75,7 +75,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenConversation(Protocol):
-    """A rollout that takes calls."""
+    """A rollout that takes model calls."""
 
     @property
     def key(self) -> str:
@@ -95,8 +95,8 @@ class OpenConversation(Protocol):
         stop: tuple[str, ...] = (),
         max_tokens: int | None = None,
     ) -> ChatAnswer:
-        """A call from this process: the whole conversation and its tools, as in OpenAI's chat API. Raises
-        RequestRefused, and what else a call may fail with."""
+        """Answer a call from this process: the whole conversation and its tools, as in OpenAI's chat API. Raises
+        RequestRefused, and whatever else a call may fail with."""
         ...
 
     def replay(
@@ -108,20 +108,20 @@ class OpenConversation(Protocol):
         stop: tuple[str, ...] = (),
         max_tokens: int | None = None,
     ) -> ChatAnswer:
-        """Record a call that `ask` was answered with ``result``, in this process or one before. Raises as `ask`."""
+        """Record a call to `ask` that ``result`` answered, in this process or an earlier one. Raises as `ask`."""
         ...
 
     def seal(self) -> RecordedConversation:
-        """What was recorded. Its key takes no calls from now on; those that are open end."""
+        """Return what was recorded. From now on its key takes no calls; open calls end."""
         ...
 
 
 class Conversations(Protocol):
-    """Where rollouts take calls: an address, and a key for each."""
+    """The server where rollouts take calls: one address, and a key for each rollout."""
 
     @property
     def address(self) -> str:
-        """Of the server, say http://127.0.0.1:8000; the API is below it, at /v1."""
+        """The server's address, say http://127.0.0.1:8000; the API is below it, at /v1."""
         ...
 
     def open(self, rollout: str, sample: SampleTurn) -> OpenConversation:
@@ -140,7 +140,7 @@ class RecordedConversation(msgspec.Struct, frozen=True, kw_only=True):
 
     branches: tuple[Branch, ...] = ()  # the one with the latest answered call first; (): no call was answered
     turns: int = 0  # answers sampled, those of one call counted one by one
-    calls: int = 0  # that were answered
+    calls: int = 0  # answered ones
     abandoned_calls: int = 0  # whose caller left or whose generation failed: they have no loss
     abandoned_tokens: int = 0  # sampled for those
     causes: dict[str, int] = {}  # Cause -> answered calls that began so
@@ -148,16 +148,16 @@ class RecordedConversation(msgspec.Struct, frozen=True, kw_only=True):
     first_token_s: float = 0.0  # clock at the first sampled token; 0: unknown
     resumes: int = 0  # how often its generations were moved off a dead engine
     reprefills: int = 0  # how often their KV was recomputed
-    reward: float | None = None  # that was posted for it
-    solved: bool = False  # as was posted
+    reward: float | None = None  # posted for it; None: none was
+    solved: bool = False  # posted with the reward
 
 
 def rollout_of(
     conversation: RecordedConversation, group: Group, member: int, now: float, failure: Failure | None = None
 ) -> Rollout:
-    """The un-verified rollout that ``conversation`` is, ended at ``now`` (clock seconds). One without any answered call
-    fails at the boundary "environment" unless ``failure`` says why; one that was cut counts as truncated. With a reward
-    it is verified."""
+    """Make the unverified rollout of ``conversation``, ended at ``now`` (clock seconds). Without any answered call it
+    fails at the boundary "environment" unless ``failure`` says why; a conversation that was cut counts as truncated.
+    With a posted reward it is verified."""
     if not conversation.branches:
         cause = "the agent made no call that was answered"
         return Rollout(

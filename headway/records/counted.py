@@ -1,4 +1,4 @@
-"""Sequences that are counted, not stored: what a simulated response is made of, whatever its length.
+"""Sequences that are counted, not stored, for simulated responses of any length.
 
 Each stands in for the tuple of a record's field. It is a tuple, so that types and encoders need no exception; what it
 stores is the few numbers that describe its items. Two are equal when those are. A decoder gives the numbers back as a
@@ -27,7 +27,7 @@ def token_at(seed: int, position: int) -> int:
 
 
 def tokens_from(seed: int, first: int, count: int) -> tuple[int, ...]:
-    """Ids at so many positions from ``first`` on."""
+    """Ids at ``count`` positions from ``first`` on."""
     begin = (seed % _PERIOD + first) % _PERIOD
     return (_ALL_IDS * (1 + (begin + count) // _PERIOD))[begin : begin + count]
 
@@ -36,7 +36,7 @@ _stored: Callable[[Any, int], Any] = vars(tuple)["__getitem__"]  # past the subc
 
 
 class _Counted(tuple[Any, ...]):
-    """Storage: (items, ...). Subclasses give the item at a position."""
+    """A tuple whose storage is (length, ...); subclasses compute the item at a position."""
 
     __slots__ = ()
 
@@ -66,7 +66,7 @@ class _Counted(tuple[Any, ...]):
 
 
 class CountedTokens(_Counted):
-    """Token ids of one response: those of ``token_at``, the last one ``last`` where it is given.
+    """Token ids of one response: those of ``token_at``, with ``last`` as the last one where given.
 
     ``sampled``: how many of them the policy sampled; the rest are an environment's replies.
 
@@ -107,7 +107,7 @@ class CountedTokens(_Counted):
 
 
 class Repeated(_Counted):
-    """One value, ``count`` times."""
+    """A sequence of one value, ``count`` times."""
 
     __slots__ = ()
 
@@ -149,7 +149,7 @@ class SampledMask(_Counted):
 
 
 def joined(before: Sequence[Any], new: Sequence[Any]) -> Any:
-    """Both, one after the other: arrays as an array, counted ones counted."""
+    """Concatenate two sequences: arrays to an array, counted ones to a counted one."""
     after: Any = new
     return before + after if before and new else before or new  # type: ignore[operator]
 

@@ -1,4 +1,4 @@
-"""Why a task was drawn, what its group showed, and what a curriculum says of itself."""
+"""Records of a curriculum: why a task was drawn, what its group showed, and the curriculum's own statistics."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-# cursor: the plain walk's turn; explore: the walk's next task, because what isn't known is worth as much as what is, or
-# nothing in the band is free; band: outcomes are likely to differ; replay: unsolved, and due again
+# cursor: next in the plain walk; explore: the walk's next task, because an unknown task is worth as much as known ones,
+# or none in the band is free; band: outcomes are likely to differ; replay: unsolved, and due again
 DrawReason = Literal["cursor", "explore", "band", "replay"]
 DRAW_REASONS: tuple[DrawReason, ...] = ("cursor", "explore", "band", "replay")
 # unseen: no group of it has finished; trivial and unsolved: outcomes are likely to be all alike, solved or not
@@ -28,10 +28,10 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TaskEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What a finished group shows of its task. Groups that failed show nothing."""
+    """Outcomes of a finished group as evidence about its task. Groups that failed give none."""
 
     group: int  # admission index
-    solved: int  # of its judged members, those that solve it
+    solved: int  # judged members that solve it
     valid: int  # judged members: neither failed nor stopped early; >= 1
     zero_variance: bool  # their rewards are all equal
     version: int  # of the oldest first token
@@ -43,7 +43,7 @@ class BandMove(msgspec.Struct, frozen=True, kw_only=True):
     before: float
     after: float
     zero_variance_share: float  # of the last groups drawn from the band
-    groups: int  # that it was measured on
+    groups: int  # on which it was measured
     why: str
 
 
@@ -59,32 +59,32 @@ class CurriculumStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DrawnGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A group as far as the choice of tasks is concerned: what was drawn, and what came of it."""
+    """A group as the choice of tasks sees it: the draw, its ending and its evidence."""
 
     index: int  # admission index
     task_id: str
     size: int
     admitted_version: int
-    draw: Draw | None  # None: it was its turn
+    draw: Draw | None  # None: drawn by the plain walk
     ending: str | None  # None: it has not ended
     reason: str = ""  # of its ending
-    step: int | None = None  # it was or is trained at
+    step: int | None = None  # step that trained or trains it
     evidence: TaskEvidence | None = None  # once it has finished, unless it failed
-    finished_as: int = 0  # the how-manieth group with evidence it was to finish
+    finished_as: int = 0  # its rank among groups with evidence, in the order they finished
 
 
 class Posterior(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a task's solve rate."""
+    """The posterior of a task's solve rate: mean, 5 % and 95 % quantiles, weight and expected signal."""
 
     mean: float
     low: float  # 5 % quantile
     high: float  # 95 % quantile
-    attempts: float  # that it rests on, a prior's and aged ones included
+    attempts: float  # behind it, a prior's and aged ones included
     signal: float  # probability that outcomes of a group of the experiment's size differ
 
 
 class DrawExplanation(msgspec.Struct, frozen=True, kw_only=True):
-    """One draw and what came of it."""
+    """A draw and its outcome, for people."""
 
     group: int  # admission index
     task_id: str
@@ -95,11 +95,11 @@ class DrawExplanation(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     size: int
     size_why: str
-    posterior: Posterior | None  # at the draw; None: nothing was considered
+    posterior: Posterior | None  # at the draw; None: no posterior was considered
     outcome: str
     solved: int | None
     valid: int | None
-    before: Posterior | None  # what the group found, other groups' outcomes meanwhile included
+    before: Posterior | None  # when the group finished, other groups' outcomes meanwhile included
     after: Posterior | None
 
 

@@ -1,4 +1,4 @@
-"""What passes between a rollout and the environment it is played in, and what is kept of it while it is parked."""
+"""Records exchanged between a rollout and its environment, and the state of both that is kept while it is parked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.records.sandbox import Snapshot
 
 
 class NextTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model is to answer next: how its conversation goes on from its last answer."""
+    """The next turn that the model is to answer: new messages since its last answer, tools and limits."""
 
     said: tuple[dict[str, Any], ...]  # messages, as in OpenAI's chat API
     speaker: str = ""  # whose conversation it is, where the policy plays several roles
@@ -23,8 +23,7 @@ class NextTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment says to an answer, or at the beginning. Exactly one of ``asked``, ``over`` and ``failure`` is
-    set."""
+    """An environment's reply to an answer, or its opening. Exactly one of ``asked``, ``over``, ``failure`` is set."""
 
     asked: NextTurn | None = None  # the next turn
     over: str = ""  # why there is none
@@ -33,10 +32,10 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpisodeScore(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment says of a rollout that is over."""
+    """An environment's score of a rollout that is over."""
 
     verdict: Verdict | None = None  # None: its turns' rewards say what it is worth, or else ``[verifier]``
-    reward: float | None = None  # of its last turn, besides what the reply to that one said
+    reward: float | None = None  # of its last turn, in addition to that of the reply
 
 
 class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,38 +47,38 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that was done to a sandbox: enough to do it again."""
+    """A call that changed a sandbox, with its arguments, so that it can be repeated."""
 
     kind: str  # a method's name: "exec", "write"
     arguments: dict[str, Any]
 
 
 class EnvironmentState(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment has of one rollout while it is parked; enough to go on in another process."""
+    """An environment's state of one parked rollout: enough to resume it in another process."""
 
     state: dict[str, Any] = {}  # JSON types
     snapshot: Snapshot | None = None  # of its sandbox; None: it had none
-    operations: tuple[Operation, ...] = ()  # that made the sandbox what it is; (): they don't do it again
+    operations: tuple[Operation, ...] = ()  # that rebuild the sandbox; (): repeating calls wouldn't rebuild it
 
 
 class SavedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout of several turns as it was parked in the middle of one."""
 
     exchanges: tuple[TurnRecord, ...]  # turns that were over
-    asked: NextTurn  # the turn it was in; `Parked.response` has what was sampled of it
+    asked: NextTurn  # the turn it was in; `PartialRollout.response` has what was sampled of it
     environment: EnvironmentState
     environment_s: float = 0.0  # between its turns, so far
 
 
 class PartialRollout(msgspec.Struct, frozen=True, kw_only=True):
-    """What a parked member has: enough to go on from, in this process or in the next one."""
+    """The state of a parked member: enough to resume it, in this process or in the next one."""
 
     group: int
     member: int
     response: PartialResponse  # tokens, log-probabilities, versions
     resumes: int  # how often it had been resumed before
-    environment_version: int = -1  # of the oldest turn whose effect that environment holds; -1: of none
-    episode: SavedEpisode | None = None  # of one that is played in an environment that can be kept
+    environment_version: int = -1  # of the oldest turn whose effect is in that environment; -1: none
+    episode: SavedEpisode | None = None  # where its environment can be kept
 
     @property
     def first_version(self) -> int:
@@ -89,7 +88,7 @@ class PartialRollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def snapshot(self) -> str:
-        """What its sandbox held: a file's name, in the run's folder of sandboxes, or what its provider calls it, as
+        """The snapshot of its sandbox: a file's name in the run's folder of sandboxes, or its name at the provider as
         PROVIDER:ID; "": none."""
         kept = None if self.episode is None else self.episode.environment.snapshot
         return "" if kept is None else kept.path

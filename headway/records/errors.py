@@ -22,7 +22,7 @@ class ConfigurationError(HeadwayError):
 
 
 class RunLocked(ConfigurationError):
-    """Another process holds the run directory."""
+    """Another process has locked the run directory."""
 
 
 class CheckpointCorrupt(ConfigurationError):
@@ -44,8 +44,8 @@ class HookFailed(HeadwayError):
 
 
 class WorkerDied(HeadwayError):
-    """A worker process ended: ``cause`` holds exit code or signal and its last traceback, ``silent_s`` how long it had
-    given no sign of life when that was noticed."""
+    """A worker process ended. ``cause``: exit code or signal and its last traceback; ``silent_s``: seconds without a
+    sign of life when its end was noticed."""
 
     exit_code = 3
 
@@ -58,7 +58,7 @@ class WorkerDied(HeadwayError):
 
 
 class RemoteError(HeadwayError):
-    """A worker's method raised; carries the remote traceback. The worker lives on."""
+    """A worker's method raised; carries the remote traceback. The worker keeps running."""
 
     exit_code = 3
 
@@ -85,7 +85,7 @@ class WeightsCorrupt(HeadwayError):
 
 
 class WeightsMismatch(HeadwayError):
-    """An engine computes something else than the published weights say; names the first module whose output differs."""
+    """An engine's output isn't that of the published weights; names the first module whose output differs."""
 
     exit_code = 3
 
@@ -103,13 +103,13 @@ class Interrupted(HeadwayError):
 
 
 class BudgetExceeded(HeadwayError):
-    """A batch would hold a group staler than the budget: an invariant of admission was broken."""
+    """A batch would contain a group staler than the budget: an invariant of admission was broken."""
 
     exit_code = 4
 
 
 class NoProgress(HeadwayError):
-    """The run goes round without training: every step is skipped, or every group ends untrained."""
+    """The run makes no progress: every step is skipped, or every group ends untrained."""
 
 
 class StorageFailed(HeadwayError):

@@ -1,4 +1,4 @@
-"""What crosses the boundary between a rollout and a generator."""
+"""Records that cross the boundary between a rollout and a generator: requests, deltas, results, weights, statistics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens a response has so far; enough to go on elsewhere."""
+    """The tokens of a response so far: enough to continue it on another replica."""
 
     ids: IdSequence = TokenIds()  # [N] sampled token ids
     logprobs: LogprobSequence = TokenLogprobs()  # [N] behaviour log-probabilities (DESIGN rule 5)
@@ -43,15 +43,15 @@ class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call."""
+    """A model call: prompt, sampling parameters and scheduling hints."""
 
     request_id: str  # unique among open requests
     prompt_ids: IdSequence  # [P] ids of everything before the response
     sampling: SamplingParameters
     priority: int = 0  # lower is served first; rollouts use their group's admission index (oldest first)
     partial: PartialResponse = PartialResponse()  # tokens already sampled: continue after them
-    interruptible: bool = True  # False: an "abort" update lets it go on (it was parked often enough)
-    session: str = ""  # requests of one name extend one another: they go where its KV is; "": none
+    interruptible: bool = True  # False: an "abort" update doesn't park it (limit of parkings reached)
+    session: str = ""  # requests of one name extend one another: routed to its KV; "": none
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -65,13 +65,13 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     version: int = -1  # version of these tokens (-1 when there are none)
     finish_reason: FinishReason | None = None  # set on the request's last delta
     error: str = ""  # cause, when finish_reason is "error"
-    refused: bool = False  # ... which lies in what was asked: every replica would say the same
+    refused: bool = False  # ... caused by the request itself: every replica would return it
     reprefilled: bool = False  # the KV behind these tokens was recomputed since the last delta
-    void: bool = False  # an "error" which says: nothing gained since the request was submitted is to be believed
+    void: bool = False  # an "error" after which no token gained since the request was submitted is valid
 
     @classmethod
     def of(cls, request_id: str, ids: Sequence[int], logprobs: Sequence[float], **fields: Any) -> TokenDelta:
-        """A delta of these tokens; ``fields``: the others."""
+        """Make a delta of these tokens; ``fields``: its other fields."""
         return cls(request_id=request_id, data=sampled(ids, logprobs).tobytes(), **fields)
 
     @property
@@ -90,7 +90,7 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     response: PartialResponse  # all sampled tokens
     finish_reason: FinishReason
     error: str = ""
-    refused: bool = False  # the error lies in what was asked: asking again is no use
+    refused: bool = False  # the request itself caused the error: retrying is no use
     reprefills: int = 0  # how often its KV was recomputed (update, preemption, engine restart)
     resumes: int = 0  # how often it was moved off a dead engine
     first_token_s: float = 0.0  # the caller's clock when this request's first new token arrived; 0: unknown
@@ -110,7 +110,7 @@ class AppliedWeights(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's report that it applied a version."""
 
     version: int
-    fetch_s: float = 0.0  # copy out of shared memory and verify, decoding goes on or not
+    fetch_s: float = 0.0  # copy out of shared memory and verify, whether or not decoding continues
     pause_s: float = 0.0  # time no token could be generated; fetching included where decoding waits for it
     in_flight: int = 0  # requests that crossed the update
     reprefilled_tokens: int = 0  # KV tokens recomputed because of it
@@ -134,23 +134,23 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     paused_s: float = 0.0  # time inside weight updates
     lent_s: float = 0.0  # time its device was lent to the trainer; not idle then, whether it had requests or not
     decode_steps: int = 0
-    resting: bool = False  # it is given no requests: neither waiting nor lent
+    resting: bool = False  # it is sent no requests: neither waiting nor lent
 
 
 class RouterStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router holds, in tokens: prompts and still allowed responses of open requests; and its counters since it
+    """A router's load in tokens (prompts and still allowed responses of open requests), and its counters since it
     started (in a ledger: since the step before)."""
 
     used_tokens: int = 0
     capacity_tokens: int = 0  # KV tokens of the replicas that take requests
     peak_tokens: int = 0  # most ever used at once
     open_requests: int = 0
-    waiters: int = 0  # requests that no replica has: none takes any now, or a limit holds them back
+    waiters: int = 0  # requests without a replica: none takes any now, or a limit delays them
     oldest_age_s: float = 0.0  # of the open request that came first
     breakers_open: int = 0  # of replicas, half-open ones included
     routed: int = 0  # requests given to a replica; one that moves counts again
-    spills: int = 0  # ... of these, past a replica that holds more of their prompt
-    moves: int = 0  # requests that left a replica with the tokens they had: it died, rests or leaves
+    spills: int = 0  # ... of these, past a replica with more of their prompt in KV
+    moves: int = 0  # requests moved off a replica with the tokens they had: it died, rests or leaves
     retries: int = 0  # requests that a replica didn't accept, given to another
     refusals: int = 0  # of foreign callers
     breaker_openings: int = 0

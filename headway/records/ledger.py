@@ -61,13 +61,13 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrunerFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What one pruner did to the groups that finished since the last step (control/pruning/rules.py)."""
+    """The effect of one pruner on the groups that finished since the last step (control/pruning/rules.py)."""
 
     rollouts: int = 0  # ended early
     dropped: int = 0  # ... of these, left their group; the others were scored as they stood, and train
-    saved_tokens: float = 0.0  # response tokens that the former would have gone on for, as expected when they ended
+    saved_tokens: float = 0.0  # response tokens that the rollouts above would still have had, as expected at their end
     audits: int = 0  # hit as well, but run to their own end
-    audited_tokens: int = 0  # ... response tokens they went on for
+    audited_tokens: int = 0  # ... response tokens after the hit
     wrong: int = 0  # ... of these, those whose reward pruning would have changed
     reward_bias: float = 0.0  # ... mean of their reward less what pruning would have put in its place
 
@@ -78,8 +78,8 @@ class PrunerFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def saving_tokens(self) -> float:
-        """Response tokens saved, as the audits know it afterwards: they are a random sample of what was hit. What was
-        expected when the rollouts ended, which is little while no audit has ended yet, counts as one of them."""
+        """Response tokens saved, estimated from the audits, a random sample of the rollouts that were hit. The
+        expectation when the rollouts ended, small while no audit has ended yet, counts as one more audit."""
         if not self.rollouts:
             return 0.0
         return (self.saved_tokens + self.rollouts * self.audited_tokens) / (1 + self.audits)
@@ -101,7 +101,7 @@ class PrunerFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"):
-    """One training step: rates, waits, ages, staleness, endings, learning."""
+    """A training step: rates, waits, ages, staleness, endings, learning."""
 
     step: int  # version before the step
     version: int  # version after it
@@ -202,7 +202,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", tag_field="kind"):
-    """One evaluation, outside N (it takes no credit)."""
+    """An evaluation, outside N (it takes no credit)."""
 
     split: str  # validation | test
     phase: str  # before | during | after
@@ -225,7 +225,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="evaluatio
 
 
 class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag="event", tag_field="kind"):
-    """Something that happened once: start, resume, a worker's death, a skipped step, a checkpoint, the end."""
+    """A single event: start, resume, a worker's death, a skipped step, a checkpoint, the end."""
 
     event: str
     detail: str = ""
@@ -233,10 +233,10 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag="event", tag_fi
     time_s: float = 0.0
     data: dict[str, float | int | str] = {}
     # of a death, a stall, a restart or a replay
-    worker: str = ""  # whose it is; "": the event is of no worker
+    worker: str = ""  # the worker concerned; "": none
     cause: str = ""  # exit code or signal, with the last output
     found_by: str = ""  # exit: its process ended; health: it missed its health checks; call: a call to it failed
-    lost_s: float = 0.0  # seconds that the worker was of no use
+    lost_s: float = 0.0  # seconds during which the worker did no work
     lost_samples: int = 0  # rollouts to be moved, generated or scored again; samples trained again
 
 

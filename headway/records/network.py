@@ -28,7 +28,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class AllowedHost(msgspec.Struct, frozen=True):
-    """One line of a list."""
+    """An entry of an allow list."""
 
     host: str  # as `host_of` gives it
     below: bool  # the names below it, not itself
@@ -39,18 +39,18 @@ class AllowedHost(msgspec.Struct, frozen=True):
 
 
 class AllowList(msgspec.Struct, frozen=True):
-    """What a sandbox may reach, as it was written and as it is compared."""
+    """The hosts a sandbox may reach, as written and as compared."""
 
     written: tuple[str, ...]
     entries: tuple[AllowedHost, ...]
 
     def allows(self, host: str, port: int) -> bool:
-        """``host``: as `host_of` gives it."""
+        """Whether this host and port are on the list. ``host``: as `host_of` gives it."""
         return any(entry.allows(host, port) for entry in self.entries)
 
 
 def allow_list(written: Sequence[str]) -> AllowList:
-    """Raises ConfigurationError for an entry that can't be one."""
+    """Parse the entries of a list. Raises ConfigurationError for an invalid one."""
     return AllowList(tuple(written), tuple(_entry(one) for one in written))
 
 
@@ -77,8 +77,8 @@ def authority_of(text: str) -> tuple[str | None, int | None]:
 
 
 def host_of(text: str) -> str | None:
-    """A host as it is compared: a name in lower case without its last dot, an address in its one short form without
-    brackets. None: it can be neither."""
+    """Normalise a host for comparison: a name in lower case without its last dot, an address in its canonical short
+    form without brackets. None: it can be neither."""
     bracketed = text.startswith("[") and text.endswith("]")
     try:
         address = ipaddress.ip_address(text[1:-1] if bracketed else text)
@@ -93,12 +93,12 @@ def host_of(text: str) -> str | None:
 
 
 def is_address(host: str) -> bool:
-    """Of a host as `host_of` gives it."""
+    """Whether a host, as `host_of` gives it, is an address."""
     return ":" in host or host.rpartition(".")[2].isdigit()
 
 
 def plain(address: Address) -> Address:
-    """An IPv4 address that is written as an IPv6 one, as what it is."""
+    """The IPv4 address behind an IPv4-mapped IPv6 one; any other address unchanged."""
     return address if isinstance(address, ipaddress.IPv4Address) else address.ipv4_mapped or address
 
 

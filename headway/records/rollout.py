@@ -25,11 +25,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What a verifier said of one response."""
+    """A verifier's result for one response."""
 
     reward: float  # finite
     solved: bool  # counts towards the solve rate
-    turn_rewards: tuple[float, ...] = ()  # of each turn, where the verifier tells them apart
+    turn_rewards: tuple[float, ...] = ()  # of each turn, where the verifier distinguishes them
     detail: dict[str, Any] = {}
     verify_s: float = 0.0
     judge_tokens: int = 0  # of a language model that judged it, prompts included
@@ -49,7 +49,7 @@ class Pruned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Branch(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence of a rollout whose model calls don't all extend one another: what it adds to the others.
+    """A further sequence of a rollout whose model calls don't all extend one another.
 
     A sampled token has one context, so its loss is taken in one branch; for those that share its answer it is part of
     ``prompt_ids``. Invariant: as of a rollout's own response. The first response token is sampled.
@@ -65,7 +65,7 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt at a task, token-exact.
+    """An attempt at a task, token-exact.
 
     Lifecycle: *open* (admitted, generating, parked, verifying) -> *finished* (this record is committed
     to the buffer) -> *ended* exactly once (trained, filtered, pruned, discarded, overdue, failed).
@@ -113,12 +113,12 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     resumes: int = 0  # how often it was parked and resumed, or moved off a dead engine
     reprefills: int = 0  # how often its KV was recomputed
     turns: int = 1
-    attempts: int = 1  # how often it was begun: the ones before failed as infrastructure, and left nothing in it
+    attempts: int = 1  # how often it was started: earlier ones failed as infrastructure, and left nothing in it
     environment_s: float = 0.0  # after its turns: tools, and what it waited for its sandbox
     environment_version: int = -1  # of the oldest turn whose effect its environment held when it was resumed; -1: none
     branches: tuple[Branch, ...] = ()  # sequences beside the trunk
     calls: int = 0  # of a recorded conversation: model calls that were answered
-    abandoned_tokens: int = 0  # sampled for calls that weren't: no loss
+    abandoned_tokens: int = 0  # sampled for calls that weren't answered: no loss
     rewritten: int = 0  # calls that began a branch because the chat template renders an answer otherwise than sampled
 
     @property
@@ -132,7 +132,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ended(self) -> tuple[Ending, str] | None:
-        """(ending, reason) of one that leaves its group as the group finishes; None for a valid one."""
+        """(ending, reason) of a rollout that leaves its group as the group finishes; None for a valid one."""
         if self.failure is not None:
             return "failed", self.failure.boundary
         return None if self.left is None else (self.left, self.left_reason)
@@ -153,7 +153,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sequences(self) -> tuple[Rollout | Branch, ...]:
-        """The trunk (the rollout itself) and its branches: what a model reads as so many sequences."""
+        """The trunk (the rollout itself) and its branches: the sequences that a model reads."""
         return (self, *self.branches)
 
     @property
@@ -170,7 +170,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_tokens(self) -> int:
-        """Tokens of all sequences, prompts included: what a trainer is given."""
+        """Tokens of all sequences, prompts included: the trainer's input."""
         return self.response_tokens + sum(len(s.prompt_ids) for s in self.sequences)
 
     @property
@@ -201,12 +201,12 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def valid(self) -> tuple[Rollout, ...]:
-        """Those that may be trained: neither failed nor filtered nor pruned."""
+        """The rollouts that may be trained: neither failed nor filtered, pruned or discarded."""
         return tuple(r for r in self.rollouts if r.valid)
 
     @property
     def first_version(self) -> int:
-        """Oldest first-token version of its members: what the budget is checked against."""
+        """Oldest first-token version of its members; the budget is checked against it."""
         versions = [r.first_version for r in self.rollouts if r.first_version >= 0]
         return min(versions) if versions else self.group.admitted_version
 

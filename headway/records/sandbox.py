@@ -1,4 +1,4 @@
-"""Sandboxes as the rest of the system knows them: what one is made of, how a command ended, what a failure means."""
+"""Records of sandboxes: specification, commands and their results, capabilities, snapshots, and causes of failures."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from headway.records.errors import ConfigurationError, HeadwayError
 
 MIB = 1 << 20
 LEAST_MEMORY_BYTES = 16 * MIB  # its own init needs about two
-OUTPUT_BYTES = MIB  # of each stream of a command, unless told otherwise
+OUTPUT_BYTES = MIB  # of each stream of a command, by default
 
 FailureCause = Literal["model_code", "environment", "infrastructure"]
 
 
 class ResourceLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one sandbox may use, all its processes and files together."""
+    """Limits of one sandbox, over all its processes and files together."""
 
     memory_bytes: int = 512 * MIB  # processes and files: its files lie in memory too
     disk_bytes: int = 128 * MIB  # of files; less than memory_bytes, or filling the disk would be out of memory
@@ -27,7 +27,7 @@ class ResourceLimits(msgspec.Struct, frozen=True, kw_only=True):
     open_files: int = 1024  # of one process
 
     def check(self) -> None:
-        """Raise ConfigurationError unless these limits can hold together."""
+        """Raise ConfigurationError for limits that are too small or contradict each other."""
         least = {"memory_bytes": LEAST_MEMORY_BYTES, "disk_bytes": MIB, "inodes": 100, "processes": 4, "open_files": 32}
         for name, value in least.items():
             if getattr(self, name) < value:
@@ -42,19 +42,19 @@ class ResourceLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sandbox is made of. Equal specs make equal sandboxes."""
+    """The specification of a sandbox. Equal specs make equal sandboxes."""
 
     root: str | None = None  # directory with its root file system, or what its backend names so; None: the host's
     limits: ResourceLimits = ResourceLimits()
     network: tuple[str, ...] = ()  # hosts it may reach; none: a loopback of its own and nothing else
     environment: dict[str, str] = {}  # of every command, over PATH, HOME, LANG and TMPDIR; nothing of the host's
-    workdir: str = "/work"  # where commands run unless told otherwise; made when it isn't there
-    ttl_s: float = 3600.0  # from readiness until it ends by itself; `renew` starts it again
+    workdir: str = "/work"  # where commands run by default; made when it doesn't exist
+    ttl_s: float = 3600.0  # from readiness until it ends by itself; `renew` restarts it
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """A command for a sandbox. It runs to its own end, or ``timeout_s`` long: then it is killed with everything it has
-    started since. What it left running without waiting for it runs on.
+    """A command for a sandbox. It runs to its own end, or for ``timeout_s``: then it is killed with everything it has
+    started since. Background processes that it left without waiting for them keep running.
 
     Example: ``Command(argv=["python3", "check.py"], workdir="/work", timeout_s=10.0, exclusive=True)`` gives a verdict
     that nothing an agent left running can change.
@@ -78,7 +78,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How one command ended. ``failure`` is None where it ran to its own end, whatever its exit code."""
+    """The result of a command. ``failure`` is None where it ran to its own end, whatever its exit code."""
 
     exit_code: int | None  # None: a signal ended it
     signal: int | None = None
@@ -98,8 +98,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
 class SandboxFailure(msgspec.Struct, frozen=True, kw_only=True):
     """Why something in or about a sandbox failed, and what may be concluded from it.
 
-    What the model's own code brought upon itself (its memory, its time) is an outcome like any other, and its reward
-    is valid. What the sandbox or the machine did is not: it is tried again, and never becomes a reward of 0.
+    A failure that the model's own code caused (its memory, its time) is an outcome like any other, and its reward is
+    valid. A failure of the sandbox or the machine is not: it is retried, and never becomes a reward of 0.
     """
 
     cause: FailureCause
@@ -110,7 +110,7 @@ class SandboxFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend can do where it runs. ``missing`` says what can't be enforced and how that is mended."""
+    """The capabilities of a backend where it runs. ``missing``: limits that can't be enforced, each with its remedy."""
 
     backend: str
     memory_limit: bool = False  # of a sandbox as a whole, not of one process
@@ -127,12 +127,12 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fit_for_untrusted(self) -> bool:
-        """Whether one sandbox can't take the machine from the others."""
+        """Whether no sandbox can exhaust the machine for the others."""
         return self.memory_limit and self.process_limit and self.disk_limit
 
 
 class SandboxFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """What preflight found. A fatal one would stop a run or spoil it; others are worth knowing."""
+    """A finding of preflight. A fatal one would stop a run or spoil its results; others are worth knowing."""
 
     what: str
     fix: str = ""  # "": `what` says it, or there is nothing to do
@@ -143,7 +143,7 @@ class SandboxFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A sandbox as `list` tells of it."""
+    """A sandbox as `list` reports it."""
 
     id: str
     labels: dict[str, str] = {}
@@ -153,7 +153,7 @@ class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sandbox asked of one host."""
+    """The requests of a sandbox to one host."""
 
     host: str
     port: int
@@ -163,7 +163,7 @@ class HostUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What went through a sandbox's proxy."""
+    """The traffic through a sandbox's proxy."""
 
     used: int  # connections now
     capacity: int
@@ -181,7 +181,7 @@ class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sandbox's files were: enough, with its spec, to make another with the same."""
+    """A snapshot of a sandbox's files: enough, with its spec, to make another sandbox with the same files."""
 
     path: str  # a tar of what differs from its root, read by nothing but another sandbox
     bytes: int
@@ -189,7 +189,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SandboxError(HeadwayError):
-    """A call of a sandbox that failed. ``failure`` says whose doing it was."""
+    """A call of a sandbox failed. ``failure`` says which side caused it."""
 
     def __init__(self, failure: SandboxFailure) -> None:
         super().__init__(f"{failure.what} ({failure.cause.replace('_', ' ')})")
@@ -197,26 +197,26 @@ class SandboxError(HeadwayError):
 
 
 def model_failure(what: str, **evidence: str | int | float | bool) -> SandboxFailure:
-    """What the model's code did to itself: not tried again, and the reward is valid."""
+    """Make a failure that the model's code caused: not retried, and the reward is valid."""
     return SandboxFailure(cause="model_code", what=what, retry=False, reward_valid=True, evidence=evidence)
 
 
 def environment_failure(what: str, **evidence: str | int | float | bool) -> SandboxFailure:
-    """What whoever wrote the environment has to mend: another attempt ends the same."""
+    """Make a failure that the environment's author has to fix: a retry would end the same."""
     return SandboxFailure(cause="environment", what=what, retry=False, reward_valid=False, evidence=evidence)
 
 
 def infrastructure_failure(
     what: str, *, retry: bool = True, evidence: Mapping[str, str | int | float | bool] | None = None
 ) -> SandboxFailure:
-    """What the sandbox, its backend or the machine did."""
+    """Make a failure that the sandbox, its backend or the machine caused; the reward isn't valid."""
     return SandboxFailure(
         cause="infrastructure", what=what, retry=retry, reward_valid=False, evidence=dict(evidence or {})
     )
 
 
 def of_a_start(failure: SandboxFailure) -> SandboxFailure:
-    """The same of a sandbox that wasn't ready yet: no model's code has run in it that could have done it."""
+    """Turn a failure of a start blamed on the model's code into one of the infrastructure: no such code has run yet."""
     if failure.cause != "model_code":
         return failure
     return infrastructure_failure(failure.what, evidence=failure.evidence)

@@ -1,4 +1,4 @@
-"""What a pool of sandboxes says of itself: how many there are, how long things took, what failed."""
+"""Statistics of sandbox pools, reapers and fault injection: counts, latencies, failures."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ EDGES_S = tuple(0.001 * 2 ** (step / 2) for step in range(46))  # 1 ms to 99 min
 
 
 class Latencies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How often something took how long: ``counts[i]`` times within (EDGES_S[i - 1], EDGES_S[i]], the first from 0, the
-    last beyond all edges. Example: 3 and 5 ms give 1 at the edge of 4 ms, 1 at that of 5.7 ms."""
+    """A histogram of durations: ``counts[i]`` lie within (EDGES_S[i - 1], EDGES_S[i]], the first from 0, the last
+    beyond all edges. Example: 3 and 5 ms give 1 at the edge of 4 ms, 1 at that of 5.7 ms."""
 
     counts: tuple[int, ...] = (0,) * (len(EDGES_S) + 1)
     total_s: float = 0.0
@@ -28,7 +28,7 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.total_s / self.count if self.count else 0.0
 
     def quantile_s(self, share: float) -> float:
-        """The edge below which that share lies: at most a factor of 1.42 too high. 0 of none."""
+        """The edge below which ``share`` of the durations lie: at most a factor of 1.42 too high. 0 without any."""
         left = share * self.count
         for edge_s, count in zip(EDGES_S, self.counts, strict=False):
             left -= count
@@ -54,13 +54,13 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The pool as it is now; and its counters and histograms since it was made (`since`: since an earlier look)."""
+    """A pool's present state, and its counters and histograms since it was made (`since`: since an earlier look)."""
 
     used: int = 0  # places: sandboxes that live or are being made
     capacity: int = 0
     peak: int = 0
     waiters: int = 0
-    oldest_wait_s: float = 0.0  # of who waits now
+    oldest_wait_s: float = 0.0  # of those waiting now
     starting: int = 0
     live: int = 0  # ready, and not ended
     paused: int = 0  # ... of these
@@ -74,14 +74,14 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     start_failures: dict[str, int] = {}  # by cause, retried ones too
     execs: int = 0  # commands that were asked for
     exec_failures: dict[str, int] = {}  # by cause; model_code: timeouts, out of memory, signals
-    lost: int = 0  # sandboxes that ended while somebody had them: they died, or their time to live was over
+    lost: int = 0  # sandboxes that ended while they were leased: they died, or their time to live was over
     queue: Latencies = Latencies()  # from asking for a sandbox until it has its place
     start: Latencies = Latencies()  # making one that was made, in line for a start not included
     exec: Latencies = Latencies()  # from asking for a command until its result is there
     exec_overhead: Latencies = Latencies()  # ... less what the command ran itself
 
     def since(self, before: PoolStatistics) -> PoolStatistics:
-        """This with counters and histograms since ``before``, an earlier look at the same pool."""
+        """These statistics with counters and histograms since ``before``, an earlier look at the same pool."""
         grown = {name: getattr(self, name) - getattr(before, name) for name in POOL_COUNTERS}
         grown |= {
             name: {
@@ -95,7 +95,7 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return msgspec.structs.replace(self, **grown)
 
     def counted(self) -> PoolStatistics:
-        """Its counters and histograms alone: what is left of a pool that is gone."""
+        """The counters and histograms alone, which remain of a pool that has ended."""
         kept: dict[str, Any] = {name: getattr(self, name) for name in (*POOL_COUNTERS, *POOL_CAUSES, *POOL_LATENCIES)}
         return PoolStatistics(**kept)
 
@@ -124,29 +124,29 @@ POOL_LATENCIES = ("queue", "start", "exec", "exec_overhead")
 
 
 class Reaped(msgspec.Struct, frozen=True, kw_only=True):
-    """What was done about one owner that has died without cleaning up."""
+    """The result of cleaning up after one owner that died without doing so."""
 
     owner: str  # name of its directory, with its process id
-    sandboxes: int  # that were recorded
-    stuck: bool = False  # something of it wouldn't end; it is tried again next time
+    sandboxes: int  # recorded ones
+    stuck: bool = False  # something of it couldn't be ended; retried next time
 
     def __str__(self) -> str:
         return f"{self.owner}: {self.sandboxes} sandboxes" + (", of which something wouldn't end" * self.stuck)
 
 
 class ReaperStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a periodic reaper has done since it was started."""
+    """Counters of a periodic reaper since it was started."""
 
     looks: int = 0
     owners: int = 0  # dead ones that it cleaned up after
     sandboxes: int = 0  # ... of these, as recorded
-    stuck: int = 0  # owners of whom something wouldn't end, at the last look
+    stuck: int = 0  # owners with something that couldn't be ended, at the last look
     failed: str = ""  # why the last look couldn't be taken; "": it was
 
 
 class SandboxStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A run's sandboxes: those of all its workers, and what stands guard over them. In a step's record (``since``) what
-    is counted is the step's, but for the reaper's. Empty where no environment uses sandboxes."""
+    """Statistics of a run's sandboxes: the pools of all its workers, the reaper, injected faults. In a step's record
+    (``since``) counts are the step's, except the reaper's. Empty where no environment uses sandboxes."""
 
     pool: PoolStatistics = PoolStatistics()
     reaper: ReaperStatistics = ReaperStatistics()
@@ -154,7 +154,7 @@ class SandboxStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     @property
     def any(self) -> bool:
-        """Whether there are, or have been, any."""
+        """Whether there is anything to report: sandboxes, looks of a reaper, or injected faults, now or before."""
         return self != SandboxStatistics()
 
     def since(self, before: SandboxStatistics) -> SandboxStatistics:
@@ -166,13 +166,13 @@ class SandboxStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         )
 
     def counted(self) -> SandboxStatistics:
-        """What is left of a worker that is gone: everything it counted, and no sandbox."""
+        """The counts that remain of a worker that has ended: everything it counted, and no sandbox."""
         reaper = msgspec.structs.replace(self.reaper, stuck=0, failed="")
         return SandboxStatistics(pool=self.pool.counted(), reaper=reaper, injected=self.injected)
 
     @staticmethod
     def total(workers: Sequence[SandboxStatistics]) -> SandboxStatistics:
-        """Several workers as one. All reapers look at the same machine: what is stuck is stuck for each of them."""
+        """Sum several workers. All reapers look at the same machine, so ``stuck`` is the maximum, not the sum."""
         reapers = [worker.reaper for worker in workers]
         return SandboxStatistics(
             pool=PoolStatistics.total([worker.pool for worker in workers]),

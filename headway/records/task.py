@@ -1,4 +1,4 @@
-"""One problem to solve."""
+"""A problem to solve."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """One problem: a prompt and what is needed to verify an answer."""
+    """A problem: a prompt and what is needed to verify an answer."""
 
     task_id: str  # content hash, 16 hex digits: equal content, equal id
     prompt: str  # the text shown to the policy, before any chat template; of a conversation: what its users say
@@ -16,9 +16,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     answer: str = ""  # the reference the verifier compares with ("" where it needs none)
     metadata: dict[str, Any] = {}  # whatever else the verifier needs (JSON types only)
     source: str = ""  # the label of the task source it came from
-    verifier: str = ""  # who scores it: "" [verifier], NAME of [verifiers.NAME], or a verifier's settings as JSON
+    verifier: str = ""  # scores it: "" [verifier], NAME of [verifiers.NAME], or a verifier's settings as JSON
 
     @property
     def shown(self) -> str | tuple[dict[str, Any], ...]:
-        """What the policy answers: the conversation where there is one, else the text."""
+        """The prompt that the policy answers: the conversation where there is one, else the text."""
         return self.messages or self.prompt

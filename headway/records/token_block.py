@@ -1,4 +1,4 @@
-"""A response while its tokens come: what engines stream is appended, and whoever looks gets it as arrays."""
+"""A response while its tokens arrive: engines' deltas are appended, and readers get arrays."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from headway.records.tokens import SAMPLED, TokenIds, TokenLogprobs, TokenMask, 
 
 
 class TokenBlock:
-    """Ids, log-probabilities, mask and version spans of consecutive tokens, growing at its end in O(1) a token.
+    """Ids, log-probabilities, mask and version spans of consecutive tokens; appending costs O(1) a token.
 
-    Invariant: all four describe the same tokens; neighbouring spans differ in their version. What was handed out stays
-    as it was.
+    Invariant: all four describe the same tokens; neighbouring spans differ in their version. Arrays that were returned
+    never change.
 
     Example, a turn, the environment's reply to it (masked, log-probability 0, of the version before) and a turn::
 
@@ -30,7 +30,7 @@ class TokenBlock:
     __slots__ = ("_masked", "_pieces", "_size", "_spans", "_version")
 
     def __init__(self, begun: PartialResponse | None = None) -> None:
-        """``begun``: the tokens it begins with."""
+        """Start with the tokens of ``begun``; None: empty."""
         self._pieces: list[bytes] = []  # of SAMPLED, joined when somebody looks
         self._size = 0  # their bytes
         self._masked: list[tuple[int, int]] = []  # [first, behind) of each run without loss
@@ -43,7 +43,7 @@ class TokenBlock:
         return self._size // SAMPLED.itemsize
 
     def append(self, data: bytes, version: int) -> None:
-        """Sampled tokens of one version, at least one, as a `TokenDelta` has them."""
+        """Append sampled tokens of one version, at least one, in the format of `TokenDelta.data`."""
         if version != self._version:
             self._spans.append((version, len(self)))
             self._version = version
@@ -70,7 +70,7 @@ class TokenBlock:
             self._masked.append((began, len(self)))
 
     def append_reply(self, ids: Sequence[int]) -> None:
-        """Tokens of an environment's reply: no loss, and the version of the token before (-1 where there is none)."""
+        """Append an environment's reply: masked, with the version of the token before (-1 where there is none)."""
         if ids:
             first, version = len(self), -1 if self._version is None else self._version
             self.append(sampled(ids, TokenLogprobs.filled(0.0, len(ids))).tobytes(), version)
@@ -103,5 +103,5 @@ class TokenBlock:
         return tuple(VersionSpan(version=version, tokens=end - first) for (version, first), end in spans)
 
     def response(self) -> PartialResponse:
-        """All but the mask: enough to go on elsewhere."""
+        """Return all but the mask: enough to continue the response on another replica."""
         return PartialResponse(ids=self.ids, logprobs=self.logprobs, versions=self.versions)

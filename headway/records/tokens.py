@@ -35,7 +35,7 @@ class TokenArray(Sequence[T]):
     array: NDArray[Any]
 
     def __init__(self, values: Iterable[T] = ()) -> None:
-        """Raises ValueError for items of another kind, and for ids that 32 bits don't hold."""
+        """Copy or wrap ``values``. Raises ValueError for items of another kind, and for ids beyond 32 bits."""
         given = values.array if isinstance(values, TokenArray) else values
         raw = np.asarray(given if isinstance(given, np.ndarray) else list(given))
         if raw.ndim != 1 or (raw.size and raw.dtype.kind not in self.kinds):
@@ -55,7 +55,7 @@ class TokenArray(Sequence[T]):
 
     @classmethod
     def view(cls, data: bytes | bytearray | memoryview | NDArray[Any]) -> Self:
-        """The array that lies in ``data`` (which is not written to any more), without a copy."""
+        """Wrap ``data``, which must not be written to any more, without a copy."""
         made = cls.__new__(cls)
         array: NDArray[Any] = data if isinstance(data, np.ndarray) else np.frombuffer(data, cls.dtype)
         if array.flags.writeable:
@@ -75,7 +75,7 @@ class TokenArray(Sequence[T]):
 
     @classmethod
     def concatenated(cls, parts: Iterable[Sequence[Any]], kind: DTypeLike | None = None) -> NDArray[Any]:
-        """The same as an array of one's own, of another width where ``kind`` says so."""
+        """The items of all ``parts`` as a new NumPy array, of dtype ``kind`` where it is given."""
         arrays = [part.array if isinstance(part, cls) else cls(part).array for part in parts]
         return np.concatenate(arrays or [cls().array], dtype=kind or cls.dtype)
 
@@ -127,7 +127,7 @@ class TokenArray(Sequence[T]):
         return self
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Out of band where the pickler has buffers (runtime.framing)."""
+        """Pickle the array out of band where the protocol has buffers (runtime.framing)."""
         if protocol.__index__() < 5:
             return type(self), (self.array.tolist(),)
         return _viewed, (type(self), PickleBuffer(self.array.data))
@@ -163,7 +163,7 @@ else:
 
 
 def sampled(ids: Sequence[int], logprobs: Sequence[float]) -> NDArray[Any]:
-    """Tokens and their log-probabilities side by side, [N] of SAMPLED. Raises ValueError where their numbers differ."""
+    """Tokens with their log-probabilities as an array, [N] of SAMPLED. Raises ValueError where their lengths differ."""
     found = np.empty(len(ids), SAMPLED)
     if len(logprobs) != len(ids):
         raise ValueError(f"{len(ids)} token ids and {len(logprobs)} log-probabilities: as many are needed")
@@ -176,7 +176,7 @@ def _viewed(kind: type[TokenArray[Any]], data: bytes | bytearray | memoryview) -
 
 
 def plain(value: Any) -> list[Any]:
-    """msgspec's ``enc_hook`` where people read: an array as a list of numbers."""
+    """msgspec's ``enc_hook`` for output that people read: an array as a list of numbers."""
     if isinstance(value, TokenArray):
         return value.array.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     raise NotImplementedError(f"{type(value).__name__} can't be encoded")
@@ -189,8 +189,8 @@ def _packed(value: Any) -> memoryview:
 
 
 def restored(kind: type, value: Any) -> Any:
-    """msgspec's ``dec_hook``: an array out of its bytes, or out of the list of numbers that it was before Headway
-    stored arrays, and is in JSON."""
+    """msgspec's ``dec_hook``: an array from its bytes, or from a list of numbers (JSON, and records from before Headway
+    stored arrays)."""
     if not issubclass(kind, TokenArray):
         raise NotImplementedError(f"{kind.__name__} can't be decoded")
     if isinstance(value, bytes):
@@ -201,10 +201,10 @@ def restored(kind: type, value: Any) -> Any:
 
 
 def encoder() -> msgspec.msgpack.Encoder:
-    """MessagePack of records, their arrays as bytes."""
+    """Make a MessagePack encoder of records, arrays as bytes."""
     return msgspec.msgpack.Encoder(enc_hook=_packed)
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """What reads it again: arrays are views of those bytes."""
+    """Make the MessagePack decoder of `encoder`'s output; arrays are views of its bytes."""
     return msgspec.msgpack.Decoder(kind, dec_hook=restored)

@@ -1,4 +1,4 @@
-"""Lines of a run's trace (``RUN/trace.jsonl``): who ran when. Times are seconds of the session's monotonic clock."""
+"""Lines of a run's trace (``RUN/trace.jsonl``): what ran when. Times are seconds of the session's monotonic clock."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import msgspec
 
 
 class TraceSession(msgspec.Struct, frozen=True, kw_only=True, tag="session", tag_field="kind"):
-    """A process begins (or goes on with) the run: the clock of the lines that follow."""
+    """A process starts (or resumes) the run; gives the clock of the lines that follow."""
 
     clock_s: float  # the clock ...
     unix_s: float  # ... and the time of day at the same moment, seconds since 1970
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, tag="span", tag_field="kind"):
-    """One thing that one worker did. Spans of one track don't overlap."""
+    """An activity of one worker, from start to end. Spans of one track don't overlap."""
 
     track: str  # generator-0, trainer-0, verifier-0, weights, evaluation
     name: str  # busy, idle, update, wait, compute, publish, checkpoint, score, ...
@@ -23,7 +23,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, tag="span", tag_field="kin
 
 
 class RolloutTrace(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One member of a finished group, as an array in this order."""
+    """A member of a finished group, as an array in this order."""
 
     member: int
     first_token_s: float  # 0: it has none
@@ -74,7 +74,7 @@ class StepTrace(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker process at one moment."""
+    """The state of a worker process at one moment."""
 
     name: str
     up: bool

@@ -1,4 +1,4 @@
-"""What crosses the boundary between the orchestrator and a trainer."""
+"""Records that cross the boundary between the orchestrator and a trainer: batches, reports, checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 from headway.records.rollout import Sample
 
-MOST_SKIPPED_IN_A_ROW = 20  # steps; after so many, weights that don't change won't recover by themselves
+MOST_SKIPPED_IN_A_ROW = 20  # steps; beyond it, weights that don't change won't recover by themselves
 
 
 class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,7 +17,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one training step did."""
+    """The report of one training step."""
 
     step: int  # version before the step
     version: int  # version after it (== step when skipped)

@@ -1,4 +1,4 @@
-"""The report's plots of a curriculum: nothing when the run has none."""
+"""The report's plots of a curriculum; not drawn when the run has none."""
 
 from __future__ import annotations
 

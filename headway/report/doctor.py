@@ -1,4 +1,5 @@
-"""`headway doctor RUN`: what bounds a run, what it costs, and what would help most. Reads the ledger alone."""
+"""`headway doctor RUN`: a run's binding constraint, its costs, and the changes that would help most. Reads the ledger
+and the stored configuration."""
 
 from __future__ import annotations
 
@@ -25,18 +26,18 @@ from headway.telemetry.summary import undisturbed
 
 
 class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the devices' time went, over all steps of the run. Hours are of one device."""
+    """The use of the devices' time, over all steps of the run, in device-hours."""
 
     devices: int  # that either side computes on
     duration_s: float  # of all steps recorded
     device_h: float
     usd: float | None  # None: no price given
-    lost_h: dict[str, float]  # cause -> device-hours, the largest first; of devices used by both sides only what
-    # neither of them uses
+    lost_h: dict[str, float]  # cause -> device-hours, the largest first; of devices used by both sides only the time
+    # in which neither uses them
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the doctor says."""
+    """Everything that `headway doctor` reports."""
 
     run: str
     state: str  # running | finished | stopped
@@ -45,7 +46,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Report:
-    """Raises ConfigurationError when there is no ledger, no readable configuration, or too few steps in them."""
+    """Diagnose a run. Raises ConfigurationError when there is no ledger, no readable configuration, or too few
+    steps."""
     if usd_per_device_hour is not None and usd_per_device_hour < 0:
         raise ConfigurationError(f"--usd-per-device-hour {usd_per_device_hour:g}: must be at least 0")
     view = view_run(run_dir)
@@ -118,11 +120,11 @@ def _endings(steps: Sequence[StepRecord]) -> list[str]:
     return list(dict.fromkeys(ending for step in steps for ending in step.ended_tokens))
 
 
-# --- what is printed -------------------------------------------------------------------------------------
+# --- printing --------------------------------------------------------------------------------------------
 
 
 def print_report(report: Report, usd_per_device_hour: float | None, console: Console | None = None) -> None:
-    """One screen."""
+    """Print the report on one screen."""
     console = console or Console(highlight=False)
     found, costs = report.diagnosis, report.costs
     error = f"± {found.error:.0%}"
@@ -182,7 +184,7 @@ def _change_lines(number: int, change: Recommendation) -> list[str]:
 
 
 def _quoted(value: str) -> str:
-    """For a shell."""
+    """Quote a value for a shell."""
     return value if value.replace(".", "").isalnum() else f"'{value}'"
 
 

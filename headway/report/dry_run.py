@@ -65,7 +65,7 @@ def print_dry_run(experiment: Experiment, console: Console | None = None) -> Non
 
 
 def _sources(sources: Sequence[TaskSource], *, shares: bool = False) -> str:
-    """All of them; ``shares``: with the share of the tasks that are drawn from each."""
+    """Describe all task sources; ``shares``: with the share of the tasks that are drawn from each."""
     if len(sources) == 1:
         return _source(sources[0])
     total = sum(source.weight for source in sources)
@@ -105,7 +105,8 @@ def _evaluation(experiment: Experiment) -> str:
 
 
 def _objective(experiment: Experiment) -> str:
-    """What rewards become a gradient by: whatever a preset filled in is named, and nothing that has no effect."""
+    """Describe the objective: everything that takes effect, with the values that a preset filled in, and nothing
+    else."""
     algorithm = experiment.algorithm
     parts = [f"preset {algorithm.preset}"] if algorithm.preset else []
     parts += [algorithm.loss, f"advantage {algorithm.advantage}", *_bounds(algorithm), algorithm.aggregation]
@@ -128,7 +129,7 @@ def _objective(experiment: Experiment) -> str:
 
 
 def _bounds(algorithm: AlgorithmConfig) -> list[str]:
-    """The limits that the loss reads (all of them for a user's own)."""
+    """Describe the limits that the loss reads (all of them for a user's own)."""
     loss = algorithm.loss
     bounds: list[str] = []
     if loss == "cispo":

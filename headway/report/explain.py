@@ -25,7 +25,7 @@ _REGION_MEANS = {
 
 
 def task_text(found: TaskExplanation, *, whole: bool = False) -> str:
-    """One task, one screen; ``whole``: every draw of it."""
+    """Describe a task on one screen; ``whole``: with every draw of it."""
     lines = [
         f"task {found.task_id}" + (f" of {visible(found.source)}" if found.source else ""),
         f"  prompt {_short(found.prompt, 90)}" + (f"   answer {_short(found.answer, 30)}" if found.answer else ""),
@@ -56,7 +56,7 @@ def _draw_lines(draw: DrawExplanation) -> list[str]:
 
 
 def _ahead(found: TaskExplanation) -> list[str]:
-    """What would be done with the task next."""
+    """Describe how the task may be drawn next."""
     if not found.adaptive:
         return ["next: when it is its turn (curriculum.mode = 'uniform'); a curriculum would see these rates"]
     lines = [f"next, at group {found.next_index}, for {found.size} attempts were it drawn now:"]
@@ -76,7 +76,7 @@ def _ahead(found: TaskExplanation) -> list[str]:
 
 
 def overview_text(found: CurriculumExplanation) -> str:
-    """The curriculum of a run, one screen."""
+    """Describe the curriculum of a run on one screen."""
     if not found.adaptive:
         head = "every task in turn (curriculum.mode = 'uniform'); what a curriculum would see:"
     else:

@@ -6,7 +6,7 @@ import math
 
 
 def duration(seconds: float) -> str:
-    """12 ms, 3.4 s, 5 min 07 s, 2 h 05 min."""
+    """A duration in the form 12 ms, 3.4 s, 5 min 07 s or 2 h 05 min; – if not finite."""
     if not math.isfinite(seconds):
         return "–"
     if seconds < 0.9995:
@@ -20,7 +20,7 @@ def duration(seconds: float) -> str:
 
 
 def quantity(value: float) -> str:
-    """Three significant digits, thousands as k, millions as M."""
+    """A number with three significant digits, thousands as k, millions as M; – if not finite."""
     if not math.isfinite(value):
         return "–"
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):

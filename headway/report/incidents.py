@@ -18,7 +18,7 @@ def incidents(lines: Sequence[LedgerLine]) -> list[EventRecord]:
 
 
 def incident_text(lines: Sequence[LedgerLine]) -> str:
-    """How often which worker died, stalled and was replaced, and what that cost; "" when nothing happened."""
+    """Count deaths, stalls and replacements by worker, and what they cost, in a sentence; "" without incidents."""
     found = incidents(lines)
     if not found:
         return ""
@@ -31,13 +31,13 @@ def incident_text(lines: Sequence[LedgerLine]) -> str:
     parts += [f"{back} brought back"] if back else []
     parts += [f"{replays:,} samples trained again"] if replays else []
     parts += [f"{moved:,} rollouts moved, scored or generated again"] if moved else []
-    lost_s = sum(event.lost_s for event in found if event.event != "worker_stalled")  # its end has the whole of it
+    lost_s = sum(event.lost_s for event in found if event.event != "worker_stalled")  # its end's event has the total
     parts += [f"{duration(lost_s)} of workers' time lost"] if lost_s else []
     return "Workers: " + "; ".join(parts) + "."
 
 
 def incident_rows(lines: Sequence[LedgerLine]) -> list[list[str]]:
-    """Cells under `HEADS`, a row for each incident."""
+    """Rows of cells under `HEADS`, one for each incident."""
     return [
         [
             event.event,

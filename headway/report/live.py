@@ -1,4 +1,4 @@
-"""The live view: one screen that answers who waits for whom, how stale, is it learning?"""
+"""The live view of a run: one screen with waits, queue, staleness, learning and rates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headway.report.verdict import judge_balance
 from headway.telemetry.ledger import EVENT_END
 
 WINDOW = 20  # steps that "now" is averaged over
-REDRAW_EVERY_S = 0.5  # drawing costs the orchestrator's core a few milliseconds
+REDRAW_EVERY_S = 0.5  # drawing takes the orchestrator's core a few milliseconds
 LINE_EVERY_S = 5.0  # where there is no screen to draw on
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _COLOURS = {
@@ -40,7 +40,7 @@ _COLOURS = {
 
 
 class LiveState:
-    """What the lines so far add up to. No clock and no terminal: those are the views'."""
+    """The state of a run after its ledger lines so far. Has no clock and no terminal: those belong to the views."""
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
@@ -72,7 +72,7 @@ class LiveState:
             self.ended = line.event == EVENT_END
 
     def recent_mean(self, column: Callable[[StepRecord], float]) -> float:
-        """Time-weighted mean over the last WINDOW steps."""
+        """Time-weighted mean of a column over the last WINDOW steps."""
         total = sum(step.step_s for step in self.recent)
         return sum(column(step) * step.step_s for step in self.recent) / total if total else 0.0
 
@@ -90,7 +90,7 @@ class LiveState:
 
 
 def step_line(state: LiveState) -> str:
-    """The state after a step, in one line."""
+    """Describe the state after a step in one line."""
     step = state.last
     if step is None:
         return "no step yet"
@@ -132,7 +132,7 @@ def event_line(event: EventRecord) -> str:
 
 
 def screen(state: LiveState) -> RenderableType:
-    """The whole view; needs 80 columns."""
+    """Render the whole view; needs 80 columns."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(ratio=1)
@@ -163,7 +163,7 @@ def _title(state: LiveState) -> str:
 
 
 def bar(share: float, width: int, colour: str) -> Text:
-    """A horizontal bar of ``width`` cells; ``share`` is cut to 0..1."""
+    """A horizontal bar of ``width`` cells; ``share`` is clamped to 0..1."""
     full = round(min(1.0, max(0.0, share)) * width) if math.isfinite(share) else 0
     return Text.assemble(("█" * full, colour), ("░" * (width - full), "dim"))
 
@@ -277,7 +277,7 @@ def _endings(state: LiveState) -> Text:
 
 
 class LiveView:
-    """Feed it ledger lines: on a terminal it redraws one screen, elsewhere it prints a line now and then.
+    """A subscriber of the ledger: on a terminal it redraws one screen, elsewhere it prints a line now and then.
 
     Lifecycle: *entered* (draws) -> *left* (the last state stays on the screen).
     """
@@ -328,7 +328,7 @@ class LiveView:
 
 @contextlib.contextmanager
 def live_view(experiment: Experiment, *, enabled: bool = True) -> Iterator[Callable[[LedgerLine], None] | None]:
-    """The view to hand to the run's ledger as a subscriber; None when it isn't wanted."""
+    """Yield a view to subscribe to the run's ledger; None when it isn't ``enabled``."""
     if not enabled:
         yield None
         return

@@ -71,7 +71,7 @@ pre { background: #fff; border: 1px solid #dfe3e8; border-radius: 6px; padding: 
 def report(run_dir: str | Path, output: str | Path | None = None) -> Path:
     """Write the page of the run at ``run_dir`` to ``output`` (default: ``RUN/report.html``) and return its path.
 
-    Needs only the run's ledger: also for a run that goes on or was killed. The page loads nothing from elsewhere.
+    Needs only the run's ledger, so it also works for a run that is running or was killed. The page is self-contained.
     Raises ConfigurationError when there is no ledger, HeadwayError when the page can't be written.
     """
     path = Path(output) if output is not None else Path(run_dir) / "report.html"
@@ -87,7 +87,7 @@ def report(run_dir: str | Path, output: str | Path | None = None) -> Path:
 
 
 def render_page(view: RunView) -> str:
-    """The whole page as HTML."""
+    """Render the whole page as HTML."""
     name = escape(str(view.path))
     body = [
         f"<h1>{escape(view.path.resolve().name)}</h1>",

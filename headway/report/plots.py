@@ -1,4 +1,4 @@
-"""The report's plots: each a function of the ledger that gives one SVG, or nothing when it has nothing to show."""
+"""The report's plots: each is a function of the ledger that makes one SVG, or none when there is nothing to show."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STYLE = {
 
 
 class PlotData(NamedTuple):
-    """What the plots draw from."""
+    """The data of all plots: steps, evaluations and the staleness budget."""
 
     series: Series
     evaluations: Sequence[EvaluationRecord]
@@ -51,7 +51,7 @@ class PlotData(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """One plot of the page."""
+    """A plot of the page: its place, its caption and the function that draws it."""
 
     section: str
     title: str
@@ -60,8 +60,8 @@ class Plot(NamedTuple):
 
 
 def render(plot: Plot, evidence: PlotData) -> str | None:
-    """The plot as an ``<svg>`` element that needs nothing from outside; None when there is nothing to show."""
-    # The salt keeps ids of different plots on one page apart, and equal from one rendering to the next.
+    """Render a plot as a self-contained ``<svg>`` element; None when there is nothing to show."""
+    # The salt makes ids distinct between the plots of a page, and equal from one rendering to the next.
     style: Any = {**STYLE, "svg.hashsalt": plot.title}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(5.4, 2.7), layout="constrained")
@@ -75,7 +75,7 @@ def render(plot: Plot, evidence: PlotData) -> str | None:
 
 
 def _line(axes: Axes, series: Series, y: Floats, colour: str, label: str, style: str = "-") -> bool:
-    """A curve; a noisy one also gets its moving mean. False (nothing drawn) when no value is finite."""
+    """Draw a curve, a long one with its moving mean. False (nothing drawn) when no value is finite."""
     if not np.isfinite(y).any():
         return False
     window = len(series) // 25
@@ -102,7 +102,7 @@ def _finish(axes: Axes, *, percent: bool = False, bottom: float | None = 0.0, yl
 
 
 def _legend(axes: Axes) -> None:
-    """Above the plot, so that it never lies on what it explains; one lone curve needs none."""
+    """Add a legend above the plot, so that it never covers a curve; none for a single curve."""
     handles, labels = axes.get_legend_handles_labels()
     figure = axes.get_figure()
     if len(labels) > 1 and isinstance(figure, Figure):
@@ -116,7 +116,7 @@ def curves(
     ylabel: str = "",
     skip_zero: bool = True,
 ) -> Callable[[Axes, PlotData], bool]:
-    """A plot of the means of (label, colour, column). ``skip_zero``: a curve that is zero throughout isn't drawn."""
+    """Make a plot of the means of (label, colour, column). ``skip_zero``: leave out curves that are zero throughout."""
 
     def draw(axes: Axes, evidence: PlotData) -> bool:
         drawn = False
@@ -133,7 +133,7 @@ def curves(
 
 
 def metric_plot(*curves: tuple[str, str, str], log: bool = False) -> Callable[[Axes, PlotData], bool]:
-    """A plot of trainer metrics (label, colour, metric name)."""
+    """Make a plot of trainer metrics (label, colour, metric name)."""
 
     def draw(axes: Axes, evidence: PlotData) -> bool:
         drawn = False

@@ -1,4 +1,4 @@
-"""What `headway check` prints: memory, calibration, forecast, as tables a person reads from top to bottom."""
+"""The output of `headway check` for people: tables of memory, calibration and forecast."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Rows = list[tuple[str, str]]
 
 
 class CalibrationProgress:
-    """Called with what is being done; says so on standard error, with the time it began."""
+    """Progress of a calibration: prints each activity on standard error, with the time it started."""
 
     def __init__(self, *, quiet: bool = False, now: Callable[[], float] = time.monotonic) -> None:
         self._console = None if quiet else Console(stderr=True, highlight=False)
@@ -39,7 +39,7 @@ class CalibrationProgress:
 
 
 def print_preview(report: CheckReport, experiment: Experiment, console: Console | None = None) -> None:
-    """The tables of a check without errors."""
+    """Print the tables of a check without errors."""
     console = console or Console(highlight=False)
     if report.memory:
         console.print(memory_table(report.memory, report.places))
@@ -63,7 +63,7 @@ def _print_rows(console: Console, title: str, rows: Rows) -> None:
 
 
 def memory_table(uses: list[MemoryUse], places: list[MemoryPlace]) -> Table:
-    """What each process and file needs at most; processes that were calibrated with the peak seen so far."""
+    """Tabulate the most that each process and file needs, and for calibrated processes the peak measured so far."""
     measured = any(use.measured_bytes is not None for use in uses)
     table = Table(
         box=None, padding=(0, 3, 0, 0), title="Memory at most", title_justify="left", title_style="bold underline"
@@ -100,7 +100,7 @@ def _gib(size: int) -> str:
 
 
 def calibration_rows(measured: Calibration, experiment: Experiment) -> Rows:
-    """What the workers did."""
+    """Rows with the measurements of the calibration."""
     decode = f"{quantity(measured.decode_tokens_per_s)} tokens/s with {measured.decode_running:.0f} requests"
     beside = measured.decode_beside_tokens_per_s
     if beside is not None and measured.decode_tokens_per_s:
@@ -148,7 +148,7 @@ def _lengths(lengths: LengthSummary) -> str:
 
 
 def forecast_rows(predicted: Forecast, experiment: Experiment) -> Rows:
-    """What the run will do."""
+    """Rows with the forecast of the run."""
     outcome, budget = predicted.outcome, experiment.queue.budget
     share = outcome.samples_per_s / max(predicted.ideal_per_s, 1e-9)
     if predicted.acceptance is None:

@@ -1,4 +1,4 @@
-"""Progress of `headway sft`, as it goes."""
+"""Live progress of `headway sft`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LINE_EVERY_S = 2.0
 
 
 class SftProgress:
-    """Call it with what a supervised step measured: ``step`` and whatever else, numbers or text. Prints a line every
-    two seconds, and the last one when left."""
+    """Prints the progress of supervised training. Call it with the measurements of a step: ``step`` and any others,
+    numbers or text. Prints a line every two seconds, and the last one on exit."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class SftProgress:
 
     def __call__(self, measured: Mapping[str, float | int | str]) -> None:
         self._pending = self._line(measured)
-        # An evaluation is rare and awaited: it is printed at once.
+        # An evaluation is rare and of interest: it is printed at once.
         if self._now() - self._printed_s >= LINE_EVERY_S or "solve_rate" in measured:
             self._printed_s = self._now()
             self._print()

@@ -1,4 +1,4 @@
-"""One run as its readers see it: ledger, summary, verdict. Works while the run goes on and after it was killed."""
+"""A run as its readers see it: ledger, summary, verdict. Works during the run and after it was killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headway.telemetry.summary import evaluations, held_evaluation, summarise
 
 @dataclass(frozen=True)
 class RunView:
-    """What `report` knows of a run."""
+    """Everything that `report` reads of a run."""
 
     path: Path
     lines: list[LedgerLine]
@@ -28,7 +28,7 @@ class RunView:
     verdict: Judgement
     budget: int | None  # η; None when the run's configuration can't be read
     configuration: dict[str, Any]  # as stored, {} when it can't be read
-    holder: int | None  # process that is running it now
+    holder: int | None  # process that is running it now; None: none
 
     @property
     def steps(self) -> list[StepRecord]:
@@ -44,7 +44,7 @@ class RunView:
 
     @property
     def state(self) -> str:
-        """finished | running | stopped (killed or interrupted: resumable)"""
+        """State of the run: finished | running | stopped (killed or interrupted: resumable)."""
         if self.holder is not None:
             return "running"
         return "finished" if self.summary.finished else "stopped"
@@ -78,7 +78,7 @@ def _configuration(directory: RunDirectory) -> dict[str, Any]:
 
 
 def as_json(view: RunView) -> dict[str, Any]:
-    """The run as one JSON object: RunSummary's fields, the verdict, means over the run. No NaN in it."""
+    """Convert a run to one JSON object: RunSummary's fields, the verdict, means over the run. NaN becomes null."""
     steps = view.steps
     trained = [step for step in steps if step.samples and not step.skipped]
     last = view.steps[-1] if steps else StepRecord(step=0, version=0)

@@ -1,4 +1,4 @@
-"""The report's section on sandboxes: how many, how quick, what failed. Nothing where a run has none."""
+"""The report's section on sandboxes: counts, latencies, failures. Empty where a run has none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LATENCIES = {
 
 
 def sandbox_sentences(steps: Sequence[StepRecord]) -> list[str]:
-    """What the steps say of their sandboxes together; none where no step has any."""
+    """Summarise the sandboxes of all steps in sentences; [] where no step has any."""
     found = [step.sandboxes for step in steps if step.sandboxes.any]
     if not found:
         return []
@@ -72,7 +72,7 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 def latency_rows(steps: Sequence[StepRecord]) -> list[list[str]]:
-    """(what, how often, p50 ms, p99 ms) of everything that was measured."""
+    """Rows (what, count, p50 ms, p99 ms) of every latency that was measured."""
     rows: list[list[str]] = []
     for name, what in _LATENCIES.items():
         total = Latencies.total(getattr(step.sandboxes.pool, name) for step in steps)

@@ -1,4 +1,4 @@
-"""Columns of the step records, thinned so that a long run still makes a small page."""
+"""Columns of the step records, binned so that a long run still makes a small page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Series:
         return len(self._bins)
 
     def mean(self, column: Column) -> Floats:
-        """Mean over each bin, of its finite values; NaN where it has none."""
+        """Mean of the finite values of each bin; NaN where it has none."""
         return self._reduce(column, lambda values: float(np.mean(values)))
 
     def max(self, column: Column) -> Floats:
@@ -66,7 +66,7 @@ def smoothed(values: Floats, window: int) -> Floats:
 
 
 def pooled_histogram(histograms: Sequence[dict[str, int]]) -> dict[int, int]:
-    """Sum of value -> count tables, by value, ascending."""
+    """Sum value -> count tables; by value, ascending."""
     pooled: dict[int, int] = {}
     for histogram in histograms:
         for value, count in histogram.items():

@@ -1,4 +1,4 @@
-"""`headway show`: the rollouts a run kept, prompt by prompt."""
+"""`headway show`: the rollouts that a run kept as samples, one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headway.runtime.run_directory import RunDirectory
 
 
 class KeptSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of ``RUN/samples.jsonl``."""
+    """A kept rollout: a line of ``RUN/samples.jsonl``."""
 
     step: int  # trainer version before the step that trained it
     group: int
@@ -43,7 +43,7 @@ class SampleSelection(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     group: int | None = None
     solved: bool | None = None
-    limit: int | None = None  # the newest so many
+    limit: int | None = None  # at most this many, the newest
 
     def takes(self, sample: KeptSample) -> bool:
         return (
@@ -54,7 +54,7 @@ class SampleSelection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_samples(run_dir: str | Path) -> list[KeptSample]:
-    """Every kept sample, oldest first; of one recorded again after a resume, the last. A torn last line is left out.
+    """Read every kept sample, oldest first; of one recorded again after a resume only the last. Skips a torn last line.
 
     Raises ConfigurationError when the run kept none or a line is damaged.
     """
@@ -83,7 +83,7 @@ def select(samples: Sequence[KeptSample], selection: SampleSelection) -> list[Ke
 def show_samples(
     run_dir: str | Path, selection: SampleSelection, *, as_json: bool = False, console: Console | None = None
 ) -> None:
-    """Print the chosen samples; on a terminal, through its pager. Raises ConfigurationError when none is chosen."""
+    """Print the selected samples; on a terminal, through its pager. Raises ConfigurationError when none matches."""
     samples = read_samples(run_dir)
     chosen = select(samples, selection)
     if as_json:
@@ -143,5 +143,5 @@ def _pruned(pruned: Pruned) -> str:
 
 
 def visible(text: str) -> str:
-    """``text`` with control characters written out: a model's output must not be able to drive the terminal."""
+    """``text`` with control characters escaped: a model's output must not be able to control the terminal."""
     return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,4 +1,4 @@
-"""What the commands print at their end, for people or as JSON."""
+"""The results that commands print at their end, for people or as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headway.report.run_view import view_run
 def print_summary(
     summary: RunSummary, *, as_json: bool = False, run_dir: str = "", console: Console | None = None
 ) -> None:
-    """The table at the end of `headway train`; as JSON exactly the fields of RunSummary."""
+    """Print the table at the end of `headway train`; as JSON exactly the fields of RunSummary."""
     console = console or Console(highlight=False)
     if as_json:
         _print_json(console, summary)
@@ -67,7 +67,7 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 def steps_time(summary: RunSummary) -> str:
-    """What the steps took, as far as the ledger knows."""
+    """The duration of the steps, as far as the ledger has it, in words."""
     lost = f" and the time of {summary.untimed_steps:,} that the ledger has lost" if summary.untimed_steps else ""
     return duration(summary.duration_s) + lost
 
@@ -81,7 +81,7 @@ def print_evaluation(record: EvaluationRecord, *, as_json: bool = False, console
 
 
 def print_verdict(run_dir: str | Path, console: Console | None = None) -> None:
-    """The verdict of `headway report`, question by question."""
+    """Print the verdict of `headway report`, question by question."""
     console = console or Console(highlight=False)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
@@ -92,7 +92,7 @@ def print_verdict(run_dir: str | Path, console: Console | None = None) -> None:
 
 
 def print_mapping(values: Mapping[str, Any], *, as_json: bool = False, console: Console | None = None) -> None:
-    """Names and values of a result, one a line."""
+    """Print names and values of a result, one a line."""
     console = console or Console(highlight=False)
     if as_json:
         _print_json(console, dict(values))

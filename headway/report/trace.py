@@ -28,7 +28,7 @@ Line = TypeVar("Line", Span, StepTrace, Pulse, Mark)
 
 @dataclass
 class Timeline:
-    """A trace with every time in seconds since 1970, so that sessions of a resumed run fall in order."""
+    """A trace with all times in seconds since 1970, so that the sessions of a resumed run are in order."""
 
     steps: list[StepTrace] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What `write_trace` did."""
+    """The result of `write_trace`: file, events, steps, and what was left out."""
 
     path: Path
     events: int
@@ -80,7 +80,7 @@ def write_trace(
 
 
 def describe(written: Written) -> str:
-    """What was written, and what to do with it, in words."""
+    """Describe the written trace, and how to open it, in words."""
     steps = f"steps {written.first_step} to {written.last_step}" if written.first_step >= 0 else "no step yet"
     lines = [f"trace: {written.path} ({written.events:,} events, {steps}, {duration(written.seconds)})"]
     if written.left_out:
@@ -90,7 +90,7 @@ def describe(written: Written) -> str:
 
 
 def timeline_of(lines: Sequence[TraceLine]) -> Timeline:
-    """``lines`` in seconds since 1970, by kind."""
+    """Sort ``lines`` by kind, with their times in seconds since 1970."""
     timeline = Timeline()
     offset, session_s = 0.0, -float("inf")
     for line in lines:
@@ -115,7 +115,7 @@ def _end_group(timeline: Timeline, line: GroupEnd, offset: float, session_s: flo
     life = timeline.groups.get(line.index)
     if life is None:
         if line.finished:
-            return  # its own line is in a part of the trace that is gone
+            return  # its GroupTrace was in a part of the trace that has been deleted
         life = timeline.groups[line.index] = GroupLife.cut(line, offset, session_s)
     life.ending, life.step, life.end_s = line.ending, line.step, max(life.start_s, line.time_s + offset)
 
@@ -135,8 +135,8 @@ def _place(timeline: Timeline, line: Span | StepTrace | Pulse | Mark, offset: fl
 
 
 def _window(timeline: Timeline, first: int | None, last: int | None) -> tuple[list[StepTrace], float, float]:
-    """The steps to show, and from when to when. What precedes the first step of all, or follows the last, belongs to
-    it."""
+    """The steps to show, and the start and end of their window. Events before the first step of all, or after the last,
+    belong to that step."""
     steps = timeline.steps
     if not steps:
         if first is not None or last is not None:
@@ -179,7 +179,7 @@ def _draw_workers(events: TraceEvents, timeline: Timeline, from_s: float, until_
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """``spans`` with those joined that only the pulse had cut: of one track and name, without a gap."""
+    """``spans`` with those joined that only the pulse had split: of one track and name, without a gap."""
     joined: list[Span] = []
     newest: dict[str, int] = {}  # track -> its newest span's place
     for span in spans:

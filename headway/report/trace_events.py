@@ -13,10 +13,10 @@ _LEAST_S = 1e-6  # shorter slices can't be seen, and rounding would make them ov
 
 
 class TraceEvents:
-    """Events of one trace. Times are seconds of any one clock; the file counts from the earliest.
+    """The events of a trace. Times are seconds of any one clock; the file counts from the earliest.
 
-    Invariant: slices of a track are either nested or apart: one that begins inside an open slice is cut to its end.
-    Slices of a track must come in order of their start, an outer one before its inner ones.
+    Invariant: slices of a track are either nested or disjoint: one that overlaps the end of an open slice is cut to
+    the longer of its two parts. Slices of a track must come in order of their start, an outer before its inner ones.
 
     Example: ``slice("trainer", "trainer-0", "step 3", 12.0, 12.5)``.
     """
@@ -27,7 +27,7 @@ class TraceEvents:
         self._processes = {name: number for number, name in enumerate(processes, start=1)}
         self._tracks: Counter[str] = Counter()  # process -> its tracks so far
         self._threads: dict[tuple[str, str], tuple[int, int]] = {}  # -> process and thread id
-        self._open: dict[tuple[int, int], list[tuple[float, float]]] = {}  # track -> slices not over yet, outer first
+        self._open: dict[tuple[int, int], list[tuple[float, float]]] = {}  # track -> open slices, outer first
         self._begun: dict[tuple[int, int], float] = {}  # track -> start of its newest slice
         self._first_s = float("inf")
         self._last_s = -float("inf")
@@ -37,19 +37,19 @@ class TraceEvents:
 
     @property
     def duration_s(self) -> float:
-        """From the first event to the last."""
+        """Seconds from the first event to the last."""
         return max(0.0, self._last_s - self._first_s)
 
     def slice(
         self, process: str, track: str, name: str, start_s: float, end_s: float, arguments: dict[str, Any] | None = None
     ) -> None:
-        """Something that took from ``start_s`` to ``end_s``."""
+        """Add a slice from ``start_s`` to ``end_s``; one below a microsecond is left out."""
         place = self._track(process, track)
         stack = self._open.setdefault(place, [])
         start_s = max(start_s, self._begun.get(place, start_s))
         while stack and stack[-1][1] <= start_s:
             stack.pop()
-        # What begins inside another ends with it at the latest; what only touches its end begins after it.
+        # A slice mostly inside the open one is cut to its end; one mostly beyond it starts at that end.
         while stack and end_s > (outer_s := stack[-1][1]):
             if outer_s - start_s < end_s - outer_s:
                 stack.pop()
@@ -63,16 +63,16 @@ class TraceEvents:
         self._add({"ph": "X", "name": name, "args": arguments or {}}, place, start_s, end_s)
 
     def counter(self, process: str, name: str, time_s: float, values: dict[str, float]) -> None:
-        """Values that hold from ``time_s`` on."""
+        """Add values of a counter that are valid from ``time_s`` on."""
         self._add({"ph": "C", "name": name, "args": values}, self._track(process, ""), time_s, time_s)
 
     def instant(self, process: str, track: str, name: str, time_s: float, arguments: dict[str, Any]) -> None:
-        """Something that happened at ``time_s``."""
+        """Add an event at ``time_s``."""
         event = {"ph": "i", "s": "t", "name": name, "args": arguments}
         self._add(event, self._track(process, track), time_s, time_s)
 
     def as_json(self, about: dict[str, str]) -> dict[str, Any]:
-        """The file's content as JSON types."""
+        """Return the file's content as JSON types; may be called once."""
         events: list[dict[str, Any]] = []
         for name, number in self._processes.items():
             if not self._tracks[name]:

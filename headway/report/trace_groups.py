@@ -1,4 +1,4 @@
-"""Groups and rollouts on the tracks of a trace."""
+"""Draws groups and rollouts on the tracks of a trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GROUPS, _ROLLOUTS = "groups", "rollouts"
 
 @dataclass(kw_only=True)
 class GroupLife:
-    """One group from its admission to its end, in seconds since 1970."""
+    """A group from its admission to its end, in seconds since 1970."""
 
     index: int
     start_s: float
@@ -22,12 +22,13 @@ class GroupLife:
     end_s: float
     trace: GroupTrace | None
     offset: float  # of the times in ``trace``
-    ending: str = ""  # "": buffered still
-    step: int = -1  # that trained it
+    ending: str = ""  # "": still buffered
+    step: int = -1  # the step that trained it
 
     @classmethod
     def finished(cls, line: GroupTrace, offset: float, session_s: float) -> GroupLife:
-        """``session_s``: when the session began. A group of an earlier one was generated anew, so it starts there."""
+        """Make the life of a group that has finished. ``session_s``: start of the session; a group admitted in an
+        earlier one was generated anew, so it starts there."""
         finished_s = line.finished_s + offset
         start_s = min(max(line.admitted_s + offset, session_s), finished_s)
         return cls(
@@ -36,20 +37,20 @@ class GroupLife:
 
     @classmethod
     def cut(cls, line: GroupEnd, offset: float, session_s: float) -> GroupLife:
-        """A group that ended while it ran."""
+        """Make the life of a group that ended before it finished."""
         end_s = line.time_s + offset
         start_s = min(max(line.admitted_s + offset, session_s), end_s)
         return cls(index=line.index, start_s=start_s, finished_s=None, end_s=end_s, trace=None, offset=offset)
 
     @property
     def staleness(self) -> int | None:
-        """Of its oldest trajectory, at the step that trained it."""
+        """Staleness of its oldest trajectory, at the step that trained it; None: not trained, or no token."""
         versions = [r.first_version for r in self.trace.rollouts if r.first_version >= 0] if self.trace else []
         return self.step - min(versions) if versions and self.ending == "trained" else None
 
 
 class Lanes:
-    """The fewest parallel lanes in which intervals, given in order of their start, don't overlap."""
+    """Assigns intervals, given in order of their start, to the fewest parallel lanes without overlaps."""
 
     def __init__(self) -> None:
         self._free: list[int] = []
@@ -57,7 +58,7 @@ class Lanes:
         self._count = 0
 
     def take(self, start_s: float, end_s: float) -> int:
-        """The lowest lane that is free from ``start_s`` to ``end_s``."""
+        """Take the lowest free lane from ``start_s`` to ``end_s``."""
         while self._taken and self._taken[0][0] <= start_s:
             heapq.heappush(self._free, heapq.heappop(self._taken)[1])
         if self._free:
@@ -69,8 +70,8 @@ class Lanes:
 
 
 def draw_groups(events: TraceEvents, lives: Sequence[GroupLife], steps: Sequence[StepTrace]) -> None:
-    """``lives``, in order of their start: one slice a group, over its whole life, and one a rollout, until it is
-    verified; the members of a group lie side by side."""
+    """Draw ``lives``, which are in order of their start: a slice for each group, over its whole life, and one for each
+    rollout, until it is verified; the members of a group are drawn side by side."""
     computing = {s.step: max(s.start_s, s.end_s - max(s.rank_compute_s, default=0.0)) for s in steps if not s.skipped}
     lanes, blocks = Lanes(), Lanes()
     for life in lives:
@@ -110,7 +111,7 @@ def _draw_group(events: TraceEvents, track: str, life: GroupLife, computing_s: f
 def _draw_rollout(events: TraceEvents, track: str, life: GroupLife, rollout: RolloutTrace) -> None:
     assert life.trace is not None
     assert life.finished_s is not None
-    sampled = rollout.first_version >= 0  # a token at least
+    sampled = rollout.first_version >= 0  # it has at least one token
     last_generated_s = max(r.generated_s for r in life.trace.rollouts)
 
     def moment(clock_s: float) -> float:

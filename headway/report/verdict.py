@@ -1,4 +1,4 @@
-"""What a run's numbers mean, in words. Pure: ledger lines in, sentences and values out."""
+"""The verdict on a run's figures, in words. Pure: ledger lines in, sentences and values out."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Balance = Literal[
 Learning = Literal["improved", "worse", "no measurable change", "unknown"]
 
 MATCHED_WAIT = 0.10  # a side that waits less than this share of the time counts as busy
-CLEAR_DIFFERENCE = 0.10  # of the two wait ratios, beyond which one side is the bottleneck
-ENVIRONMENT_SHARE = 0.40  # of their rollouts' time between turns, beyond which that is what both sides wait for
+CLEAR_DIFFERENCE = 0.10  # of the two wait ratios, above which one side is the bottleneck
+ENVIRONMENT_SHARE = 0.40  # of the rollouts' time between turns, above which both sides wait for environments
 SIGNIFICANT_Z = 2.0  # difference over its standard error, beyond which learning counts as measured
 
 
@@ -98,12 +98,12 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
 def judge_balance(
     trainer_wait: float, generator_wait: float, budget: int | None, lent: float = 0.0, environment: float = 0.0
 ) -> tuple[Balance, str]:
-    """Who is the bottleneck, from the share of the time each side waits (0 to 1).
+    """Find the bottleneck from the share of the time each side waits (0 to 1).
 
     In this order: devices shared -> time-shared (``lent``: share of the time the trainer had the generator's devices;
-    what it waits is when they generate); budget 0 -> synchronous (both sides wait by design); both below
+    while they generate the trainer waits); budget 0 -> synchronous (both sides wait by design); both below
     MATCHED_WAIT -> matched; trainer waits CLEAR_DIFFERENCE more -> generation-bound; generator does ->
-    training-bound; both wait alike, a lot -> something else holds both up. But where both wait more than twice
+    training-bound; both wait alike, a lot -> something else limits both. But where both wait more than twice
     MATCHED_WAIT, whichever does more, and rollouts spend more than ENVIRONMENT_SHARE of their time in their
     environments (``environment``) -> environment-bound.
     """
@@ -154,7 +154,7 @@ def _time_shared(generator_wait: float, budget: int | None, lent: float) -> str:
 
 
 def judge_staleness(steps: Sequence[StepRecord], worst: int, budget: int | None) -> tuple[bool | None, str]:
-    """Whether the oldest trajectory trained on kept to the budget."""
+    """Judge whether the oldest trained trajectory kept to the budget: (None where unknown, sentence)."""
     trained = [step for step in steps if step.samples and not step.skipped]
     if not trained:
         return None, "Nothing has been trained yet."
@@ -169,8 +169,8 @@ def judge_staleness(steps: Sequence[StepRecord], worst: int, budget: int | None)
 
 
 def judge_learning(lines: Sequence[LedgerLine]) -> tuple[Learning, float | None, float | None, str]:
-    """Whether the solve rate changed by more than chance: held evaluations before and after where both exist, else
-    the first and last validation. Gives (judgement, change, its standard error, sentence)."""
+    """Judge whether the solve rate changed by more than chance: held evaluations before and after where both exist,
+    else the first and last validation. Returns (judgement, change, its standard error, sentence)."""
     pair = _evaluation_pair(lines)
     if pair is None:
         return "unknown", None, None, _training_trend(lines)

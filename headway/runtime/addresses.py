@@ -1,4 +1,4 @@
-"""``HOST:PORT`` of an HTTP server of ours."""
+"""Addresses of our HTTP servers, ``HOST:PORT``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from headway.records.errors import ConfigurationError
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT``."""
+    """Split ``HOST:PORT`` into host and port."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Whether only this machine can reach ``address``."""
     host, _ = split_address(address)
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -1,4 +1,4 @@
-"""How long to wait before trying again: exponential backoff."""
+"""Exponential backoff: the delay before a retry."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A bounded, closable queue between tasks of one event loop, with statistics.
 
-Order is first in, first out for items and for whoever waits: an item goes straight to the getter that
-has waited longest, a freed place to the putter that has.
+Order is first in, first out for items and for waiting tasks: an item goes straight to the getter that
+has waited longest, a freed place to the putter that has waited longest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ChannelEmpty(Exception):
 
 
 class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a channel now, and its peak since it was made."""
+    """The present state of a channel, and its peak since it was made."""
 
     name: str
     used: int  # items in it
@@ -52,9 +52,9 @@ class Channel(Generic[T]):
 
     Lifecycle: *open* -> *closed* (putters get :class:`ChannelClosed` at once; getters drain what is left,
     then get it too). Invariant: while open, ``used <= capacity``; a getter waits only when it is empty, a
-    putter only when it is full. A cancelled ``get`` or ``put`` leaves it as if it had never been called.
+    putter only when it is full. A cancelled ``get`` or ``put`` has no effect on it.
 
-    Example: capacity 1, put "a"; a second put waits; get returns "a" and lets "b" in; close; get returns
+    Example: capacity 1, put "a"; a second put waits; get returns "a" and admits "b"; close; get returns
     "b", the next get raises ChannelClosed.
     """
 
@@ -125,7 +125,7 @@ class Channel(Generic[T]):
             raise StopAsyncIteration from None
 
     def close(self, remaining: Iterable[T] = ()) -> None:
-        """End it; again is a no-op. ``remaining``: items already on their way, kept even beyond the capacity."""
+        """Close the channel; a second call is a no-op. ``remaining``: late items, kept even beyond the capacity."""
         if self._closed:
             return
         for item in remaining:
@@ -153,7 +153,7 @@ class Channel(Generic[T]):
         )
 
     def _full(self) -> bool:
-        """No place for a newcomer. Whenever a putter waits it is full, so that none is overtaken."""
+        """Whether a new putter has to wait. True whenever a putter waits, so that none is overtaken."""
         return len(self._items) + self._reserved >= self.capacity
 
     async def _reserve(self) -> None:
@@ -195,7 +195,7 @@ class Channel(Generic[T]):
                 self._reserved += 1
 
     def _withdraw(self, handed: asyncio.Future[tuple[float, T]]) -> None:
-        """A getter was cancelled. An item it had been handed but not seen goes to the next, or back to the front."""
+        """Remove a cancelled getter. An item handed to it goes to the next getter, or back to the front."""
         if not handed.done() or handed.cancelled():
             if handed in self._getters:
                 self._getters.remove(handed)

@@ -34,7 +34,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class WorkerContext:
-    """What a worker object is given as its first argument."""
+    """The first argument of a worker object: its name, device and log, and the way to emit events."""
 
     def __init__(self, name: str, device: Device, connection: ParentConnection) -> None:
         self.name = name
@@ -67,7 +67,7 @@ class ParentConnection:
     def send_if_free(self, chunks: list[Chunk]) -> None:
         """Send a small frame unless that would wait. The reader must never wait for the parent to read."""
         if not self._sending.acquire(blocking=False):
-            return  # something is being sent: a sign of life already, or the parent is not reading
+            return  # another send is under way: a sign of life already, or the parent is not reading
         try:
             data = b"".join(chunks)
             try:
@@ -103,7 +103,7 @@ class CallServer:
         self._stopping = threading.Event()
 
     def read_forever(self) -> None:
-        """The second thread: hand calls over, answer pings."""
+        """Run the second thread: queue calls, answer pings."""
         pong = encode(Kind.PONG, 0, None)
         while True:
             frame = self._connection.receive()
@@ -115,12 +115,12 @@ class CallServer:
             self._calls.put(frame)
 
     def serve(self, worker: Any) -> None:
-        """Until told to stop: run what was called, then tick; sleep only when a tick says there is nothing to do."""
+        """Run calls, then tick, until stopped; block only when a tick reports that there is nothing to do."""
         tick: Callable[[], bool] | None = getattr(worker, "tick", None)
         while not self._stopping.is_set():
             if tick is None or not tick():
                 self._run(worker, self._calls.get())
-            # All calls that are here by now come before the next tick; later ones wait, so ticks can't starve.
+            # Calls queued by now run before the next tick; later ones wait, so ticks can't starve.
             for _ in range(self._calls.qsize()):
                 self._run(worker, self._calls.get())
         close: Callable[[], Any] | None = getattr(worker, "close", None)
@@ -141,7 +141,7 @@ class CallServer:
 
 
 def encode_error(call: int, error: Exception) -> list[Chunk]:
-    """(one line, traceback, the exception itself where it is one of ours and survives pickling)."""
+    """Encode a failed call: (one line, traceback, the exception where it is one of ours and survives pickling)."""
     line = "".join(traceback.format_exception_only(error)).strip()
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, HeadwayError):
@@ -173,12 +173,12 @@ def resolve(factory: str) -> Callable[..., Any]:
 def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its parent dies; covers children whose threads are all stuck."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the request
+    if os.getppid() != parent:  # the parent died before the request
         os._exit(EXIT_PARENT_GONE)
 
 
 def _build(server: CallServer, connection: ParentConnection, device_name: str, cores: list[int]) -> Any:
-    """Apply the device, then import and construct. Returns the object, or None after reporting why not."""
+    """Apply the device, then import and construct. Returns the object, or None after reporting the error."""
     try:
         device = parse_device(device_name)
         device.apply(cores)
@@ -198,7 +198,7 @@ def _build(server: CallServer, connection: ParentConnection, device_name: str, c
 
 
 def main(arguments: list[str]) -> int:
-    """The process, from its command line to its exit code."""
+    """Run the worker's process, from its command line to its exit code."""
     descriptor, parent, device, cores = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     die_with_parent(int(parent))

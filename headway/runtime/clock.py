@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Clock(Protocol):
-    """Where logic gets its time from."""
+    """The source of time for logic."""
 
     def now(self) -> float:
         """Monotonic seconds from an arbitrary start."""
@@ -39,9 +39,9 @@ class RealClock:
 
 
 class VirtualClock:
-    """Time of the virtual loop it is used in; every instance in one loop shows the same time.
+    """The time of the virtual loop it is used in; every instance in one loop shows the same time.
 
-    Outside a virtual loop it shows the time it last saw (0.0 before the first).
+    Outside a virtual loop it shows the last time it read (0.0 before the first).
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ def run_virtual(
 
 
 class _JumpingSelector(selectors.BaseSelector):
-    """Reports no I/O; being asked to wait moves the time forward instead."""
+    """A selector that reports no I/O; instead of waiting it moves the time forward."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -152,13 +152,13 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def describe_tasks(loop: asyncio.AbstractEventLoop | None = None) -> str:
-    """One line for every task that is not done: its name, and the innermost line it waits at."""
+    """List the tasks that are not done, a line each: its name, and the innermost line it waits at."""
     lines = [f"  {task.get_name()}: {_waiting_at(task.get_coro())}" for task in asyncio.all_tasks(loop)]
     return "\n".join(sorted(lines)) or "  (no task)"
 
 
 def _waiting_at(coroutine: Any) -> str:
-    """Follow the chain of awaits to its last frame that has Python source."""
+    """Describe where a coroutine waits: the last frame with Python source in its chain of awaits."""
     place = getattr(coroutine, "__qualname__", repr(coroutine))
     while coroutine is not None:
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)

@@ -3,7 +3,7 @@
 A CPU device is a set of cores with as many threads as cores, so that placement and contention are real
 on a laptop: two threads beside another busy process on the same cores lose most of their speed. Core
 indices count the cores this process may use, in ascending order, so that ``cpu:0`` exists under
-``taskset`` and in a container too. Where the device is a server, its worker only talks to it, on whatever core is free.
+``taskset`` and in a container too. Where the device is a server, its worker only sends requests, on any free core.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headway.records.errors import ConfigurationError
 VALID = "valid: cuda:N, cpu:N or cpu:N-M"
 SERVER = "http://"  # what a server's address begins with
 
-# Taken at import: a process that pins itself later still hands out all cores it was started with.
+# Read at import: a process that pins itself later still assigns all cores it was started with.
 _MACHINE_CORES: tuple[int, ...] = tuple(sorted(os.sched_getaffinity(0)))
 
 # First touch of fresh memory is slow under virtualisation; these keep freed blocks inside the process.
@@ -37,13 +37,13 @@ def machine_cores() -> tuple[int, ...]:
 
 
 def every_core() -> str:
-    """The device that is all of them: for workers that go where there is room."""
+    """The device of all cores: for workers that run wherever there is room."""
     return f"cpu:0-{len(_MACHINE_CORES) - 1}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Where a worker computes."""
+    """The device of a worker: CPU cores, a GPU, or a server."""
 
     kind: Literal["cpu", "cuda", "server"]
     first: int  # first core index, or the GPU's index; -1: a server
@@ -61,7 +61,7 @@ class Device:
         return None if self.kind == "cuda" else self.last - self.first + 1
 
     def check(self) -> None:
-        """Raise ConfigurationError unless this machine has it; names what is available."""
+        """Raise ConfigurationError, with what is available, unless this machine has the device."""
         if self.kind != "cuda":
             self.core_ids()
             return
@@ -83,13 +83,13 @@ class Device:
         return cores[self.first : self.last + 1]
 
     def shares_with(self, other: Device) -> bool:
-        """Whether the two have a core, or their GPU, in common, or are one server."""
+        """Whether the two devices share a core or a GPU, or are the same server."""
         if self.kind != other.kind or self.address != other.address:
             return False
         return self.first <= other.last and other.first <= self.last
 
     def environment(self) -> dict[str, str]:
-        """Variables a process on this device must be started with (allocator, thread counts, how threads wait)."""
+        """Variables for the start of a process on this device (allocator, thread counts, how threads wait)."""
         variables = dict(ALLOCATOR_ENVIRONMENT)
         if self.threads is not None:
             variables |= WAIT_ENVIRONMENT | {name: str(self.threads) for name in THREAD_VARIABLES}
@@ -111,13 +111,13 @@ class Device:
             raise ConfigurationError(f"device {self}: cannot pin to core(s) {list(cores)}: {error}") from error
 
     def torch_device(self) -> str:
-        """The name torch knows it by: ``cpu`` or ``cuda:N``. Set torch's threads to ``threads``."""
+        """Torch's name of the device: ``cpu`` or ``cuda:N``. The caller sets torch's threads to ``threads``."""
         return f"cuda:{self.first}" if self.kind == "cuda" else "cpu"
 
 
 def parse_device(text: str) -> Device:
-    """Read a device's name. Raises ConfigurationError for anything else than ``cuda:N``, ``cpu:N``, ``cpu:N-M`` and a
-    server's ``http://HOST:PORT``."""
+    """Parse a device's name: ``cuda:N``, ``cpu:N``, ``cpu:N-M`` or a server's ``http://HOST:PORT``. Raises
+    ConfigurationError for anything else."""
     if text.startswith(SERVER):
         if re.fullmatch(r"http://[^/\s:]+:\d{1,5}", text) is None:
             raise ConfigurationError(f"device {text!r}: not a server's address; valid: http://HOST:PORT")
@@ -136,15 +136,15 @@ def parse_device(text: str) -> Device:
 
 
 def lends(replica: str, ranks: Iterable[str]) -> bool:
-    """Whether a generator's replica on the device ``replica`` pauses for every training step: one of the trainer's
-    ``ranks`` (devices) computes there."""
+    """Whether a generator's replica on the device ``replica`` pauses for every training step, because one of the
+    trainer's ``ranks`` (devices) computes there."""
     device = parse_device(replica)
     return any(device.shares_with(parse_device(rank)) for rank in ranks)
 
 
 def cpu_multiplies_bfloat16(cpuinfo: str | None = None) -> bool:
-    """Whether this machine's cores have instructions that bfloat16 products are fast with (AVX-512, AMX, Arm's bf16);
-    True as well where it can't be known. ``cpuinfo``: the text of /proc/cpuinfo, read by default."""
+    """Whether this machine's cores have instructions for fast bfloat16 products (AVX-512, AMX, Arm's bf16); also True
+    where that can't be determined. ``cpuinfo``: the text of /proc/cpuinfo, read by default."""
     if cpuinfo is None:
         try:
             cpuinfo = Path("/proc/cpuinfo").read_text()
@@ -155,7 +155,7 @@ def cpu_multiplies_bfloat16(cpuinfo: str | None = None) -> bool:
 
 
 def cuda_device_count() -> int | None:
-    """GPUs this process may use, counted without a GPU library; None when it cannot be known from here."""
+    """Number of GPUs this process may use, counted without a GPU library; None when it can't be determined."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])

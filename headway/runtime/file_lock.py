@@ -1,4 +1,4 @@
-"""One holder at a time for a place in the file system, however the holder ends."""
+"""A lock file for one process at a time, which the kernel releases when its holder ends, also by a kill."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from types import TracebackType
 
 from headway.records.errors import ConfigurationError, RunLocked
 
-_ATTEMPTS = 5  # `holder` holds the lock for an instant to see whether it is free: that is nobody's use of it
+_ATTEMPTS = 5  # `holder` takes the lock for an instant to see whether it is free, which doesn't count as use
 _PAUSE_S = 0.01
 
 
 class FileLock:
-    """A ``flock`` on a file that says who holds it.
+    """A ``flock`` on a file that names the process that holds it.
 
     Lifecycle: *free* -> ``acquire`` -> *held* -> ``release`` -> *free*. The kernel drops the lock when the process
     ends, so a killed one leaves nothing to clean up. The file stays: removing it would let a process that has just
@@ -23,14 +23,14 @@ class FileLock:
     """
 
     def __init__(self, path: Path, key: str, value: str | Path) -> None:
-        """``key`` = ``value`` is the setting whose place the file ``path`` guards: what errors name."""
+        """``path``: the lock file. ``key`` = ``value``: the setting it guards, which errors name."""
         self.path = path
         self._key = key
         self._value = str(value)
         self._fd: int | None = None
 
     def acquire(self) -> None:
-        """Take it, making file and folder if needed. Raises RunLocked naming the process that holds it."""
+        """Take the lock, making file and folder if needed. Raises RunLocked naming the process that holds it."""
         if self._fd is not None:
             raise ValueError(f"{self.path} is already locked by this object")
         try:
@@ -63,14 +63,14 @@ class FileLock:
         raise RunLocked(f"{self._value} is in use by {by}: wait for it, or choose another {self._key}")
 
     def release(self) -> None:
-        """Give it back; does nothing when it isn't held."""
+        """Release the lock; no-op when it isn't held."""
         if self._fd is not None:
             os.ftruncate(self._fd, 0)
             os.close(self._fd)
             self._fd = None
 
     def holder(self) -> int | None:
-        """Process id of whoever holds it now; None when nobody does (or it didn't say who it is)."""
+        """Id of the process that holds the lock now; None when none does (or it hasn't written its id)."""
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:

@@ -1,8 +1,8 @@
 """The wire format between a worker and its parent: pickled messages with large buffers out of band.
 
 A frame is a header (kind, number of buffers, call number, payload size), the buffers' sizes, the pickled
-payload (protocol 5), and the buffers. Arrays are sent from the memory they lie in and received into the
-memory they stay in; both ends are processes of one user on one machine, so pickle is safe here.
+payload (protocol 5), and the buffers. Arrays are sent from their own memory and received into their final
+memory, without copies; both ends are processes of one user on one machine, so pickle is safe here.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Chunk = bytes | memoryview
 
 
 class Kind(enum.IntEnum):
-    """What a frame means."""
+    """The kind of a frame."""
 
     # parent to child
-    SETUP = 1  # name, factory, import path: all that must be known before the arguments can be read
+    SETUP = 1  # name, factory, import path: needed before the arguments can be read
     ARGUMENTS = 2  # the constructor's arguments
     CALL = 3  # (method, positional, named)
     PING = 4
@@ -37,7 +37,7 @@ class Kind(enum.IntEnum):
     ERROR = 8  # a call's, or the constructor's, exception: (one line, traceback, exception or None)
     EVENT = 9
     PONG = 10
-    FATAL = 11  # traceback of what ends the process
+    FATAL = 11  # traceback of the error that ends the process
 
 
 class Frame(NamedTuple):
@@ -53,7 +53,7 @@ class Frame(NamedTuple):
 
 
 def encode(kind: Kind, call: int, message: Any) -> list[Chunk]:
-    """Pickle ``message`` into the chunks of one frame. Raises what pickling raises."""
+    """Pickle ``message`` into the chunks of one frame. Raises the errors of pickling."""
     views: list[memoryview] = []
 
     def in_band(buffer: pickle.PickleBuffer) -> bool:
@@ -71,10 +71,10 @@ def encode(kind: Kind, call: int, message: Any) -> list[Chunk]:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames.
+    """Splits a byte stream into frames.
 
-    Use: receive into ``target()``, then ``received(count)`` returns the frames that became complete. Small
-    frames pass through a scratch buffer, many at a time; a large part is received where it stays.
+    Usage: receive into ``target()``, then ``received(count)`` returns the frames that became complete. Small
+    frames pass through a scratch buffer, many at a time; a large part is received into its final memory.
     """
 
     def __init__(self) -> None:
@@ -83,12 +83,12 @@ class FrameReader:
         self._begin()
 
     def target(self) -> memoryview:
-        """Where to receive the next bytes."""
+        """The buffer into which to receive the next bytes."""
         self._direct = len(self._part) - self._filled >= SCRATCH_BYTES
         return self._part[self._filled :] if self._direct else self._scratch
 
     def received(self, count: int) -> list[Frame]:
-        """``count`` bytes were written to the last target."""
+        """Process ``count`` bytes that were written to the last target; return the frames that became complete."""
         frames: list[Frame] = []
         if self._direct:
             self._filled += count
@@ -108,7 +108,7 @@ class FrameReader:
         return frames
 
     def _whole_frame(self, at: int, end: int) -> Frame | None:
-        """The frame without buffers that lies whole in the scratch buffer from ``at`` on: most events are such."""
+        """A frame without buffers that is complete in the scratch buffer at ``at``, as most events are; else None."""
         first = at + HEADER.size
         if first > end:
             return None
@@ -118,14 +118,14 @@ class FrameReader:
         return Frame(kind, call, bytearray(self._scratch[first : first + payload_bytes]), [])
 
     def _begin(self) -> None:
-        """Expect a header next."""
+        """Start a frame: expect a header next."""
         self._head = bytearray(HEADER.size)
         self._part = memoryview(self._head)
         self._filled = 0
         self._stage = "header"
 
     def _advance(self, frames: list[Frame]) -> None:
-        """Go on to the next part while the present one is full (empty parts are full at once)."""
+        """Move to the next part while the present one is full (empty parts are full at once)."""
         while self._filled == len(self._part):
             if self._stage == "header":
                 self._kind, count, self._call, payload_bytes = HEADER.unpack(self._head)

@@ -1,4 +1,4 @@
-"""The garbage collector of a process that must answer quickly: short looks often, a whole one seldom."""
+"""Garbage collection for a process that must answer quickly: frequent short collections, rare full ones."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from contextlib import asynccontextmanager
 
 from headway.runtime.clock import Clock
 
-_SHORT_S = 0.25  # between looks at what is new
-_WHOLE_S = 120.0  # between looks at everything, at least
-_SHARE = 1e-3  # of the time that those may take
+_SHORT_S = 0.25  # between collections of new objects
+_WHOLE_S = 120.0  # between full collections, at least
+_SHARE = 1e-3  # share of the time that full collections may take
 
 
 @asynccontextmanager
 async def short_collections(clock: Clock, short_s: float = _SHORT_S, whole_s: float = _WHOLE_S) -> AsyncIterator[None]:
-    """Inside the block, the garbage collector looks at new objects alone; what lives on is looked at again in a whole
-    collection, every ``whole_s`` seconds and at most a thousandth of the time.
+    """Inside the block, collect only new objects every ``short_s`` seconds; surviving ones only in a full collection,
+    every ``whole_s`` seconds and at most a thousandth of the time.
 
-    Python's own rule looks at all objects whenever their number has grown by a quarter: with thousands of recorded
-    conversations that is a pause of a tenth of a second, every few seconds. Nearly all that dies is freed at once by
-    its reference count. What waits for the whole collection are cycles that outlived a short one.
+    Python's own rule scans all objects whenever their number has grown by a quarter: with thousands of recorded
+    conversations that is a pause of a tenth of a second, every few seconds. Nearly all garbage is freed at once by its
+    reference count. Only cycles that survived a short collection wait for the full one.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -50,7 +50,7 @@ async def _collect(clock: Clock, short_s: float, whole_s: float) -> None:
         whole = started_s >= due_s
         if whole:
             gc.unfreeze()
-        gc.collect()  # of what isn't frozen
+        gc.collect()  # objects that aren't frozen
         gc.freeze()
         if whole:
             ended_s = clock.now()

@@ -1,4 +1,4 @@
-"""A user's function as a hook: called by its contract, and what it raises or returns against it named with its key."""
+"""Hooks: users' functions, called by their contract; errors and violations are reported with the hook's key."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _LONGEST = 80  # characters of a value in an error
 
 @dataclass(frozen=True)
 class Hook:
-    """A function and what the experiment file calls it."""
+    """A function, with its key and name in the experiment file."""
 
     key: str  # say hooks.filter_item
     name: str  # what the file says
     function: Callable[..., Any]
 
     def __call__(self, *arguments: object) -> Any:
-        """What the function returns. Raises HookFailed with what it raised, and where."""
+        """Call the function and return its result. Raises HookFailed with the error it raised, and where."""
         try:
             return self.function(*arguments)
         except Exception as error:  # the boundary to a user's function
             raise self.raised(error) from error
 
     def failed(self, what: str) -> HookFailed:
-        """The error of a contract that isn't kept: ``what`` goes on after key and name."""
+        """Make the error for a broken contract: ``what`` continues the message after key and name."""
         return HookFailed(self.key, self.name, what)
 
     def raised(self, error: Exception) -> HookFailed:
-        """The error of a function that raised ``error``, with the line that did."""
+        """Make the error for a function that raised ``error``, with the line that did."""
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{PurePath(last.filename).name}, line {last.lineno}"
         return self.failed(f"raised {type(error).__name__}: {error} ({where})")
@@ -50,8 +50,8 @@ def load_hook(
     *,
     asynchronous: bool = False,
 ) -> Hook:
-    """The hook ``name``: one of ``known``, or the user's ``module:function``, which takes ``arguments`` by position.
-    ``asynchronous``: it may be an async function. Raises ConfigurationError."""
+    """Load the hook ``name``: one of ``known``, or the user's ``module:function``, which takes ``arguments`` by
+    position. ``asynchronous``: it may be an async function. Raises ConfigurationError."""
     function = known.get(name)
     if function is None:
         function = import_function(name, key, known, asynchronous=asynchronous)
@@ -63,7 +63,7 @@ def _require_arguments(key: str, name: str, function: Callable[..., Any], argume
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # a built-in without a signature: the first call will tell
+        return  # a built-in without a signature: the first call will show
     try:
         signature.bind(*arguments)
     except TypeError as error:
@@ -72,7 +72,7 @@ def _require_arguments(key: str, name: str, function: Callable[..., Any], argume
 
 
 def finite_number(value: object) -> float | None:
-    """A finite number, NumPy's and 0-d tensors included; None for anything else."""
+    """Convert a value to a finite number, NumPy's and 0-d tensors included; None for anything else."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""A user's own function by its name, ``module:function``: the boundary to code that isn't ours."""
+"""Imports users' functions and classes by name, ``module:function``: the boundary to code that isn't ours."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 def import_function(name: str, key: str, known: Collection[str], *, asynchronous: bool = False) -> Callable[..., Any]:
-    """The plain function that ``module:function`` names (``function`` may be a dotted path into the module).
+    """Import the plain function ``module:function`` (``function`` may be a dotted path into the module).
 
     The working directory is searched last. ``key`` (of the experiment file) and ``known`` (its names that need no
-    import) only word the error. ``asynchronous``: it may be an async function. Raises ConfigurationError: an unknown
-    name, a module that can't be imported, with the reason, or that holds no such function, with the nearest.
+    import) are only for the error's text. ``asynchronous``: it may be an async function. Raises ConfigurationError: an
+    unknown name, a module that can't be imported, with the reason, or one without that function, with the nearest.
     """
     found = _found(name, key, known)
     if not callable(found) or (inspect.iscoroutinefunction(found) and not asynchronous):
@@ -32,7 +32,7 @@ def import_function(name: str, key: str, known: Collection[str], *, asynchronous
 
 
 def import_class(name: str, key: str, base: type[T]) -> type[T]:
-    """The class that ``module:Class`` names, which extends ``base``. Raises ConfigurationError as `import_function`."""
+    """Import the class ``module:Class``, which extends ``base``. Raises ConfigurationError as `import_function`."""
     found = _found(name, key, ())
     if not (isinstance(found, type) and issubclass(found, base)):
         wanted = f"{base.__module__}:{base.__qualname__}"
@@ -42,7 +42,7 @@ def import_class(name: str, key: str, base: type[T]) -> type[T]:
 
 def require_module(name: str, key: str, known: Collection[str]) -> None:
     """Raise ConfigurationError unless the module of ``module:function`` can be found. Nothing is imported, not even
-    the packages above it: what can be asked of a function that needs torch in a process that must not load it."""
+    the packages above it: a check for functions that need torch, in a process that must not load it."""
     module_name, _ = _split(name, key, known)
     _search_working_directory()
     if not _exists(module_name):
@@ -51,8 +51,8 @@ def require_module(name: str, key: str, known: Collection[str]) -> None:
 
 
 def import_extra(module: str, extra: str, needed_by: str) -> Any:
-    """The module of a package that comes with ``headway[extra]``. Raises ConfigurationError, with how to install it,
-    when it isn't there; ``needed_by`` is what asks for it, as the experiment file says it."""
+    """Import the module of a package that comes with ``headway[extra]``. Raises ConfigurationError, with how to install
+    it, when it is missing; ``needed_by``: the setting that needs it, as the experiment file has it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -63,7 +63,7 @@ def import_extra(module: str, extra: str, needed_by: str) -> Any:
 
 
 def _found(name: str, key: str, known: Collection[str]) -> Any:
-    """What ``module:path`` names, imported. Raises ConfigurationError."""
+    """Import the object that ``module:path`` names. Raises ConfigurationError."""
     module_name, path = _split(name, key, known)
     _search_working_directory()
     try:
@@ -91,7 +91,7 @@ def _split(name: str, key: str, known: Collection[str]) -> tuple[str, str]:
 
 
 def _search_working_directory() -> None:
-    # an installed command doesn't have it on its path, and it is where a user's module usually is
+    # an installed command doesn't have this folder on its path, and a user's module is usually there
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
 
@@ -100,7 +100,7 @@ def _exists(module_name: str) -> bool:
     top, *rest = module_name.split(".")
     try:
         spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):  # loaded already, by something that gave it no specification
+    except (ImportError, ValueError):  # already loaded, without a specification
         return top in sys.modules
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:

@@ -1,4 +1,4 @@
-"""An append-only file of lines that a kill or a full disk never leaves torn in the middle."""
+"""An append-only file of lines, in which a kill or a full disk never leaves a torn line in the middle."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _BLOCK_BYTES = 1 << 16
 
 
 class LineFile:
-    """Writer of one file.
+    """The writer of a file of lines.
 
-    Each line is one ``write`` call, so a kill tears at most the last line; opening cuts a torn end off. After
-    ``append`` returned, the line is with the operating system; on a full disk it is cut off again.
+    Each line is one ``write`` call, so a kill tears at most the last line; opening truncates a torn end. After
+    ``append`` returned, the line is with the operating system; on a full disk it is truncated again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,7 @@ class LineFile:
         return 0
 
     def append(self, line: bytes) -> None:
-        """Append ``line``, which holds no line break. Raises HeadwayError on a full disk."""
+        """Append ``line``, which has no line break. Raises HeadwayError on a full disk."""
         written, reason = 0, "no space left"
         try:
             written = os.write(self._fd, line + b"\n")

@@ -1,4 +1,4 @@
-"""A worker in a child process of this machine: its socket, its health, its end."""
+"""A worker in a child process of this machine: its socket, its health checks, its death."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOG_TAIL_BYTES = 8192
 
 
 class Death:
-    """A worker's end: awaitable any number of times, set once; give it to ``asyncio.wait`` as it is."""
+    """A worker's death: set once, awaitable any number of times; can be passed to ``asyncio.wait`` directly."""
 
     def __init__(self) -> None:
         self._future: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
@@ -35,7 +35,7 @@ class Death:
         return self._future.done()
 
     def result(self) -> WorkerDied:
-        """The cause. Raises asyncio.InvalidStateError while it lives."""
+        """The cause. Raises asyncio.InvalidStateError while the worker lives."""
         return self._future.result()
 
     def set(self, error: WorkerDied) -> None:
@@ -49,7 +49,7 @@ class Death:
         return self._future.remove_done_callback(callback)
 
     def __await__(self) -> Generator[Any, None, WorkerDied]:
-        return asyncio.shield(self._future).__await__()  # whoever stops waiting must not cancel it for the others
+        return asyncio.shield(self._future).__await__()  # a cancelled waiter must not cancel it for the others
 
 
 class LocalWorker:
@@ -81,10 +81,10 @@ class LocalWorker:
         self._pending: dict[int, tuple[str, asyncio.Future[Any]]] = {}
         self._calls = 0
         self._outgoing: deque[memoryview] = deque()
-        self._blocked = False  # the rest is sent when the socket can take it
-        self._held: deque[Any] = deque()  # events read that found the channel full
+        self._blocked = False  # the rest is sent when the socket is writable
+        self._held: deque[Any] = deque()  # events that were read while the channel was full
         self._reader = FrameReader()
-        self._heard = True  # bytes came since the last health check
+        self._heard = True  # bytes arrived since the last health check
         self._stopping = False
         self._ended = False
         self._reason = ""  # why we killed it
@@ -163,7 +163,8 @@ class LocalWorker:
         self._kill(reason, "call")
 
     async def build(self, factory: str, arguments: dict[str, Any], timeout_s: float) -> None:
-        """Send what to construct and wait for it: the launcher's part of starting."""
+        """Send factory and arguments, and wait until the worker is built: the launcher's part of starting. Raises
+        RemoteError, WorkerDied."""
         self._send(encode(Kind.SETUP, 0, (self._name, factory, list(sys.path))))
         self._send(encode(Kind.ARGUMENTS, 0, arguments))
         try:
@@ -176,11 +177,11 @@ class LocalWorker:
             raise await self._died from None
 
     def watch(self, clock: Clock, interval_s: float, timeout_s: float, on_event: Callable[..., object]) -> None:
-        """Begin health checks; ``on_event`` is an `EventCallback`."""
+        """Start health checks; ``on_event`` is an `EventCallback`."""
         if self.alive:
             self._spawn(self._check_health(clock, interval_s, timeout_s, on_event))
 
-    # Sending: as much as the socket takes at once, the rest when it is writable.
+    # Sending: as much as the socket accepts at once, the rest when it is writable.
 
     def _send(self, chunks: list[Chunk]) -> None:
         idle = not self._outgoing
@@ -197,7 +198,7 @@ class LocalWorker:
                 self._loop.add_writer(self._socket, self._flush)
                 self._blocked = True
                 return
-            except OSError:  # the other end is gone; its exit is noticed elsewhere
+            except OSError:  # the other end is closed; its exit is noticed elsewhere
                 self._outgoing.clear()
                 break
             if sent == len(chunk):
@@ -216,7 +217,7 @@ class LocalWorker:
                 return
 
     def _read_once(self) -> bool:
-        """Read what one system call gives. False when there is nothing more for now."""
+        """Read once from the socket and handle the frames. False when there is nothing more for now."""
         try:
             count = self._socket.recv_into(self._reader.target())
         except BlockingIOError:
@@ -236,7 +237,7 @@ class LocalWorker:
     def _handle(self, frame: Frame) -> None:
         try:
             message = frame.load()
-        except Exception as error:  # the boundary of the wire: what can't be read fails the call, or the worker
+        except Exception as error:  # the boundary of the wire: an unreadable message fails the call, or the worker
             if frame.call in self._pending:
                 self._settle(
                     frame.call, RemoteError(self._name, self._pending[frame.call][0], f"unreadable result: {error}", "")
@@ -263,14 +264,14 @@ class LocalWorker:
                 self._events.put_nowait(event)
                 return
         if self._stopping or self._events.closed:
-            return  # who stops a worker, or closed its events, is done with them
+            return  # the owner has stopped the worker, or closed its events: they are dropped
         self._held.append(event)
         if len(self._held) == 1 and not self._ended:
             self._loop.remove_reader(self._socket)
             self._spawn(self._release_held())
 
     async def _release_held(self) -> None:
-        """Wait for places for the held events, then read on."""
+        """Wait for places for the held events, then resume reading."""
         with contextlib.suppress(ChannelClosed):
             while self._held:
                 event = self._held[0]
@@ -319,7 +320,7 @@ class LocalWorker:
             on_event(event, f"{self._name}: {what} {silent_s:.1f} s", **fields)
 
         while True:
-            if not self._outgoing:  # bytes it has not taken ask for a sign of life as well as a ping does
+            if not self._outgoing:  # unsent bytes ask for a sign of life as well as a ping does
                 self._send(ping)
             before_s = clock.now()
             await clock.sleep(interval_s)
@@ -339,7 +340,7 @@ class LocalWorker:
 
     def _kill(self, reason: str, found_by: FoundBy = "exit") -> None:
         if self._process.returncode is not None:
-            return  # reaped: its number may be another's by now
+            return  # reaped: its id may be another process's by now
         self._reason = self._reason or reason
         if self._found_by == "exit":
             self._found_by = found_by
@@ -347,7 +348,7 @@ class LocalWorker:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _expect_exit(self, reason: str) -> None:
-        """It is about to exit; kill it if it does not."""
+        """Kill the process if it doesn't exit by itself within `EXIT_GRACE_S`, with ``reason``."""
         self._loop.call_later(EXIT_GRACE_S, self._kill, reason)
 
     def _watch_exit(self) -> None:
@@ -366,11 +367,11 @@ class LocalWorker:
             self._on_exit()
 
     def _on_exit(self) -> None:
-        """The process has ended and is not reaped yet. Take what it had sent, then settle everything."""
+        """Handle the end of the process, which is not reaped yet: read what it had sent, then settle everything."""
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
-        self._kill("")  # what it started and left behind; its own number is still taken
+        self._kill("")  # kills the children it left; its own id isn't reused before it is reaped
         self._ended = True
         while self._read_once():  # a socket buffer at most; events pile up in _held beyond the channel's capacity
             pass
@@ -394,7 +395,7 @@ class LocalWorker:
         self._events.close(self._held)
 
     def _cause(self, code: int) -> str:
-        """One line, then the traceback it sent or the end of its output."""
+        """Describe the cause of death: one line, then the traceback it sent or the end of its output."""
         ending = f"killed by {_signal_name(-code)} ({-code})" if code < 0 else f"exited with code {code}"
         if self._stopping and code == 0:
             return "stopped"
@@ -405,7 +406,7 @@ class LocalWorker:
         return f"{line}\nlast output:\n{tail}" if tail else line
 
     def _log_tail(self) -> str:
-        """The last lines this process wrote; the log may hold earlier lives."""
+        """The last lines that this process wrote; the log may have the output of predecessors."""
         end = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(self._log_start, end - LOG_TAIL_BYTES))
         return "\n".join(self._log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:])

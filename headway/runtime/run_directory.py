@@ -1,4 +1,4 @@
-"""The folder a run writes: its layout, its lock, its stored experiment."""
+"""A run's folder: its layout, its lock, its stored experiment."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from headway.runtime.file_lock import FileLock
 
 
 class RunDirectory:
-    """One run's folder.
+    """The folder of a run.
 
     Lifecycle: *closed* -> ``begin`` (locked, layout made, experiment stored) [-> ``withdraw``] -> ``release``
-    (closed). Reading paths and the stored experiment needs no lock, so that `report` and `show` work while a run
-    goes on.
+    (closed). Reading paths and the stored experiment needs no lock, so that `report` and `show` work during a run.
 
     Invariant: between ``begin`` and ``release`` this process is the only one that writes to the folder. The lock
     on ``RUN/lock`` ends with the process, however it ends, so a killed run leaves nothing to clean up.
@@ -83,11 +82,11 @@ class RunDirectory:
         return self.path / "logs"
 
     def holds_run(self) -> bool:
-        """Whether a run was begun here."""
+        """Whether a run was started here."""
         return self.config.is_file()
 
     def read_experiment(self) -> Experiment:
-        """The stored experiment. Raises ConfigurationError when there is none or it can't be read."""
+        """Read the stored experiment. Raises ConfigurationError when there is none or it can't be read."""
         try:
             raw = json.loads(self.config.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -97,11 +96,11 @@ class RunDirectory:
         return validate_experiment(raw, str(self.config))
 
     def begin(self, experiment: Experiment, *, resume: bool) -> Experiment | None:
-        """Lock the folder, make its layout and store ``experiment``; returns what was stored before.
+        """Lock the folder, make its layout and store ``experiment``; returns the experiment stored before, if any.
 
         Raises RunLocked when another process holds it, ConfigurationError when a new run would overwrite an old
         one, when there is nothing to resume, or when a key changed that may not change on resume; BufferCorrupt when
-        the buffer of a run that has trained is gone. After an error the folder is unlocked and holds what it held.
+        the buffer of a run that has trained is missing. After an error the folder is unlocked and unchanged.
         """
         self.acquire()
         try:
@@ -134,13 +133,13 @@ class RunDirectory:
         return stored
 
     def _has_trained(self) -> bool:
-        """Whether the run has made a step, by its checkpoints and its ledger."""
+        """Whether the run has completed a step, by its checkpoints and its ledger."""
         if any(self.checkpoints.glob("step_*")):
             return True
         return self.ledger.is_file() and b'"kind":"step"' in self.ledger.read_bytes()
 
     def withdraw(self) -> None:
-        """Take back ``begin`` of a new run that failed before it did anything: the folder holds no run then."""
+        """Undo ``begin`` of a new run that failed before it did anything: the folder then has no run."""
         self.config.unlink(missing_ok=True)
 
     def acquire(self) -> None:
@@ -148,16 +147,16 @@ class RunDirectory:
         self._lock.acquire()
 
     def release(self) -> None:
-        """Give the lock back; does nothing when it isn't held."""
+        """Release the lock; no-op when it isn't held."""
         self._lock.release()
 
     def holder(self) -> int | None:
-        """Process id of whoever holds the lock now; None when nobody does (or it didn't say who it is)."""
+        """Id of the process that holds the lock now; None when none does (or it hasn't written its id)."""
         return self._lock.holder()
 
     def write_json(self, path: Path, value: Any) -> None:
-        """Write ``value`` (JSON types or a record) to ``path`` so that a reader, or a kill, sees the old or the new
-        file whole. Raises HeadwayError on a full disk."""
+        """Write ``value`` (JSON types or a record) to ``path`` atomically: a reader sees the old or the new file whole,
+        also after a kill. Raises HeadwayError on a full disk."""
         data = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:

@@ -1,4 +1,4 @@
-"""Folders for a process's passing files: gone with it, and where it was killed, with the next one."""
+"""Folders for a process's temporary files, removed when it ends, or by the next process where it was killed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 
 class ScratchFolder:
-    """A folder of this process's own, held by a lock that ends with it however it ends.
+    """A folder of this process, protected by a lock that the kernel releases when the process ends.
 
-    Making one removes those of the same prefix that nobody holds.
+    Making one removes those of the same prefix that no process has locked.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -21,7 +21,7 @@ class ScratchFolder:
         self.path, self._lock = _made(prefix)
 
     def remove(self) -> None:
-        """It goes; no-op the second time."""
+        """Remove the folder; no-op the second time."""
         if self._lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -34,13 +34,13 @@ def _made(prefix: str) -> tuple[Path, int | None]:
         with contextlib.suppress(FileNotFoundError):  # another process's `reap` was quicker
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(lock, fcntl.LOCK_SH)
-            if path.exists():  # else it came before the lock
+            if path.exists():  # else that `reap` came before the lock
                 return path, lock
             os.close(lock)
 
 
 def reap(prefix: str) -> list[Path]:
-    """Remove the folders of this prefix that no process holds; another user's can't be opened, and stay."""
+    """Remove the folders of this prefix that no process has locked; other users' folders stay."""
     removed: list[Path] = []
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         try:

@@ -1,7 +1,7 @@
-"""Named loops that live and die together.
+"""Supervises named loops that run and end together.
 
-A run is a handful of loops that none outlives: the first to fail ends all, with its own error; one that
-returns although it should not is an error too, named.
+A run is a handful of loops, none of which outlives the others: the first to fail ends all, with its own
+error; a loop that returns although it should not is an error too, with its name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class LoopReturned(HeadwayError):
-    """A loop that should run as long as the others returned."""
+    """A loop returned that should run as long as the others."""
 
     def __init__(self, loop: str) -> None:
         super().__init__(f"loop {loop!r} returned unexpectedly")
@@ -25,7 +25,7 @@ class LoopReturned(HeadwayError):
 
 
 class _Finished(Exception):
-    """Ends the task group when the loop that decides has returned."""
+    """Ends the task group when the loop named by ``until`` has returned."""
 
 
 async def supervise(loops: Mapping[str, Loop], until: str | None = None) -> Any:
@@ -61,7 +61,7 @@ async def supervise(loops: Mapping[str, Loop], until: str | None = None) -> Any:
         async with asyncio.TaskGroup() as group:
             for name, loop in loops.items():
                 group.create_task(guard(name, loop), name=name)
-    except BaseExceptionGroup:  # what `guard` let through stands in `errors` and `results`; anything else goes on
+    except BaseExceptionGroup:  # `errors` and `results` have what `guard` raised; anything else is re-raised
         if not errors and not results:
             raise
     if errors:
@@ -73,7 +73,7 @@ async def supervise(loops: Mapping[str, Loop], until: str | None = None) -> Any:
 
 
 def _first(error: Exception) -> Exception:
-    """The first error in time of a task group inside a loop; the others become its notes."""
+    """Return the first error in time of a task group inside a loop; the others become its notes."""
     while isinstance(error, ExceptionGroup):
         first, *others = error.exceptions
         for other in others:
@@ -83,7 +83,8 @@ def _first(error: Exception) -> Exception:
 
 
 async def to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run it to its end however often the caller is cancelled meanwhile; that is raised then. For what gives back."""
+    """Run a coroutine to its end even if the caller is cancelled meanwhile; then raise the cancellation. For
+    clean-up."""
     task = asyncio.ensure_future(coroutine)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

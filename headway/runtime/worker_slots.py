@@ -1,7 +1,7 @@
-"""Worker slots: each holds one supervised worker, reports its death and starts a successor.
+"""Worker slots: each runs one supervised worker, reports its death and starts a successor.
 
-A pool owns one ``WorkerSlot`` for each of its workers and keeps only what is its own: which worker gets a request, and
-what happens to the requests of a dead one.
+A pool has one ``WorkerSlot`` for each of its workers and itself decides only which worker gets a request, and what
+happens to the requests of a dead one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _LONGEST_PAUSE_S = 30.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerOutage:
-    """The time from a worker's death to its successor's first moment.
+    """The time from a worker's death until its successor is ready.
 
-    Reported when it begins ("died"), after each failed restart ("restart_failed") and when it ends: "restarted", or
+    Reported when it starts ("died"), after each failed restart ("restart_failed") and when it ends: "restarted", or
     "lost" where the pool gave up.
     """
 
@@ -40,13 +40,13 @@ class WorkerOutage:
 
 class OutageReporter:
     """Reports the outages of one worker and its successors as events: "NAME_died", "NAME_restart_failed",
-    "NAME_restarted" and "NAME_lost", where NAME is the worker's without its number. The last two have the seconds that
-    the worker was away."""
+    "NAME_restarted" and "NAME_lost", where NAME is the worker's without its number. The last two have the length of the
+    outage in seconds."""
 
     def __init__(
         self, worker: str, on_event: EventCallback, now: Callable[[], float], held: Callable[[], int] = lambda: 0
     ) -> None:
-        """``held()``: the rollouts that the worker has, which its death costs."""
+        """``held()``: number of rollouts at the worker, which its death costs."""
         self._held = held
         self.restarts = 0
         self._worker = worker
@@ -83,12 +83,12 @@ class OutageReporter:
 
 
 class WorkerSlot:
-    """One supervised worker and its successors.
+    """A supervised worker and its successors.
 
     Lifecycle: *empty* -> *live* -> *down*, when the worker dies -> *live* again after ``restart``, or *lost*, when its
     pool gives up. Its pool decides when to restart: at once, or when there is work. The pause before a start grows
     with the failures in a row (deaths and failed starts): none after one, then 0.5 s, doubled up to 30 s. ``forgive``
-    forgets them, and so does ``forgiven_after_s`` of service.
+    resets them; each also expires after ``forgiven_after_s`` of service.
 
     Example: the worker dies: "NAME_died", 1 failure. ``restart`` fails at once: "NAME_restart_failed", 2 failures.
     ``restart`` waits 0.5 s and takes 2 s to start one: "NAME_restarted", ``down_s`` = 2.5.
@@ -107,9 +107,9 @@ class WorkerSlot:
         forgiven_after_s: float = math.inf,
         held: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``limit``: failures in a row beyond which the slot is ``exhausted``. ``prepare(worker)`` makes a started
-        worker ready; what it raises counts as a failed start. ``restart_arguments``: a successor gets them besides.
-        ``held()``: the rollouts that the worker has."""
+        """``limit``: failures in a row above which the slot is ``exhausted``. ``prepare(worker)`` makes a started
+        worker ready; an error of it counts as a failed start. ``restart_arguments``: additional arguments of
+        successors. ``held()``: number of rollouts at the worker."""
         self.spec = spec
         self.worker: Worker | None = None  # the last one, dead or alive; None after a failed start
         self.fault: Exception | None = None  # of the last death or failed start
@@ -138,7 +138,7 @@ class WorkerSlot:
 
     @property
     def failures(self) -> int:
-        """Deaths and failed starts in a row, without those forgiven."""
+        """Number of deaths and failed starts in a row, without those forgiven."""
         return len(self._failures)
 
     @property
@@ -159,11 +159,11 @@ class WorkerSlot:
         return self._reporter.outage
 
     def forgive(self) -> None:
-        """Forget the failures so far: the worker is given work. Should it die of that, it isn't the worker's fault."""
+        """Reset the failures so far, since the worker gets new work: a death by that isn't the worker's fault."""
         self._failures.clear()
 
     async def start(self) -> Worker:
-        """Start the first worker. Raises what the launcher or ``prepare`` raises, with nothing left running."""
+        """Start the first worker. Raises the errors of the launcher and ``prepare``, with nothing left running."""
         return await self._start(self.spec)
 
     @property
@@ -171,25 +171,25 @@ class WorkerSlot:
         return self._restarting is not None and not self._restarting.done()
 
     def begin_restart(self) -> asyncio.Task[Worker | None]:
-        """The restart that is under way, begun now if there is none."""
+        """Return the restart that is under way; starts one if there is none."""
         if self._restarting is None or self._restarting.done():
             self._restarting = asyncio.create_task(self._restart(), name=f"{self.name}-restart")
         return self._restarting
 
     async def restart(self, timeout_s: float | None = None) -> Worker | None:
         """Wait for a successor (or for the first worker, where there was none), its pause included. None: the start
-        failed, which ``fault`` explains, or takes longer than ``timeout_s`` and goes on, or the slot is stopped."""
+        failed, as ``fault`` explains, takes longer than ``timeout_s`` and continues, or the slot is stopped."""
         restarting = self.begin_restart()
         await asyncio.wait((restarting,), timeout=timeout_s)
         return restarting.result() if restarting.done() and not restarting.cancelled() else None
 
     async def dead(self) -> None:
-        """Wait until the worker's death is reported. Raises what the event callback raises."""
+        """Wait until the worker's death is reported. Raises the errors of the event callback."""
         if self._watching is not None:
             await asyncio.shield(self._watching)
 
     def lose(self, cause: str) -> WorkerDied:
-        """Give the slot up, which is reported once. Returns the error for those who need the worker."""
+        """Give the slot up, which is reported once. Returns the error to raise in callers that need the worker."""
         if self.lost is None:
             self.lost = WorkerDied(self.name, cause)
             self._reporter.report("lost", str(self.lost))
@@ -227,7 +227,7 @@ class WorkerSlot:
         return worker
 
     async def _watch(self, worker: Worker) -> None:
-        """Waits for the worker's death, counts and reports it."""
+        """Wait for the worker's death, count it and report it."""
         since_s = self._clock.now()
         death = await worker.died
         self._served_s += self._clock.now() - since_s
@@ -243,7 +243,7 @@ class WorkerSlot:
         extra = {} if first else self._restart_arguments
         try:
             worker = await self._start(dataclasses.replace(self.spec, arguments=self.spec.arguments | extra))
-        except Exception as error:  # the capture point of restarts: whoever asked finds it in `fault`
+        except Exception as error:  # the capture point of restarts: callers find it in `fault`
             self._fail(error)
             self._reporter.report("restart_failed", f"{self.name}: {error}")
             return None
@@ -259,8 +259,8 @@ class WorkerSlot:
 
 
 async def start_all(slots: Sequence[WorkerSlot]) -> list[Worker]:
-    """Start the first worker of each, at once. When all starts have ended, raises what the first failing one raised:
-    the worker's own typed error, where it is one of ours."""
+    """Start the first workers of all slots concurrently. When all starts have ended, raises the error of the first slot
+    that failed: the worker's own typed error, where it is one of ours."""
     started = await asyncio.gather(*(slot.start() for slot in slots), return_exceptions=True)
     for error in started:
         if isinstance(error, BaseException):
@@ -269,7 +269,7 @@ async def start_all(slots: Sequence[WorkerSlot]) -> list[Worker]:
 
 
 async def stop_all(slots: Sequence[WorkerSlot], grace_s: float) -> None:
-    """Stop all at once."""
+    """Stop all slots concurrently."""
     await asyncio.gather(*(slot.stop(grace_s) for slot in slots))
 
 

@@ -1,7 +1,7 @@
 """Workers: objects in processes of their own, whose methods are awaited.
 
-``Launcher`` and ``Worker`` are the whole interface (another launcher can stand behind it);
-``LocalLauncher`` is the one on processes of this machine. A dead worker is an event with a cause, never a
+``Launcher`` and ``Worker`` are the whole interface (another launcher can implement it);
+``LocalLauncher`` starts processes on this machine. A dead worker is an event with a cause, never a
 hang: every pending and later call raises WorkerDied, ``died`` is set, ``events`` is closed.
 """
 
@@ -28,7 +28,7 @@ from headway.runtime.local_worker import Death, LocalWorker
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """What to start, and where."""
+    """The specification of a worker: its factory and arguments, its device, its log."""
 
     name: str  # unique in the run; names the log and every error
     factory: str  # "module:Class", built in the worker as Class(context, **arguments)
@@ -39,7 +39,7 @@ class WorkerSpec:
 
 
 class Worker(Protocol):
-    """A handle of one worker."""
+    """A handle of a worker."""
 
     @property
     def name(self) -> str: ...
@@ -52,8 +52,8 @@ class Worker(Protocol):
 
     @property
     def events(self) -> Channel[Any]:
-        """What it emits, in order; somebody must read it, or the worker comes to a halt when it is full.
-        Closed when it is dead (what it had sent is still there)."""
+        """The channel of the worker's events, in order. It must be read, or the worker blocks when it is full.
+        Closed when the worker is dead (events sent before are still there)."""
         ...
 
     @property
@@ -67,24 +67,24 @@ class Worker(Protocol):
         Calls run one at a time in the order they were made. Raises RemoteError when the method raises
         (``__cause__`` is the exception itself where it is a HeadwayError), WorkerDied when the worker is
         or becomes dead, TimeoutError after ``timeout_s``; the method then still runs to its end. Large
-        arrays are sent from where they lie: leave them unchanged until the result is here.
+        arrays are sent from their own memory: leave them unchanged until the result arrives.
         """
         ...
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """End it after the call it is in, running its ``close()`` if it has one; kill it after ``grace_s``.
+        """End the worker after its present call, running its ``close()`` if it has one; kill it after ``grace_s``.
 
         Later and queued calls are not run. Its events that no longer fit the channel are dropped.
         """
         ...
 
     def kill(self, reason: str = "") -> None:
-        """Kill it, and what it started, at once. ``died`` follows, with ``reason`` in its cause."""
+        """Kill the worker and its child processes at once. ``died`` follows, with ``reason`` in its cause."""
         ...
 
 
 class EventCallback(Protocol):
-    """Called with what happens to workers. ``fields``: those of `EventRecord` (worker, cause, found_by, lost_s,
+    """A callback for events of workers. ``fields``: those of `EventRecord` (worker, cause, found_by, lost_s,
     lost_samples); others are its ``data``."""
 
     def __call__(self, name: str, detail: str, /, **fields: Any) -> object: ...
@@ -101,7 +101,7 @@ class Launcher(Protocol):
 
     async def start(self, spec: WorkerSpec) -> Worker:
         """Start a worker and wait until it is built. Raises ConfigurationError (device), RemoteError with the
-        traceback when building it raises, WorkerDied when it can't be started, dies first or isn't built in time."""
+        traceback when building it raises, WorkerDied when it can't be started, dies or isn't built in time."""
         ...
 
 
@@ -126,16 +126,16 @@ class WorkerGroup:
                 call.cancel()
 
     async def rank(self, index: int, method: str, *args: Any, timeout_s: float | None = None, **named: Any) -> Any:
-        """Call one worker."""
+        """Call the worker of rank ``index``."""
         return await self.workers[index].call(method, *args, timeout_s=timeout_s, **named)
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Stop all at once."""
+        """Stop all workers concurrently."""
         await asyncio.gather(*(worker.stop(grace_s) for worker in self.workers))
 
 
 class LocalLauncher:
-    """Starts workers as processes of this machine, which die with this one."""
+    """Starts workers as processes of this machine, which die with this process."""
 
     def __init__(
         self,
@@ -146,8 +146,8 @@ class LocalLauncher:
         events_capacity: int = 256,
         on_event: EventCallback = lambda name, detail, /, **fields: None,
     ) -> None:
-        """``start_timeout_s``: a worker that isn't built after so long is killed. ``on_event`` is called when a worker
-        gives no sign of life for half of ``heartbeat_timeout_s`` (``worker_stalled``), and when it gives one again
+        """``start_timeout_s``: a worker that isn't built by then is killed. ``on_event`` is called when a worker gives
+        no sign of life for half of ``heartbeat_timeout_s`` (``worker_stalled``), and when it gives one again
         (``worker_answers``)."""
         self._clock = clock
         self._heartbeat_interval_s = heartbeat_interval_s
@@ -157,13 +157,13 @@ class LocalLauncher:
         self._on_event = on_event
 
     async def start(self, spec: WorkerSpec) -> LocalWorker:
-        """See :meth:`Launcher.start`. Health checks begin once the worker is built."""
+        """See :meth:`Launcher.start`. Health checks start once the worker is built."""
         device = parse_device(spec.device)
         device.check()
         environment = os.environ | {"PYTHONUNBUFFERED": "1"} | device.environment() | spec.environment
         try:
             spawned = _spawn(spec, environment)
-        except OSError as error:  # no process, descriptor, memory or place for the log to be had
+        except OSError as error:  # no process, descriptor, memory or place for the log
             raise WorkerDied(spec.name, f"could not be started: {error}") from error
         events: Channel[Any] = Channel(self._events_capacity, f"{spec.name}.events", self._clock)
         worker = LocalWorker(spec.name, events, *spawned)
@@ -181,8 +181,8 @@ class LocalLauncher:
 def _spawn(
     spec: WorkerSpec, environment: dict[str, str]
 ) -> tuple[subprocess.Popen[bytes], socket.socket, IO[bytes], int]:
-    """The child's process, our end of its socket, its log and the log's size so far. Raises OSError, with nothing
-    left open."""
+    """Start the child. Returns its process, our end of its socket, its log and the log's size so far. Raises OSError,
+    with nothing left open."""
     with contextlib.ExitStack() as undo:
         log, log_start = _open_log(spec.log_path)
         undo.callback(log.close)
@@ -198,17 +198,17 @@ def _spawn(
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                process_group=0,  # kill() reaches what it started; Ctrl-C does not reach it
+                process_group=0,  # kill() reaches its children too; Ctrl-C does not reach it
             )
         undo.pop_all()
         return process, ours, log, log_start
 
 
 def _open_log(path: str | Path | None) -> tuple[IO[bytes], int]:
-    """The log opened to append and read, and its size so far; an unnamed temporary file when there is no path."""
+    """Open the log to append and read; return it and its size so far. An unnamed temporary file without a path."""
     if path is None:
         return tempfile.TemporaryFile("a+b"), 0
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    # Not in a `with`: the worker writes to it and its death is explained from it; whoever holds the worker closes it.
+    # Not in a `with`: the worker writes to it, and the cause of its death is read from it; `LocalWorker` closes it.
     log = open(path, "a+b")  # noqa: SIM115
     return log, log.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""Which backend of sandboxes an experiment has, and how it is built."""
+"""Builds the sandbox backend that an experiment names, and the specification of its sandboxes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOSTED = ("modal", "e2b", "prime")
 
 
 class NoSettings(msgspec.Struct, frozen=True):
-    """Of a backend that has none of its own."""
+    """Settings of a backend that has none of its own."""
 
 
 class BubblewrapSettings(msgspec.Struct, frozen=True):
@@ -45,8 +45,8 @@ _in_use: list[resolve.Image] = []  # of this process: its sandboxes may start at
 
 
 async def spec_of(settings: SandboxConfig) -> SandboxSpec:
-    """What its sandboxes are made of: the image unpacked, if it wasn't, and in use until this process ends. Raises
-    ConfigurationError: what is wrong with the image, and what would be valid."""
+    """Return the specification of an experiment's sandboxes. Unpacks the image if needed, and keeps it marked as in use
+    until this process ends. Raises ConfigurationError: what is wrong with the image, and what would be valid."""
     if not settings.image or settings.backend not in ("local", "bubblewrap"):
         return msgspec.structs.replace(settings.spec, root=settings.image or None)
     stop = threading.Event()
@@ -55,15 +55,15 @@ async def spec_of(settings: SandboxConfig) -> SandboxSpec:
             resolve.prepare, settings.image, settings.store, store_bytes=settings.store_bytes, stop=stop
         )
     finally:
-        stop.set()  # whoever is cancelled doesn't wait
+        stop.set()  # a cancelled caller doesn't wait for it
     _in_use.append(image)
     variables = {**image.environment, **settings.variables}
     return msgspec.structs.replace(settings.spec, root=str(image.root), environment=variables)
 
 
 def backend_of(settings: SandboxConfig, *, run: str = "", snapshots: Path | None = None) -> Backend:
-    """The one that ``settings`` name, not yet started. ``run``: whose sandboxes they are; ``snapshots``: the folder of
-    those that are parked. Raises ConfigurationError: a backend that isn't installed."""
+    """Make the backend that ``settings`` names, not yet started. ``run``: the run that owns its sandboxes;
+    ``snapshots``: the folder for snapshots of parked ones. Raises ConfigurationError where it isn't installed."""
     if settings.backend == "local":
         _own(settings, NoSettings)
         made = LocalSettings(start_timeout_s=settings.start_limit_s)
@@ -78,7 +78,7 @@ def backend_of(settings: SandboxConfig, *, run: str = "", snapshots: Path | None
 
 
 def _provider_of(settings: SandboxConfig) -> Provider:
-    """The adapter, imported here alone: its SDK may not be installed."""
+    """Make the provider's adapter, imported only here: its SDK may not be installed."""
     if settings.backend == "e2b":
         from headway.sandbox.hosted.e2b import E2BProvider, E2BSettings
 
@@ -93,7 +93,7 @@ def _provider_of(settings: SandboxConfig) -> Provider:
 
 
 def _bubblewrap(wanted: str) -> str:
-    """The program's path. Raises ConfigurationError where there is none, or an old one."""
+    """Return the path of bubblewrap's program. Raises ConfigurationError where it is missing or too old."""
     program = shutil.which(wanted)
     if program is None:
         raise ConfigurationError(
@@ -129,7 +129,7 @@ def _docker(settings: SandboxConfig, run: str, snapshots: Path | None) -> Backen
 
 
 def _own(settings: SandboxConfig, kind: type[Any]) -> Any:
-    """``sandbox.settings`` as the backend's own. Raises ConfigurationError, naming what is valid."""
+    """Convert ``sandbox.settings`` to the backend's own type. Raises ConfigurationError, naming what is valid."""
     given = dict(settings.settings)
     for key in given:
         if key not in kind.__struct_fields__:

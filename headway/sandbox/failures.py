@@ -1,4 +1,4 @@
-"""What a local sandbox's answers mean: results of commands, and whose doing a failure is."""
+"""Interprets the answers of a local sandbox: results of commands, and which side caused a failure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def os_failure(what: str, answer: Head) -> SandboxFailure:
 
 
 def file_failure(path: str, answer: Head) -> SandboxFailure:
-    """What is or isn't at a path is the doing of what ran there; the rest is the machine's."""
+    """Attribute a failed file request: to the code that ran in the sandbox, but for EIO and lack of memory or files."""
     code = int(answer["error"])
     if code in (errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
         return os_failure(path, answer)
@@ -63,7 +63,8 @@ NAMESPACES = (
 
 
 def refused(code: int, what: str) -> SandboxFailure:
-    """No process was to be had for a sandbox. Without namespaces nothing works, however often it is tried."""
+    """Make the failure for a clone that was refused. Only lack of processes or memory is retried: without namespaces no
+    retry can work."""
     evidence = {"step": "clone", "errno": errno.errorcode.get(code, str(code))}
     busy = code in (errno.EAGAIN, errno.ENOMEM)
     remedy = "fewer sandboxes at once, or a higher limit of processes" if busy else NAMESPACES
@@ -71,7 +72,8 @@ def refused(code: int, what: str) -> SandboxFailure:
 
 
 def setup_failure(head: Head) -> SandboxFailure:
-    """Wrong images are for whoever names them to mend; without user namespaces nothing works, however often tried."""
+    """Make the failure for a sandbox whose setup failed: the environment's for its root, workdir or snapshot, else the
+    infrastructure's. Without user namespaces no retry can work."""
     code, step = int(head["error"]), str(head["failed"])
     what = f"a sandbox can't be made, {str(head['what'])[:300]}"
     evidence = {"step": step, "errno": errno.errorcode.get(code, str(code))}

@@ -1,4 +1,4 @@
-"""Infrastructure that fails on purpose: for tests, and for drills of a whole run (`sandbox.inject_faults`)."""
+"""A backend that injects infrastructure failures, for tests and for drills of a whole run (`sandbox.inject_faults`)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from headway.sandbox.wrapper import SandboxWrapper
 
 OF_CREATE = ("refused", "slow", "unanswered")
 OF_EXEC = ("lost", "unanswered")
-GRACE_S = 10.0  # beyond a command's own time, until an answer that doesn't come is given up, as backends do
+GRACE_S = 10.0  # beyond a command's own time, until a missing answer is given up, as backends do
 
 
 class FaultyBackend:
-    """A backend of whose `create` and `exec` calls ``share`` fail as infrastructure does, drawn from ``seed``:
+    """A wrapper of a backend in which a ``share`` of `create` and `exec` calls, drawn from ``seed``, fail:
 
-    - a start is *refused*, is *slow* (``slow_s`` more), or its answer never comes (*unanswered*: until who waits gives
-      up);
-    - a command's sandbox is *lost* in the middle of it, or its answer never comes (*unanswered*): after its own time
-      and a while the sandbox is given up and ended, as the real backends do.
+    - a start is *refused*, is *slow* (``slow_s`` more), or never answers (*unanswered*: until the caller gives up);
+    - a command's sandbox is *lost* in the middle of it, or never answers (*unanswered*): `GRACE_S` after the command's
+      own time the sandbox is given up and ended, as the real backends do.
 
     Everything else is the backend's own. ``injected`` counts, by call and kind: "create refused", ...
     """
@@ -45,7 +44,7 @@ class FaultyBackend:
         self.injected: Counter[str] = Counter()
 
     def draw(self, call: str, kinds: Sequence[str]) -> str:
-        """What shall happen to a call; "": nothing."""
+        """Draw the kind of fault to inject into a call, and count it; "": none."""
         if self._random.random() >= self._share:
             return ""
         kind = self._random.choice(kinds)
@@ -98,7 +97,7 @@ class FaultyBackend:
 
 
 class FaultySandbox(SandboxWrapper):
-    """One of them."""
+    """A sandbox of `FaultyBackend`, whose commands may fail."""
 
     def __init__(self, box: Sandbox, faults: FaultyBackend, clock: Clock) -> None:
         super().__init__(box)

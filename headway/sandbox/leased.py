@@ -1,4 +1,4 @@
-"""A sandbox as its lessee sees it: the backend's, with its commands measured and its time to live kept up."""
+"""A leased sandbox: the backend's, with its commands measured and its time to live renewed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPARE_TTL_S = 60.0  # beyond the limit of the next command: its verdict is read,
 
 
 class CommandCounts:
-    """What all leased sandboxes of a pool were asked, and how that went."""
+    """Counts, failures and latencies of commands, over all leased sandboxes of a pool."""
 
     def __init__(self) -> None:
         self.execs = 0
@@ -31,9 +31,8 @@ class CommandCounts:
 
 
 class LeasedSandbox(SandboxWrapper):
-    """See :class:`Sandbox`. Its time to live counts from readiness, and no use of it runs into its end: before a
-    command that might, and once half of it is over before any use, it starts again. So whoever still edits or scores
-    never finds it gone for its age."""
+    """A `Sandbox` whose time to live, which counts from readiness, never ends during use: it is renewed before a
+    command that might outlast it, and before any use once half of it has passed."""
 
     def __init__(self, box: Sandbox, ttl_s: float, counts: CommandCounts, clock: Clock) -> None:
         super().__init__(box)
@@ -56,10 +55,10 @@ class LeasedSandbox(SandboxWrapper):
         return result
 
     async def before_use(self, longest_s: float = 0.0) -> None:
-        """Live on, where that is needed: at a provider it costs a call, which E2B refuses for one that is paused."""
+        """Renew the time to live if needed: at a provider that costs a call, which E2B refuses for a paused sandbox."""
         needed_s = longest_s + SPARE_TTL_S
         if not self.paused and self._ends_s - self._clock.now() < max(self._ttl_s / 2, needed_s):
-            with contextlib.suppress(SandboxError):  # what is asked for says what is wrong
+            with contextlib.suppress(SandboxError):  # the use itself then reports what is wrong
                 await self.renew(max(self._ttl_s, needed_s))
 
     async def pause(self) -> None:
@@ -72,7 +71,7 @@ class LeasedSandbox(SandboxWrapper):
         await self.before_use()
 
     async def renew(self, ttl_s: float) -> None:
-        began_s = self._clock.now()  # it counts from when it is heard, which is later
+        began_s = self._clock.now()  # the time to live counts from when the request arrives, which is later
         await super().renew(ttl_s)
         self._ends_s = began_s + ttl_s
 

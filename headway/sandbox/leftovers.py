@@ -1,12 +1,12 @@
-"""Whose sandboxes are whose, on disk before there is any; and the removal of what dead owners have left.
+"""Records on disk of which process owns which sandbox, and removal of what dead owners have left.
 
 `STATE/owner-PID-START-N-MACHINE/` belongs to the process PID that was started at START (in the kernel's ticks since
-boot, so that a number used again isn't taken for it), where MACHINE says in which boot and which namespace of processes
-these numbers mean something, and of which machine where that can be told. Owners of an earlier boot of this one are
-dead; of others elsewhere nothing is known, and they are left alone. In it: `owner.json`,
-`records/ID.json` for each sandbox, and the layers sandboxes are made of. Its control groups are named like it. All of
-it is gone when the owner's zygote has cleaned up; what is left after the zygote was killed too, `reap` removes: every
-backend calls it at its start and, while a run goes on, from time to time (`reaper.py`).
+boot, so that a reused number isn't mistaken for it). MACHINE names the boot and the PID namespace in which these
+numbers are valid, and the machine where it can be identified. Owners of an earlier boot of this machine are dead; of
+owners elsewhere nothing is known, and they are left alone. The folder has `owner.json`, `records/ID.json` for each
+sandbox, and the layers sandboxes are made of; a sandbox's record is written before the sandbox is made. Its control
+groups have the folder's name. The owner's zygote removes all of it; what remains when the zygote was killed too, `reap`
+removes: every backend calls it at its start and, during a run, from time to time (`reaper.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OWNER = re.compile(r"owner-(\d+)-(\d+)(?:-\d+)?(?:-([0-9a-f-]{36})-(\d+)(?:-([0-
 
 
 class OwnerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Who an owner is, and which process its sandboxes come from."""
+    """The identity of an owner process, and of the zygote that makes its sandboxes."""
 
     pid: int
     started: int  # ticks since boot
@@ -64,7 +64,7 @@ def default_state() -> Path:
 
 
 def started(pid: int) -> int | None:
-    """When a process was started; None: there is none, or it has ended."""
+    """Start time of a process, in ticks since boot; None: it doesn't exist, or has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -78,13 +78,13 @@ def boot() -> str:
 
 
 def machine() -> str:
-    """Where a process's number means something: this boot of this machine, and its namespace of processes."""
+    """The scope in which a process id is valid: this boot of this machine, and its PID namespace."""
     return f"{boot()}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def installation() -> str:
-    """This machine, whatever its boot; "": it can't be told from others. Machines that are copies of one image may have
-    the same number, so the name counts as well."""
+    """Identify this machine across boots; "": it can't be identified. Copies of one image may share a machine id, so
+    the host name counts as well."""
     try:
         number = Path("/etc/machine-id").read_text().strip()
     except OSError:
@@ -99,7 +99,7 @@ def owner_name(pid: int, count: int) -> str:
 
 
 def is_dead(name: str) -> bool | None:
-    """Whether an owner of that name is; None: it isn't one's name, or nothing is known of where it is."""
+    """Whether the owner of that name is dead; None: not an owner's name, or nothing is known of its machine."""
     match = OWNER.fullmatch(name)
     if match is None:
         return None
@@ -110,7 +110,7 @@ def is_dead(name: str) -> bool | None:
 
 
 def write(folder: Path, name: str, record: msgspec.Struct) -> None:
-    """Whole or not at all; never through a link that somebody may have put there."""
+    """Write a record as JSON, atomically, and never through a link that somebody may have put there."""
     beside = folder / f".{name}.incoming"
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -123,7 +123,7 @@ def write(folder: Path, name: str, record: msgspec.Struct) -> None:
 
 
 def owners(state: Path) -> Iterator[tuple[Path, bool]]:
-    """Every owner's directory, and whether that process lives, or may: only of this machine's is it known."""
+    """Every owner's directory, and whether that process lives or may live: known only for this machine's."""
     with contextlib.suppress(FileNotFoundError):
         for folder in sorted(state.iterdir()):
             if OWNER.fullmatch(folder.name):
@@ -131,7 +131,7 @@ def owners(state: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def records(state: Path) -> Iterator[tuple[SandboxRecord, bool]]:
-    """Every sandbox that is recorded, and whether its owner lives."""
+    """Every recorded sandbox, and whether its owner lives."""
     for folder, alive in owners(state):
         for file in sorted(folder.glob("records/*.json")):
             with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -144,18 +144,18 @@ def reap(state: Path) -> list[Reaped]:
 
 
 def clear(folder: Path) -> Reaped:
-    """Remove everything of one owner, who is dead or is this process. What wouldn't end keeps its directory, so that
-    the next look finds it."""
+    """Remove everything of one owner, which is dead or is this process. If something can't be ended, the directory
+    stays, so that the next look finds it."""
     sandboxes = len(list(folder.glob("records/*.json")))
     stuck = False
-    places = {place / cgroups.SHARED / folder.name for place in cgroups.mounted().values()}  # it may not say yet
+    places = {place / cgroups.SHARED / folder.name for place in cgroups.mounted().values()}  # not recorded yet, perhaps
     with contextlib.suppress(OSError, msgspec.DecodeError):
         record = msgspec.json.decode((folder / "owner.json").read_bytes(), type=OwnerRecord)
         owner = OWNER.fullmatch(folder.name)
         here = owner is not None and owner[3] in (None, boot())  # another boot's numbers are other processes' now
         if here and record.zygote_pid and started(record.zygote_pid) == record.zygote_started:
             with contextlib.suppress(OSError):
-                os.kill(record.zygote_pid, signal.SIGKILL)  # with it, by the kernel, its sandboxes
+                os.kill(record.zygote_pid, signal.SIGKILL)  # the kernel kills its sandboxes with it
         places |= {Path(place) for place in record.cgroups.values()}
     for place in places:
         if place.name == folder.name:  # a record is text on a disk: only what is named like its owner

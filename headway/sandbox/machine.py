@@ -22,17 +22,17 @@ NAMESPACES = ("user", "pid", "net", "mnt", "ipc", "uts", "cgroup")
 
 
 class MachineLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is for all sandboxes together; what isn't known is None."""
+    """This machine's limits for all sandboxes together; None: not known."""
 
-    memory_bytes: int | None = None  # that could be had now
+    memory_bytes: int | None = None  # available now
     processes: int | None = None
-    processes_by: str = ""  # who says so
+    processes_by: str = ""  # the limit that binds, as the way to raise it
     namespaces: int | None = None  # of the kind there are fewest of
     namespaces_by: str = ""
 
 
 def look(proc: Path = Path("/proc")) -> MachineLimits:
-    """At this machine, as the user who makes sandboxes here."""
+    """Read this machine's limits, as they apply to this user."""
     counts = _process_limits(proc)
     processes_by = min(counts, key=lambda name: counts[name], default="")
     allowed = {f"user.max_{kind}_namespaces": _number(proc / f"sys/user/max_{kind}_namespaces") for kind in NAMESPACES}
@@ -48,7 +48,7 @@ def look(proc: Path = Path("/proc")) -> MachineLimits:
 
 
 def _process_limits(proc: Path) -> dict[str, int]:
-    """Every limit on processes that binds sandboxes, by how it is raised."""
+    """Every limit on processes that applies to sandboxes, keyed by the way to raise it."""
     found: dict[str, int | None] = {
         "sysctl -w kernel.pid_max": _number(proc / "sys/kernel/pid_max"),
         "sysctl -w kernel.threads-max": _number(proc / "sys/kernel/threads-max"),
@@ -69,7 +69,7 @@ def _number(file: Path) -> int | None:
 
 
 def _available_bytes(proc: Path) -> int | None:
-    """Of the machine, or of the control group that this process is in where that has less."""
+    """Available memory, bytes: of the machine, or of this process's control group where that has less."""
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         for line in (proc / "meminfo").read_text().splitlines():
@@ -87,7 +87,7 @@ def _available_bytes(proc: Path) -> int | None:
 
 
 def machine_findings(limits: MachineLimits, spec: SandboxSpec, needed: int) -> Iterator[SandboxFinding]:
-    """What doesn't suffice for ``needed`` sandboxes at once. Fatal: not even for those that do nearly nothing."""
+    """Findings on limits too small for ``needed`` sandboxes at once. Fatal: too small even for idle ones."""
     fewer = "a smaller sandbox.live (or queue.max_concurrent_rollouts)"
     memory, processes, namespaces = limits.memory_bytes, limits.processes, limits.namespaces
     own = spec.limits
@@ -122,7 +122,7 @@ def machine_findings(limits: MachineLimits, spec: SandboxSpec, needed: int) -> I
 
 
 def no_room(folder: Path, least_bytes: int) -> str:
-    """What is wrong with a folder that is written to; "": nothing. Tried, for quotas don't show in what is free."""
+    """Describe why ``folder`` can't be written to; "": it can. Tries a write, since quotas don't show in free space."""
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     free_bytes = shutil.disk_usage(there).free
     if free_bytes < least_bytes:

@@ -1,4 +1,4 @@
-"""So many a second, and no more: whoever comes too early waits in line."""
+"""Rate limiters: calls that come too early wait in line."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 from headway.runtime.clock import Clock
 
-LONGEST_WAIT_S = 3600.0  # what is further away than this was written before the machine's clock began anew
+LONGEST_WAIT_S = 3600.0  # a time further ahead was written before the machine's clock restarted
 
 
 class Pace:
-    """``burst`` at once, then ``per_s`` a second; first come, first served.
+    """Limits calls to ``burst`` at once and then ``per_s`` a second, first come, first served.
 
-    Example (2 a second, burst 1): three that come together are let through after 0, 0.5 and 1 s.
+    Example (2 a second, burst 1): three calls that come together return after 0, 0.5 and 1 s.
     """
 
     def __init__(self, per_s: float, burst: int, clock: Clock) -> None:
@@ -27,7 +27,7 @@ class Pace:
         self._turn = asyncio.Lock()
 
     async def wait(self) -> None:
-        """Return when it is one's turn."""
+        """Return when it is the caller's turn."""
         async with self._turn:
             now = self._clock.now()
             self._next_s = max(self._next_s, now - self._burst_s)
@@ -37,9 +37,9 @@ class Pace:
 
 
 class SharedRateLimit:
-    """The same for all processes of a machine that name the same file: an account has one limit, whoever uses it.
+    """A rate limit shared by all processes of this machine that name the same file, such as that of an account.
 
-    The file holds when the next one would go, by the machine's monotonic clock; a place is taken under its lock.
+    The file has the time of the next call by the machine's monotonic clock; each call takes its turn under a lock.
     """
 
     def __init__(self, file: Path, per_s: float, burst: int, clock: Clock) -> None:
@@ -49,15 +49,15 @@ class SharedRateLimit:
         self._clock = clock
 
     async def wait(self) -> None:
-        """Return when it is one's turn."""
+        """Return when it is the caller's turn."""
         await self._clock.sleep(max(0.0, self._take(0.0, self._every_s) - self._clock.now()))
 
     def hold(self, seconds: float) -> None:
-        """Nobody goes before then: the provider has said so."""
+        """Delay all further calls by at least ``seconds``, as the provider asked."""
         self._take(seconds, 0.0)
 
     def _take(self, least_s: float, more_s: float) -> float:
-        """When it is one's turn; the next one's is later by ``more_s``."""
+        """Take a turn: return its time, at least ``least_s`` from now, and move the next one ``more_s`` behind it."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

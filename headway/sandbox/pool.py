@@ -1,7 +1,7 @@
-"""How many sandboxes there are, and how many are being made: whoever wants one waits in line, and keeps it for a while.
+"""Leases sandboxes, with limits on how many live and how many are being started at once.
 
-Both are limited, for they are different: what lives costs memory, what starts costs the machine's (or the provider's)
-time, and a thousand starts at once are slower than the same in turn.
+The limits are separate because the costs are: a live sandbox costs memory, a start costs time of the machine (or the
+provider), and a thousand starts at once are slower than the same starts in turn.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from headway.sandbox.fair_semaphore import FairSemaphore
 from headway.sandbox.leased import CommandCounts, LeasedSandbox
 from headway.sandbox.protocol import Backend
 
-RECENT_STARTS = 512  # by which a straggler is told
+RECENT_STARTS = 512  # durations kept, against which a straggler is recognised
 
 
 class StartBreaker(Protocol):
@@ -52,7 +52,7 @@ class StartBreaker(Protocol):
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of a backend is used, and what is done where it is slow or fails."""
+    """Limits on the use of a backend, and the policy where it is slow or fails."""
 
     live: int = 64  # sandboxes at once, those being made among them
     starts: int = 8  # being made at once
@@ -60,17 +60,17 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     backoff_s: float = 0.2  # before the first of them; each doubles it, and each is drawn from half to one and a half
     start_timeout_s: float = 300.0  # of one start
     end_timeout_s: float = 60.0  # of ending one, until it is tried again
-    outage_s: float = 600.0  # so long a start waits for an open breaker to close
+    outage_s: float = 600.0  # how long a start waits for an open breaker to close
     hedge_share: float = 0.05  # of starts, at most: a second one beside a straggler; 0: none
     hedge_quantile: float = 0.95  # of recent starts: a straggler takes longer than that, ...
-    hedge_factor: float = 2.0  # ... so many times, ...
-    hedge_least_s: float = 1.0  # ... and at least so long
-    hedge_after: int = 20  # starts that are known before anything counts as one
+    hedge_factor: float = 2.0  # ... by this factor, ...
+    hedge_least_s: float = 1.0  # ... and at least this long
+    hedge_after: int = 20  # starts to be measured before any counts as a straggler
     seed: int = 0
 
 
 def pool_settings(settings: config.SandboxConfig) -> PoolSettings:
-    """As an experiment has them."""
+    """Make the pool's settings from an experiment's."""
     return PoolSettings(
         live=settings.live,
         starts=settings.starts,
@@ -95,9 +95,9 @@ class SandboxPool:
 
     Lifecycle: *open* -> *closed*, by `close`: it ends all sandboxes, not the backend. Invariants: never more than
     ``live`` sandboxes, nor more than ``starts`` of them being made; a lease that ends, however it does, has ended its
-    sandbox, or counts it as leaked. A *hedge* is a second start beside one that takes far longer than those before: the
-    first that is ready is leased, the other ended. It takes places that nobody waits for. Example (live 2, starts 1):
-    of three that ask at once, the first is served, then the second; the third waits until one of them gives back.
+    sandbox, or counts it as leaked. A *hedge* is a second start beside one that takes far longer than earlier ones: the
+    first that is ready is leased, the other ended. It takes only places that no task waits for. Example (live 2, starts
+    1): of three tasks that ask at once, the first is served, then the second; the third waits until one gives back.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class SandboxPool:
         self._settings = settings
         self._clock = clock
         self._breaker = breaker
-        self._at_breaker = asyncio.Lock()  # where starts wait in order while it is open
+        self._at_breaker = asyncio.Lock()  # starts wait here in order while the breaker is open
         self._changed = asyncio.Event()  # a probe has ended, or the pool has closed
         self._random = random.Random(settings.seed)
         self._live = FairSemaphore(settings.live, clock)
@@ -139,7 +139,7 @@ class SandboxPool:
         """A sandbox for as long as the block runs. Raises SandboxError when it can't be made, after all retries."""
         since_s = self._clock.now()
         if self._live.taken >= self._live.count:
-            asyncio.get_running_loop().call_soon(self._recall)  # once it waits in line
+            asyncio.get_running_loop().call_soon(self._recall)  # runs once this task waits in line
         await self._live.take()
         try:
             wanted = _Wanted(spec=spec, labels=labels, ttl_s=ttl_s or spec.ttl_s, snapshot=snapshot)
@@ -152,8 +152,8 @@ class SandboxPool:
             self._live.give_back()
 
     def lend(self, give_back: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-        """A leased sandbox isn't used for a while: as soon as somebody waits for its place, now or later, ``give_back``
-        is run, which ends its lease, of the longest lent first. Returns how to end the offer."""
+        """Offer a leased sandbox that isn't used for a while: as soon as a task waits for its place, ``give_back`` is
+        run, which ends its lease; the longest offered goes first. Returns a function that withdraws the offer."""
         offer = object()
         self._lent[offer] = give_back
         self._recall()
@@ -164,13 +164,13 @@ class SandboxPool:
         return end
 
     async def can_pause(self) -> bool:
-        """Whether its sandboxes can stand still, as `lend` wants them."""
+        """Whether the backend's sandboxes can be paused, as `lend` needs."""
         if self._can is None:
             self._can = await self._backend.capabilities()
         return self._can.pause
 
     def _recall(self) -> None:
-        """Have as many given back as wait."""
+        """Have as many sandboxes given back as tasks wait."""
         while self._lent and self._live.waiters > len(self._recalls):
             _, give_back = self._lent.popitem(last=False)
             recall = asyncio.create_task(give_back(), name="giving a lent sandbox back")
@@ -181,10 +181,10 @@ class SandboxPool:
         self._recalls.discard(recall)
         self._recall()
 
-    # Making one.
+    # Starts.
 
     async def _start(self, wanted: _Wanted, waited_s: float) -> LeasedSandbox:
-        """``waited_s``: in line so far."""
+        """Make a sandbox, with retries. ``waited_s``: time in line so far."""
         attempt = 0
         while True:
             since_s = self._clock.now()
@@ -205,7 +205,7 @@ class SandboxPool:
         await self._clock.sleep(backoff_s(attempt + 1, self._settings.backoff_s) * self._random.uniform(0.5, 1.5))
 
     async def _first(self, wanted: _Wanted) -> _Making:
-        """Being made, once it may be."""
+        """Launch a start, once a place among the starts is free and the breaker admits it."""
         await self._starts.take()
         try:
             probe = await self._admitted()
@@ -215,7 +215,7 @@ class SandboxPool:
         return self._launch(wanted, probe=probe)
 
     async def _admitted(self) -> bool:
-        """Wait, in order, until the breaker lets something through. True: this is its probe."""
+        """Wait, in order, until the breaker admits a start. True: this one is its probe."""
         breaker, patience_s = self._breaker, self._settings.outage_s
         if breaker is None:
             return False
@@ -234,10 +234,10 @@ class SandboxPool:
             raise SandboxError(infrastructure_failure(what)) from None
 
     def _launch(self, wanted: _Wanted, *, probe: bool = False) -> _Making:
-        """Being made. A place among the starts is taken for it, and given back at its end."""
+        """Launch a start, for which the caller has taken a place among the starts; it is given back at its end."""
         making = asyncio.create_task(self._make(wanted), name="making a sandbox")
         self._making.add(making)
-        making.add_done_callback(lambda made: self._has_ended(made, probe))  # comes even if it is never begun
+        making.add_done_callback(lambda made: self._has_ended(made, probe))  # called even if the task never began
         self._launched += 1
         return making
 
@@ -251,7 +251,7 @@ class SandboxPool:
         except TimeoutError:
             raise SandboxError(infrastructure_failure(f"a sandbox wasn't ready in {limit_s:g} s")) from None
         except SandboxError as error:
-            if wanted.snapshot is not None:  # what was in it then can be too much for it
+            if wanted.snapshot is not None:  # the snapshot's content may exceed the limits: the failure stands
                 raise
             raise SandboxError(of_a_start(error.failure)) from error
         took_s = self._clock.now() - since_s
@@ -275,14 +275,14 @@ class SandboxPool:
         elif error is None and not making.cancelled():
             self._breaker.succeed(now, probe=probe)
         elif probe:
-            self._breaker.withdraw()  # it tells nothing of the backend
+            self._breaker.withdraw()  # no evidence about the backend
         if probe:
             self._changed.set()
 
     # Hedged starts.
 
     async def _race(self, wanted: _Wanted, first: _Making) -> LeasedSandbox:
-        """What is ready first of a start and, where it straggles, another beside it."""
+        """Return the sandbox that is ready first, of a start and, if it straggles, a hedge beside it."""
         running, hedge = {first}, None
         spare_places = 0  # of `live`, beyond the lease's own
         won: _Making | None = None
@@ -321,7 +321,7 @@ class SandboxPool:
         return max(settings.hedge_least_s, settings.hedge_factor * usual_s)
 
     def _hedge(self, wanted: _Wanted) -> _Making | None:
-        """A second start, where it keeps nobody waiting and there haven't been too many."""
+        """Launch a hedge, unless it would keep a task waiting or exceed the share of hedges; None: not launched."""
         if self._hedges + 1 > self._settings.hedge_share * (self._launched - self._hedges):
             return None
         if self._breaker is not None and self._breaker.opens_s() is not None:
@@ -335,7 +335,7 @@ class SandboxPool:
         return self._launch(wanted)
 
     async def _drop(self, losers: Iterable[_Making], places: int) -> None:
-        """End what lost, and give back the places once nothing of it is left."""
+        """End the starts that lost, and give back their places once nothing of them is left."""
         losers = set(losers)
         for one in losers:
             one.cancel()
@@ -348,7 +348,7 @@ class SandboxPool:
     # Ending.
 
     async def _end(self, box: LeasedSandbox) -> None:
-        """Nothing of it is left, or it counts as leaked. Never raises: what it was used for stands."""
+        """End a sandbox, or count it as leaked. Never raises: the result of its use stands."""
         self._lost += box.ended and not box.given_up and not self._closed
         for attempt in range(self._settings.retries + 1):
             try:
@@ -363,11 +363,11 @@ class SandboxPool:
         self._boxes.pop(box.id, None)
 
     async def end_leaked(self) -> None:
-        """Try again what couldn't be ended; for whoever looks from time to time."""
+        """Retry ending the leaked sandboxes; called from time to time by the reaper."""
         await asyncio.gather(*map(self._end, self._leaked.values()))
 
     async def close(self) -> None:
-        """End all sandboxes, whoever has them; who waits for one gets a SandboxError. The backend stays."""
+        """End all sandboxes, leased ones too; waiting tasks get a SandboxError. The backend stays open."""
         self._closed = True
         self._changed.set()
         for places in (self._live, self._starts):
@@ -379,7 +379,7 @@ class SandboxPool:
             making.cancel()
         under_way = [_done(task) for task in (*self._making, *self._ending, *self._recalls)]
         await asyncio.gather(*under_way, *map(self._end, {**self._leaked, **self._boxes}.values()))
-        await asyncio.gather(*map(self._end, self._boxes.values()))  # were ready before they heard
+        await asyncio.gather(*map(self._end, self._boxes.values()))  # those that were ready before the cancellation
 
     def statistics(self) -> PoolStatistics:
         living = [box for box in self._boxes.values() if not box.ended]

@@ -1,4 +1,4 @@
-"""Whether sandboxes will work, looked at before a token is generated: everything that is found comes with its fix."""
+"""Checks that sandboxes will work, before a token is generated: every finding comes with its fix."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ FAILURES = (SandboxError, ConfigurationError, OSError, TimeoutError)
 async def findings(
     settings: config.SandboxConfig, backend: Backend, needed: int, *, spec: SandboxSpec | None = None
 ) -> list[SandboxFinding]:
-    """What would stop a run, or spoil it, that has ``needed`` sandboxes at once; none: all is well.
+    """Findings that would stop or spoil a run with ``needed`` sandboxes at once; none: all is well.
 
-    ``spec``: what they are made of, where that is more than ``settings.spec``: its root is the image's. Looks for what
-    dead owners have left (and removes it), asks the backend, makes one, uses it, tries its limit of memory and ends it.
-    The backend is started, and not closed. Never raises for what is wrong: that is what it reports.
+    ``spec``: the specification where ``settings.spec`` isn't complete, with the image's root. Removes what dead owners
+    have left, asks the backend, makes a sandbox, uses it, tries its memory limit and ends it. The backend is started,
+    and not closed. Problems are reported, never raised.
     """
     spec = settings.spec if spec is None else spec
     found: list[SandboxFinding] = []
@@ -46,8 +46,8 @@ async def findings(
         what = f"sandbox.inject_faults = {settings.inject_faults:g}: THAT SHARE OF CALLS FAILS ON PURPOSE, for a drill"
         found.append(SandboxFinding(what=what, fix="0 for a run that counts", fatal=False))
     try:
-        found += [one async for one in _left_over(backend)]  # first: starting a backend does it too, and says nothing
-        said = await backend.preflight([spec], live=needed, allow_unbounded=True)  # which is decided below
+        found += [one async for one in _left_over(backend)]  # first: starting a backend reaps too, without reporting
+        said = await backend.preflight([spec], live=needed, allow_unbounded=True)  # `unbounded` decides that below
         found += [SandboxFinding(what=line) for line in said]
         if any(finding.fatal for finding in found):
             return found
@@ -65,7 +65,7 @@ async def findings(
 
 
 def unbounded(can: Capabilities, *, allowed: bool) -> list[SandboxFinding]:
-    """Where one sandbox could take the machine from all others."""
+    """The finding that one sandbox could exhaust the machine for all others, if so."""
     if can.fit_for_untrusted:
         return []
     reasons: Sequence[str] = can.missing or ("the backend can't limit the memory of a sandbox as a whole",)
@@ -77,7 +77,7 @@ def unbounded(can: Capabilities, *, allowed: bool) -> list[SandboxFinding]:
 
 
 async def _left_over(backend: Backend) -> AsyncIterator[SandboxFinding]:
-    """What dead owners have left: removed, or named where it can't be."""
+    """Remove what dead owners have left; a finding for each, also where it can't be removed."""
     if not isinstance(backend, Reaping):
         return
     for owner in await backend.reap():
@@ -89,7 +89,7 @@ async def _left_over(backend: Backend) -> AsyncIterator[SandboxFinding]:
 
 
 async def _trial(backend: Backend, spec: SandboxSpec) -> AsyncIterator[SandboxFinding]:
-    """Make one, use it as an environment does, end it, and see that it is gone."""
+    """Make a sandbox, use it as an environment does, end it, and check that it is gone."""
     labels = {"purpose": "preflight", "preflight": secrets.token_hex(8)}
     box = await backend.create(spec, labels=labels, ttl_s=TTL_S)
     try:
@@ -122,14 +122,14 @@ async def _use(box: Sandbox) -> AsyncIterator[SandboxFinding]:
 
 
 async def _hog(backend: Backend, spec: SandboxSpec) -> AsyncIterator[SandboxFinding]:
-    """One that takes more memory than it may: it has to be stopped."""
+    """Check that a sandbox which takes more memory than its limit is stopped."""
     box = await backend.create(spec, labels={"purpose": "preflight"}, ttl_s=TTL_S)
     try:
         script = f"x=$(head -c {HOG_BYTES} /dev/zero | tr '\\0' x) && echo taken"
         done = await box.exec(Command(argv=["sh", "-c", script], timeout_s=30.0))
     except SandboxError as error:
         if error.failure.cause == "model_code":
-            return  # it was killed as a whole, for its memory
+            return  # the whole sandbox was killed, for its memory
         raise
     finally:
         await box.terminate()

@@ -1,4 +1,4 @@
-"""What every backend of sandboxes does, local or at a provider: the smallest protocol common to them."""
+"""The Protocols of sandboxes and their backends, local or at a provider: the smallest interface common to all."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Protocol, runtime_checkable
 from headway.records.sandbox import Capabilities, Command, ExecResult, FileInfo, SandboxInfo, SandboxSpec, Snapshot
 from headway.records.sandbox_statistics import Reaped
 
-FILE_BYTES = 16 << 20  # of a file that is read, unless told otherwise
+FILE_BYTES = 16 << 20  # of a file that is read, by default
 
 
 class Sandbox(Protocol):
-    """One sandbox that is ready.
+    """A sandbox that is ready.
 
     Lifecycle: *running* <-> *paused*, then *ended*: by ``terminate``, its time to live, its own death or its owner's.
-    An ended one raises SandboxError from every call but ``terminate``. Invariant: nothing of it lives on, whatever its
-    processes did; only snapshots stay. All calls raise SandboxError, whose failure says whose doing it was.
+    An ended one raises SandboxError from every call but ``terminate``. Invariant: nothing of it keeps running, whatever
+    its processes did; only snapshots stay. All calls raise SandboxError, whose failure says which side caused it.
 
     Example: ``exec(Command(argv=["sh", "-c", "while :; do :; done"], timeout_s=2))`` ends after two seconds with
     ``timed_out``, a failure of the model's code whose reward is valid; a machine that kills the sandbox meanwhile
@@ -34,17 +34,17 @@ class Sandbox(Protocol):
         ...
 
     async def read(self, path: str, *, max_bytes: int = FILE_BYTES) -> bytes:
-        """A regular file; no link, pipe or device is followed or opened."""
+        """Return the bytes of a regular file; no link, pipe or device is followed or opened."""
         ...
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Replace a file, or make it and the directories above it. No link is followed at its end."""
+        """Replace a file, or create it and its parent directories. A link at the last component isn't followed."""
         ...
 
     async def list(self, path: str, *, max_entries: int = 10_000) -> list[FileInfo]: ...
 
     async def snapshot(self, name: str) -> Snapshot:
-        """Its files as they are, all processes stopped meanwhile; made anew by `create(snapshot=...)`."""
+        """Save its files, all processes stopped meanwhile; `create(snapshot=...)` restores them."""
         ...
 
     async def pause(self) -> None: ...
@@ -54,16 +54,16 @@ class Sandbox(Protocol):
     async def renew(self, ttl_s: float) -> None: ...
 
     async def health(self) -> None:
-        """Return if it answers; raise SandboxError if it doesn't."""
+        """Return if the sandbox answers; raise SandboxError if it doesn't."""
         ...
 
     async def terminate(self) -> None:
-        """End it and everything in it; nothing to do if it has ended. Returns when nothing of it is left."""
+        """End the sandbox and everything in it; no-op if it has ended. Returns when nothing of it is left."""
         ...
 
 
 class Backend(Protocol):
-    """Where sandboxes are made."""
+    """Makes sandboxes."""
 
     async def create(
         self,
@@ -74,17 +74,17 @@ class Backend(Protocol):
         ttl_s: float | None = None,
         snapshot: Snapshot | None = None,
     ) -> Sandbox:
-        """A new one, ready. The same ``idempotency_key`` again gives the same one, as long as it lives."""
+        """Make a sandbox and return it ready. The same ``idempotency_key`` returns the same one, while it lives."""
         ...
 
     async def attach(self, sandbox_id: str) -> Sandbox: ...
 
     async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
-        """Those with all of ``labels``."""
+        """This owner's sandboxes with all of ``labels``."""
         ...
 
     async def terminate(self, sandbox_id: str) -> None:
-        """Idempotent: one that is unknown has ended."""
+        """End a sandbox. Idempotent: an unknown one counts as ended."""
         ...
 
     async def capabilities(self) -> Capabilities: ...
@@ -92,19 +92,19 @@ class Backend(Protocol):
     async def preflight(
         self, specs: Sequence[SandboxSpec], *, live: int = 1, allow_unbounded: bool = False
     ) -> list[str]:
-        """What would stop a run with these, ``live`` of them at once, quotas and images included: one line each, with
-        the remedy. ``allow_unbounded``: go on though the memory of a sandbox can't be limited. Nothing is left."""
+        """Problems that would stop a run with ``live`` of these at once, quotas and images included: a line each, with
+        the remedy. ``allow_unbounded``: accept that a sandbox's memory can't be limited. Leaves nothing behind."""
         ...
 
     async def close(self) -> None:
-        """End all of its sandboxes."""
+        """End all sandboxes of this backend."""
         ...
 
 
 @runtime_checkable
 class Reaping(Protocol):
-    """A backend that can tell what owners on this machine have left who died without ending their sandboxes."""
+    """A backend that can find sandboxes left by owners on this machine that died without ending them."""
 
     async def reap(self) -> list[Reaped]:
-        """Remove that; what living owners have isn't touched. Takes its time in a thread, not on the event loop."""
+        """Remove what dead owners have left; living owners' sandboxes aren't touched. Doesn't block the event loop."""
         ...

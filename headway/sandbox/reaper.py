@@ -1,4 +1,4 @@
-"""What dead owners on this machine have left is removed while a run goes on, not only at its start."""
+"""Removes what dead owners on this machine have left during a run, not only at its start."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from headway.sandbox.protocol import Reaping
 
 
 class Reaper:
-    """Looks every ``every_s``. Belongs to whoever owns the backend: `run` is a loop of theirs, cancelled at the end."""
+    """Reaps every ``every_s`` seconds. The backend's owner runs `run` as one of its loops, cancelled at the end."""
 
     def __init__(
         self, backend: Reaping, clock: Clock, every_s: float, end_leaked: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """``end_leaked``: tries again what this process couldn't end, at each look."""
+        """``end_leaked``: retries at each look to end what this process couldn't."""
         self._backend = backend
         self._clock = clock
         self._every_s = every_s
@@ -34,7 +34,7 @@ class Reaper:
         reaped = []
         try:
             reaped = await self._backend.reap()
-        except (SandboxError, OSError) as error:  # a look that can't be taken stops no run: the next may be
+        except (SandboxError, OSError) as error:  # a failed look stops no run: the next may succeed
             failed = str(error)
         done = [owner for owner in reaped if not owner.stuck]
         self._seen = ReaperStatistics(

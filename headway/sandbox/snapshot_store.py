@@ -1,10 +1,10 @@
-"""A run's snapshots on disk: there as a whole or not at all, together not more than a limit of bytes.
+"""A run's snapshots on disk: written whole or not at all, within a limit of bytes over all of them.
 
-Several processes of a run may write into the folder: each counts the others' as they are when one of its own begins,
-and again, one process at a time, before it is kept. The disk is waited for in threads.
+Several processes of a run may write into the folder: each counts the others' files when one of its own starts, and
+again, one process at a time, before it is kept. Disk work is done in threads.
 
-What a provider keeps is there as an empty file, by its quoted name: whoever drops it need not be able to reach the
-provider, and who is, by and by deletes it there, also after a kill in between.
+A snapshot kept by a provider is noted as an empty file with its quoted name: a process that drops it need not be able
+to reach the provider, and one that can deletes it there later, also after a kill in between.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from headway.runtime.supervision import to_its_end
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 SUFFIX, INCOMING, LOCK = ".tar", ".incoming", ".lock"
-HOSTED, DROPPED = ".hosted", ".dropped"  # that a provider keeps; that it shall delete
+HOSTED, DROPPED = ".hosted", ".dropped"  # suffixes of notes: kept at a provider; to be deleted there
 _threads = ThreadPoolExecutor(8, thread_name_prefix="snapshots")
 
 
 class SnapshotFolder:
-    """Takes snapshots in, as they come. ``most_bytes``: of all that are kept, and of all that are there or on their way
-    as far as one process knows; None: as many as the disk holds."""
+    """The folder of snapshots, with its limit. ``most_bytes``: bound on all that are kept, and on all that are kept or
+    incoming as far as one process knows; None: no limit but the disk's."""
 
     def __init__(self, folder: Path, most_bytes: int | None = None) -> None:
         self.path = folder
@@ -50,36 +50,35 @@ class SnapshotFolder:
         self._open: set[IncomingSnapshot] = set()
 
     def incoming(self, name: str, sandbox: str) -> IncomingSnapshot:
-        """One of that name, on its way. Raises ConfigurationError: no plain file name."""
+        """Make the incoming snapshot of this name. Raises ConfigurationError where it isn't a plain file name."""
         if not NAME.fullmatch(name):
             raise ConfigurationError(f"sandbox snapshot {name!r}: needs a plain file name")
         path = self.path / f".{name}.{sandbox}.{os.getpid()}{INCOMING}"
         return IncomingSnapshot(self, path, self.path / f"{name}{SUFFIX}")
 
     def names(self) -> frozenset[str]:
-        """Of the files of those on their way here."""
+        """File names of this process's incoming snapshots."""
         return frozenset(one.path.name for one in self._open)
 
     def others_bytes(self, ours: frozenset[str]) -> int:
-        """Of all that are in it but ``ours`` and what dead processes left half: as other processes and whoever removes
-        them left it."""
+        """Bytes of all files in the folder, except ``ours`` and incomplete ones of dead processes."""
         return self._counted(lambda name: name not in ours and not _left(name))
 
     def _counted(self, wanted: Callable[[str], bool]) -> int:
         there = 0
         for entry in os.scandir(self.path):
-            with contextlib.suppress(FileNotFoundError):  # whoever parked it goes on, or is over
+            with contextlib.suppress(FileNotFoundError):  # its rollout has resumed or ended
                 if wanted(entry.name) and entry.is_file():
                     there += entry.stat().st_size
         return there
 
     def admit(self, one: IncomingSnapshot, others_bytes: int) -> None:
-        """It is on its way from now on."""
+        """Register an incoming snapshot; ``others_bytes``: bytes of all other files in the folder."""
         self._open.add(one)
         self._used = others_bytes + sum(one.size for one in self._open)
 
     def claim(self, size: int) -> bool:
-        """Whether so many bytes more have room, as far as is known here."""
+        """Reserve ``size`` more bytes; False: as far as this process knows, there is no room."""
         if self.most_bytes is not None and self._used + size > self.most_bytes:
             return False
         self._used += size
@@ -87,7 +86,7 @@ class SnapshotFolder:
 
     @contextlib.contextmanager
     def keeping(self, more_bytes: int) -> Iterator[None]:
-        """One process at a time, and only where that has room beside what is kept. Raises SandboxError, OSError."""
+        """Run the block under the folder's lock, if ``more_bytes`` fit the limit. Raises SandboxError, OSError."""
         if self.most_bytes is None:
             yield
             return
@@ -103,14 +102,14 @@ class SnapshotFolder:
         return infrastructure_failure(f"{what}; give sandbox.snapshot_bytes more", retry=False, evidence=evidence)
 
     def settle(self, one: IncomingSnapshot, freed_bytes: int) -> None:
-        """It isn't on its way any more; it, or one that it replaced, took so many bytes."""
+        """Unregister an incoming snapshot; ``freed_bytes``: its size if dropped, else that of the one it replaced."""
         if one in self._open:
             self._open.remove(one)
             self._used -= freed_bytes
 
 
 class IncomingSnapshot:
-    """A snapshot on its way to the disk. Entering it raises SandboxError where the disk doesn't take any."""
+    """A snapshot being written. Entering it raises SandboxError where the disk can't be written to."""
 
     def __init__(self, folder: SnapshotFolder, path: Path, target: Path) -> None:
         self._folder = folder
@@ -125,7 +124,7 @@ class IncomingSnapshot:
         self._turn = asyncio.Lock()
 
     async def append(self, part: bytes, /) -> None:
-        """What doesn't fit is thrown away, and `keep` refuses: whoever sends it is in the middle of an answer."""
+        """Write a part. Parts that don't fit are discarded and `keep` raises, since the sender is in mid-answer."""
         if self._lost is not None:
             return
         if not self._folder.claim(len(part)):
@@ -138,7 +137,7 @@ class IncomingSnapshot:
             self._lost = _disk_failure(error)
 
     async def keep(self) -> Snapshot:
-        """Raises SandboxError where there was no room for it."""
+        """Finish the file and return its record. Raises SandboxError where there was no room for it."""
         if self._lost is not None:
             raise SandboxError(self._lost)
         try:
@@ -146,7 +145,7 @@ class IncomingSnapshot:
         except OSError as error:
             raise SandboxError(_disk_failure(error)) from error
         except asyncio.CancelledError:
-            self._target.unlink(missing_ok=True)  # nobody will ever know of it
+            self._target.unlink(missing_ok=True)  # no record will ever name it
             self.kept = False
             raise
         return Snapshot(path=str(self._target), bytes=self.size, sha256=self._digest.hexdigest())
@@ -167,14 +166,14 @@ class IncomingSnapshot:
             await self._on_disk(self._end)
         except asyncio.CancelledError:
             if self.kept:
-                self._target.unlink(missing_ok=True)  # nobody will ever know of it
+                self._target.unlink(missing_ok=True)  # no record will ever name it
                 self.kept = False
             raise
         finally:
             self._folder.settle(self, self._freed if self.kept else self.size)
 
     async def _on_disk(self, work: Callable[[], T]) -> T:
-        """In a thread, one after the other, and to its end though whoever waits is cancelled."""
+        """Run ``work`` in a thread, one call at a time, and to its end even if the caller is cancelled."""
         async with self._turn:
             return await _in_thread(work)
 
@@ -203,15 +202,15 @@ class IncomingSnapshot:
 
     def _end(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # what it still held has no room
+            with contextlib.suppress(OSError):  # there is no room for what was still buffered
                 self._file.close()
             if not self.kept:
                 self.path.unlink(missing_ok=True)
 
 
 async def opened(snapshot: Snapshot, until: contextlib.ExitStack) -> int:
-    """A descriptor of it, closed by ``until``: opened here, for it may lie where a sandbox's own user can't look.
-    Raises SandboxError where it can't be, or isn't what was taken: some of the files would be missing unnoticed."""
+    """Open a snapshot and return its descriptor, closed by ``until``: a sandbox's own user may not be able to read it.
+    Raises SandboxError where it can't be opened, or its size or checksum differs: files would be missing unnoticed."""
 
     def look() -> int:
         try:
@@ -234,7 +233,8 @@ async def opened(snapshot: Snapshot, until: contextlib.ExitStack) -> int:
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """Of the disk's own: the tools of environments, which may hang, have the loop's. To its end."""
+    """Run ``work`` to its end in a thread for the disk; the loop's own threads serve environments' tools, which may
+    hang."""
 
     async def done() -> T:
         return await asyncio.get_running_loop().run_in_executor(_threads, work)
@@ -243,7 +243,7 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
 
 def _left(name: str) -> bool:
-    """Whether a process that is no more left it half."""
+    """Whether it is an incomplete file of a process that has ended."""
     if not name.endswith(INCOMING):
         return False
     owner = name.removesuffix(INCOMING).rpartition(".")[2]
@@ -251,24 +251,24 @@ def _left(name: str) -> bool:
 
 
 def _disk_failure(error: OSError) -> SandboxFailure:
-    """The owner's own: another attempt may find room again."""
+    """Make the failure for a disk that can't be written to: a retry may find room."""
     what = f"a snapshot can't be written: {error.strerror or error}: make room, or name another folder"
     return infrastructure_failure(what, evidence={"errno": errno.errorcode.get(error.errno or 0, "?")})
 
 
 def is_hosted(name: str) -> bool:
-    """Whether it is what a provider keeps, PROVIDER:ID; else a file's name or path."""
+    """Whether ``name`` is a provider's snapshot, PROVIDER:ID; else it is a file's name or path."""
     return ":" in name and not name.startswith("/")
 
 
 def note_hosted(folder: Path, name: str) -> None:
-    """A provider keeps this one. Raises OSError."""
+    """Note that a provider keeps this snapshot. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     _mark(folder, name, HOSTED).touch()
 
 
 def drop(folder: Path, name: str) -> None:
-    """Nobody goes on from it: a file goes, what a provider keeps is `dropped`. Nothing to do where there is none."""
+    """Drop a snapshot that won't be resumed from: remove the file, or mark it for `dropped`. No-op if there is none."""
     with contextlib.suppress(FileNotFoundError):
         if is_hosted(name):
             _mark(folder, name, HOSTED).rename(_mark(folder, name, DROPPED))
@@ -277,8 +277,8 @@ def drop(folder: Path, name: str) -> None:
 
 
 def dropped(folder: Path) -> list[tuple[str, Path]]:
-    """What is to be deleted at a provider, the latest first: earlier ones may be what those are made of. With each the
-    file to remove when that is done."""
+    """Snapshots to delete at a provider, each with the note to remove afterwards; the latest first, since later ones
+    may be based on earlier ones."""
     marks: dict[Path, float] = {}
     for mark in folder.glob(f"*{DROPPED}"):
         with contextlib.suppress(FileNotFoundError):  # another worker has just done it
@@ -291,8 +291,8 @@ def _mark(folder: Path, name: str, suffix: str) -> Path:
 
 
 def remove_others(folder: Path, keep: Collection[str]) -> list[str]:
-    """Drop the snapshots whose names aren't in ``keep``, and what kills left of others; the names of the first. For a
-    run that starts again, before it makes any: what nothing names is never asked for."""
+    """Drop the snapshots whose names aren't in ``keep``, and return those names; also remove incomplete files. For a
+    run that restarts, before it takes any snapshot: one that nothing names is never used again."""
     removed: list[str] = []
     with contextlib.suppress(FileNotFoundError):
         for path in sorted(folder.iterdir()):

@@ -1,4 +1,4 @@
-"""A sandbox around a sandbox: what its subclasses don't change is the inner one's."""
+"""A base for wrappers of a sandbox: every call that a subclass doesn't override goes to the inner one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from headway.sandbox.protocol import FILE_BYTES, Sandbox
 
 
 class SandboxWrapper:
-    """See :class:`Sandbox`."""
+    """A `Sandbox` that forwards to another, with hooks before commands and before any use."""
 
     def __init__(self, box: Sandbox) -> None:
         self._box = box
@@ -21,7 +21,7 @@ class SandboxWrapper:
         return self._box.ended
 
     def inner(self) -> Sandbox:
-        """Whom the next call goes to. May raise SandboxError instead."""
+        """Return the sandbox that gets the next call. May raise SandboxError instead."""
         return self._box
 
     async def exec(self, command: Command) -> ExecResult:
@@ -29,11 +29,11 @@ class SandboxWrapper:
         return await self.inner().exec(command)
 
     async def before_exec(self, timeout_s: float) -> None:
-        """A command is asked for that may run so long."""
+        """Hook: called before a command that may run for ``timeout_s``."""
         await self.before_use(timeout_s)
 
     async def before_use(self, longest_s: float = 0.0) -> None:
-        """Its commands or files are asked for: somebody works with it."""
+        """Hook: called before any command or file access; ``longest_s``: how long it may take."""
 
     async def read(self, path: str, *, max_bytes: int = FILE_BYTES) -> bytes:
         await self.before_use()

@@ -1,4 +1,4 @@
-"""The ledger: an append-only JSONL file of everything a run measured, and its subscribers."""
+"""The ledger: an append-only JSONL file of a run's measurements, its subscribers and its reader."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 FILE_NAME = "ledger.jsonl"
 
-# Events whose names the readers know. Any other name is shown as it is.
-EVENT_START = "start"  # a run began
-EVENT_RESUME = "resume"  # a run goes on: steps recorded after it may repeat earlier ones
+# Events whose names the readers know. Any other name is shown unchanged.
+EVENT_START = "start"  # a run started
+EVENT_RESUME = "resume"  # a run was resumed: steps recorded after it may repeat earlier ones
 EVENT_BOOKS = "books"  # data: balanced 0/1, open, and a count under each ending's name
 EVENT_CONTROL = "control"  # the controller; data: kind, knob, old, new, predicted, measured (rate ratios), mode
 EVENT_BEST = "best"  # data: version of the checkpoint that is now the best
-EVENT_LAST_KEPT = "last_kept"  # nothing was judged by validation: best/ holds the last version
+EVENT_LAST_KEPT = "last_kept"  # there was no validation: best/ has the last version
 EVENT_END = "end"  # the run ended in order
-EVENT_SIMULATED = "simulated"  # nothing of it happened: detail names the scenario
+EVENT_SIMULATED = "simulated"  # the run is a simulation: detail names the scenario
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(LedgerLine)
@@ -37,13 +37,13 @@ Subscriber = Callable[[LedgerLine], None]
 
 
 class Ledger:
-    """Writer of ``RUN/ledger.jsonl``.
+    """The writer of ``RUN/ledger.jsonl``.
 
     Lifecycle: *open* (``record`` appends) -> *closed*. Each line is one ``write`` call, so a kill leaves at most
-    one torn line, at the end; opening the ledger of a resumed run cuts it off.
+    one torn line, at the end; opening the ledger of a resumed run truncates it.
 
     Invariant: after ``record`` returns, the line is with the operating system and survives a kill of this
-    process. ``record`` never leaves half a line behind: on a full disk it cuts the line off again and raises.
+    process. ``record`` never leaves a partial line: on a full disk it truncates the line again and raises.
 
     Example: ``ledger.record(StepRecord(step=0, version=1)); ledger.event("checkpoint", step=1)``.
     """
@@ -62,13 +62,13 @@ class Ledger:
         self._subscribers.append(subscriber)
 
     def record(self, line: LedgerLine) -> None:
-        """Append ``line``, then hand it to the subscribers. Raises HeadwayError on a full disk."""
+        """Append ``line``, then call the subscribers with it. Raises HeadwayError on a full disk."""
         self._append(_encoder.encode(line) + b"\n")
         for subscriber in tuple(self._subscribers):
             try:
                 subscriber(line)
             except Exception as error:
-                # The boundary to whoever watches: a view that can't draw must not end the run it watches.
+                # The boundary to subscribers: a view that can't draw must not end the run.
                 self._subscribers.remove(subscriber)
                 self.event("view_failed", f"{type(error).__name__}: {error}")
 
@@ -78,7 +78,7 @@ class Ledger:
         self.record(EventRecord(event=event, detail=detail, step=step, time_s=time_s, data=data))
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Close the file; a second call is a no-op."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -106,7 +106,7 @@ class Ledger:
 
 
 def read_ledger(run_dir: str | Path) -> list[LedgerLine]:
-    """The lines of ``RUN/ledger.jsonl``, in the order they were recorded, replays resolved.
+    """Read the lines of ``RUN/ledger.jsonl``, in the order they were recorded, with replays resolved.
 
     A step that was recorded again after a resume keeps only its last record (with the skipped tries before it),
     an evaluation likewise. A torn last line, from a kill or from reading while the run writes, is left out.
@@ -122,7 +122,7 @@ def read_ledger(run_dir: str | Path) -> list[LedgerLine]:
 
 
 def resolve_replays(lines: Iterable[LedgerLine]) -> list[LedgerLine]:
-    """Keep the last record of each step and of each evaluation; everything else stays, in order.
+    """Keep the last record of each step and of each evaluation, and all other lines, in order.
 
     Several records of one step are one history when all but the last were skipped (a skipped step makes no version
     and is tried again); the same step after a resume, or after a later step, is a replay and replaces it.
@@ -152,7 +152,7 @@ def resolve_replays(lines: Iterable[LedgerLine]) -> list[LedgerLine]:
 
 
 def _parse(data: bytes, path: Path) -> tuple[list[LedgerLine], int]:
-    """Lines of ``data`` and how many of its bytes they take: the rest is a torn end."""
+    """Parse the lines of ``data``; return them and the number of bytes they take: the rest is a torn end."""
     lines: list[LedgerLine] = []
     position = 0
     while (end := data.find(b"\n", position)) >= 0:
@@ -160,7 +160,7 @@ def _parse(data: bytes, path: Path) -> tuple[list[LedgerLine], int]:
             lines.append(_decode(data[position:end]))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if data.find(b"\n", end + 1) < 0 and not data[end + 1 :].strip():
-                break  # the last line: a machine that lost power may have kept its length but not its bytes
+                break  # the last line: after a power failure its length may be on disk but not its bytes
             number = len(lines) + 1
             raise ConfigurationError(
                 f"{path}, line {number} is damaged: {error}; remove it (sed -i {number}d {path}): reports and --resume "
@@ -173,7 +173,7 @@ def _parse(data: bytes, path: Path) -> tuple[list[LedgerLine], int]:
 def _decode(text: bytes) -> LedgerLine:
     if b"null" not in text:
         return _decoder.decode(text)
-    # JSON has no NaN and no infinity: they are written as null, and no field of a line is optional.
+    # JSON has no NaN and no infinity: both are written as null, which no field of a line has otherwise.
     return msgspec.convert(_nulls_to_nan(json.loads(text)), LedgerLine)
 
 

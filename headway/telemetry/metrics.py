@@ -1,7 +1,7 @@
-"""Ledger lines as named numbers: the one set of names that every tracker and `/metrics` use.
+"""Converts ledger lines to named numbers: one set of names, which all trackers and `/metrics` use.
 
-A name is ``group/quantity_unit``. A quantity without a unit is a share, a count of what its group is about, or has
-none (a reward, a loss).
+A name is ``group/quantity_unit``. A quantity without a unit is a share, a count of its group's items, or has none (a
+reward, a loss).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ _LONGEST_LABEL = 100  # characters: MLflow refuses names longer than 250
 
 
 class Histogram(NamedTuple):
-    """Counts between edges: ``counts[i]`` values lie in (edges[i], edges[i + 1]]."""
+    """A histogram: ``counts[i]`` values lie in (edges[i], edges[i + 1]]."""
 
     edges: list[float]  # [N + 1], ascending
     counts: list[int]  # [N]
@@ -105,8 +105,8 @@ class Histogram(NamedTuple):
 def scalars(line: LedgerLine, sources: Iterable[str] = ()) -> dict[str, float]:
     """Name -> value of every finite number of ``line``; nothing for an event.
 
-    ``sources``: labels of all task sources of the run. A line has only those that were drawn, and what one is called
-    must not depend on which others are beside it.
+    ``sources``: labels of all task sources of the run. A line has only those that were drawn, and the name of a source
+    must not depend on which others are in the line.
     """
     return {name: value for name, value in _scalars(line, sources) if math.isfinite(value)}
 
@@ -164,7 +164,7 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
 
 
 def router_metrics(router: RouterStatistics) -> Iterator[tuple[str, float]]:
-    """(name, value) of everything that a router says of itself."""
+    """(name, value) of all counters and figures of a router."""
     for name in ROUTER_COUNTERS:
         yield f"router/{name}", float(getattr(router, name))
     for name in ("used_tokens", "capacity_tokens", "peak_tokens", "open_requests", "waiters", "oldest_age_s"):
@@ -221,11 +221,11 @@ def _pruning(line: StepRecord) -> Iterator[tuple[str, float]]:
 
 
 def source_names(labels: Iterable[str]) -> dict[str, str]:
-    """Label of a task source -> what it is called inside a metric's name, where no two are called the same.
+    """Map labels of task sources to unique parts of metric names.
 
-    By default a label is a path, and MLflow refuses a whole line for one name that holds ``//`` or a part of dots. The
-    end of a long path says most. Labels that would be called the same get a mark of their own characters' hash, so
-    that it doesn't depend on their order; one that needs no change keeps its name.
+    By default a label is a path, and MLflow refuses a whole line for one name that contains ``//`` or a part of dots.
+    Of a long path the end is kept, which identifies it best. Labels that would get the same name get a hash of their
+    own characters, so that names don't depend on their order; a label that needs no change keeps its name.
     """
     mended = {label: _UNUSUAL_OR_SLASH.sub("_", label)[-_LONGEST_LABEL:].lstrip("._") for label in labels}
     plainest = {label: _PLAINEST.sub("_", name) for label, name in mended.items()}
@@ -250,8 +250,8 @@ def _metric_group(name: str) -> str:
 
 
 def histograms(line: LedgerLine) -> dict[str, Histogram]:
-    """Name -> histogram of a step: staleness by trajectory and by token (steps), response lengths (tokens), and what
-    sandboxes waited for (seconds)."""
+    """Name -> histogram of a step: staleness by trajectory and by token (steps), response lengths (tokens), and
+    latencies of sandboxes (seconds). Empty ones are left out."""
     if not isinstance(line, StepRecord):
         return {}
     found = {name: _of_values(getattr(line, field).histogram) for name, field in STALENESS.items()}
@@ -261,7 +261,7 @@ def histograms(line: LedgerLine) -> dict[str, Histogram]:
 
 
 def _of_values(counts: dict[str, int]) -> Histogram:
-    """One bucket for every integer from the least to the greatest."""
+    """Make a histogram with a bucket for every integer from the smallest to the largest value."""
     by_value = {int(value): count for value, count in counts.items() if count > 0}
     if not by_value:
         return Histogram([], [])
@@ -270,8 +270,8 @@ def _of_values(counts: dict[str, int]) -> Histogram:
 
 
 def _of_latencies(latencies: Latencies) -> Histogram:
-    """Its own buckets from the first to the last that isn't empty; what is beyond all edges counts up to twice the
-    last."""
+    """Make a histogram with the latencies' buckets, from the first to the last that isn't empty; the bucket beyond all
+    edges ends at twice the last edge."""
     edges = (0.0, *EDGES_S, 2 * EDGES_S[-1])
     filled = [at for at, count in enumerate(latencies.counts) if count]
     if not filled:
@@ -281,6 +281,6 @@ def _of_latencies(latencies: Latencies) -> Histogram:
 
 
 def _of_buckets(counts: dict[str, int]) -> Histogram:
-    """Buckets by their upper bound; empty ones are joined to the next."""
+    """Make a histogram from counts by upper bound; empty buckets are merged with the next."""
     ends = sorted(int(end) for end, count in counts.items() if count > 0)
     return Histogram([0.0, *map(float, ends)], [counts[str(end)] for end in ends]) if ends else Histogram([], [])

@@ -1,4 +1,4 @@
-"""A run in one record, computed from its ledger alone."""
+"""The summary of a run, computed from its ledger alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headway.telemetry.ledger import (
 
 
 def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
-    """Sum up the lines of a run (as `read_ledger` gives them: replays resolved).
+    """Summarise the lines of a run (as `read_ledger` returns them: replays resolved).
 
     Wait ratios are weighted by the time of each step; rates are over the time of all steps, waits included, but
     for the consumption rate, which leaves the trainer's wait out. The books count as balanced only when the run
@@ -58,19 +58,19 @@ def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
 
 
 def recorded_steps(lines: Sequence[LedgerLine]) -> int:
-    """The version after the last step recorded."""
+    """Number of recorded steps: the version after the last one."""
     return max((line.version for line in lines if isinstance(line, StepRecord)), default=0)
 
 
 def is_incident(event: EventRecord) -> bool:
-    """Whether ``event`` is a death, a stall, a restart or a replay. A ledger of an older release names no worker in its
-    events: those are known by the events' names."""
+    """Whether ``event`` is a death, a stall, a restart or a replay. Ledgers of older releases name no worker in their
+    events: those are recognised by the events' names."""
     return bool(event.worker) or event.event.endswith(("_died", "_restarted", "_lost"))
 
 
 def undisturbed(lines: Sequence[LedgerLine]) -> list[StepRecord]:
-    """The steps without those that an incident or a resume fell into and the one after each: what they measured is not
-    the run's rate."""
+    """The steps, except those with an incident or a resume and the one after each: they don't measure the run's
+    rate."""
     kept: list[StepRecord] = []
     left_out = 0
     for line in lines:
@@ -83,7 +83,7 @@ def undisturbed(lines: Sequence[LedgerLine]) -> list[StepRecord]:
 
 
 def last_step(lines: Sequence[LedgerLine]) -> StepRecord | None:
-    """The last step that was recorded as it happened: one rebuilt after a kill doesn't know the knobs."""
+    """The last step that was recorded when it happened: a record rebuilt after a kill lacks the knobs."""
     steps = (line for line in reversed(lines) if isinstance(line, StepRecord))
     return next((step for step in steps if step.flow.concurrent_rollouts), None)
 
@@ -96,7 +96,7 @@ def is_finished(lines: Sequence[LedgerLine]) -> bool:
 
 
 def books_event(lines: Sequence[LedgerLine]) -> EventRecord | None:
-    """The closing of the books, if the run closed them and wasn't resumed since."""
+    """The event that closed the books, if the run closed them and wasn't resumed since."""
     for line in reversed(lines):
         if isinstance(line, EventRecord) and line.event == EVENT_BOOKS:
             return line
@@ -106,7 +106,7 @@ def books_event(lines: Sequence[LedgerLine]) -> EventRecord | None:
 
 
 def duration_s(lines: Sequence[LedgerLine]) -> float:
-    """Time of all sessions of the run, in seconds: each starts its clock anew."""
+    """Total time of all sessions of the run, seconds: each restarts its clock."""
     total, session = 0.0, 0.0
     for line in lines:
         if isinstance(line, EventRecord) and line.event in (EVENT_START, EVENT_RESUME):
@@ -145,7 +145,7 @@ def _best_version(lines: Sequence[LedgerLine]) -> int | None:
 
 
 def _endings(steps: Sequence[StepRecord], books: EventRecord | None) -> dict[str, int]:
-    """Counts by ending: the closed books where they carry them, else the sum over the steps."""
+    """Counts by ending: from the closed books where they have them, else summed over the steps."""
     if books is not None and any(ending in books.data for ending in ENDINGS):
         return {ending: int(books.data.get(ending, 0)) for ending in ENDINGS if books.data.get(ending, 0)}
     totals: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""``RUN/trace.jsonl``: who ran when. Written while the run goes on; read by `headway trace`."""
+"""``RUN/trace.jsonl``: what ran when. Written during the run; read by `headway trace`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from headway.runtime.clock import Clock
 
 FILE_NAME = "trace.jsonl"
-OLD_NAME = "trace.old.jsonl"  # the file before: together they hold the newest part of a long run
+OLD_NAME = "trace.old.jsonl"  # the previous file: the two have the newest part of a long run
 SEGMENT_BYTES = 64 << 20
-TICK_S = 0.5  # between two writes: what a kill may cost a trace
+TICK_S = 0.5  # between two writes: the most that a kill may cost a trace
 EVENT_TRACE_FAILED = "trace_failed"
 
 _encoder = msgspec.json.Encoder()
@@ -31,10 +31,10 @@ _decoder = msgspec.json.Decoder(TraceLine)
 
 
 class TraceFile:
-    """Writer of one run's trace, twice a second and when it is closed. A trace is never worth a run: what can't be
-    written ends the trace, not the run, and ``on_failure(event, detail)`` is told.
+    """The writer of a run's trace, which writes twice a second and when it is closed. A write that fails ends the
+    trace, not the run, and calls ``on_failure(event, detail)``.
 
-    Invariant: at most two files of about SEGMENT_BYTES, each beginning with the session its times belong to.
+    Invariant: at most two files of about SEGMENT_BYTES, each starting with the session its times belong to.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class TraceFile:
             self._on_failure(EVENT_TRACE_FAILED, f"the trace ends here: {error}")
 
     def on_line(self, line: LedgerLine) -> None:
-        """A subscriber of the ledger: evaluations and events at their place in the trace."""
+        """Add evaluations and events to the trace, as a subscriber of the ledger."""
         now_s = self._clock.now()
         if isinstance(line, EvaluationRecord):
             name = f"{line.split} {line.phase}"
@@ -92,7 +92,7 @@ class TraceFile:
             self.write(Mark(event=line.event, detail=line.detail[:300], time_s=now_s))
 
     def close(self) -> None:
-        """Again is a no-op."""
+        """Write pending lines and close the file; a second call is a no-op."""
         self._write_pending()
         file, self._file = self._file, None
         if file is not None:
@@ -120,8 +120,8 @@ class TraceFile:
 
 
 def read_trace(run_dir: str | Path) -> list[TraceLine]:
-    """The lines of a run's trace, oldest first. A torn last line, from a kill or from reading while the run writes, is
-    left out. Raises ConfigurationError when there is no trace or a line inside it is damaged."""
+    """Read the lines of a run's trace, oldest first. A torn last line, from a kill or from reading while the run
+    writes, is left out. Raises ConfigurationError when there is no trace or a line inside it is damaged."""
     folder = Path(run_dir)
     path = folder / FILE_NAME
     if not folder.is_dir():

@@ -1,7 +1,7 @@
-"""A task's solve rate as a Beta distribution, and what it says of a group of attempts.
+"""A task's solve rate as a Beta distribution, and what follows for a group of attempts.
 
 With p ~ Beta(a, b) and n independent attempts, E[p^n] = prod_{i<n} (a + i) / (a + b + i): the beta-binomial
-distribution, so what is uncertain about p is in every probability below.
+distribution, so every probability below includes the uncertainty about p.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def mixed_probability(alpha: float, beta: float, size: int) -> float:
 
 
 def group_size(alpha: float, beta: float, smallest: int, largest: int, gain: float) -> int:
-    """Attempts for a group: from ``smallest`` on one more as long as it raises the probability of mixed outcomes by
-    ``gain`` at least, up to ``largest``.
+    """Choose the number of attempts of a group: ``smallest``, and more up to ``largest`` as long as each raises the
+    probability of mixed outcomes by at least ``gain``.
 
-    A rate known to be near 1/2 needs few, one near 0 or 1 or not known yet more, and one that is surely 0 or 1 none:
-    no number of attempts would show anything. What a member adds can't rise with their number, since
+    A rate known to be near 1/2 needs few more, one near 0 or 1 or still unknown needs many, and one that is surely 0 or
+    1 none: no number of attempts would show anything. The gain of another member can't rise with their number, since
     E[p^n (1-p)] + E[(1-p)^n p] falls in n.
     """
     size, reached = smallest, mixed_probability(alpha, beta, smallest)
@@ -37,7 +37,7 @@ def group_size(alpha: float, beta: float, smallest: int, largest: int, gain: flo
 
 
 def interval(alpha: float, beta: float, mass: float = 0.9) -> tuple[float, float]:
-    """The central interval that holds ``mass`` of Beta(alpha, beta)."""
+    """The central interval that contains ``mass`` of Beta(alpha, beta)."""
     tail = (1.0 - mass) / 2
     return _quantile(alpha, beta, tail), _quantile(alpha, beta, 1.0 - tail)
 

@@ -1,10 +1,10 @@
-"""Which task to draw, and for how large a group: solve rates as Beta distributions, a band of tasks whose outcomes are
-likely to differ, the unsolved again after a while, and a plain walk beneath it all.
+"""Chooses which task to draw and how large its group is: solve rates as Beta distributions, a band of tasks whose
+outcomes are likely to differ, replays of unsolved tasks after a while, and a plain walk over all tasks.
 
-A group teaches by the difference between its members' rewards, so a task is worth drawing as far as its *signal*, the
-probability that a group of it has mixed outcomes, is high: E[1 - p^G - (1-p)^G] under what is known of its solve rate
-p. Everything is decided by counts, so the same draws and the same finished groups, in the order in which they finished,
-give the same state, whatever was drawn between them.
+A group teaches by the difference between its members' rewards, so a task is worth drawing by its *signal*, the
+probability that a group of it has mixed outcomes: E[1 - p^G - (1-p)^G] under what is known of its solve rate p. All
+decisions depend on counts, so the same draws and the same finished groups, in the order in which they finished, give
+the same state, however the two are interleaved.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from headway.control.curriculum.beta import group_size, mixed_probability
 from headway.control.curriculum.fenwick import WeightTree
 from headway.records.curriculum import BandMove, Draw, DrawReason, Region, TaskEvidence
 
-BAND_WINDOW_GROUPS = 64  # drawn from the band, before its limit is judged (again)
-BAND_STEP = 0.05  # by which it then moves at most
+BAND_WINDOW_GROUPS = 64  # groups drawn from the band between two adjustments of its limit
+BAND_STEP = 0.05  # largest adjustment
 PRIOR_GROUPS = 2.0  # weight of "nothing is known" (Beta(1, 1)) beside a source's own groups
 WEAKEST_PRIOR, STRONGEST_PRIOR = 0.2, 4.0  # attempts that a prior stands for
-MOST_DOUBLINGS = 12  # of the time after which an unsolved task is due
+MOST_DOUBLINGS = 12  # of the delay after which an unsolved task is due
 _UNIT = 1 << 20  # a signal of 1 as a weight
 
 
@@ -44,11 +44,11 @@ class TaskChoice(NamedTuple):
 
 
 class Band:
-    """The lower limit of signal, which follows the share of flat groups that the band really gave.
+    """The lower limit of signal, adjusted by the measured share of flat groups among those drawn from the band.
 
-    It is judged once ``BAND_WINDOW_GROUPS`` groups drawn from the band have finished, and moves by ``BAND_STEP``: up
-    (narrower) when more of them were flat than ``zero_variance_range`` allows, down (wider: more tasks) when fewer.
-    Between the two it rests. Nothing but finished groups moves it.
+    It is adjusted once ``BAND_WINDOW_GROUPS`` groups drawn from the band have finished, by ``BAND_STEP``: up (narrower)
+    when more of them were flat than ``zero_variance_range`` allows, down (wider: more tasks) when fewer. Between the
+    two it stays. Only finished groups move it.
     """
 
     def __init__(self, settings: CurriculumConfig) -> None:
@@ -83,8 +83,8 @@ class Band:
 
 
 class _Prior:
-    """What an unseen task of a source is like: the Beta distribution whose mean and spread over tasks are those of the
-    groups that the plain walk drew (the only ones that stand for all tasks).
+    """The prior of a source's unseen tasks: the Beta distribution whose mean and spread over tasks are those of the
+    groups that the plain walk drew (the only unbiased sample of all tasks).
 
     A group with k of n solved estimates E[p] by k / n and E[p^2] by k (k - 1) / n (n - 1), both without bias; from the
     two follows the strength a + b = (m - q) / (q - m^2).
@@ -114,20 +114,20 @@ class _Prior:
 
 
 def _aged(then: int, now: int, half_life: float) -> tuple[float, float]:
-    """Weights of what was known at version ``then`` and of what is seen of version ``now``."""
+    """Weights of the evidence known at version ``then`` and of new evidence of version ``now``."""
     return 0.5 ** (max(0, now - then) / half_life), 0.5 ** (max(0, then - now) / half_life)
 
 
 class SourceCurriculum:
-    """The tasks of one source, by number.
+    """The curriculum of one source's tasks, by number.
 
     Lifecycle of a task: *unseen* -> (a group of it finishes) -> in the *band* while its signal reaches the band's
-    limit, else *trivial* or *unsolved*; each further group moves it. ``choose`` decides and changes nothing that a
-    caller could see; ``drawn`` and ``learn`` are the only transitions, and are independent of each other: folding all
-    draws and then all evidence gives the state that came of them interleaved.
+    limit, else *trivial* or *unsolved*; each further group moves it. ``choose`` decides without visible changes;
+    ``drawn`` and ``learn`` are the only transitions, and are independent of each other: applying all draws and then all
+    evidence gives the same state as any interleaving.
 
-    Starvation: every draw of the source whose turn is the walk's takes the walk's next task, so of k draws in a row at
-    least floor(k x cursor_share) do, and no task waits longer than 2 n / cursor_share + 1 draws.
+    No starvation: a fixed share of the source's draws takes the walk's next task, at least floor(k x cursor_share) of
+    any k in a row, and no task waits longer than 2 n / cursor_share + 1 draws.
 
     Costs: O(log n) for ``choose``, ``drawn``, ``learn``; O(n) when the band moves.
     """
@@ -135,14 +135,14 @@ class SourceCurriculum:
     def __init__(
         self, tasks: int, settings: CurriculumConfig, band: Band, *, size: int, rest: tuple[int, int], seed: int | str
     ) -> None:
-        """``size``: rollout.group_size; signals are those of groups of it. ``rest``: groups for which a task of the
-        band isn't drawn again, at least and where there is a choice."""
+        """``size``: rollout.group_size; signals are those of groups of that size. ``rest``: number of groups before a
+        task of the band is drawn again: the minimum, and that used where there is a choice."""
         self._settings = settings
         self._band = band
         self._size = size
         self._seed = seed
         self._least_rest, self._rest = rest
-        self._now = 0  # admission index that is next, as far as it is known here
+        self._now = 0  # next admission index, as far as known here
         self.prior = _Prior(settings.half_life_steps)
         self.draws = 0
         self.undrawn = tasks
@@ -151,7 +151,7 @@ class SourceCurriculum:
         self.alpha: npt.NDArray[np.float64] = np.zeros(tasks)  # as of the last evidence; 0: unseen
         self.beta: npt.NDArray[np.float64] = np.zeros(tasks)
         self.signal: npt.NDArray[np.float64] = np.full(tasks, -1.0)  # -1: unseen
-        self.version: npt.NDArray[np.int64] = np.zeros(tasks, dtype=np.int64)  # newest that was seen
+        self.version: npt.NDArray[np.int64] = np.zeros(tasks, dtype=np.int64)  # newest with evidence
         self.drawn_at: npt.NDArray[np.int64] = np.full(tasks, -1)  # admission index; -1: never
         self.due: npt.NDArray[np.int64] = np.full(tasks, -1)  # admission index from which it may be replayed
         self.misses: npt.NDArray[np.int64] = np.zeros(tasks, dtype=np.int64)  # unsolved groups in a row
@@ -160,10 +160,10 @@ class SourceCurriculum:
         self._waiting: list[tuple[int, int]] = []  # heap of (due, task), outdated ones included
         self._resting_in_band: list[tuple[int, int]] = []  # heap of (drawn at, task), likewise
 
-    # -- deciding ------------------------------------------------------------------------------------
+    # -- decisions -----------------------------------------------------------------------------------
 
     def choose(self, index: int, walk_next: int) -> TaskChoice:
-        """The task for the group with admission index ``index``; ``walk_next``: the plain walk's next one."""
+        """Choose the task for the group with admission index ``index``; ``walk_next``: the plain walk's next task."""
         self._wake(index)
         settings, turn = self._settings, self.draws
         walked = int(turn * settings.cursor_share)
@@ -188,7 +188,7 @@ class SourceCurriculum:
         return self._choice(task, "band", self._weights[task] / (known + unknown))
 
     def posterior(self, task: int) -> tuple[float, float]:
-        """(alpha, beta) of its solve rate: as of its last evidence, or of the source's prior now."""
+        """(alpha, beta) of a task's solve rate: as of its last evidence, or the source's present prior."""
         if self.signal[task] < 0:
             return self.prior.alpha, self.prior.beta
         return float(self.alpha[task]), float(self.beta[task])
@@ -197,7 +197,7 @@ class SourceCurriculum:
         return self._region(float(self.signal[task]), float(self.alpha[task]), float(self.beta[task]))
 
     def regions(self) -> dict[Region, int]:
-        """Tasks in each."""
+        """Number of tasks in each region."""
         seen, band = self.signal >= 0, self.signal >= self._band.limit
         trivial = seen & ~band & (self.alpha >= self.beta)
         counts = [int(np.count_nonzero(part)) for part in (~seen, band, trivial)]
@@ -205,7 +205,7 @@ class SourceCurriculum:
         return {"unseen": counts[0], "unsolved": unsolved, "band": counts[1], "trivial": counts[2]}
 
     def band_probability(self, task: int, index: int) -> float:
-        """That a draw from the band at ``index`` falls on ``task``."""
+        """Probability that a draw from the band at ``index`` falls on ``task``."""
         self._wake(index)
         total = self._weights.total + self._unknown_weight()
         return self._weights[task] / total if total else 0.0
@@ -213,7 +213,7 @@ class SourceCurriculum:
     # -- transitions ---------------------------------------------------------------------------------
 
     def drawn(self, index: int, task: int) -> None:
-        """The group with admission index ``index`` is of ``task``. In the order of indices."""
+        """Record that the group with admission index ``index`` is of ``task``. Called in the order of indices."""
         self._now = index + 1
         self.draws += 1
         if self.drawn_at[task] < 0:
@@ -223,10 +223,11 @@ class SourceCurriculum:
         self._refresh(task)
 
     def learn(self, task: int, evidence: TaskEvidence, reason: DrawReason) -> BandMove | None:
-        """A group of ``task`` that was drawn for ``reason`` has finished. In the order of finishing."""
+        """Update ``task`` by a finished group of it that was drawn for ``reason``. Called in the order of finishing.
+        Returns the band's move if it moved."""
         valid, solved = evidence.valid, float(evidence.solved)
         if not evidence.zero_variance and evidence.solved in (0, valid):
-            solved = valid / 2  # rewards differ where solving doesn't: as good a signal
+            solved = valid / 2  # rewards differ though no outcome does: as good a signal
         if reason in ("cursor", "explore"):
             self.prior.learn(solved, valid, evidence.version)
         old, new = _aged(int(self.version[task]), evidence.version, self._settings.half_life_steps)
@@ -247,7 +248,7 @@ class SourceCurriculum:
         return self._band.learn(flat=evidence.zero_variance) if reason == "band" else None
 
     def band_moved(self) -> None:
-        """Sort every task anew."""
+        """Rebuild weights and heaps of all tasks for the band's new limit. O(n)."""
         self._weights = WeightTree(self._all_weights())
         kept = (self.due >= 0) & (self.drawn_at < self.due) & (self.signal < self._band.limit)
         self._waiting = [(int(self.due[task]), int(task)) for task in np.flatnonzero(kept)]
@@ -256,7 +257,7 @@ class SourceCurriculum:
         self._resting_in_band = [(int(self.drawn_at[task]), int(task)) for task in np.flatnonzero(resting)]
         heapq.heapify(self._resting_in_band)
 
-    # -- inside --------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------
 
     def _choice(self, task: int, reason: DrawReason, probability: float) -> TaskChoice:
         alpha, beta = self.posterior(task)
@@ -281,7 +282,7 @@ class SourceCurriculum:
         return "trivial" if alpha >= beta else "unsolved"
 
     def _unknown_weight(self) -> int:
-        """Of all tasks that were never drawn: as much as what they are expected to be worth, where that is enough."""
+        """Weight of all tasks that were never drawn: their expected signal, where that reaches the band's limit."""
         if not self.undrawn:
             return 0
         signal = mixed_probability(self.prior.alpha, self.prior.beta, self._size)
@@ -297,8 +298,8 @@ class SourceCurriculum:
         return None
 
     def _longest_rested(self, index: int) -> int | None:
-        """Of the band's tasks, when all of them rest and none is unseen: the one drawn longest ago, unless a group of
-        it may be open still."""
+        """The band's task that was drawn longest ago, for when all of them rest and none is unseen; None where a group
+        of it may still be open."""
         resting = self._resting_in_band
         while resting and resting[0][0] + self._least_rest <= index:
             drawn_at, task = resting[0]
@@ -308,7 +309,7 @@ class SourceCurriculum:
         return None
 
     def _wake(self, index: int) -> None:
-        """Let tasks that have rested long enough be drawn from the band again."""
+        """Return tasks that have rested long enough to the band's draws."""
         self._now = max(self._now, index)
         while self._resting and self._resting[0][0] + self._rest <= self._now:
             _, task = self._resting.popleft()
@@ -328,17 +329,17 @@ class SourceCurriculum:
 
 
 class Curriculum:
-    """One curriculum for each source of tasks, which share the band's limit.
+    """The curricula of all task sources, one for each, with a common limit of the band.
 
-    Example, a source of three tasks, groups of 4: at first all are unseen and worth the same, so the walk is followed;
-    task 0 is solved 4 times of 4, task 1 never, task 2 twice: from then on 2 is drawn, the others when it is the walk's
-    turn, and 1 once more when it is due.
+    Example, a source of three tasks, groups of 4: at first all are unseen and have equal weight, so draws follow the
+    walk; task 0 is solved 4 times of 4, task 1 never, task 2 twice: from then on 2 is drawn, the others on the walk's
+    turns, and 1 once more when it is due.
     """
 
     def __init__(
         self, sizes: Sequence[int], settings: CurriculumConfig, *, group_size: int, rest: tuple[int, int], seed: int
     ) -> None:
-        """``sizes``: tasks of each source. The rest: see ``SourceCurriculum``."""
+        """``sizes``: tasks of each source. Other arguments: see ``SourceCurriculum``."""
         self.band = Band(settings)
         self.sources = [
             SourceCurriculum(tasks, settings, self.band, size=group_size, rest=rest, seed=f"{seed}:{i}")
@@ -346,7 +347,7 @@ class Curriculum:
         ]
 
     def learn(self, source: int, task: int, evidence: TaskEvidence, reason: DrawReason) -> BandMove | None:
-        """See ``SourceCurriculum.learn``; the band's move, when there was one, is made everywhere."""
+        """Update a source's task, see ``SourceCurriculum.learn``; a move of the band is applied to all sources."""
         move = self.sources[source].learn(task, evidence, reason)
         if move is not None:
             for each in self.sources:

@@ -1,4 +1,4 @@
-"""Drawing by weight out of many: changing one weight and finding a draw cost O(log n)."""
+"""Weighted sampling from many items: changing one weight and finding a draw cost O(log n)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 
 class WeightTree:
-    """Integer weights of n things (Fenwick 1994). Integers, so the sums are exact and don't depend on the order in
-    which weights came to be what they are.
+    """Integer weights of n items (Fenwick 1994). Integers, so the sums are exact and don't depend on the order of
+    changes.
 
     Example: weights [2, 0, 3]: ``total`` is 5; ``find(0)`` and ``find(1)`` are 0, ``find(2)`` to ``find(4)`` are 2.
     """
@@ -37,7 +37,7 @@ class WeightTree:
             i += i & -i
 
     def find(self, at: int) -> int:
-        """The thing that ``at`` (0 <= at < total) falls on when the weights are laid end to end."""
+        """The item that ``at`` (0 <= at < total) falls on when the weights are laid end to end."""
         if not 0 <= at < self.total:
             raise ValueError(f"{at} is not within 0..{self.total - 1}")
         position, step = 0, self._top

@@ -1,4 +1,4 @@
-"""Responses that go round in circles: exact loops, and windows that say the same things again and again."""
+"""Detects repetitive responses: exact loops, and windows with a large share of repeated n-grams."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 
 def loop_period(ids: Sequence[int], *, longest_period: int, repeats: int, loop_tokens: int) -> int | None:
-    """The shortest period (tokens) with which the end of ``ids`` repeats itself exactly; None when it doesn't.
+    """The shortest period (tokens) with which the end of ``ids`` repeats exactly; None when it doesn't.
 
     A period p counts when the last max(p x repeats, loop_tokens) tokens have it: at least ``repeats`` times the same p
     tokens (>= 2), over at least ``loop_tokens``. Of the periods up to ``longest_period`` only those are tried at which
-    the last token stood before: one look at the tokens there, and mostly nothing more.
+    the last token occurred before, which mostly ends the search at once.
 
     Example: 7 1 2 1 2 1 2 with repeats = 3 and loop_tokens = 6: period 2. With loop_tokens = 7: none.
     """
@@ -32,11 +32,11 @@ def loop_period(ids: Sequence[int], *, longest_period: int, repeats: int, loop_t
 
 
 class NgramWindow:
-    """How much of the last ``window_tokens`` tokens stands there more than once: the share of its runs of ``ngram``
-    tokens that are not the first of their kind, 1 - distinct / all.
+    """The share of repeated n-grams in the last ``window_tokens`` tokens: of its runs of ``ngram`` tokens, those that
+    are not the first of their kind, 1 - distinct / all.
 
-    ``extend`` with all tokens so far, as often as one likes: each new token costs O(1), memory is one window. The share
-    is 0.0 until the window is full, so a short response raises no alarm.
+    Call ``extend`` with all tokens so far, any number of times: each new token costs O(1), memory is one window. The
+    share is 0.0 until the window is full, so a short response raises no alarm.
 
     Example, window 6, ngram 2, tokens 1 2 1 2 1 2: runs 12 21 12 21 12, two kinds of five: share 0.6.
     """
@@ -51,7 +51,7 @@ class NgramWindow:
         self._seen = 0  # tokens taken in
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Take in what ``ids`` has gained since the last call (it only ever grows)."""
+        """Add the tokens that ``ids`` has gained since the last call (it only ever grows)."""
         first = max(self._seen, self._ngram - 1, len(ids) - self._most)
         if first > max(self._seen, self._ngram - 1):  # everything before has left the window
             self._runs.clear()
@@ -70,7 +70,7 @@ class NgramWindow:
 
     @property
     def repeated_share(self) -> float:
-        """0 to 1 - 1 / runs; 0.0 while the window isn't full."""
+        """The share of repeated runs, 0 to 1 - 1 / runs; 0.0 while the window isn't full."""
         if len(self._runs) < self._most:
             return 0.0
         return 1.0 - len(self._counts) / self._most

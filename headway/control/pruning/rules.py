@@ -1,4 +1,4 @@
-"""Early pruning: which rollouts end before their own end, whom the audit lets go on, what it saved and what it cost.
+"""Rules of early pruning: which rollouts are ended early, which are audited, what it saved and what it cost.
 
 A rollout that a pruner hits is *scored* (verified as it stands: it trains and stays in its group's baseline) or
 *dropped* (it leaves its group). A fixed share is *audited*: hit all the same, but run to its own end.
@@ -23,8 +23,8 @@ def is_audited(seed: int, group: int, member: int | None, share: float) -> bool:
     """Whether a rollout runs to its own end if a pruner hits it: a draw that is a function of (run seed, admission
     index, member) alone, so it neither depends on the order of events nor changes in a resume.
 
-    member None: the draw for the group as a whole. It decides for all the rest that a group's pruner would stop: with
-    each drawn on its own, the group would wait for some and know of the decision only a part.
+    member None: the draw for the group as a whole, which decides for all the members that a group's pruner would stop.
+    With separate draws the group would still wait for some, and the audit would see only part of the decision.
     """
     key = f"{seed}:{group}:{'group' if member is None else member}:audit"
     draw = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
@@ -61,7 +61,8 @@ def due_in_s(
 def chance_to_end(lengths: LengthDistribution, tokens: int, more_tokens: float) -> float:
     """P(L <= tokens + more | L > tokens) of a response that has ``tokens`` and time for ``more_tokens``.
 
-    1.0 where nothing as long was ever seen to go on: of that the lengths say nothing. 0.0 when there is no time.
+    1.0 where no response was observed to grow beyond ``tokens``: the lengths have no evidence. 0.0 when there is no
+    time.
     """
     if more_tokens <= 0:
         return 0.0
@@ -72,9 +73,9 @@ def chance_to_end(lengths: LengthDistribution, tokens: int, more_tokens: float) 
 def expected_saving_tokens(lengths: LengthDistribution, tokens: int, audited_tokens: Sequence[int]) -> float:
     """Response tokens that a rollout hit at ``tokens`` would still have generated.
 
-    audited_tokens: how many those did that the same pruner hit and the audit let go on. They are a random sample of
-    all it hits, so their mean is right whatever it looks for; lengths alone would take a loop for any other response.
-    Before there are many, what the lengths say (E[L - tokens | L > tokens]) counts as one of them.
+    audited_tokens: tokens that audited rollouts of the same pruner generated after the hit. They are a random sample of
+    all its hits, so their mean is unbiased whatever it looks for; lengths alone would treat a loop like any other
+    response. The estimate from lengths (E[L - tokens | L > tokens]) counts as one more of them.
     """
     return (lengths.mean_remaining_tokens(tokens) + sum(audited_tokens)) / (1 + len(audited_tokens))
 
@@ -102,12 +103,12 @@ def rewards_agree(rewards: Sequence[float]) -> bool:
 
 
 def pruner_figures(groups: Iterable[FinishedGroup]) -> dict[str, PrunerFigures]:
-    """What each pruner did to groups that finished: pruner -> figures.
+    """Summarise the effect of each pruner on finished groups: pruner -> figures.
 
-    An audited rollout is *wrong* when pruning would have changed what its group learns: where it is known which reward
-    the pruned response would have had (``cut_reward``), when its own differs; where it would have left its group, when
-    it solved the task. Its *bias* is its reward less what pruning would have put in its place: ``cut_reward``, or the
-    mean reward of the group's other valid members. One that failed, or that has no others, is no audit.
+    An audited rollout is *wrong* when pruning would have changed what its group learns: where the reward of the pruned
+    response is known (``cut_reward``), when its own differs; where it would have left its group, when it solved the
+    task. Its *bias* is its reward less what pruning would have put in its place: ``cut_reward``, or the mean reward of
+    the group's other valid members. A rollout that failed, or would have left a group without others, is no audit.
     """
     ended: dict[str, list[Rollout]] = {}
     audits: dict[str, list[_Audit]] = {}
@@ -135,15 +136,15 @@ def pruner_figures(groups: Iterable[FinishedGroup]) -> dict[str, PrunerFigures]:
 
 
 class _Audit(NamedTuple):
-    """What one audited rollout says."""
+    """The result of one audited rollout."""
 
     wrong: bool
     bias: float  # its reward less what pruning would have put in its place
-    tokens: int  # response tokens it went on for
+    tokens: int  # response tokens after the hit
 
 
 def _audit(rollout: Rollout, group: FinishedGroup) -> _Audit | None:
-    """None: it says nothing."""
+    """Evaluate an audited rollout; None: it gives no evidence."""
     assert rollout.pruned is not None
     if not rollout.valid:
         return None

@@ -14,13 +14,13 @@ BreakerState = Literal["closed", "open", "half_open"]
 
 
 class Breaker:
-    """Whether one replica may be given requests.
+    """Decides whether a replica may be sent requests.
 
     Lifecycle: *closed* -> *open*, after ``failures_to_open`` failures in a row within ``failure_window_s`` or a
     ``trip`` -> *half-open* once its cool-down is over -> *closed* after ``successes_to_close`` probes in a row, each
     sent after the one before had succeeded. A probe that fails opens it again, for ``cool_down_growth`` times as long
-    (at most ``longest_cool_down_s``); closing forgets that. Invariant: nothing is sent to an open one, and never two
-    probes are under way. What was sent before it opened and ends later changes nothing.
+    (at most ``longest_cool_down_s``); closing resets that. Invariant: nothing is sent through an open breaker, and at
+    most one probe is under way. Requests sent before it opened that end later change nothing.
 
     Example (1 failure opens, cool-down 1 s, growth 2, 1 success closes): a failure at t = 0 opens it until t = 1; the
     probe sent then fails at t = 3: open until t = 5; the next succeeds at t = 6: closed.
@@ -49,19 +49,19 @@ class Breaker:
         return state == "closed" or (state == "half_open" and not self._probing)
 
     def opens_s(self) -> float | None:
-        """When an open one becomes half-open; None: it is closed."""
+        """Time at which an open breaker becomes half-open; None: it is closed."""
         return self._open_until_s
 
     def send(self, now: float) -> bool:
-        """A request is being sent. True: it is the probe, and its sender says how it ended. Raises ValueError when none
-        is allowed."""
+        """Record that a request is sent. True: it is the probe, whose sender reports how it ended. Raises ValueError
+        when none is allowed."""
         if not self.allows(now):
             raise ValueError(f"the breaker is {self.state(now)}: nothing may be sent")
         self._probing = self.state(now) == "half_open"
         return self._probing
 
     def succeed(self, now: float, *, probe: bool) -> bool:
-        """A request got tokens. True: that closed the breaker."""
+        """Record that a request got tokens. True: that closed the breaker."""
         if probe:
             self._probing = False
             if self.state(now) != "half_open":  # it was tripped meanwhile
@@ -76,8 +76,8 @@ class Breaker:
         return False
 
     def fail(self, now: float, *, probe: bool, alone: bool = False) -> bool:
-        """A request failed. True: that opened the breaker. ``alone``: no other replica could take its requests, so they
-        had better fail here than wait: it is closed then, or stays so."""
+        """Record that a request failed. True: that opened the breaker. ``alone``: no other replica could take its
+        requests, which had better fail here than wait: the breaker then closes, or stays closed."""
         if probe:
             self._probing = False
             if self.state(now) != "half_open":
@@ -97,20 +97,20 @@ class Breaker:
         return True
 
     def trip(self, now: float) -> bool:
-        """Open at once: the replica is dead. True: it wasn't open before."""
+        """Open the breaker at once: the replica is dead. True: it wasn't open before."""
         opened = self.state(now) != "open"
         if opened:
             self._open(now)
         return opened
 
     def reset(self) -> bool:
-        """The replica was replaced, and its successor has answered. True: that closed the breaker."""
+        """Close the breaker: the replica was replaced, and its successor has answered. True: it wasn't closed."""
         closed = self._open_until_s is not None
         self._close()
         return closed
 
     def withdraw(self) -> None:
-        """The probe ended without telling anything: cancelled, or moved elsewhere. Another may be sent."""
+        """Record that the probe ended without a result: cancelled, or moved elsewhere. Another may be sent."""
         self._probing = False
 
     def _open(self, now: float) -> None:

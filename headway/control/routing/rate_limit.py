@@ -1,4 +1,4 @@
-"""Who of the foreign callers goes on, waits or is refused: token buckets, a bound on what is open, a bounded queue."""
+"""Rate limits of foreign callers: token buckets, a bound on open requests, and a bounded queue; the rest is refused."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import msgspec
 
 from headway.config.router import RouterConfig
 
-LONGEST_RETRY_S = 60  # that a refused caller is told to stay away
+LONGEST_RETRY_S = 60  # the longest retry-after that a refused caller gets
 _RATE_S = 30.0  # time constant of the measured rate at which tokens get done
-_ROUNDING_S = 1e-6  # what adding up times may lose
+_ROUNDING_S = 1e-6  # rounding error of summed times
 
 
 class RateLimited(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that is not taken."""
+    """The refusal of a request, with its reason."""
 
     why: str
-    retry_after_s: int  # 1 .. LONGEST_RETRY_S: when a place is likely
+    retry_after_s: int  # 1 .. LONGEST_RETRY_S: when there will likely be a place
 
 
 Decision = Literal["admitted", "waiting"] | RateLimited
 
 
 class TokenBucket:
-    """Holds ``rate_per_s`` x ``burst_s`` at most, and refills at that rate.
+    """A token bucket of capacity ``rate_per_s`` x ``burst_s`` that refills at ``rate_per_s``.
 
-    What costs more than it can hold is taken out of a full one, which then is in debt; so over any time t no more than
-    rate x t + what it holds + one such cost is taken.
+    A cost above the capacity is taken from a full bucket, which then is in debt; so over any time t no more than
+    rate x t + capacity + one such cost is taken.
     """
 
     def __init__(self, rate_per_s: float, burst_s: float, now: float) -> None:
@@ -39,23 +39,23 @@ class TokenBucket:
         self._at_s = now
 
     def level(self, now: float) -> float:
-        """What is in it; below 0: debt."""
+        """The bucket's level at ``now``; below 0: debt."""
         return min(self._size, self._level + self._rate * max(0.0, now - self._at_s))
 
     def wait_s(self, cost: float, now: float) -> float:
-        """Until ``cost`` can be taken; 0: now."""
+        """Seconds until ``cost`` can be taken; 0: now."""
         return self.refill_s(min(cost, self._size), now)
 
     def refill_s(self, amount: float, now: float) -> float:
-        """Until so much has come in, if all else is taken as it comes."""
+        """Seconds until ``amount`` could be taken in parts, as the bucket refills; it may exceed the capacity."""
         return max(0.0, amount - self.level(now)) / self._rate
 
     def take(self, cost: float, now: float) -> None:
-        """Take it out; whoever does so has waited for ``wait_s`` to be 0."""
+        """Take ``cost`` out, which the caller may do once ``wait_s`` is 0."""
         self._level, self._at_s = self.level(now) - cost, now
 
     def give_back(self, cost: float, now: float) -> None:
-        """Part of what was taken was not needed."""
+        """Return the unused part of a cost."""
         self._level, self._at_s = min(self._size, self.level(now) + cost), now
 
 
@@ -70,12 +70,12 @@ class RateLimit:
     """Requests are *admitted* at once, or *wait*, oldest first, and are admitted or refused in the end; an admitted one
     is open until it is *finished*.
 
-    A request waits while the buckets of requests/s and tokens/s don't hold its cost, while the tokens of the open ones
-    and its own exceed ``open_limit_tokens`` (one that is alone may), or while one that goes before it waits: lower
-    priorities first, then who came first, and nobody is overtaken because he wants more. Invariant: at most
+    A request waits while the buckets of requests/s and tokens/s can't cover its cost, while its tokens and those of the
+    open ones exceed ``open_limit_tokens`` (a request that is alone may), or while one ahead of it waits: lower
+    priorities first, then by arrival; a large request is never overtaken for its size. Invariant: at most
     ``queue_requests`` wait, none for longer than ``queue_s``; the tokens of the open ones add up to ``open_tokens``.
 
-    Used as: ``offer``; whenever something changed or ``next_event_s`` has come, ``decide``.
+    Usage: ``offer`` each request; call ``decide`` whenever something changed or ``next_event_s`` has come.
     """
 
     def __init__(self, settings: RouterConfig, now: float) -> None:
@@ -99,13 +99,13 @@ class RateLimit:
         return len(self._waiting)
 
     def oldest_age_s(self, now: float) -> float:
-        """How long the one that came first has waited; 0.0 when none waits."""
+        """Seconds that the earliest waiting request has waited; 0.0 when none waits."""
         first = next(iter(self._waiting.values()), None)
         return 0.0 if first is None else now - first.since_s
 
     def offer(self, name: str, tokens: int, priority: int, now: float) -> Decision:
-        """A request arrives that may take so many tokens, prompt and response. Raises ValueError for a name that is
-        open or waits already."""
+        """Admit, queue or refuse a request that may use ``tokens`` tokens, prompt and response. Raises ValueError for a
+        name that is open or waiting already."""
         if name in self._open or name in self._waiting:
             raise ValueError(f"request {name!r} is already there")
         if not self._waiting and self._may_go(tokens, now):
@@ -123,7 +123,7 @@ class RateLimit:
         return "waiting"
 
     def decide(self, now: float) -> list[tuple[str, RateLimited | None]]:
-        """Names of waiting requests that need to wait no more, in order, with None for an admitted one."""
+        """Return the names of waiting requests now decided, in order, with None for an admitted one."""
         decided: list[tuple[str, RateLimited | None]] = []
         limit_s = self._settings.queue_s
         for one in [one for one in self._waiting.values() if now >= one.since_s + limit_s]:
@@ -137,12 +137,12 @@ class RateLimit:
         return decided
 
     def withdraw(self, name: str) -> None:
-        """A waiting request is given up by its caller. Unknown names: no-op."""
+        """Remove a waiting request that its caller has given up. Unknown names: no-op."""
         if name in self._waiting:
             self._leave(name)
 
     def finish(self, name: str, used_tokens: int, now: float) -> None:
-        """An open request is over; what it didn't use of its tokens goes back. Raises KeyError for an unknown one."""
+        """Close an open request and return its unused tokens to the bucket. Raises KeyError for an unknown one."""
         tokens = self._open.pop(name)
         self.open_tokens -= tokens
         used = min(tokens, max(0, used_tokens))
@@ -152,7 +152,7 @@ class RateLimit:
         self._done_s = now
 
     def next_event_s(self, now: float) -> float:
-        """When to decide anew if nothing else happens; inf: nobody waits."""
+        """Time at which to call ``decide`` again if nothing else happens; inf: no request waits."""
         first = self._first()
         if first is None:
             return math.inf
@@ -180,7 +180,7 @@ class RateLimit:
         self.open_tokens += tokens
 
     def _first(self) -> str | None:
-        """Who goes next; those that left the queue are passed by."""
+        """Name of the next waiting request; drops entries that have left the queue. None: none waits."""
         while self._order and not self._waits(self._order[0]):
             heapq.heappop(self._order)
         return self._order[0][2] if self._order else None
@@ -196,7 +196,7 @@ class RateLimit:
             heapq.heapify(self._order)
 
     def _rate(self, now: float) -> float:
-        """Tokens/s that get done."""
+        """Measured throughput of finished requests, tokens/s."""
         seen = 1.0 - math.exp(-(now - self._began_s) / _RATE_S)
         return self._faded(now) / seen if seen > 0 else 0.0
 

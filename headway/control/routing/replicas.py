@@ -1,4 +1,4 @@
-"""Which generator replica takes a request: how each stands, who holds its prompt, who has least to do."""
+"""Chooses the generator replica for a request: by each one's standing, its cached prompt prefixes and its load."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-# "serving" takes requests; "lent" when no serving one has room in its KV; "resting" when neither is there. The others
-# never do: "down" isn't live, "draining" leaves, "behind" has older weights than another, "silent" doesn't answer its
-# health check, "tripped" has an open breaker.
+# "serving" takes requests; "lent" does when no serving one has room in its KV; "resting" when there is neither. The
+# others never do: "down" isn't live, "draining" leaves, "behind" has older weights than another, "silent" doesn't
+# answer its health check, "tripped" has an open breaker.
 Standing = Literal["serving", "lent", "resting", "down", "draining", "behind", "silent", "tripped"]
 
 
 class ReplicaCondition(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides how a replica stands."""
+    """The conditions that decide a replica's standing."""
 
-    live: bool = True  # its process is up, and had the newest weights when it began to serve
+    live: bool = True  # its process is up, and had the newest weights when it started to serve
     leaving: bool = False
     resting: bool = False
     lent: bool = False  # the trainer computes on its device
@@ -28,8 +28,8 @@ class ReplicaCondition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def standing_of(one: ReplicaCondition, newest_update: int, grace_s: float) -> Standing:
-    """How a replica stands. ``newest_update``: the last that any replica ever applied. One without it is behind, unless
-    its own update is under way and has taken no longer than ``grace_s``."""
+    """Return a replica's standing. ``newest_update``: the last that any replica ever applied. A replica without it is
+    behind, unless its own update is under way and has taken no longer than ``grace_s``."""
     if not one.live:
         return "down"
     if one.leaving:
@@ -46,28 +46,28 @@ def standing_of(one: ReplicaCondition, newest_update: int, grace_s: float) -> St
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What one replica still has to do, as one request sees it."""
+    """The load of one replica, as one request sees it."""
 
     outstanding_tokens: int  # prompt and still allowed response tokens of its open requests
     standing: Standing = "serving"
-    saved_tokens: int = 0  # of this request's prompt, those that its KV holds already (weighted)
-    capacity_tokens: int | None = None  # that its KV holds; None: any number
+    saved_tokens: int = 0  # of this request's prompt, those already in its KV (weighted)
+    capacity_tokens: int | None = None  # of its KV; None: unlimited
 
 
 class Route(NamedTuple):
-    """Where a request goes."""
+    """The replica chosen for a request."""
 
     replica: int  # its index
-    spilled: bool  # another holds more of its prompt, but has too much to do or doesn't take requests
+    spilled: bool  # another has more of its prompt in KV, but is too loaded or takes no requests
 
 
 def choose_replica(loads: Sequence[ReplicaLoad], needed_tokens: int = 0) -> Route | None:
-    """The replica with the fewest outstanding tokens, those it saves deducted (ties: who saves more, then the first).
-    None when none takes requests.
+    """Choose the replica with the fewest outstanding tokens, less those it saves (ties: the larger saving, then the
+    first). None when none takes requests.
 
-    So one that holds the prompt may be ahead of the least loaded by at most the tokens whose prefill that saves.
-    ``needed_tokens``: what the request may need of a KV; where no serving replica has that room, lent ones are asked
-    too."""
+    So a replica with the prompt in KV may exceed the least load by at most the tokens whose prefill that saves.
+    ``needed_tokens``: KV tokens that the request may need; where no serving replica has that room, lent ones are
+    considered too."""
     taking = [index for index, load in enumerate(loads) if load.standing == "serving"]
     for index in taking:
         if _has_room(loads[index], needed_tokens):
@@ -92,11 +92,11 @@ def _cost(load: ReplicaLoad, index: int) -> tuple[int, int, int]:
 
 
 class PrefixMemory:
-    """Which replicas were given which beginnings of prompts. Bounded: the least recently used go first.
+    """Remembers which replicas were sent which prompt prefixes. Bounded: the least recently used are dropped first.
 
-    A prompt is known by a chain of hashes, one for each whole block and one for all of it. What a replica holds is
-    void when its *epoch* changes: new weights, or another process. Whether the replica holds it still is not verified:
-    nothing depends on it but where a request goes.
+    A prompt is identified by a chain of hashes, one for each whole block and one for all of it. A replica's entries
+    are void when its *epoch* changes: new weights, or another process. Whether a replica still has a prefix in KV is
+    not verified: only the choice of replica depends on it.
     """
 
     def __init__(self, block_tokens: int, capacity: int) -> None:
@@ -108,7 +108,7 @@ class PrefixMemory:
         return len(self._known)
 
     def keys(self, prompt: Sequence[int]) -> list[tuple[int, int]]:
-        """(tokens, key) of the prompt's beginnings, shortest first; the last is all of it."""
+        """(tokens, key) of the prompt's prefixes, shortest first; the last is the whole prompt."""
         if not self._capacity or not prompt:
             return []
         found: list[tuple[int, int]] = []
@@ -120,8 +120,8 @@ class PrefixMemory:
         return found
 
     def cached_tokens(self, keys: Sequence[tuple[int, int]], epochs: Mapping[int, int]) -> dict[int, int]:
-        """Replica -> tokens of the longest beginning it holds; those that hold none are left out. ``epochs``: of the
-        replicas now."""
+        """Replica -> tokens of its longest remembered prefix; replicas without any are left out. ``epochs``: present
+        epochs of the replicas."""
         found: dict[int, int] = {}
         for tokens, key in reversed(keys):
             holders = self._known.get(key)
@@ -135,7 +135,7 @@ class PrefixMemory:
         return found
 
     def remember(self, keys: Sequence[tuple[int, int]], replica: int, epoch: int) -> None:
-        """A replica was given this prompt, or has sampled on to it."""
+        """Record that a replica was sent this prompt, or has sampled tokens that extend to it."""
         for _, key in keys:
             self._known.setdefault(key, {})[replica] = epoch
             self._known.move_to_end(key)

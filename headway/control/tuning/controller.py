@@ -1,26 +1,26 @@
-"""Matching the two rates while the run goes on: which knobs to set, and why.
+"""The controller, which matches the two rates during the run: it decides which knobs to set, and why.
 
-Pure: ``decide`` gets the controller's state and the run's last records and gives both the next state and what to do.
+Pure: ``decide`` takes the controller's state and the run's last records, and returns the next state and the actions.
 The aim is *trained samples with non-zero advantage per second* within the staleness budget (admission keeps it whatever
 the knobs are) and the length-bias limit; of settings whose rate is within 1 % of the best, the one with the younger
 samples.
 
 Each decision looks at the records since the last one and does the first of these that applies:
 
-1. *Drift.* What the queue is made of (lengths, acceptance, cost of a token on either side, verification) differs from
-   the records before: those are forgotten, and so is what was learnt about the knobs.
-2. *Measured effect.* The last change has had time to show. When the rate fell by more than noise and below what was
-   predicted, it is taken back, and its direction isn't tried again in this regime.
+1. *Drift.* The queue's parameters (lengths, acceptance, cost of a token on either side, verification) differ from the
+   records before: those records are dropped, and so is what was learnt about the knobs.
+2. *Measured effect.* The last change has had time to show. When the rate fell by more than noise and below the
+   prediction, the change is reverted, and its direction isn't tried again in this regime.
 3. *Reflex.* The trainer starves while the limit on open groups keeps slots empty, or the one on concurrent rollouts
-   keeps groups waiting: it rises, by half or twofold.
+   keeps groups waiting: that limit is raised, by half or twofold.
 4. *Model.* After a budget's worth of steps ``ledger_model`` estimates the queue and ``queue_model`` simulates the
    neighbouring settings, with a generator a tenth slower than measured: the reserve against bursts. The best one is
-   taken if it gains enough; twice as much for every time a knob has turned round in this regime. While nothing is
-   found it looks ever more seldom.
+   taken if it gains enough; twice as much for every time a knob has reversed in this regime. While nothing is found
+   the looks become rarer.
 
-Guards hold whatever the model says: while the trainer starves for want of groups no load is taken away (open groups,
-concurrent rollouts, replicas that generate), while finished groups pile up none is added, and a value at which the
-trainer starved is not gone back to. The publish interval is no load: these say nothing of it.
+Guards apply whatever the model predicts: while the trainer starves for want of groups no load is removed (open groups,
+concurrent rollouts, replicas that generate), while finished groups pile up none is added, and no knob returns to a
+value at which the trainer starved. The publish interval is no load: the guards don't concern it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ WINDOW = 16  # records that an estimate is made from, at most
 LEAST_YOUNGER = 0.1  # versions of mean staleness ...
 LEAST_YOUNGER_SHARE = 0.05  # ... and relative
 STARVES, FULL = 0.05, 0.02  # shares of the time the trainer waits for want of groups
-# Share of the time the generator has nothing to do, from which on groups that wait in the queue are given up for
-# younger samples. Where both sides are about as fast they are the reserve against either one's swings, which the model
-# doesn't have: it takes every step for as long as its like.
+# Least share of the time the generator has nothing to do, for groups waiting in the queue to be given up for younger
+# samples. Where both sides are about as fast these groups are the reserve against fluctuations of either, which the
+# model lacks: it takes equal steps to last equally long.
 LEAST_SPARE = 0.1
 _RATE_DIFFERS = 0.2  # |ln|: worth another look
 _MOST_RESTS = 3  # doublings of the time between two looks
@@ -54,32 +54,32 @@ Kind = Literal["set", "rollback", "measured", "drift"]
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing the controller did or found: a line of its log."""
+    """A line of the controller's log: a change it made, or a finding."""
 
     kind: Kind
     reason: str
     knob: KnobName | Literal[""] = ""
-    old: int = 0  # open_groups: what admission allows at best stands for no limit
+    old: int = 0  # open_groups: no limit is given as the most that admission allows
     new: int = 0
     predicted: float = 0.0  # rate after / rate before; 0: not predicted
-    measured: float = 0.0  # ... as it turned out; 0: not yet
+    measured: float = 0.0  # ... as measured; 0: not yet
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """A change whose effect is being measured."""
 
     before: Knobs
-    version: int  # from which on it is in effect
+    version: int  # first version under the change
     predicted: float  # rate after / rate before
     rate: float  # before, samples/s
     noise: float  # its standard error, relative
 
 
 class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the controller remembers.
+    """The controller's memory.
 
-    Lifecycle: a *regime* begins with the run and at each drift; within it floors only rise, refused directions stay
-    refused, and each turn of a knob makes the next one dearer. That is why it comes to rest on stationary inputs.
+    Lifecycle: a *regime* starts with the run and at each drift; within it floors only rise, refused directions stay
+    refused, and each reversal of a knob raises the gain required of the next. So it converges on stationary inputs.
     """
 
     knobs: Knobs
@@ -87,27 +87,27 @@ class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     decided_step: int = 0  # version at the last change
     trial: Trial | None = None
     floors: dict[str, int] = {}  # knob -> value at which the trainer starved
-    refused: tuple[tuple[str, int], ...] = ()  # (knob, direction) that turned out worse
+    refused: tuple[tuple[str, int], ...] = ()  # (knob, direction) whose effect was worse
     directions: dict[str, int] = {}  # knob -> its last direction
-    turns: dict[str, int] = {}  # knob -> how often it turned round
+    turns: dict[str, int] = {}  # knob -> number of reversals
     rests: int = 0  # looks at the model in a row that found nothing
     looked_step: int = 0  # version at the last of them, and the rate then
     looked_rate: float = 0.0
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """The next state (its ``knobs`` are to be set) and what to say about it."""
+    """The next state (whose ``knobs`` are to be set) and the log lines of the decision."""
 
     state: ControllerState
     actions: tuple[Action, ...] = ()
-    due: bool = False  # it is time to ask the model, which ``decide`` wasn't let to
+    due: bool = False  # it is time to ask the model, which ``look`` forbade
 
 
 def decide(
     state: ControllerState, records: Sequence[StepRecord], limits: ControlLimits, *, look: bool = True
 ) -> Decision:
-    """What to do after the last of ``records``, the run's own in their order (some dozen are enough). ``look``: the
-    model may be asked, whose simulations take a tenth of a second or more; everything else takes half a millisecond."""
+    """Decide what to do after the last of ``records``, the run's own in their order (some dozen are enough). ``look``:
+    the model may be asked, whose simulations take a tenth of a second or more; all else takes half a millisecond."""
     every = usable(records)
     actions: list[Action] = []
     drifted = find_drift([r for r in every if r.step >= state.regime_step][-WINDOW - RECENT :])
@@ -136,12 +136,12 @@ def decide(
 
 
 def found_nothing(state: ControllerState, version: int) -> ControllerState:
-    """After a look in vain: the next one comes later."""
+    """The state after a look that found nothing: the next one comes later."""
     return msgspec.structs.replace(state, rests=min(_MOST_RESTS, state.rests + 1), looked_step=version)
 
 
 def set_at(decision: Decision, version: int) -> Decision:
-    """``decision``, whose knobs come into effect at ``version`` only: it was made out of older records."""
+    """``decision`` dated to ``version``, at which its knobs come into effect: it was made from older records."""
     state = decision.state
     if not any(action.kind == "set" for action in decision.actions):
         return decision
@@ -149,7 +149,7 @@ def set_at(decision: Decision, version: int) -> Decision:
     return msgspec.structs.replace(decision, state=msgspec.structs.replace(state, decided_step=version, trial=trial))
 
 
-# --- what the last steps show ----------------------------------------------------------------------------
+# --- evidence of the last steps --------------------------------------------------------------------------
 
 
 class ControllerEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,12 +165,12 @@ class ControllerEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def starving(self) -> bool:
-        """The trainer waits for groups that nobody is late with."""
+        """Whether the trainer waits for want of groups, rather than for stragglers."""
         return self.lack >= STARVES and self.lack >= self.wait / 2 and self.stock < 1 and not self.preempted
 
     @property
     def glut(self) -> bool:
-        """The trainer doesn't wait, and the generator does or its groups pile up."""
+        """Whether the trainer doesn't wait, while the generator does or its groups pile up."""
         return self.wait < FULL and (self.idle > STARVES or self.stock >= 1)
 
 
@@ -189,7 +189,7 @@ def _evidence(records: Sequence[StepRecord], limits: ControlLimits) -> Controlle
 
 
 def _allowed(state: ControllerState, evidence: ControllerEvidence, limits: ControlLimits) -> Allowed:
-    """The guards."""
+    """Make the guards: the function that says whether a knob may move from one value to another."""
 
     def allowed(name: KnobName, old: int, new: int) -> bool:
         up = new > old
@@ -208,13 +208,13 @@ def _allowed(state: ControllerState, evidence: ControllerEvidence, limits: Contr
     return allowed
 
 
-# --- the three ways to act -------------------------------------------------------------------------------
+# --- the three kinds of action ---------------------------------------------------------------------------
 
 
 def _measured(
     state: ControllerState, window: Sequence[StepRecord], evidence: ControllerEvidence, limits: ControlLimits
 ) -> Decision | None:
-    """The effect of the last change, once it shows; taken back when it is worse than noise and prediction."""
+    """Report the effect of the last change once it shows; revert it when it is worse than noise and prediction."""
     trial = state.trial
     if trial is None:
         return None
@@ -268,7 +268,7 @@ def _measured(
 
 
 def _settling(window: Sequence[StepRecord]) -> int:
-    """Steps until the groups that were open at a change are mostly trained."""
+    """Number of steps until the groups that were open at a change are mostly trained."""
     return min(3, 1 + round(window[-1].trajectory_staleness.mean))
 
 
@@ -314,14 +314,14 @@ def _due(state: ControllerState, window: Sequence[StepRecord], limits: ControlLi
 
 
 def _rate_of(records: Sequence[StepRecord]) -> float:
-    """Samples/s."""
+    """Trained samples/s over these records."""
     return sum(r.samples for r in records) / sum(r.step_s for r in records)
 
 
 def _by_model(
     state: ControllerState, window: Sequence[StepRecord], evidence: ControllerEvidence, limits: ControlLimits
 ) -> Decision | None:
-    """The neighbouring setting that the model likes best, when it is better by enough."""
+    """Set the neighbouring setting that the model rates best, when it is better by enough."""
     idle = msgspec.structs.replace(
         found_nothing(state, window[-1].version), looked_rate=_rate_of(window[-limits.patience_steps :])
     )
@@ -381,7 +381,7 @@ def _set(
 
 
 def _turns(state: ControllerState, name: KnobName, target: Knobs, limits: ControlLimits) -> int:
-    """How often the knob will have turned round."""
+    """Number of reversals of the knob, with the move to ``target`` included."""
     before = state.turns.get(name, 0)
     step = limits.value(target, name) - limits.value(state.knobs, name)
     return before + (step * state.directions.get(name, 0) < 0)

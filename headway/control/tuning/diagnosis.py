@@ -1,9 +1,9 @@
-"""What bounds a run that has a ledger, and which changes would help: predictions relative to what was measured.
+"""Diagnoses a run from its ledger: its binding constraint, and changes that would help, predicted relative to it.
 
 Every change is simulated beside the run as it is, with the same random lengths; the predicted rate is the measured one
-times the ratio of the two. So what the model leaves out counts only where a change alters it. The uncertainty of a
-prediction combines the noise of the measured rate, the spread over random lengths, and how far the ratio moves when the
-parameters that the ledger hardly tells (``LedgerModel.variants``) are moved by a standard deviation.
+times the ratio of the two. So effects missing from the model matter only where a change alters them. The uncertainty of
+a prediction combines the noise of the measured rate, the spread over random lengths, and how far the ratio moves when
+the poorly identified parameters (``LedgerModel.variants``) are moved by a standard deviation.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from headway.records.check_report import Change, Constraint, QueueOutcome
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
 
-LEAST_STEPS = 8  # usable records, those in which the queue was filling not counted
+LEAST_STEPS = 8  # usable records, without those in which the queue was filling
 _MOST_STEPS = 60
 _SEEDS = (0, 1, 2)
 _ROLLOUTS = 2000
 _SHOWN = 3
-_ACTING = 0.30  # share of the rollouts' time in their environments, beyond which more of them at once is tried
-_FULL = 0.9  # of the slots held: more rollouts would only wait for one
-_BELIEVED = 2.0  # times the best that a device of the run has shown, beyond which a prediction is refused
+_ACTING = 0.30  # share of the rollouts' time in their environments, above which more rollouts at once are tried
+_FULL = 0.9  # share of the slots in use, above which more rollouts would only wait for one
+_BELIEVED = 2.0  # times the best measured rate of the run's devices, above which a prediction is refused
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of the configuration, what it is predicted to do, and how sure that is."""
+    """A change of the configuration, its predicted effect, and the uncertainty of that."""
 
     settings: dict[str, str]  # key -> value as TOML: to be set together
     relieves: Constraint
@@ -47,18 +47,18 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     gain: float  # relative
     error: float  # standard error of the predicted rates, relative
     staleness_mean: float  # predicted, versions
-    needs: str = ""  # what it takes, or changes, beside the rate
+    needs: str = ""  # its cost, or other effects
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run's last steps say."""
+    """The diagnosis of a run's last steps: measured rates, the binding constraint, recommended changes."""
 
     first_step: int  # of those it is based on
     last_step: int
     samples_per_s: float  # measured
     useful_per_s: float
     error: float  # standard error of both, relative
-    simulated_per_s: float  # what the model makes of the run as it is: how good a model it is
+    simulated_per_s: float  # the model's rate for the run as it is: shows how good the model is
     binding: Constraint
     reason: str
     trainer_wait: float  # shares of the time ...
@@ -70,14 +70,14 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     needed_budget: int  # eta >= L_max x concurrency / (samples per step x mean length), with the p99 for L_max
     kv_slots: int  # requests whose KV fits, one replica
     changes: list[Recommendation]  # the largest predicted gain first
-    unidentified: dict[str, str]  # what the ledger doesn't tell
+    unidentified: dict[str, str]  # parameters that the ledger doesn't determine
 
 
 def diagnose(
     records: Sequence[StepRecord], experiment: Experiment, shape: RunShape, shared_devices: Sequence[str] = ()
 ) -> Diagnosis | str:
-    """The diagnosis of the run's last regime, or what is missing for one. ``shared_devices``: of the trainer, on which
-    no replica generates yet."""
+    """Diagnose the run's last regime, or describe what is missing for that. ``shared_devices``: the trainer's devices
+    on which no replica generates yet."""
     steps = steady_steps(records, shape.budget)
     if len(steps) < LEAST_STEPS:
         return (
@@ -106,7 +106,7 @@ def diagnose(
     )
     acting = environment_share(steps)
     changes = _recommendations(found, experiment, shape, needed, shared_devices, now, acting)
-    for one in [one for one in changes if one.samples_per_s > _BELIEVED**2 * shown]:  # it may double a device, too
+    for one in [one for one in changes if one.samples_per_s > _BELIEVED**2 * shown]:  # it may double a device
         changes.remove(one)
         found.unidentified[next(iter(one.settings))] = (
             f"{one.samples_per_s:.3g} samples/s would be predicted: the run's devices have shown {shown:.3g} at most"
@@ -144,8 +144,7 @@ def diagnose(
 
 
 def _shown_per_s(steps: Sequence[StepRecord], found: LedgerModel) -> float:
-    """The most samples per second that trainer and generators have both reached in one of ``steps`` while they
-    computed."""
+    """The largest samples/s that both trainer and generators have reached, while they computed, in one of ``steps``."""
     trained = max(r.samples / training_s(r) for r in steps)
     generating = [(r.flow.generated_tokens, r.flow.generator_busy_s) for r in steps if r.flow.generator_busy_s > 0]
     tokens_per_s = max((tokens / busy_s for tokens, busy_s in generating), default=math.inf)
@@ -154,7 +153,7 @@ def _shown_per_s(steps: Sequence[StepRecord], found: LedgerModel) -> float:
 
 def steady_steps(records: Sequence[StepRecord], budget: int) -> list[StepRecord]:
     """The last regime's records, 60 at most, without those in which the queue was filling. A regime that has only just
-    begun is looked at together with the steps before it."""
+    started is taken together with the steps before it."""
     steps = [r for r in usable(records) if r.step > budget]
     kept: list[StepRecord] = []
     for record in steps[-_MOST_STEPS:]:
@@ -181,7 +180,7 @@ class _Candidate(msgspec.Struct, frozen=True):
     relieves: Constraint
     change: Mapping[str, Any]  # fields of the model
     needs: str = ""
-    error: float = 0.0  # of what it assumes, relative
+    error: float = 0.0  # of its assumptions, relative
 
 
 def _recommendations(
@@ -193,7 +192,7 @@ def _recommendations(
     now: Sequence[QueueOutcome],
     acting: float,
 ) -> list[Recommendation]:
-    """Every change worth making, the largest gain first; of one key only the best value."""
+    """Simulate every candidate; return those worth making, the largest gain first, for each key only the best value."""
     best: dict[str, Recommendation] = {}
     for candidate in _candidates(found, experiment, shape, needed, shared_devices, acting):
         one = _as_configured(candidate, experiment)
@@ -225,7 +224,7 @@ def _recommendations(
 
 
 def _as_configured(candidate: _Candidate, experiment: Experiment) -> _Candidate | None:
-    """The candidate with the numbers that a run with its settings would have; None where they would be refused."""
+    """The candidate with the figures that a run with its settings would have; None where they would be refused."""
     try:
         then = changed_experiment(experiment, candidate.settings)
     except ConfigurationError:
@@ -256,7 +255,7 @@ def _candidates(
     model = found.model
     yield from _of_the_queue(found, experiment, shape, needed)
     held = found.in_generation * (1 - acting) / (model.slots * model.replicas)
-    if acting > _ACTING and held < _FULL:  # more slots or replicas would gain by the rollouts alone that come with them
+    if acting > _ACTING and held < _FULL:  # more slots or replicas would help only by the extra rollouts they bring
         yield _more_in_environments(model, experiment)
         yield from _of_the_generator(model, experiment, shape, larger=False)
     else:
@@ -303,7 +302,8 @@ def _of_the_queue(found: LedgerModel, experiment: Experiment, shape: RunShape, n
 
 
 def _more_in_environments(model: QueueModel, experiment: Experiment) -> _Candidate:
-    """A rollout that waits for a tool holds no slot: twice as many at once, and room for them where they act."""
+    """Twice as many rollouts at once, with room for them in their environments: while waiting for a tool they need no
+    slot."""
     rollouts = 2 * model.concurrent_rollouts
     settings = {"queue.max_concurrent_rollouts": str(rollouts)}
     environment = experiment.environment
@@ -343,7 +343,8 @@ def _of_the_generator(
 def _of_devices(
     model: QueueModel, experiment: Experiment, shape: RunShape, shared_devices: Sequence[str]
 ) -> Iterator[_Candidate]:
-    """The generator on the trainer's devices too, or both on all of them: the side that would wait lends them."""
+    """Changes that share devices: the generator also on the trainer's, or both on all; the side that would wait lends
+    them."""
     generator, trainer = experiment.generator.devices, experiment.trainer.devices
     if shape.lent_replicas or not shared_devices:
         return

@@ -1,7 +1,7 @@
-"""Whether a run still is what it was: its last steps against those before.
+"""Detects drift of a run: compares its last steps with those before.
 
-Each test asks for a change that is both large and beyond doubt; serial correlation of the steps makes the doubt larger
-than it looks, hence the high scores.
+Each test requires a change that is both large and significant; serial correlation of the steps makes the uncertainty
+larger than it looks, hence the high scores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FACTOR = 1.25
 _Z = 4.0
 _LENGTHS_DIFFER, _LENGTHS_DIFFER_Z = 0.2, 2.5  # KS statistic, and in its scale (p < 1e-5)
 
-_LEAST_SHARE = 0.1  # of a verifier's time, or of a rollout's: what takes less decides no rate
+_LEAST_SHARE = 0.1  # of a verifier's time, or of a rollout's: a smaller part decides no rate
 _COSTS: dict[str, Callable[[StepRecord], float]] = {
     "training time per token": lambda r: training_s(r) / r.flow.trained_tokens if r.flow.trained_tokens else 0.0,
     "training time per sample": lambda r: training_s(r) / r.samples,
@@ -30,7 +30,7 @@ _COSTS: dict[str, Callable[[StepRecord], float]] = {
 
 
 def find_drift(records: Sequence[StepRecord]) -> tuple[int, str] | None:
-    """(first step of a new regime, what changed) when the last records are not like those before."""
+    """(first step of a new regime, what changed) when the last records differ from those before; else None."""
     recent, before = records[-RECENT:], records[:-RECENT]
     if len(before) < 4:
         return None
@@ -38,7 +38,7 @@ def find_drift(records: Sequence[StepRecord]) -> tuple[int, str] | None:
     for name, share in _SHARES.items():
         if max(share(before), share(recent)) < _LEAST_SHARE:
             del changes[name]
-    # What a step costs may go with its tokens or with its samples: a dearer trainer shows in both.
+    # The cost of a step may depend on its tokens or its samples: a slower trainer shows in both.
     trainer = [changes.pop("training time per token"), changes.pop("training time per sample")]
     changes["training time"] = min(trainer, key=abs) if trainer[0] * trainer[1] > 0 else 0.0
     changes["time of a decode step"] = _change(_decode_cost(before), before, recent)
@@ -54,7 +54,7 @@ def _verifying(records: Sequence[StepRecord]) -> float:
 
 
 def environment_share(records: Sequence[StepRecord]) -> float:
-    """Of the rollouts' time, from admission to the last token, what they spent between turns: tools and sandboxes."""
+    """Share of the rollouts' time, from admission to the last token, that was between turns: tools and sandboxes."""
     return sum(r.flow.environment_s for r in records) / max(1e-9, sum(r.flow.generating_s for r in records))
 
 
@@ -62,21 +62,21 @@ _SHARES = {"verification of a response": _verifying, "time with tools": environm
 
 
 def _change(signal: Callable[[StepRecord], float], before: Sequence[StepRecord], recent: Sequence[StepRecord]) -> float:
-    """Logarithm of the factor by which a signal has changed; 0 where that isn't beyond doubt."""
+    """Logarithm of the factor by which a signal has changed; 0 where the change isn't significant."""
     then = [math.log(value) for r in before if (value := signal(r)) > 0]
     now = [math.log(value) for r in recent if (value := signal(r)) > 0]
     if len(then) < 4 or len(now) < len(recent):
         return 0.0
     change = fmean(now) - fmean(then)
     error = max(0.05, stdev(then)) * math.sqrt(1 / len(now) + 1 / len(then))
-    certain = _Z * (1.5 if len(then) < 8 else 1.0)  # few values: their spread is hardly known
+    certain = _Z * (1.5 if len(then) < 8 else 1.0)  # few values: their spread is poorly known
     alike = all((value - fmean(then)) * change > 0 for value in now)
     return change if abs(change) > math.log(_FACTOR) and abs(change) > certain * error and alike else 0.0
 
 
 def _decode_cost(before: Sequence[StepRecord]) -> Callable[[StepRecord], float]:
-    """Time of a decode step over what it was ``before`` with as many requests; 0 where that isn't known."""
-    line, _ = decode_line(before)  # our engine's prior, on a GPU too: it matters little so near to ``x_mean``
+    """Make a signal: a decode step's time over its time ``before`` with as many requests; 0 where not known."""
+    line, _ = decode_line(before)  # our engine's prior, also on a GPU: it matters little near ``x_mean``
 
     def cost(record: StepRecord) -> float:
         point = decode_point(record)
@@ -89,8 +89,9 @@ def _decode_cost(before: Sequence[StepRecord]) -> Callable[[StepRecord], float]:
 
 
 def _length_drift(before: Sequence[StepRecord], recent: Sequence[StepRecord]) -> str:
-    """Two-sample Kolmogorov-Smirnov over the response lengths. Those of a group are alike: n of them say as much as
-    n / (1 + (group size - 1) x intraclass correlation) independent ones (Kish's design effect)."""
+    """Describe a drift of response lengths, by a two-sample Kolmogorov-Smirnov test; "": none. Lengths in a group are
+    correlated: n of them weigh as n / (1 + (group size - 1) x intraclass correlation) independent ones (Kish's design
+    effect)."""
     then, now = _lengths(before), _lengths(recent)
     if min(then.total(), now.total()) < 20:
         return ""

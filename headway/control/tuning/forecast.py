@@ -1,5 +1,5 @@
-"""A run's rates before it starts: from what a few seconds of the real workers measured to samples/s, waits, staleness,
-and what will bind. Pure arithmetic; the queue between the two sides is ``queue_model``'s.
+"""Forecasts a run's rates before it starts: from a few seconds' measurements of the real workers to samples/s, waits,
+staleness, and the binding constraint. Pure arithmetic; the queue between the two sides is ``queue_model``'s.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from headway.control.staleness import OverduePolicy
 from headway.control.tuning.queue_model import QueueModel, needed_budget, simulate
 from headway.records.check_report import BudgetShare, Calibration, Change, Constraint, Forecast, QueueOutcome
 
-LEAST_GROUPS = 8  # fewer that ended say nothing about how many will be filtered
-WORTH_IT = 0.03  # smaller gains are within what a simulation of some dozen steps can tell apart
-BUSY = 0.10  # a trainer that waits less is what binds
+LEAST_GROUPS = 8  # with fewer finished groups the share that will be filtered is unknown
+WORTH_IT = 0.03  # smaller gains are below the resolution of a simulation of some dozen steps
+BUSY = 0.10  # a trainer that waits less is the binding constraint
 EVEN_REQUESTS = 16.0  # of our engine on a core (benchmarks/results/engine-2-cores.txt): see RunShape.even_requests
 # Of more trainer ranks: all make the optimiser step, and gradients are added up. The mean of benchmarks/ranks.py on two
 # cores (0.61 to 0.82), and how far that swings; on GPUs unmeasured.
@@ -26,10 +26,10 @@ RANK_EFFICIENCY, RANK_ERROR = 0.7, 0.1
 
 
 class RunShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What the forecast needs of an experiment."""
+    """The parts of an experiment that the forecast needs."""
 
     groups_per_step: int
-    group_size: int  # of all groups; where a curriculum adapts it, rollout.group_size or what a ledger says
+    group_size: int  # of all groups; where a curriculum adapts it, rollout.group_size or the mean of a ledger
     budget: int
     overdue: OverduePolicy
     steps_per_publish: int
@@ -50,7 +50,7 @@ class RunShape(msgspec.Struct, frozen=True, kw_only=True):
     open_groups: int | None = None  # most open at once, within what admission allows; None: all of it
     surplus_groups: int = 0  # open beyond admission, because surplus is discarded
     free_devices: int = 0  # of the generator's and trainer's kind that neither of them uses
-    even_requests: float = EVEN_REQUESTS  # at which half of a decode step grows with them, where nothing measured tells
+    even_requests: float = EVEN_REQUESTS  # at which half of a decode step grows with them, where it wasn't measured
 
     @property
     def samples_per_step(self) -> int:
@@ -70,7 +70,7 @@ def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution
     effective = production_left * model.acceptance
     effective = 1.0 / (1.0 / effective + shape.evaluated_per_step / shape.samples_per_step / production)
     ideal = ideal_rate(effective, consumption, shape.lent_share)
-    slowed = effective / max(1e-9, production * model.acceptance)  # what evaluation leaves of the generator
+    slowed = effective / max(1e-9, production * model.acceptance)  # share of the generator that evaluation leaves
     model = msgspec.structs.replace(
         model, decode_fixed_s=model.decode_fixed_s / slowed, decode_request_s=model.decode_request_s / slowed
     )
@@ -115,7 +115,7 @@ def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution
 
 
 def queue_model(shape: RunShape, measured: Calibration, lengths: LengthDistribution) -> QueueModel:
-    """The queue as calibrated: what is not known (acceptance of too few groups) is taken to be no obstacle."""
+    """Make the queue's model from a calibration; an unknown acceptance (too few groups) is taken to be 1."""
     beside = measured.decode_beside_tokens_per_s
     together = beside is not None and beside > 0
     factor = max(1.0, measured.decode_tokens_per_s / beside) if beside is not None and together else 1.0
@@ -145,25 +145,25 @@ def queue_model(shape: RunShape, measured: Calibration, lengths: LengthDistribut
         pause_s=measured.pause_s,
         verify_response_s=measured.verify_response_s,
         verifiers=shape.verifiers,
-        acceptance=max(accepted, 0.05),  # a run in which every group is filtered gives up; its rate is no number
+        acceptance=max(accepted, 0.05),  # a run in which every group is filtered gives up; it has no rate
     )
 
 
 def kv_slots(shape: RunShape, mean_sequence_tokens: float) -> int:
-    """Requests of one replica whose KV fits, in the mean; a request half-way holds its prompt and half its response,
-    so counting whole sequences errs on the safe side. At least 1."""
+    """Mean number of requests whose KV fits into one replica; a request half-way has its prompt and half its response
+    there, so counting whole sequences errs on the safe side. At least 1."""
     return max(1, math.floor(shape.kv_tokens / max(1.0, mean_sequence_tokens)))
 
 
 def decoding_together(model: QueueModel) -> int:
-    """Requests that hold a slot when the generator is full, all replicas."""
+    """Number of requests with a slot when the generator is full, all replicas."""
     admitted = model.groups_per_step * (model.budget + 1) * model.group_size
     return max(1, min(model.slots * model.replicas, model.concurrent_rollouts, admitted))
 
 
 def production_rate(model: QueueModel, mean_tokens: float) -> float:
-    """Samples/s at full concurrency: concurrency / latency, latency = mean tokens x time of a decode step. Beside a
-    trainer that computes all the time, on devices of its own; where replicas are lent, while the generator has them."""
+    """Samples/s at full concurrency: concurrency / latency, latency = mean tokens x time of a decode step. Assumes a
+    trainer that computes all the time, on devices of its own; for lent replicas, the time the generator has them."""
     together = decoding_together(model)
     step_s = model.decode_fixed_s + model.decode_request_s * together / model.replicas
     return together / (max(step_s, 1e-12) * model.beside * mean_tokens)
@@ -178,9 +178,9 @@ def consumption_rate(model: QueueModel, mean_tokens: float) -> float:
 
 
 def ideal_rate(production: float, consumption: float, lent_share: float) -> float:
-    """Samples/s when nothing but the two sides limits.
+    """Samples/s when only the rates of the two sides limit.
 
-    While the trainer computes, ``lent_share`` of the generator stands still. With x the share of the time in which it
+    While the trainer computes, ``lent_share`` of the generator pauses. With x the share of the time in which it
     computes, consumption * x = production * (1 - lent_share * x): the slower side's rate where nothing is lent,
     1 / (1 / production + 1 / consumption) where everything is, and the trainer's where the rest keeps up with it.
     """
@@ -196,7 +196,7 @@ def ideal_rate(production: float, consumption: float, lent_share: float) -> floa
 def _longest(
     shape: RunShape, measured: Calibration, lengths: LengthDistribution
 ) -> tuple[int, Literal["limit", "p99"]]:
-    """L_max: the p99 when it was seen and enough responses ended for it to mean something, else the limit."""
+    """L_max: the p99 when it was observed and enough responses ended for it to be meaningful, else the limit."""
     summary = measured.lengths
     if summary.p99_seen and summary.finished >= 300:
         return lengths.at(0.99), "p99"
@@ -206,7 +206,7 @@ def _longest(
 def _budget_shares(
     shape: RunShape, model: QueueModel, needed: int, ideal: float, outcome: QueueOutcome
 ) -> list[BudgetShare]:
-    """What other budgets would reach: half, twice, and the needed one beside the configured."""
+    """Simulated rates under other budgets: half, twice, and the needed one beside the configured."""
     wanted = {shape.budget, max(1, shape.budget // 2), max(1, 2 * shape.budget), needed}
     shares: list[BudgetShare] = []
     for budget in sorted(b for b in wanted if b >= shape.steps_per_publish - 1):
@@ -216,7 +216,7 @@ def _budget_shares(
     return shares
 
 
-# --- what binds, and what would help ---------------------------------------------------------------------
+# --- the binding constraint, and changes that would help -------------------------------------------------
 
 
 class _Candidate(msgspec.Struct, frozen=True):
@@ -230,7 +230,7 @@ class _Candidate(msgspec.Struct, frozen=True):
 def _changes(
     shape: RunShape, model: QueueModel, lengths: LengthDistribution, needed: int, now: QueueOutcome
 ) -> list[Change]:
-    """Every change worth making, simulated alone; the largest gain first."""
+    """Simulate every candidate alone; return those worth making, the largest gain first."""
     found: list[Change] = []
     for one in _candidates(shape, model, lengths, needed):
         gain = simulate(one.model).samples_per_s / now.samples_per_s - 1.0
@@ -279,10 +279,10 @@ def _candidates(shape: RunShape, model: QueueModel, lengths: LengthDistribution,
 def binding_constraint(
     shape: RunShape, model: QueueModel, outcome: QueueOutcome, changes: list[Change]
 ) -> tuple[Constraint, str]:
-    """What limits the run, and why, in one sentence.
+    """The binding constraint of a run, and a sentence that explains it.
 
     In this order: a trainer that hardly waits; the budget, when the trainer waits mostly for stragglers or slots stay
-    empty for want of credit; else whatever relieves most.
+    empty for want of credit; else the constraint whose relief gains most.
     """
     waits = f"the trainer would wait {outcome.trainer_wait:.0%} of the time"
     if outcome.trainer_wait < BUSY:

@@ -1,4 +1,4 @@
-"""What the controller may set: the knobs, their bounds, and the simulated settings around the present one."""
+"""The knobs that the controller may set, their bounds, and a search over simulated settings near the present one."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _FACTORS = (0.5, 1 / 1.5, 0.8, 1.25, 1.5, 2.0)
 _CAREFUL = (0.8, 1.25)  # where the model is far from what was measured
 _FAR = 0.3  # |ln(simulated / measured)|
 _ROLLOUTS = 1500  # of one simulation
-_RESERVE = 1.1  # the generator is taken to be so much slower than measured
-_CLIMB = 0.01  # relative: a simulated rate counts as higher
+_RESERVE = 1.1  # factor by which the generator is simulated slower than measured
+_CLIMB = 0.01  # relative: least difference at which a simulated rate counts as higher
 
 
 class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Within what the controller moves."""
+    """The limits within which the controller moves the knobs."""
 
     shape: RunShape
     most_concurrent: int
-    largest_group: int  # rollouts; so many may be in generation at least
+    largest_group: int  # rollouts; the lower bound of concurrent_rollouts
     most_open: int  # what admission allows at best
     least_open: int
     most_steps_per_publish: int
@@ -43,11 +43,11 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def patience_steps(self) -> int:
-        """Steps until an estimate or a measured effect is worth something: until the queue has turned over."""
+        """Number of steps until an estimate or a measured effect is meaningful: until the queue has turned over."""
         return max(self.interval_steps, 4, self.shape.budget + 1)
 
     def value(self, knobs: Knobs, name: KnobName) -> int:
-        """As a number: no limit on open groups is as many as admission allows."""
+        """A knob's value as a number: no limit on open groups becomes the most that admission allows."""
         if name == "open_groups":
             return self.most_open if knobs.open_groups is None else min(knobs.open_groups, self.most_open)
         return len(knobs.resting) if name == "resting" else getattr(knobs, name)
@@ -61,7 +61,7 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
         }[name]
 
     def with_value(self, knobs: Knobs, name: KnobName, value: int) -> Knobs:
-        """``knobs`` with one set, kept within its bounds."""
+        """``knobs`` with one of them set to ``value``, clamped to its bounds."""
         low, high = self.bounds(name)
         kept = max(low, min(high, value))
         if name == "open_groups":
@@ -73,8 +73,8 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(knobs, steps_per_publish=kept)
 
     def resumed(self, knobs: Knobs, first: Knobs, before: Mapping[KnobName, int]) -> Knobs:
-        """Knobs of an earlier session under these limits. Pinned ones are as the experiment sets them now (``first``),
-        and so are those that it set otherwise ``before`` (0: not known)."""
+        """Knobs of an earlier session under these limits. Pinned knobs are as the experiment sets them now (``first``),
+        and so are those whose setting was another ``before`` (0: not known)."""
         for name in KNOBS:
             changed = before.get(name, 0) not in (0, self.value(first, name))
             source = first if changed or name in self.pinned else knobs
@@ -94,7 +94,7 @@ def first_knobs(experiment: Experiment) -> Knobs:
 
 
 def limits_of(experiment: Experiment, shared: Sequence[int] = ()) -> ControlLimits:
-    """What the experiment allows. ``shared``: replicas on the trainer's devices."""
+    """Make the limits that an experiment sets. ``shared``: replicas on the trainer's devices."""
     queue, control = experiment.queue, experiment.control
     apart = len(experiment.generator.devices) - len(shared)
     return ControlLimits(
@@ -118,7 +118,7 @@ Allowed = Callable[[KnobName, int, int], bool]  # whether a knob may go from one
 
 
 class Search:
-    """Settings around the present one, simulated."""
+    """A search over simulated settings near the present one."""
 
     def __init__(self, found: LedgerModel, present: Knobs, allowed: Allowed, limits: ControlLimits) -> None:
         model = found.model
@@ -144,7 +144,8 @@ class Search:
         return self._outcomes[knobs, seed]
 
     def best(self) -> Knobs:
-        """Climb by rate, one knob after the other, then take the youngest within the tolerance around that."""
+        """Climb by rate, one knob after the other; then return the setting with the youngest samples within the
+        tolerance of that rate."""
         top = self._present
         for name in self._names:
             step = LEAST_GAIN if name in ("steps_per_publish", "resting") else _CLIMB
@@ -158,7 +159,7 @@ class Search:
         return next(knobs for knobs in good if knobs == top or self._confirmed(knobs, top))
 
     def _confirmed(self, knobs: Knobs, top: Knobs) -> bool:
-        """Whether other random lengths say the same of the rate."""
+        """Whether simulations with other random lengths confirm the rate."""
         rate, best = (sum(self.outcome(one, seed).samples_per_s for seed in (1, 2)) for one in (knobs, top))
         return rate >= (1.0 - self._limits.tolerance) * best
 
@@ -169,7 +170,7 @@ class Search:
         return self.outcome(knobs).samples_per_s
 
     def _options(self, name: KnobName, around: Knobs) -> list[Knobs]:
-        """One knob moved, within the trust region (twofold from where it is now), its bounds and the guards."""
+        """Settings with one knob moved, within the trust region (twofold from its present value), bounds and guards."""
         limits = self._limits
         present, centre = limits.value(self._present, name), limits.value(around, name)
         small = name in ("steps_per_publish", "resting")

@@ -1,9 +1,9 @@
-"""The queue's parameters out of a ledger: what ``queue_model`` needs, estimated from the steps of a run.
+"""Estimates the parameters of ``queue_model`` from a ledger, that is, from the steps of a run.
 
 Pure arithmetic over ``StepRecord``s; the records must be of one regime (``controller`` cuts its window where something
 changed). Sums are divided by sums, so that a long step counts for more; costs of a single event (a publish) are
 medians; the two straight lines, time of a decode step by requests and time of a training step by tokens, are least
-squares held by a prior, because a run in steady state hardly varies what they depend on. What the data don't tell is
+squares with a prior, because in steady state their arguments hardly vary. Parameters that the data don't determine are
 in ``unidentified``.
 """
 
@@ -26,7 +26,7 @@ LEAST_STEPS = 2
 _LEAST_ACCEPTANCE = 0.05
 _EVEN_ON_GPU = 128.0  # by the roofline, unmeasured: bfloat16 FLOP/s over twice the bytes/s, less as the KV is read too
 _EVEN_FACTOR = 2.5  # one standard deviation of such a figure, as a factor
-_LEAST_OTHER = 0.1  # of the time requests hold their slots: less is within the error of that estimate
+_LEAST_OTHER = 0.1  # of the time requests occupy their slots: less is within the error of that estimate
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     x_mean: float = 0.0
 
     def tilted(self, deviations: float) -> Line:
-        """The same centre, another share: by so many of its standard deviations."""
+        """The line through the same centre with its share moved by ``deviations`` standard deviations."""
         centre = self.fixed + self.slope * self.x_mean
         share = min(1.0, max(0.0, self.share + deviations * self.share_error))
         slope = centre * share / self.x_mean if self.x_mean else 0.0
@@ -49,12 +49,12 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LedgerModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One run (or one regime of it) as its ledger tells it."""
+    """The model of a run (or of one regime of it), estimated from its ledger."""
 
     model: QueueModel
     lengths: LengthDistribution
     steps: int  # records it was estimated from
-    seconds: float  # ... which took so long
+    seconds: float  # ... total time of these
     samples_per_s: float  # trained, measured
     noise: float  # standard error of samples_per_s, relative
     useful_share: float  # of the trained samples: advantage not 0
@@ -69,15 +69,15 @@ class LedgerModel(msgspec.Struct, frozen=True, kw_only=True):
     straggler_wait: float  # ... of it while a whole batch had finished
     generator_wait: float  # share of the time the replicas had nothing to do
     preemptions_per_response: float
-    unidentified: dict[str, str]  # parameter -> why, and what is taken instead
+    unidentified: dict[str, str]  # parameter -> why, and the value taken instead
 
     @property
     def useful_per_s(self) -> float:
         return self.samples_per_s * self.useful_share
 
     def variants(self) -> list[QueueModel]:
-        """The model with each uncertain parameter moved by a standard deviation, one at a time: what predictions are
-        repeated with to say how uncertain they are."""
+        """Variants of the model with each uncertain parameter moved by a standard deviation, one at a time: predictions
+        are repeated with them to measure their uncertainty."""
         replace = msgspec.structs.replace
         found: list[QueueModel] = []
         for sign in (-1.0, 1.0):
@@ -88,7 +88,7 @@ class LedgerModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shape_of(experiment: Experiment, lent_replicas: int = 0, free_devices: int = 0) -> RunShape:
-    """What a model needs of the experiment; evaluations left out (they depend on the task sets)."""
+    """Make the model's shape from an experiment, without evaluations (they depend on the task sets)."""
     generator, queue, rollout = experiment.generator, experiment.queue, experiment.rollout
     longest = experiment.max_sequence_tokens
     return RunShape(
@@ -117,25 +117,26 @@ def shape_of(experiment: Experiment, lent_replicas: int = 0, free_devices: int =
 
 
 def even_requests(devices: Sequence[str]) -> float:
-    """Requests at which one half of a replica's decode step is taken to grow with them, where a ledger doesn't tell."""
+    """Requests at which half of a replica's decode step is assumed to grow with them, where a ledger can't determine
+    it."""
     return _EVEN_ON_GPU if devices[0].startswith("cuda") else EVEN_REQUESTS
 
 
 def as_recorded(shape: RunShape, steps: Sequence[StepRecord]) -> RunShape:
-    """``shape`` with the mean size of the groups that finished: an adaptive curriculum chooses it for each."""
+    """``shape`` with the mean size of the finished groups: an adaptive curriculum chooses it for each group."""
     groups = sum(r.flow.finished_groups for r in steps)
     rollouts = sum(r.production_per_s * r.step_s for r in steps)
     return msgspec.structs.replace(shape, group_size=round(rollouts / groups)) if groups and rollouts else shape
 
 
 def usable(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """Those that say something about rates: trained, and not rebuilt after a kill."""
+    """The records with information about rates: trained, and not rebuilt after a kill."""
     return [r for r in records if not r.skipped and r.samples and r.step_s > 0 and r.flow.generator_s > 0]
 
 
 def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | None:
-    """The model behind ``records``; None when fewer than two of them are usable or no response has finished in them.
-    Its knobs are those of the last record."""
+    """Estimate the model behind ``records``; None when fewer than two of them are usable or no response has finished in
+    them. Its knobs are those of the last record."""
     steps = usable(records)
     responses = sum(r.flow.responses for r in steps)
     tokens = sum(r.flow.generated_tokens for r in steps)
@@ -214,7 +215,8 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
 
 
 def training_s(record: StepRecord) -> float:
-    """What the trainer did in a step beside waiting, publishing and checkpoints: its compute, and the way to it."""
+    """Seconds of a step without waiting, publishing and checkpoints: the trainer's compute, and the overhead of calling
+    it."""
     other_s = record.trainer_wait_s + record.publish_s + record.checkpoint_s + record.flow.update_wait_s
     return max(record.trainer_compute_s, record.step_s - other_s)
 
@@ -229,9 +231,9 @@ def training_line(steps: Sequence[StepRecord]) -> Line:
 
 
 def fit_line(points: Sequence[tuple[float, float]], *, prior_share: float, prior_error: float) -> Line:
-    """Least squares through the means, its share (slope x mean / y mean) combined with a prior of the given standard
-    deviation by their precisions, and kept within 0 to 1. Points whose residual is beyond four times the median
-    absolute one are left out, once."""
+    """Fit a line by least squares through the means, its share (slope x mean / y mean) combined with a prior of the
+    given standard deviation by their precisions, and clamped to 0 to 1. Points whose residual is beyond four times the
+    median absolute one are left out, once."""
     kept = [(x, y) for x, y in points if x > 0 and y > 0]
     if not kept:
         return Line(fixed=0.0, slope=0.0, share=0.0, share_error=0.0, identified=False)
@@ -270,11 +272,11 @@ def _least_squares(points: Sequence[tuple[float, float]]) -> tuple[float, float,
 
 
 def decode_line(steps: Sequence[StepRecord], even: float = EVEN_REQUESTS) -> tuple[Line, float]:
-    """(seconds of a decode step over the requests of one replica, mean requests).
+    """(line of seconds of a decode step over the requests of one replica, mean requests).
 
     From the engines' own counters where they count decode steps: prefills are then part of a step. Else from the time
-    between two tokens as rollouts saw it, less the time in which nothing was generated at all. A step reads the weights
-    once and computes for each request: with n of them a share n / (n + ``even``) grows with them, which is the prior
+    between two tokens as rollouts saw it, less the time in which nothing was generated. A step reads the weights once
+    and computes for each request: with n of them a share n / (n + ``even``) grows with them, which is the prior
     (Williams, Waterman and Patterson 2009: the roofline's two limits, added up).
     """
     points = [point for r in steps if (point := decode_point(r)) is not None]
@@ -288,7 +290,7 @@ def decode_line(steps: Sequence[StepRecord], even: float = EVEN_REQUESTS) -> tup
 
 
 def decode_point(record: StepRecord) -> tuple[float, float] | None:
-    """(requests of one replica, seconds of its decode step) in the mean of one step."""
+    """(requests of one replica, seconds of its decode step), means over one training step; None: not measured."""
     flow = record.flow
     if not flow.generated_tokens or flow.generator_busy_s <= 0:
         return None
@@ -303,15 +305,15 @@ def decode_point(record: StepRecord) -> tuple[float, float] | None:
 
 
 def _decode_s(flow: Flow) -> float:
-    """Seconds between tokens, without the tools between turns."""
+    """Seconds between tokens, summed over rollouts, without the tools between turns."""
     return max(0.0, flow.decode_s - flow.environment_s)
 
 
 class _Held(msgspec.Struct, frozen=True, kw_only=True):
-    """Slots, in request-seconds while the generator computed."""
+    """Occupied slots, in request-seconds while the generator computed."""
 
     decoding_s: float
-    other_s: float  # prefills that are no part of a decode step, or whatever else comes before the first token
+    other_s: float  # prefills outside of decode steps, and anything else before the first token
 
     @property
     def per_decoding(self) -> float:
@@ -319,9 +321,9 @@ class _Held(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _held(steps: Sequence[StepRecord], slots: int, in_engines: float, running: float) -> _Held:
-    """Slots held (all, when as many rollouts are with the engines) beyond those that decode. What decoded is known from
-    the engines (requests x time) and from the rollouts (tokens x time between two); the larger one errs on the side of
-    nothing else."""
+    """Split the occupied slots (all, when as many rollouts are with the engines) into decoding and other use. Decoding
+    is known from the engines (requests x time) and from the rollouts (tokens x time between two); the larger figure is
+    taken, so that other use is rather under- than overestimated."""
     busy_s = sum(r.flow.generator_busy_s for r in steps)
     with_work_s = sum(r.flow.generator_s * (1.0 - r.generator_wait_ratio) for r in steps)
     active = min(1.0, busy_s / with_work_s) if with_work_s > 0 else 1.0
@@ -354,12 +356,12 @@ def ledger_lengths(steps: Sequence[StepRecord], limit_tokens: int) -> LengthDist
 
 
 def _middle(end: int) -> float:
-    """Of the bucket of ``summaries.length_histogram`` that ends with ``end``."""
+    """Middle of the bucket of ``summaries.length_histogram`` that ends with ``end``."""
     return end - (bucket_width(end) - 1) / 2
 
 
 def length_correlation(steps: Sequence[StepRecord], group_size: float) -> float:
-    """Of the logarithms of the lengths inside a group: the intraclass correlation, 0 to 1."""
+    """Intraclass correlation of the logarithms of the lengths inside a group, 0 to 1."""
     weight = sum(r.flow.finished_groups for r in steps if r.flow.length_variance_within > 0)
     if group_size < 2 or not weight:
         return 0.0
@@ -370,13 +372,13 @@ def length_correlation(steps: Sequence[StepRecord], group_size: float) -> float:
 
 
 def _of_one(values: Iterable[float]) -> float:
-    """The median of those that happened."""
+    """Median of the positive values, that is, of the events that happened; 0.0 without any."""
     happened = [value for value in values if value > 0]
     return median(happened) if happened else 0.0
 
 
 def relative_noise(steps: Sequence[StepRecord], rate: float) -> float:
-    """Standard error of samples / seconds, relative: of a ratio of sums over steps."""
+    """Relative standard error of samples / seconds, as a ratio of sums over steps."""
     count = len(steps)
     left = sum((r.samples - rate * r.step_s) ** 2 for r in steps)
     samples = sum(r.samples for r in steps)

@@ -1,8 +1,7 @@
-"""The queue in the abstract: what admission, the staleness budget and two rates make of each other.
+"""A discrete-event simulation of the queue between generator and trainer, under admission and the staleness budget.
 
-A discrete-event simulation of the run with described latencies. Which groups may open and which form a batch is decided
-by the very rules of the run (``admission.credit``, ``staleness.select_batch``). Pure: no clock, and the same numbers
-for the same seed.
+Latencies are given by the model. Which groups may open and which form a batch is decided by the run's own rules
+(``admission.credit``, ``staleness.select_batch``). Pure: no clock, and the same numbers for the same seed.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from headway.records.check_report import QueueOutcome
 
 _ROUNDING = 1e-9  # tokens of work
 _EVENTS = {"applied": 0, "acted": 1, "verified": 2, "trained": 3, "published": 4}  # at the same moment, in this order
-_MAX_ROLLOUTS = 8_000  # simulated, about: bounds what a simulation costs
+_MAX_ROLLOUTS = 8_000  # simulated, about: bounds the cost of a simulation
 _LEAST_STEPS, _MOST_STEPS = 8, 60
 _LARGEST_BATCH = 512  # samples; larger ones are simulated in proportion
 
 
 class Standstill(ValueError):
-    """A model under which nothing would ever be trained again."""
+    """The model reached a state in which nothing would ever be trained again."""
 
 
 class QueueModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One run, described. Times in seconds, lengths in tokens."""
+    """The parameters of a run that the simulation needs. Times in seconds, lengths in tokens."""
 
     groups_per_step: int
     group_size: int
@@ -42,17 +41,17 @@ class QueueModel(msgspec.Struct, frozen=True, kw_only=True):
     slots: int  # of one replica
     replicas: int = 1
     concurrent_rollouts: int  # that may run or wait for a slot
-    surplus_groups: int = 0  # open beyond admission: at a full batch all that is unfinished is discarded; 0: it goes on
+    surplus_groups: int = 0  # open beyond admission: unfinished groups are discarded at a full batch; 0: they are kept
     open_groups: int | None = None  # most open at once, within what admission allows; None: all of it
     length_at: Callable[[float], int]  # quantile function of the response lengths
     group_correlation: float = 0.0  # of the lengths in a group (Gaussian copula)
     prompt_tokens: float = 0.0
-    delay_s: float = 0.0  # a request holds its slot so long before its first token
-    environment_s: float = 0.0  # a rollout spends so long with tools and sandboxes, without a slot
+    delay_s: float = 0.0  # time that a request occupies its slot before its first token
+    environment_s: float = 0.0  # time of a rollout with tools and sandboxes, without a slot
     decode_fixed_s: float  # a decode step of one replica: fixed + its requests x request
     decode_request_s: float
-    beside: float = 1.0  # a decode step takes so much longer while the trainer computes
-    lent_share: float = 0.0  # of the replicas that stand still while it does
+    beside: float = 1.0  # factor on a decode step while the trainer computes
+    lent_share: float = 0.0  # share of the replicas that pause while it does
     train_fixed_s: float  # a training step: fixed + tokens x token
     train_token_s: float
     publish_s: float = 0.0
@@ -77,7 +76,8 @@ class _Group:
 
 
 class _Simulation:
-    """State between two events. ``work``: tokens that every running request has gained since the start."""
+    """The simulation's state between two events. ``work``: tokens that a request running since the start would have
+    gained."""
 
     def __init__(self, model: QueueModel, seed: int) -> None:
         self.model = model
@@ -93,7 +93,7 @@ class _Simulation:
         self.version = self.published = self.applied = 0
         self.busy = False  # the trainer computes
         self.publishing = self.updating = False
-        self.missing = 0  # groups that must finish before looking for a batch makes sense
+        self.missing = 0  # groups that must finish before a batch can form
         self.stalled = False  # a whole batch has finished, but older groups are due
         self.accepted_debt = 0.0
         self.verifier_free_s = [0.0] * model.verifiers
@@ -103,7 +103,7 @@ class _Simulation:
     # --- time -----------------------------------------------------------------------------------------------
 
     def step_s(self) -> float:
-        """One token for every running request."""
+        """Seconds of a decode step, which gives every running request one token; inf while all replicas are lent."""
         model = self.model
         one = model.decode_fixed_s + model.decode_request_s * len(self.running) / model.replicas
         if not self.busy:
@@ -112,7 +112,7 @@ class _Simulation:
         return max(one, 1e-12) * model.beside / working if working else math.inf
 
     def advance(self) -> None:
-        """Go to the next event and do what it says."""
+        """Advance to the next event and handle it. Raises Standstill where there is none."""
         due_s = self.timers[0][0] if self.timers else math.inf
         if self.running:
             resumed_s = max(self.now, self.paused_until_s)
@@ -160,11 +160,12 @@ class _Simulation:
             group.first = min(group.first, self.applied)
             group.tokens += model.prompt_tokens + length
             self.serial += 1
-            delay = model.delay_s / self.step_s() if model.delay_s else 0.0  # tokens that it would have made meanwhile
+            delay = model.delay_s / self.step_s() if model.delay_s else 0.0  # as tokens it would have gained meanwhile
             heapq.heappush(self.running, (self.work + delay + length, self.serial, group))
 
     def _begin(self, group: _Group) -> None:
-        """Its members wait for slots; those with tools after all of these, as if the first token were sampled now."""
+        """Start a group: its members wait for slots. With tools they first spend their whole time there, as if the
+        first token were sampled now."""
         if not self.model.environment_s:
             return self.waiting.extend((group, length) for length in self._lengths())
         group.first = self.applied
@@ -228,7 +229,7 @@ class _Simulation:
     # --- training -------------------------------------------------------------------------------------------
 
     def train(self) -> bool:
-        """Begin a step when the trainer is free and the budget lets a batch form; whether groups have left."""
+        """Start a step when the trainer is free and the budget allows a batch; return whether groups have left."""
         model = self.model
         if self.busy or self.publishing or self.finished < model.groups_per_step or self.missing > 0:
             return False
@@ -327,7 +328,7 @@ def simulate(model: QueueModel, *, seed: int = 0, rollouts: int = _MAX_ROLLOUTS)
 
 
 def simulate_or_still(model: QueueModel, *, seed: int = 0, rollouts: int = _MAX_ROLLOUTS) -> QueueOutcome:
-    """As `simulate`; where the run would stand still, nothing is trained and the trainer waits for ever."""
+    """Simulate; where the run would stand still, return an outcome of rate 0 in which both sides always wait."""
     try:
         return simulate(model, seed=seed, rollouts=rollouts)
     except Standstill:
@@ -348,7 +349,7 @@ def _totals(simulation: _Simulation) -> tuple[float, ...]:
 
 
 def _scaled_down(model: QueueModel) -> tuple[float, QueueModel]:
-    """(factor, the same queue with batch, slots and concurrency divided by it)."""
+    """(factor, ``model`` with batch, slots and concurrency divided by it and times multiplied)."""
     wanted = model.groups_per_step * model.group_size / _LARGEST_BATCH
     groups = max(1, round(model.groups_per_step / max(1.0, wanted)))
     scale = model.groups_per_step / groups
@@ -372,7 +373,7 @@ def _run_to(simulation: _Simulation, version: int) -> None:
     while simulation.version < version:
         simulation.admit()
         if simulation.train():
-            simulation.admit()  # what was ended to form a batch, or in vain, makes room
+            simulation.admit()  # groups ended as overdue make room
         simulation.advance()
 
 

@@ -1,11 +1,11 @@
 """Sandboxes in containers of a Docker daemon. Needs the package aiodocker (`pip install 'headway[docker]'`).
 
-A container's command is our own first process (`inside.py`), which brings its Python along: an image needs none. It is
-talked to over the container's input and output, in the same frames as a local sandbox. When the owner is gone the
-daemon closes that input, the first process ends, and the daemon removes the container.
+A container's command is our own first process (`guest/entry.py`), which brings its Python along: an image needs none.
+The owner talks to it over the container's input and output, in the same frames as a local sandbox. When the owner has
+died the daemon closes that input, the first process ends, and the daemon removes the container.
 
 Docker makes the namespaces, the limits and the read-only root; the first process adds our filter of system calls and
-ends commands. What can be written to are `inside.PLACES`, each a memory file system with a limit of its own.
+ends commands. Only `guest.entry.PLACES` can be written to, each a memory file system with a limit of its own.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ from headway.sandbox.linux.cgroups import KEPT_PROCESSES
 from headway.sandbox.local.backend import LocalBackend
 from headway.sandbox.local.sandbox import LocalSandbox
 
-# What the kernel shows of the machine in a container; the first are Docker's own defaults.
+# Paths by which the kernel shows the machine in a container; the first are Docker's own defaults.
 MASKED = """
 /proc/asound /proc/acpi /proc/kcore /proc/keys /proc/latency_stats /proc/timer_list /proc/timer_stats /proc/sched_debug
 /proc/scsi /sys/firmware /sys/devices/virtual/powercap /sys/kernel /sys/block /sys/bus /sys/class /sys/dev /sys/module
 /sys/power /sys/hypervisor
 """.split()  # noqa: SIM905
-MANY_USERS = 1_000_000_000  # numbers of users that nobody has
-FEW_USERS = 2_000, 60_000  # ... where the daemon has only so many itself
+MANY_USERS = 1_000_000_000  # user ids that are in use by nobody
+FEW_USERS = 2_000, 60_000  # ... where the daemon has no more itself
 ERROR_BYTES = 2000
 
 
 class DockerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How the backend works with a daemon."""
+    """Settings of the backend: its image, its daemon, its timeouts."""
 
     image: str = ""  # of specs that name no root
     url: str = ""  # of the daemon; "": DOCKER_HOST, or where its socket usually is
     runtime: str = ""  # of its containers, as the daemon calls it: runsc, kata, ...; "": the daemon's default
-    python: str = sys.executable  # whose first process runs on; its standard library is all that is used
+    python: str = sys.executable  # interpreter of the first process; only its standard library is used
     start_timeout_s: float = 60.0  # until a sandbox is ready
     answer_grace_s: float = 10.0  # beyond a command's own time, until its sandbox counts as dead
 
 
 class DockerBackend(LocalBackend):
-    """Makes sandboxes in a daemon. Its life is a local backend's, with the daemon in the zygote's place: when it goes
-    away its sandboxes count as dead, and the next `create` looks for it again."""
+    """Makes sandboxes in a Docker daemon. Its lifecycle is the local backend's, with the daemon in the zygote's place:
+    when the daemon goes away its sandboxes count as dead, and the next `create` tries to reach it again."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class DockerBackend(LocalBackend):
         self._reached = False
 
     async def start(self) -> None:
-        """Reach the daemon, and remove what dead owners left there; nothing to do if that is done."""
+        """Connect to the daemon, and remove what dead owners left there; no-op if connected."""
         async with self._starting:
             if self._closed:
                 raise SandboxError(infrastructure_failure("the backend is closed", retry=False))
@@ -150,7 +150,7 @@ class DockerBackend(LocalBackend):
                 async with asyncio.timeout(self._docker.start_timeout_s):
                     reader, writer = await container.start(config)
                     opening = asyncio.create_task(sandbox.serve(reader, writer, self._docker.start_timeout_s))
-                    with contextlib.suppress(ConnectionError):  # it has ended: what it said tells why
+                    with contextlib.suppress(ConnectionError):  # it has ended: its last output tells why
                         await writer.send(wire.frame(wanted))
                         while tar is not None:
                             part = await to_its_end(asyncio.to_thread(os.read, tar, wire.CHUNK_BYTES))
@@ -159,7 +159,7 @@ class DockerBackend(LocalBackend):
                                 break
                     await opening
         except TimeoutError:
-            with contextlib.suppress(SandboxError):  # it couldn't be ended: the next look of the reaper
+            with contextlib.suppress(SandboxError):  # it couldn't be ended: left to the next look of the reaper
                 await to_its_end(sandbox.terminate())
             raise SandboxError(infrastructure_failure(f"sandbox {record.id} wasn't ready in time")) from None
         except BaseException:
@@ -169,13 +169,13 @@ class DockerBackend(LocalBackend):
         return sandbox
 
     def _config(self, daemon: Daemon, spec: SandboxSpec, image: str, volume: str) -> dict[str, Any]:
-        """A container as the daemon wants it described."""
+        """The configuration of a container, in the format of the daemon's API."""
         limits = spec.limits
         options = " ".join(daemon.information.get("SecurityOptions") or [])
         if "rootless" in options or "userns" in options:
             user = FEW_USERS[0] + secrets.randbelow(FEW_USERS[1] - FEW_USERS[0])
         else:
-            user = MANY_USERS + secrets.randbelow(MANY_USERS)  # nobody else's: what is counted per user is its own
+            user = MANY_USERS + secrets.randbelow(MANY_USERS)  # used by nothing else: limits per user count it alone
         disk = f"rw,nosuid,nodev,exec,size={limits.disk_bytes},nr_inodes={limits.inodes + 8},uid={user},gid={user}"
         modes = {place: "1777" if place in ("tmp", "var/tmp", "dev/shm") else "0755" for place in PLACES}
         mount = {"Type": "volume", "Source": volume, "Target": CARRIED, "ReadOnly": True}
@@ -189,12 +189,12 @@ class DockerBackend(LocalBackend):
             "PidsLimit": limits.processes + KEPT_PROCESSES,
             "NanoCpus": round(limits.cpus * 1e9),
             "NetworkMode": "none",
-            "IpcMode": "none",  # its own, without Docker's /dev/shm: ours is among the places
+            "IpcMode": "none",  # an IPC namespace of its own, without Docker's /dev/shm: ours is among the places
             "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges"],
             "MaskedPaths": MASKED,
             "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],
-            "LogConfig": {"Type": "none"},  # what it says is for us
+            "LogConfig": {"Type": "none"},  # its output is our protocol, not a log
             "Init": False,
             **({"Runtime": self._docker.runtime} if self._docker.runtime else {}),
         }
@@ -204,7 +204,7 @@ class DockerBackend(LocalBackend):
             "Cmd": [f"{CARRIED}/codes"],
             "Env": ["LC_ALL=C.UTF-8", "LD_LIBRARY_PATH=", "LD_PRELOAD="],
             "User": f"{user}:{user}",
-            "Healthcheck": {"Test": ["NONE"]},  # else the image's: a command that nobody asked for
+            "Healthcheck": {"Test": ["NONE"]},  # else the image's, an unwanted command
             "WorkingDir": "/",
             "Hostname": "sandbox",
             "OpenStdin": True,
@@ -270,7 +270,7 @@ class DockerBackend(LocalBackend):
 
 
 class _Container:
-    """One, in the place that a zygote has for local sandboxes: it is asked to end it."""
+    """A container, in the role of a local sandbox's zygote: it takes the request to end the sandbox."""
 
     def __init__(self, daemon: Daemon, name: str) -> None:
         self._daemon = daemon
@@ -284,7 +284,7 @@ class _Container:
 
     async def start(self, config: dict[str, Any]) -> tuple[asyncio.StreamReader, _Input]:
         self._making = asyncio.create_task(self._daemon.make(self._name, config))
-        container = await asyncio.shield(self._making)  # one that is being made couldn't be removed yet
+        container = await asyncio.shield(self._making)  # a container that is being made couldn't be removed yet
         stream = container.attach(stdin=True, stdout=True, stderr=True)
         await stream._init()
         reader = asyncio.StreamReader(limit=1 << 20)
@@ -293,13 +293,13 @@ class _Container:
             await container.start()
         except aiodocker.DockerError as error:
             writer.close()
-            if error.status == 400:  # what the image is, not what the machine does
+            if error.status == 400:  # the image's fault, not the machine's
                 raise SandboxError(environment_failure(f"the image can't be started: {error.message}")) from error
             raise
         return reader, writer
 
     def request(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Nothing but the end is ever asked for."""
+        """End the container, which is the only request ever made."""
         if self._ending is None or self._ending.done():
             self._ending = asyncio.create_task(self._end())
 
@@ -310,7 +310,7 @@ class _Container:
 
 
 class _Input:
-    """The input of a container for writing; its output goes to ``reader``."""
+    """A writer to the container's input; its output goes to ``reader``."""
 
     def __init__(self, stream: Any, reader: asyncio.StreamReader) -> None:
         self._stream = stream
@@ -337,7 +337,7 @@ class _Input:
             while self._pending:
                 try:
                     await self._stream.write_in(self._pending.popleft())
-                except (AssertionError, RuntimeError) as error:  # as its library says that it is closed
+                except (AssertionError, RuntimeError) as error:  # aiodocker's way to say that it is closed
                     raise ConnectionResetError(f"the container's input is closed: {error}") from error
 
     async def send(self, data: bytes) -> None:

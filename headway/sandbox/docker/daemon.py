@@ -1,7 +1,7 @@
-"""What is asked of a Docker daemon: containers and their ends, images, and the removal of what dead owners left there.
+"""Requests to a Docker daemon: containers and their ends, images, and the removal of what dead owners left there.
 
-Everything that is made carries labels: whose it is (process and its start, on which machine), which sandbox, how long
-it may live. What has no owner any more is found by them: there is no other record of it.
+Everything that is made carries labels: its owner (process and its start, on which machine), the sandbox, how long it
+may live. Leftovers of dead owners are found by these labels: there is no other record.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ OWNER, RUN, ENDS = "headway.owner", "headway.run", "headway.ends_s"
 LABEL = "headway.label."  # before the caller's own
 CARRIED = "/.headway"  # where the first process's Python is mounted, read-only
 BROKEN = (aiodocker.DockerError, aiohttp.ClientError, OSError)
-REACH_S = 5.0  # that a daemon has to answer somebody who only looks
-AFTER_S = 3600.0  # beyond its time to live, until what another machine's owner left counts as forgotten
+REACH_S = 5.0  # for a daemon to answer a command that only looks
+AFTER_S = 3600.0  # beyond its time to live, until another machine's sandbox counts as abandoned
 PACKER = "import sys; sys.path.insert(0, sys.argv[1]); from headway.sandbox.guest.portable_python import main; main()"
 NOT_ROOTS = {"oci-layout", "index.json", "manifest.json"}  # of archives that hold layers
 Ended = Callable[[str, int | None, int, SandboxFailure | None], None]
 
 
 class Daemon:
-    """One owner's sandboxes in a daemon. ``ended`` is told of each that is gone, with its exit code and how often the
-    kernel killed something in it for memory; code None: the daemon doesn't answer any more."""
+    """The sandboxes of one owner in a daemon. ``ended`` is called for each that is gone, with its exit code and how
+    often the kernel killed something in it for memory; code None: the daemon doesn't answer any more."""
 
     _count = 0
 
@@ -61,7 +61,7 @@ class Daemon:
 
     @classmethod
     async def reach(cls, url: str, run: str, python: str, ended: Ended) -> Daemon:
-        """Raises SandboxError where none answers."""
+        """Connect to a daemon and reap there. Raises SandboxError where none answers."""
         client = open_client(url)
         daemon = cls(client, run, python, ended)
         try:
@@ -75,7 +75,7 @@ class Daemon:
         return daemon
 
     async def _listen(self) -> None:
-        """Tell of every container that is gone."""
+        """Follow the daemon's events and report every container that is gone; all of them when the events end."""
         wanted = {"label": [f"{OWNER}={self.owner}"], "type": ["container"]}
         events = self._client.events.subscribe(filters=json.dumps(wanted), since=str(int(time.time()) - 1))
         try:
@@ -107,7 +107,7 @@ class Daemon:
     # Containers.
 
     async def make(self, name: str, config: dict[str, Any]) -> Any:
-        """A container that isn't started yet."""
+        """Make a container without starting it."""
         self._containers[name] = None, 0
         return await self._client.containers.create(config, name=name)
 
@@ -128,7 +128,7 @@ class Daemon:
     # What containers are made of.
 
     async def carried_volume(self, image: str) -> str:
-        """A volume with the Python of the first process; filled once, through a container that is never started."""
+        """Return a volume with the first process's Python; filled once, through a container that is never started."""
         if self._volume is None or (self._volume.done() and self._volume.exception()):
             self._volume = asyncio.create_task(self._fill(image))
         return await asyncio.shield(self._volume)
@@ -153,8 +153,8 @@ class Daemon:
         return name
 
     async def image(self, wanted: str) -> tuple[str, dict[str, str]]:
-        """Its id and its environment. ``wanted``: a name that the daemon knows, or the path of a root file system, a
-        directory or a tar, which is imported for as long as this owner lives."""
+        """Return an image's id and environment. ``wanted``: a name that the daemon knows, or the path of a root file
+        system, a directory or a tar, which is imported for as long as this owner lives."""
         making = self._images.get(wanted)
         if wanted.startswith("/") and (making is None or (making.done() and making.exception())):
             making = self._images[wanted] = asyncio.create_task(self._import(wanted))
@@ -190,14 +190,14 @@ class Daemon:
         return name
 
     async def close(self) -> None:
-        """Remove all that carries this owner's labels."""
+        """Remove everything with this owner's labels, and disconnect."""
         if self._listening is not None:
             self._listening.cancel()
             await asyncio.gather(self._listening, return_exceptions=True)
         self.alive = False
         with contextlib.suppress(*BROKEN):
             await remove_labelled(self._client, f"{OWNER}={self.owner}")
-        with contextlib.suppress(*BROKEN):  # the daemon went away while it was telling
+        with contextlib.suppress(*BROKEN):  # the daemon went away during its event stream
             await self._client.events.stop()
         await self._client.close()
 
@@ -211,12 +211,13 @@ def open_client(url: str) -> aiodocker.Docker:
 
 
 def _disks(config: dict[str, Any]) -> list[str]:
-    """Where an image wants a volume, and nothing of ours covers it: the daemon makes one, whoever asks it not to."""
+    """Paths where an image declares a volume that none of our mounts covers: the daemon would make one regardless."""
     return sorted({os.path.normpath(path) for path in config.get("Volumes") or ()} - {f"/{one}" for one in PLACES})
 
 
 def _open_root(path: str, packed: Any) -> Any:
-    """A tar of that root: itself, or made in ``packed``. Raises OSError, TarError."""
+    """Open a root file system as a tar: the file itself, or a directory packed into ``packed``. Raises OSError,
+    TarError."""
     if os.path.isdir(path):
         with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
             archive.add(path, ".")
@@ -233,7 +234,7 @@ Labelled = tuple[str, str, dict[str, str]]  # kind, name, labels
 
 
 async def labelled(client: aiodocker.Docker, label: str) -> AsyncIterator[Labelled]:
-    """All that has such a label: containers first, then what they are made of."""
+    """Everything with such a label: containers first, then volumes and images."""
     wanted = json.dumps({"label": [label]})
     for one in await client._query_json("containers/json", params={"all": "1", "filters": wanted}):
         yield "containers", one["Id"], one["Labels"]
@@ -244,12 +245,12 @@ async def labelled(client: aiodocker.Docker, label: str) -> AsyncIterator[Labell
 
 
 async def remove_labelled(client: aiodocker.Docker, label: str, dead: bool = False) -> list[tuple[str, str]]:
-    """... or only what its owner has left. Returns whose each thing was, and its kind."""
+    """Remove everything with such a label, with ``dead`` only what dead owners left; return owner and kind of each."""
     removed: list[tuple[str, str]] = []
     async for kind, name, labels in labelled(client, label):
         if dead and not _ownerless(labels):
             continue
-        with contextlib.suppress(aiodocker.DockerError):  # it goes by itself meanwhile, or is being used after all
+        with contextlib.suppress(aiodocker.DockerError):  # it has been removed meanwhile, or is in use after all
             async with client._query(f"{kind}/{name}", "DELETE", params={"force": "1"}):
                 removed.append((labels[OWNER], kind))
     return removed
@@ -261,7 +262,7 @@ def _ownerless(labels: dict[str, str]) -> bool:
 
 
 async def reap(client: aiodocker.Docker) -> list[Reaped]:
-    """Remove what dead owners left."""
+    """Remove what dead owners left in the daemon."""
     removed = await remove_labelled(client, OWNER, dead=True)
     return [
         Reaped(owner=owner, sandboxes=sum(kind == "containers" for of, kind in removed if of == owner))
@@ -270,7 +271,7 @@ async def reap(client: aiodocker.Docker) -> list[Reaped]:
 
 
 async def records(client: aiodocker.Docker) -> list[tuple[leftovers.SandboxRecord, bool]]:
-    """Every owner's containers, and whether that owner lives, or may."""
+    """Records of every owner's containers, and whether that owner lives or may live."""
     wanted = json.dumps({"label": [OWNER]})
     found: list[tuple[leftovers.SandboxRecord, bool]] = []
     for one in await client._query_json("containers/json", params={"all": "1", "filters": wanted}):
@@ -294,7 +295,7 @@ async def records(client: aiodocker.Docker) -> list[tuple[leftovers.SandboxRecor
 
 
 def where_reachable(look: Callable[[aiodocker.Docker], Awaitable[list[T]]]) -> list[T]:
-    """What is seen at the daemon that this user would have; nothing where none answers."""
+    """Return what ``look`` finds at this user's default daemon; [] where none answers."""
 
     async def looked() -> list[T]:
         try:

@@ -1,12 +1,12 @@
 """Sandboxes at a provider: what Modal, E2B and Prime have in common.
 
 An adapter (`provider.py`) is thin: it makes, lists and ends sandboxes, moves a file in and out, and runs a line of
-shell. Everything else is `hosted_runner.py`, which is put into each sandbox and run once for each request; it needs
+shell. Everything else is `hosted_runner.py`, which is copied into each sandbox and run once for each request; it needs
 `python3` there. **Untested against the live services**: the adapters of E2B and Prime have been tried on local servers
-that speak what their SDKs speak, Modal's on stand-ins for its SDK's classes.
+that speak their SDKs' protocols, Modal's on stand-ins for its SDK's classes.
 
-A sandbox carries labels from its creation on: run, rollout, and who its owner is. What a killed run has left is
-found by them, and ended at the next start on the same machine (`reap`); past that, it ends at its time to live.
+A sandbox carries labels from its creation on: run, rollout and owner. Sandboxes left by a killed run are found by them,
+and ended at the next start on the same machine (`reap`); otherwise they end at their time to live.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from headway.sandbox.pace import SharedRateLimit
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-END_TRIES = 3  # of one that nobody else knows; later ones come with `reap` and `close`
-ENDING_S = 60.0  # that whoever gave a start up, or closes, waits until nothing of it is left
-DELETING_S = 5.0  # that dropped snapshots hold up its closing; the rest stays noted, for the next look
+END_TRIES = 3  # to end a sandbox that was never handed out; `reap` and `close` try again later
+ENDING_S = 60.0  # longest wait, after a start is given up or at `close`, until nothing of it is left
+DELETING_S = 5.0  # longest time that deleting dropped snapshots delays `close`; the rest stays noted for the next look
 UNTESTED = "untested against the live service: docs/sandboxes.md says what it was tried on"
 
 
 class HostedBackend:
-    """See :class:`Backend`. Started by its first call that needs it, or by `start`."""
+    """A `Backend` of sandboxes at a provider. Started by its first call that needs it, or by `start`."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class HostedBackend:
         snapshots: Path | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """``snapshots``: the folder where it is noted what the provider keeps, to be deleted there when it is dropped
-        (`snapshot_folder.py`); None: what is taken stays."""
+        """``snapshots``: the folder with notes of snapshots at the provider, which are deleted there when dropped
+        (`snapshot_store.py`); None: they stay there."""
         self._provider = provider
         self._snapshots = snapshots
         self._run = run
@@ -77,13 +77,13 @@ class HostedBackend:
         self._pace = SharedRateLimit(file, settings.creates_per_s, settings.creates_at_once, self._clock)
         self._sandboxes: dict[str, HostedSandbox] = {}
         self._by_key: dict[str, asyncio.Task[HostedSandbox]] = {}
-        self._orphans: dict[str, HostedSandbox] = {}  # that were never handed out, and wouldn't end
-        self._endings: set[asyncio.Task[None]] = set()  # of what was made for nobody
+        self._orphans: dict[str, HostedSandbox] = {}  # never handed out, and couldn't be ended
+        self._endings: set[asyncio.Task[None]] = set()  # of sandboxes whose caller gave up
         self._starting = asyncio.Lock()
         self._started = self._closed = False
 
     async def start(self) -> None:
-        """End what dead owners of this machine have left."""
+        """End the sandboxes that dead owners of this machine have left; no-op if started."""
         async with self._starting:
             if self._closed:
                 raise SandboxError(infrastructure_failure("the backend is closed", retry=False))
@@ -94,10 +94,10 @@ class HostedBackend:
                 self._started = True
 
     async def reap(self) -> list[Reaped]:
-        """End sandboxes whose owners were processes of this machine, and are dead, and own ones that nobody else knows.
-        One line for each. Snapshots that were dropped are deleted."""
+        """End sandboxes of dead owners that were processes of this machine, and own ones that were never handed out;
+        return a record of each. Dropped snapshots are deleted."""
         reaped = await self._end_left()
-        await self._delete_dropped()  # here alone: a start that waited for thousands of them would fail
+        await self._delete_dropped()  # not in `start`, which would time out over thousands of them
         return reaped
 
     async def _end_left(self) -> list[Reaped]:
@@ -114,7 +114,7 @@ class HostedBackend:
         return reaped
 
     async def _delete_dropped(self) -> None:
-        """Snapshots that nobody goes on from. What the provider doesn't delete yet is tried again at the next look."""
+        """Delete dropped snapshots at the provider. Failures are retried at the next look."""
         for name, mark in [] if self._snapshots is None else snapshot_store.dropped(self._snapshots):
             maker, _, kept = name.partition(":")
             if maker != self._provider.name:
@@ -148,7 +148,7 @@ class HostedBackend:
             self._by_key = {one: task for one, task in self._by_key.items() if not (task.done() and _of_no_use(task))}
             self._by_key[key] = making
         if idempotency_key is not None:
-            return await asyncio.shield(making)  # whoever is cancelled asks again by the same key
+            return await asyncio.shield(making)  # a cancelled caller asks again with the same key
         try:
             return await making
         finally:
@@ -161,8 +161,8 @@ class HostedBackend:
         await self._pace.wait()
         told = plain_labels({**labels, OWNER: this_owner(), RUN: self._run})
         source = None if snapshot is None else self._source(snapshot)
-        key = secrets.token_hex(16)  # of this attempt: by the caller's own, one that has ended would be given again
-        # Not to be cancelled in the middle: what it makes would be known to nobody here.
+        key = secrets.token_hex(16)  # of this attempt: the caller's own key could return a sandbox that has ended
+        # Shielded: a sandbox made by a cancelled call would be unknown here.
         making = asyncio.create_task(self._provider.create(spec, told, ttl_s, key, source))
         try:
             name = await self._asked("make a sandbox", asyncio.shield(making))
@@ -194,10 +194,10 @@ class HostedBackend:
             raise SandboxError(environment_failure(f"{snapshot.path} is no snapshot of {self._provider.name}"))
         return kept
 
-    # What was made for nobody.
+    # Sandboxes whose caller gave up.
 
     async def _given_up(self, ending: Coroutine[Any, Any, None]) -> None:
-        """Whoever gave up keeps its place until nothing is left, for `ENDING_S` at most."""
+        """Run ``ending`` as a task, and wait for it up to `ENDING_S`, so that the caller keeps its place meanwhile."""
         task = asyncio.create_task(ending, name=f"ending a sandbox at {self._provider.name}")
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
@@ -240,7 +240,7 @@ class HostedBackend:
         return sandbox
 
     async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
-        """Of this owner, as the provider has them."""
+        """List this owner's sandboxes with all of ``labels``, as the provider knows them."""
         wanted = plain_labels({**(labels or {}), OWNER: this_owner()})
         found = await self._asked("list sandboxes", self._provider.list(wanted))
         return [info for info in found if wanted.items() <= info.labels.items()]
@@ -258,7 +258,7 @@ class HostedBackend:
     async def preflight(
         self, specs: Sequence[SandboxSpec], *, live: int = 1, allow_unbounded: bool = False
     ) -> list[str]:
-        """See :meth:`Backend.preflight`. ``live``: how many there will be at once."""
+        """See :meth:`Backend.preflight`; also checks ``live`` more sandboxes against the account's limit."""
         problems: list[str] = []
         limit = self._provider.settings.account_limit
         try:

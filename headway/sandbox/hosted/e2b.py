@@ -26,10 +26,10 @@ class E2BSettings(HostedSettings, frozen=True, kw_only=True):
 
 
 class E2BProvider(ProviderBase[E2BSettings]):
-    """See :class:`Provider`."""
+    """The adapter to E2B; see `Provider`."""
 
     name = package = "e2b"
-    life_s = None  # renewed as often as one likes
+    life_s = None  # renewed at E2B, any number of times
     pauses = True
     missing = ("limits of memory, disk, processes and cores are the template's, whatever the spec says",)
     gone = ("SandboxNotFoundException", "SandboxNotRunningException")
@@ -57,7 +57,7 @@ class E2BProvider(ProviderBase[E2BSettings]):
             network=network,
             lifecycle={"on_timeout": "kill"},
             idempotency_key=_idempotency_key(key),
-            retries=0,  # too many at once is for the pace of all to answer
+            retries=0,  # the shared rate limit handles "too many requests"
             **self._options,
         )
         self._boxes[box.sandbox_id] = box
@@ -123,6 +123,6 @@ class E2BProvider(ProviderBase[E2BSettings]):
 
 
 def _idempotency_key(key: str) -> str:
-    """E2B takes small letters, digits and hyphens."""
+    """Convert a key to E2B's characters: lower-case letters, digits and hyphens."""
     plain = "".join(sign if sign.isascii() and (sign.isalnum() or sign == "-") else f"-{ord(sign):x}-" for sign in key)
     return plain.lower()[:255]

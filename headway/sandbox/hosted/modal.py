@@ -1,9 +1,9 @@
 """Sandboxes at Modal, by its SDK (`pip install 'headway[modal]'`). **Untested against the live service.**
 
 The SDK speaks gRPC to the service and, for commands and files, to the machine that a sandbox is on, over TLS with
-credentials of its own: nothing that a local server could stand in for honestly. The tests stand in for the SDK's
-classes instead, and hold every call against the real ones' signatures. How long a sandbox lives is fixed when it is
-made (`life_s`): its time to live is kept by its owner, and past the owner's death by the next start's `reap`.
+credentials of its own: no local server could stand in for that faithfully. The tests stand in for the SDK's
+classes instead, and check every call against the real ones' signatures. How long a sandbox lives is fixed when it is
+made (`life_s`): its time to live is enforced by its owner, and after the owner's death by the next start's `reap`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class ModalSettings(HostedSettings, frozen=True, kw_only=True):
     key_variable: str = "MODAL_TOKEN_SECRET"
     key_id_variable: str = "MODAL_TOKEN_ID"
     template: str = "python:3.12-slim"
-    app: str = "headway-sandboxes"  # what they are listed under
-    life_s: float = 4 * 3600.0  # of a sandbox, whatever becomes of its owner; Modal's own limit is a day
+    app: str = "headway-sandboxes"  # the app that sandboxes are listed under
+    life_s: float = 4 * 3600.0  # of a sandbox, even if its owner dies; Modal's own limit is a day
 
 
 class ModalProvider(ProviderBase[ModalSettings]):
-    """See :class:`Provider`."""
+    """The adapter to Modal; see `Provider`."""
 
     name = package = "modal"
     missing = ("no pause", "limits of disk, inodes and processes are Modal's, whatever the spec says")
@@ -137,8 +137,8 @@ class ModalProvider(ProviderBase[ModalSettings]):
         return str((await self._boxes[sandbox].snapshot_filesystem.aio()).object_id)
 
     async def delete_snapshot(self, snapshot: str) -> None:
-        """Modal keeps them for 30 days. Its call that deletes an image is experimental, and what becomes of images and
-        sandboxes that were made from it isn't said."""
+        """No-op: Modal keeps snapshots for 30 days. Its call that deletes an image is experimental, and its effect on
+        images and sandboxes made from that image isn't documented."""
 
     def failure_of(self, error: Exception, what: str) -> SandboxFailure:
         kinds = {kind.__name__ for kind in type(error).__mro__}

@@ -2,8 +2,8 @@
 
 Its API is HTTP and JSON; commands go by connect-rpc through a gateway, files beside them. A sandbox is a virtual
 machine of an image that the service can pull. How long it lives is fixed when it is made (`life_s`): its time to live
-is kept by its owner, and past the owner's death by the next start's `reap`. An empty list of hosts is taken to mean
-none.
+is enforced by its owner, and after the owner's death by the next start's `reap`. An empty list of hosts is taken to
+mean that none may be reached.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ STATES = {"RUNNING": "running", "PAUSED": "paused", "PENDING": "starting", "PROV
 class PrimeSettings(HostedSettings, frozen=True, kw_only=True):
     key_variable: str = "PRIME_API_KEY"
     template: str = "python:3.12-slim"
-    life_s: float = 4 * 3600.0  # of a sandbox, whatever becomes of its owner
+    life_s: float = 4 * 3600.0  # of a sandbox, even if its owner dies
     start_timeout_s: float = 300.0
 
 
 class PrimeProvider(ProviderBase[PrimeSettings]):
-    """See :class:`Provider`."""
+    """The adapter to Prime Intellect; see `Provider`."""
 
     name = "prime"
     package = "prime_sandboxes"
@@ -86,7 +86,7 @@ class PrimeProvider(ProviderBase[PrimeSettings]):
             async with asyncio.timeout(self.settings.start_timeout_s):
                 await self._client.wait_for_creation(made.id)
         except BaseException:
-            with contextlib.suppress(Exception):  # what went wrong before is what is told
+            with contextlib.suppress(Exception):  # the first error is the one to report
                 await self._client.delete(made.id)
             raise
         return str(made.id)
@@ -137,7 +137,7 @@ class PrimeProvider(ProviderBase[PrimeSettings]):
         return str(taken.id)
 
     async def delete_snapshot(self, snapshot: str) -> None:
-        """Its data stays there for as long as later ones need it."""
+        """Delete a checkpoint; its data stays at the provider as long as later ones need it. Unknown ones: no-op."""
         with self._unless_unknown():
             await self._client.delete_checkpoint(snapshot)
 
@@ -158,7 +158,7 @@ class PrimeProvider(ProviderBase[PrimeSettings]):
         return super().failure_of(error, what)
 
     def status_of(self, error: Exception) -> int | None:
-        """Its errors say it in their text."""
+        """The HTTP status, which Prime's errors give in their text."""
         match = STATUS.search(str(error))
         return int(match[1]) if match else None
 

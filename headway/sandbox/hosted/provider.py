@@ -1,4 +1,4 @@
-"""What an adapter to a provider of sandboxes does (`Provider`), what its errors mean, and whose a sandbox is."""
+"""The Protocol of adapters to sandbox providers (`Provider`), their base, the meaning of errors, and owner labels."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from headway.sandbox import leftovers
 
 T = TypeVar("T")
 OWNER, RUN = "headway-owner", "headway-run"  # labels of every sandbox
-LABEL_CHARACTERS = 50  # the most of a label that every provider takes
+LABEL_CHARACTERS = 50  # length of a label that every provider accepts
 HOLD_S = 10.0  # when too many were made at once, and the provider doesn't say for how long
 
 
 class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What all providers have. An adapter's own add to these."""
+    """Settings common to all providers; adapters add their own."""
 
     address: str = ""  # of its service; "": the SDK's own
     key_variable: str = ""  # environment variable with the key; "": the SDK's usual one
@@ -52,14 +52,14 @@ S = TypeVar("S", bound=HostedSettings)
 
 
 class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How a line of shell ended."""
+    """The result of a line of shell."""
 
     exit_code: int
     stdout: str
 
 
 class Provider(Protocol):
-    """What an adapter does. Its calls raise the SDK's errors; `failure_of` says what each means."""
+    """An adapter to a provider's SDK. Its calls raise the SDK's errors; `failure_of` converts each to a failure."""
 
     @property
     def settings(self) -> HostedSettings: ...
@@ -69,18 +69,18 @@ class Provider(Protocol):
 
     @property
     def account(self) -> str:
-        """What tells accounts apart, which the rate of creations is counted by."""
+        """An identifier of the account, by which the rate of creations is counted."""
         ...
 
     @property
     def life_s(self) -> float | None:
-        """How long a sandbox lives whatever is asked later; None: it is renewed at the provider."""
+        """Time to live that is fixed when a sandbox is made, seconds; None: it can be renewed at the provider."""
         ...
 
     def can(self) -> Capabilities: ...
 
     def check(self, spec: SandboxSpec) -> None:
-        """Raise ConfigurationError for what it can't have."""
+        """Raise ConfigurationError for a specification that the provider can't serve."""
         ...
 
     async def create(
@@ -90,11 +90,11 @@ class Provider(Protocol):
     async def list(self, labels: Mapping[str, str]) -> list[SandboxInfo]: ...
 
     async def count(self) -> int:
-        """Live sandboxes of the account, whoever's."""
+        """Number of live sandboxes of the account, of all owners."""
         ...
 
     async def terminate(self, sandbox: str) -> None:
-        """Nothing to do where there is none."""
+        """End a sandbox; no-op where there is none."""
         ...
 
     async def run(self, sandbox: str, line: str, timeout_s: float) -> ShellResult: ...
@@ -110,11 +110,11 @@ class Provider(Protocol):
     async def resume(self, sandbox: str, ttl_s: float) -> None: ...
 
     async def snapshot(self, sandbox: str, name: str) -> str:
-        """What it is created again from, by the provider."""
+        """Take a snapshot; return the provider's id of it, which `create` restores from."""
         ...
 
     async def delete_snapshot(self, snapshot: str) -> None:
-        """Nothing to do where there is none."""
+        """Delete a snapshot; no-op where there is none."""
         ...
 
     def failure_of(self, error: Exception, what: str) -> SandboxFailure: ...
@@ -123,21 +123,21 @@ class Provider(Protocol):
 
 
 class ProviderBase(Generic[S]):
-    """What adapters have in common, as most providers have it: an SDK and a key, lists of hosts without ports, a life
-    that is fixed at creation and no pause, errors told by the names of their classes. Adapters set these names and
-    override what their provider does otherwise."""
+    """A base of adapters with the behaviour of most providers: an SDK and a key, lists of hosts without ports, a time
+    to live fixed at creation, no pause, errors recognised by the names of their classes. Adapters set these names and
+    override what differs at their provider."""
 
     name: str
     package: str  # the SDK's
     missing: tuple[str, ...]  # see `Capabilities`
     pauses = False
-    gone: tuple[str, ...] = ()  # errors, and all that derive from them: the sandbox isn't there any more
-    model_made: tuple[str, ...] = ()  # ... the model's code did it
-    environment_made: tuple[str, ...] = ()  # ... another attempt ends the same
-    statuses: Mapping[str, int] = {}  # ... the HTTP status it stands for
+    gone: tuple[str, ...] = ()  # errors, subclasses included, which mean: the sandbox doesn't exist any more
+    model_made: tuple[str, ...] = ()  # ... the model's code caused it
+    environment_made: tuple[str, ...] = ()  # ... a retry would end the same
+    statuses: Mapping[str, int] = {}  # ... this HTTP status
 
     def __init__(self, settings: S, sdk: Any = None) -> None:
-        """``sdk``: the package, unless a test has one of its own. Raises ConfigurationError without it or a key."""
+        """``sdk``: a replacement for the package, in tests. Raises ConfigurationError without the package or a key."""
         self.settings = settings
         backend = f"sandbox.backend = {self.name!r}"
         self._sdk = sdk or import_extra(self.package, self.name, backend)
@@ -174,7 +174,7 @@ class ProviderBase(Generic[S]):
                 )
 
     async def renew(self, sandbox: str, ttl_s: float) -> None:
-        """Its owner's affair, within `life_s`."""
+        """No-op: the owner enforces the time to live, within `life_s`."""
 
     async def pause(self, sandbox: str) -> None:
         raise NotImplementedError
@@ -183,7 +183,7 @@ class ProviderBase(Generic[S]):
         raise NotImplementedError
 
     def status_of(self, error: Exception) -> int | None:
-        """The HTTP status that an error of the SDK bears."""
+        """The HTTP status that an error of the SDK carries; None: it has none."""
         return None
 
     def failure_of(self, error: Exception, what: str) -> SandboxFailure:
@@ -205,17 +205,17 @@ class ProviderBase(Generic[S]):
 
 
 async def asked(provider: Provider, what: str, call: Awaitable[T]) -> T:
-    """Of the provider; what its SDK raises, as what it means."""
+    """Await a provider's call; convert an error of its SDK to the SandboxError that it means."""
     try:
         return await call
     except (SandboxError, ConfigurationError):
         raise
-    except Exception as error:  # the one place where whatever an SDK raises is taken in
+    except Exception as error:  # the capture point of the SDK's errors
         raise SandboxError(provider.failure_of(error, f"{provider.name}: {what}")) from error
 
 
 def failure_of_status(status: int, what: str) -> SandboxFailure:
-    """What an HTTP status of a provider means: too many requests and its own troubles pass, a wrong key doesn't."""
+    """Make the failure for a provider's HTTP status: rate limits and server errors are retried, a wrong key isn't."""
     evidence: dict[str, str | int | float | bool] = {"status": status}
     if status == 429:
         evidence["hold_s"] = HOLD_S
@@ -229,7 +229,7 @@ def failure_of_status(status: int, what: str) -> SandboxFailure:
 
 
 def plain_labels(labels: Mapping[str, str]) -> dict[str, str]:
-    """As every provider takes them."""
+    """Convert labels to characters and lengths that every provider accepts."""
     return {_plain(name): _plain(value) for name, value in labels.items()}
 
 
@@ -237,7 +237,7 @@ def _plain(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", text)[:LABEL_CHARACTERS] or "-"
 
 
-# Whose a sandbox is. A process is told by its number, its start and the process namespace that both count in.
+# Owners of sandboxes. A process is identified by its id, its start time and the PID namespace of both.
 
 
 def _machine() -> str:
@@ -250,7 +250,7 @@ def this_owner() -> str:
 
 
 def is_dead(owner: str) -> bool:
-    """Whether that owner was a process of this machine and is no more. Of another machine's nothing is known."""
+    """Whether that owner was a process of this machine and has ended. False for owners on other machines."""
     machine_process, _, started = owner.rpartition(".")
     machine, _, process = machine_process.rpartition(".")
     if machine != _machine() or not process.isdigit() or not started.isdigit():

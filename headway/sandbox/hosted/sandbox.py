@@ -1,4 +1,4 @@
-"""One sandbox at a provider: requests by way of the runner in it (`hosted_runner.py`), and what their failures mean."""
+"""A sandbox at a provider: requests through the runner inside it (`hosted_runner.py`), and their failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 FOLDER = "/tmp/.headway"  # in a sandbox
 ARGUMENT_BYTES = 1 << 16  # of a request in a command line; a longer one goes as a file
 GRACE_S = 20.0  # beyond a command's own time, for the provider
-SIGNALS = range(129, 129 + 64)  # a signal's number, as shells tell it; Python and Go say a negative one
+SIGNALS = range(129, 129 + 64)  # exit codes by which shells report a signal; Python and Go give a negative number
 IN_RUNNER = (
     "__init__.py",
     "sandbox/__init__.py",
@@ -51,7 +51,7 @@ IN_RUNNER = (
 
 
 class HostedSandbox:
-    """See :class:`Sandbox`."""
+    """A `Sandbox` at a provider."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class HostedSandbox:
         gone: Callable[[str], None],
         snapshots: Path | None = None,
     ) -> None:
-        """``snapshots``: the folder where it is noted what the provider keeps."""
+        """``snapshots``: the folder with notes of snapshots at the provider; None: they aren't noted."""
         self._info = info
         self._spec = spec
         self._ttl_s = ttl_s
@@ -88,7 +88,7 @@ class HostedSandbox:
         return self._why is not None
 
     async def open(self) -> None:
-        """Put the runner in and make the working directory."""
+        """Copy the runner into the sandbox and make the working directory. Raises SandboxError."""
         await self._asked("put the runner in", self._provider.put(self.id, f"{FOLDER}/runner.zip", _runner()))
         said = await self._ask({"do": "begin", "workdir": self._spec.workdir})
         if "error" in said:
@@ -144,15 +144,15 @@ class HostedSandbox:
     # Its life.
 
     async def snapshot(self, name: str) -> Snapshot:
-        """At the provider, by its id: nothing but a note of it comes here."""
+        """Take a snapshot at the provider, and note its id here; no data is transferred."""
         self._need(self._provider.can().snapshot, "snapshots")
         paused = self._paused
-        if paused:  # E2B takes none of what is
+        if paused:  # E2B takes no snapshot of a paused sandbox
             await self.resume()
         kept = await self._asked("take a snapshot", self._provider.snapshot(self.id, name))
         path = f"{self._provider.name}:{kept}"
         if self._snapshots is not None:
-            with contextlib.suppress(OSError):  # the disk is full: it is never deleted there
+            with contextlib.suppress(OSError):  # the disk is full: the snapshot is then never deleted at the provider
                 note_hosted(self._snapshots, path)
         if paused:
             await self.pause()
@@ -177,7 +177,7 @@ class HostedSandbox:
         self._lasts(ttl_s)
 
     def _lasts(self, ttl_s: float) -> None:
-        """From now on. Where the provider keeps no time that can be renewed, its owner does."""
+        """Start the time to live anew. Enforced by a timer here where the provider's can't be renewed."""
         loop = asyncio.get_running_loop()
         self._ttl_s, self._ends_s = ttl_s, loop.time() + ttl_s
         if self._timer is not None:
@@ -190,7 +190,7 @@ class HostedSandbox:
         self._ending = asyncio.create_task(self._end_late())
 
     async def _end_late(self) -> None:
-        with contextlib.suppress(SandboxError):  # whoever has it tries again
+        with contextlib.suppress(SandboxError):  # its lessee tries again
             await self.terminate()
 
     def _over(self) -> SandboxFailure:
@@ -201,24 +201,24 @@ class HostedSandbox:
         await self._ask({"do": "list", "path": FOLDER, "max_entries": 10_000})
 
     async def terminate(self) -> None:
-        """See :meth:`Sandbox.terminate`. Raises SandboxError when the provider doesn't do it."""
+        """See :meth:`Sandbox.terminate`. Raises SandboxError when the provider's call fails."""
         if self._why is None:
             self._why = environment_failure(f"sandbox {self.id} was ended by its owner")
         await asked(self._provider, f"end {self.id}", self._provider.terminate(self.id))
-        if self._timer is not None:  # until then it is one more who tries
+        if self._timer is not None:  # until here the timer is a second try
             self._timer.cancel()
         self._tell_gone(self.id)
 
     # Requests.
 
     async def _ask(self, request: dict[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
-        """The runner's answer; ``killed``: it gave none, and the sandbox lives."""
+        """Send a request and return the runner's answer; with ``killed``: it gave none, and the sandbox lives."""
         if self._paused:
             raise SandboxError(environment_failure(f"sandbox {self.id} is paused: resume it first"))
         self._count += 1
         file = f"{FOLDER}/{self._count}"
         long = len(request.get("data", b"")) + len(request.get("stdin", b"")) > ARGUMENT_BYTES
-        told = await asyncio.to_thread(_told, request) if long else _told(request)  # the loop has others to serve
+        told = await asyncio.to_thread(_told, request) if long else _told(request)  # encoding would block the loop
         if len(told) > ARGUMENT_BYTES:
             await self._asked("put a request in", self._provider.put(self.id, file, told))
             told = f"@{file}".encode()
@@ -243,7 +243,7 @@ class HostedSandbox:
             if ran.exit_code in (126, 127):
                 raise SandboxError(environment_failure("there is no python3 in the sandbox: use an image that has it"))
             if ran.exit_code in SIGNALS or ran.exit_code < 0 or (ran.exit_code == 1 and self._ready):
-                return {"killed": "was ended or taken away"}  # by the code in there: before any ran, it worked
+                return {"killed": "was ended or taken away"}  # by the sandbox's code: the runner worked before any ran
             what = f"sandbox {self.id} gave no answer, with exit code {ran.exit_code}"
             raise SandboxError(infrastructure_failure(what, evidence={"exit_code": ran.exit_code}))
         with self._understanding():
@@ -281,7 +281,7 @@ def _told(request: Mapping[str, Any]) -> bytes:
 
 
 def _runner() -> bytes:
-    """What is put into each sandbox."""
+    """The zip with the runner's modules that is copied into each sandbox."""
     package = Path(__file__).resolve().parents[2]
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -1,7 +1,7 @@
 """Sandboxes on this machine, made of namespaces, for asyncio.
 
-The backend starts a zygote (`zygote.py`), writes who it is, and hands requests over. Each sandbox's socket leads
-straight to its first process (`init_process.py`); the zygote only makes them, and tells when one has ended.
+The backend starts a zygote (`guest/zygote.py`), records itself as an owner, and passes requests on. Each sandbox's
+socket leads straight to its first process (`guest/init.py`); the zygote only makes them, and reports their ends.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ RECORD_BYTES = 16 << 10  # on disk for each sandbox, at most: its record, in who
 class LocalBackend:
     """Makes sandboxes on this machine.
 
-    Lifecycle: made -> *started* (by `start`, or the first call that needs it) -> *closed*. A zygote that dies takes its
-    sandboxes along; the next `create` starts another. Invariant: a sandbox's record is on disk from before it is made
-    until nothing of it is left.
+    Lifecycle: made -> *started* (by `start`, or the first call that needs it) -> *closed*. When a zygote dies its
+    sandboxes die with it; the next `create` starts another. Invariant: a sandbox's record is on disk from before it is
+    made until nothing of it is left.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class LocalBackend:
         self._closed = False
 
     async def start(self) -> None:
-        """Remove what dead owners have left, and start the zygote; nothing to do if it runs."""
+        """Remove what dead owners have left, and start the zygote; no-op if it runs."""
         async with self._starting:
             if self._closed:
                 raise SandboxError(infrastructure_failure("the backend is closed", retry=False))
@@ -101,7 +101,7 @@ class LocalBackend:
             making = asyncio.create_task(self._create(spec, dict(labels or {}), ttl_s or spec.ttl_s, snapshot))
             self._by_key = {key: task for key, task in self._by_key.items() if not (task.done() and _of_no_use(task))}
             self._by_key[idempotency_key] = making
-        return await asyncio.shield(making)  # whoever is cancelled asks again by the same key
+        return await asyncio.shield(making)  # a cancelled caller asks again with the same key
 
     def _check(self, spec: SandboxSpec) -> None:
         spec.limits.check()
@@ -160,7 +160,7 @@ class LocalBackend:
             if door is not None:
                 sandbox.attach_proxy(Proxy(door.received(), spec.network, self._settings.proxy, self._resolve))
         except BaseException:
-            with contextlib.suppress(SandboxError):  # it stays recorded; what went wrong before is what is told
+            with contextlib.suppress(SandboxError):  # it stays recorded; the first error is the one to report
                 await to_its_end(sandbox.terminate())
             raise
         finally:
@@ -169,7 +169,7 @@ class LocalBackend:
         return sandbox
 
     def _on_ended(self, name: str, code: int | None, oom_kills: int, why: SandboxFailure | None) -> None:
-        """The zygote says so; code None: it has died itself. ``why``: known to it already."""
+        """Handle the zygote's report of a sandbox's end; code None: the zygote died. ``why``: the cause where known."""
         sandbox = self._sandboxes.pop(name, None)
         if sandbox is not None:
             sandbox.has_ended(code, oom_kills, why)
@@ -232,7 +232,7 @@ class LocalBackend:
         return problems + full
 
     def _written(self, specs: Sequence[SandboxSpec], live: int) -> list[tuple[Path, int]]:
-        """Folders on this machine's disks that are written to, and the bytes that each needs at least."""
+        """Folders on this machine's disks that are written to, and the least free bytes each needs."""
         folders = [(self._state, RECORD_BYTES * live)]
         if self._snapshots is not None:
             folders.append((self._snapshots.path, max((spec.limits.disk_bytes for spec in specs), default=0)))

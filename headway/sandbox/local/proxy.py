@@ -1,11 +1,11 @@
-"""The way out of a sandbox that may reach some hosts: an HTTP proxy in the owner's process that knows the list.
+"""An HTTP proxy in the owner's process, by which a sandbox reaches the hosts on its allow list.
 
-The sandbox keeps its network of a loopback and nothing else. Its first process opens a listening socket there before
-any command runs and sends it to the owner (`isolation.listen_for_proxy`); a socket stays in the network it was made in,
-whoever holds it, so the owner accepts here what connects there, and nothing has to be carried through the sandbox.
+The sandbox's network has a loopback and nothing else. Its first process opens a listening socket there before any
+command runs and sends it to the owner (`isolation.listen_for_proxy`). A socket stays in the network namespace it was
+made in, whichever process has it: the owner accepts the sandbox's connections, and no traffic is relayed inside it.
 
-What comes in is taken for hostile: heads are bounded and read strictly (`proxy_request.py`), connections, bytes and
-time are limited. Names are resolved here, and the address that was looked at is the one that is connected to.
+Input is treated as hostile: heads are bounded and parsed strictly (`proxy_request.py`), connections, bytes and time are
+limited. Names are resolved here, and the address that was checked is the one that is connected to.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from headway.sandbox.pace import Pace
 
 CHUNK_BYTES = 1 << 16
 LINGER_S = 1.0  # for a refused caller to read why
-KEPT_HOSTS = 256  # of each verdict; a sandbox may ask for any number
+KEPT_HOSTS = 256  # entries kept in the statistics; a sandbox may ask for any number of hosts
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]  # name and port -> addresses; raises OSError
 
-# Of their own: a sandbox that asks for slow names must not hold up what else the owner's threads do.
+# A pool of their own: a sandbox that asks for slow names must not block the owner's other threads.
 _resolvers = ThreadPoolExecutor(64, thread_name_prefix="resolver")
 
 
 class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What one sandbox may use of its owner."""
+    """Limits on one sandbox's use of the proxy in its owner's process."""
 
     connections: int = 32  # at once; more wait until one is over
     connections_per_s: float = 50.0
     bytes: int = 2 << 30  # in both directions, all its life
     head_bytes: int = 16 << 10  # of a request
-    head_s: float = 10.0  # until it is there
-    lookups: int = 2  # of names, at once: each holds a thread of all sandboxes' until it ends, however long that takes
+    head_s: float = 10.0  # until it is complete
+    lookups: int = 2  # of names, at once: each occupies one of all sandboxes' threads until it ends, however late
     connect_s: float = 15.0  # until a name is resolved, and until an address has answered
     idle_s: float = 60.0  # without a byte in either direction
 
 
 class ProxyEntrance:
-    """The two ends of what a sandbox's listening socket is handed out over."""
+    """The socket pair over which a sandbox hands its listening socket to the owner."""
 
     def __init__(self) -> None:
         self._ours, self.theirs = socket.socketpair()
         self._ours.setblocking(False)
 
     def received(self) -> socket.socket:
-        """The listener. For a sandbox that is ready: it has handed it out before."""
+        """Return the listener. Only for a sandbox that is ready: it has sent the listener before."""
         _, descriptors, _, _ = socket.recv_fds(self._ours, 1, 1)
         return socket.socket(fileno=descriptors[0])
 
@@ -66,7 +66,7 @@ class ProxyEntrance:
 
 
 async def resolve(name: str, port: int) -> list[str]:
-    """By the machine's own resolver."""
+    """Resolve a name by the machine's own resolver. Raises OSError."""
     loop = asyncio.get_running_loop()
     found = await loop.run_in_executor(_resolvers, lambda: socket.getaddrinfo(name, port, type=socket.SOCK_STREAM))
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
@@ -99,7 +99,7 @@ class Proxy:
         self._hosts: dict[tuple[str, int, str], list[int]] = {}  # host, port, why not -> requests, bytes
         listener.setblocking(False)
         self._accepting = asyncio.create_task(self._accept(), name="sandbox proxy")
-        self._accepting.add_done_callback(lambda _: listener.close())  # only when the loop looks at it no more
+        self._accepting.add_done_callback(lambda _: listener.close())  # only once the loop doesn't watch it any more
 
     def close(self) -> None:
         """End all connections; the tasks end with the loop's next turn."""
@@ -137,7 +137,7 @@ class Proxy:
             task.add_done_callback(functools.partial(self._served, connection))
 
     def _served(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
-        connection.close()  # a task that is cancelled before it began has done nothing
+        connection.close()  # a task that was cancelled before it began hasn't closed it
         self._open.discard(task)
         self._places.release()
 
@@ -184,10 +184,10 @@ class Proxy:
                 431, "Request Header Fields Too Large", f"a head has at most {most} bytes here"
             ) from None
 
-    # Who may be reached.
+    # Allowed hosts.
 
     async def _connect(self, request: ProxyRequest) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """To an address that has passed. Raises Refused."""
+        """Connect to the host if it is listed, by an address that is public or listed. Raises ProxyRefused."""
         host, port = request.host, request.port
         if not self._allowed.allows(host, port):
             raise self._not_listed(f"{host} port {port}")
@@ -222,13 +222,13 @@ class Proxy:
         await self._lookups.acquire()
         looking = asyncio.ensure_future(self._resolve(host, port))
         looking.add_done_callback(self._has_looked)
-        await asyncio.wait({looking})  # whoever gives up doesn't end it: a thread can't be
+        await asyncio.wait({looking})  # continues after a caller's timeout: a thread can't be cancelled
         return looking.result()
 
     def _has_looked(self, looking: asyncio.Future[Sequence[str]]) -> None:
         self._lookups.release()
         if not looking.cancelled():
-            looking.exception()  # nobody may be waiting
+            looking.exception()  # there may be no waiter
 
     def _may_be(self, address: str, port: int) -> bool:
         return is_public(address) or self._allowed.allows(address, port)
@@ -255,7 +255,7 @@ class Proxy:
         idle: asyncio.Timeout,
         use: list[int] | None,
     ) -> None:
-        """Both directions, until both have ended; of a plain request, until the answer has."""
+        """Relay both directions until both have ended; for a plain request, until the answer has."""
         loop = asyncio.get_running_loop()
 
         def passed(count: int) -> None:
@@ -295,11 +295,12 @@ async def _pump(
     passed: Callable[[int], None],
     most: int | None = None,
 ) -> None:
-    """All that comes, to its end, and the end too. With ``most``: so many bytes; more of them is an error."""
+    """Copy ``source`` to ``target`` until its end, and pass the end on. ``most``: bytes allowed; more raise
+    ConnectionAbortedError, and the end isn't passed on."""
     while data := await source.read(CHUNK_BYTES):
         if most is not None:
             most -= len(data)
-            if most < 0:  # another request, to whatever host: one at a time
+            if most < 0:  # a second request, perhaps to another host: one at a time
                 raise ConnectionAbortedError("more than one request")
         passed(len(data))
         target.write(data)
@@ -313,6 +314,6 @@ async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, re
     head = f"HTTP/1.1 {refused.status} {refused.reason}\r\nContent-Type: text/plain\r\nContent-Length: {len(body)}\r\n"
     writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
     writer.write_eof()
-    async with asyncio.timeout(LINGER_S):  # closed with something unread, what it was told would be lost
+    async with asyncio.timeout(LINGER_S):  # closing with unread input would lose the answer
         while await reader.read(CHUNK_BYTES):
             pass

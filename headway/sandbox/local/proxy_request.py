@@ -1,4 +1,4 @@
-"""The head of a request to a proxy, read strictly: what two programs could read in two ways is refused."""
+"""Strict parsing of the head of a request to a proxy: what two programs could read in two ways is refused."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}) ([\x21-\x7e]+) 
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t\x20-\x7e\x80-\xff]*)")
 _ABSOLUTE = re.compile(r"http://([^/?#]*)(/[^#]*|\?[^#]*)?", re.IGNORECASE)
 _LENGTH = re.compile(rb"[0-9]{1,15}")
-# Between two neighbours only: not passed on.
+# Hop-by-hop headers: not passed on.
 _OF_THE_HOP = {b"connection", b"keep-alive", b"te", b"trailer", b"upgrade", b"proxy-connection", b"proxy-authorization"}
 
 
 class ProxyRefused(Exception):
-    """What is answered instead of passing a request on."""
+    """The proxy refuses a request; status and reason are those of its answer."""
 
     def __init__(self, status: int, reason: str, why: str) -> None:
         super().__init__(why)
@@ -26,17 +26,17 @@ class ProxyRefused(Exception):
 
 
 class ProxyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of a proxy: a tunnel, or one plain request that is passed on."""
+    """A request to the proxy: a tunnel, or one plain request that is passed on."""
 
     host: str  # as `host_of` gives it
     port: int
     tunnel: bool
-    head: bytes = b""  # what the server gets of a plain one
-    body_bytes: int = 0  # ... and how much follows
+    head: bytes = b""  # of a plain request, as the server gets it
+    body_bytes: int = 0  # ... length of the body that follows
 
 
 def read(head: bytes) -> ProxyRequest:
-    """``head``: up to and with its empty line. Raises Refused."""
+    """Parse a request's head. ``head``: up to and including its empty line. Raises ProxyRefused."""
     first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     match = _REQUEST_LINE.fullmatch(first)
     if match is None:
@@ -71,7 +71,7 @@ def _plain(method: bytes, target: str, minor: bytes, headers: list[tuple[bytes, 
     for name, value in headers:
         if name == b"connection":
             dropped |= {one.strip().lower() for one in value.split(b",")}
-    dropped -= {b"content-length", b"transfer-encoding"}  # whoever names these would have two lengths of one body
+    dropped -= {b"content-length", b"transfer-encoding"}  # dropping these would leave two lengths of one body
     shown = f"[{host}]" if ":" in host else host
     kept = [
         b"%s %s HTTP/1.%s" % (method, (path if path.startswith("/") else f"/{path}").encode(), minor),

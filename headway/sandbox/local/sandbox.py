@@ -1,4 +1,4 @@
-"""One sandbox of the local backend, as its owner sees it: requests over its socket, and what their failures mean."""
+"""A sandbox of the local backend, as its owner sees it: requests over its socket, and the causes of failures."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ PROXIED = {
     **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), THROUGH_PROXY),
     **dict.fromkeys(("NO_PROXY", "no_proxy"), "localhost,127.0.0.1,::1"),
 }
-Take = Callable[[bytes], Awaitable[None] | None]  # of an answer's parts, as they come
+Take = Callable[[bytes], Awaitable[None] | None]  # consumes an answer's parts, as they arrive
 ODD = (wire.Malformed, KeyError, TypeError, ValueError, OverflowError, RecursionError, msgspec.DecodeError)
 LONGEST_PATH = 4096  # characters; the kernel counts bytes
-LOOK_AGAIN_S = 0.25  # whether one that is paused goes on
+LOOK_AGAIN_S = 0.25  # interval of looks whether a paused sandbox was resumed
 ENDING_S = 10.0  # from the request to end a sandbox until nothing of it is left
 
 
 class ZygoteClient(Protocol):
-    """What a sandbox needs of the process it came from."""
+    """The part of a zygote that a sandbox needs: whether it is alive, and requests to it."""
 
     @property
     def alive(self) -> bool: ...
@@ -65,7 +65,7 @@ class ZygoteClient(Protocol):
 
 
 class _Call:
-    """A request that is under way: its answer, and the parts of it that come before."""
+    """A pending request: its answer, and the consumer of the parts that come before."""
 
     def __init__(self, room: int) -> None:
         self.answer: asyncio.Future[tuple[Head, bytes]] = asyncio.get_running_loop().create_future()
@@ -74,7 +74,7 @@ class _Call:
 
 
 class LocalSandbox:
-    """See :class:`Sandbox`. What comes out of its socket is taken for hostile: it is bounded, and checked."""
+    """A `Sandbox` of the local backend. Data from its socket is treated as hostile: bounded, and checked."""
 
     def __init__(
         self,
@@ -97,13 +97,13 @@ class LocalSandbox:
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = loop.create_future()
         self._gone: asyncio.Future[None] = loop.create_future()  # nothing of it is left
-        self._heard_out: asyncio.Future[None] = loop.create_future()  # its socket is at its end
-        self._why: SandboxFailure | None = None  # it has ended, or is ending
-        self._broken = ""  # what was wrong with what it sent
+        self._heard_out: asyncio.Future[None] = loop.create_future()  # its socket is read to the end
+        self._why: SandboxFailure | None = None  # why it has ended, or is ending
+        self._broken = ""  # how it broke the protocol
         self._proxy: Proxy | None = None  # where it may reach some hosts
         self._paused = False
-        self._still_since: float | None = None  # commands stand still, and their time limits with them
-        self._stood_s = 0.0  # ... for so long before that
+        self._still_since: float | None = None  # since when commands, and their time limits, are stopped
+        self._stood_s = 0.0  # total time stopped before that
 
     @property
     def id(self) -> str:
@@ -125,11 +125,11 @@ class LocalSandbox:
         )
 
     async def open(self, ours: socket.socket, timeout_s: float) -> None:
-        """Wait until it is ready. Raises SandboxError when it can't be made."""
+        """Connect to the sandbox by its socket, and wait until it is ready. Raises SandboxError if it can't be made."""
         await self.serve(*await asyncio.open_unix_connection(sock=ours, limit=1 << 20), timeout_s)
 
     async def serve(self, reader: asyncio.StreamReader, writer: wire.FrameWriter, timeout_s: float) -> None:
-        """The same, over any line to it."""
+        """Connect to the sandbox by any pair of streams and wait until it is ready. Raises SandboxError."""
         self._writer = writer
         self._reader = asyncio.create_task(self._read(reader), name=f"sandbox {self.id}")
         try:
@@ -139,14 +139,14 @@ class LocalSandbox:
             raise SandboxError(infrastructure_failure(f"sandbox {self.id} wasn't ready in {timeout_s:g} s")) from None
 
     def attach_proxy(self, proxy: Proxy) -> None:
-        """It may reach hosts, by ``proxy``, which ends with it."""
+        """Attach the proxy by which the sandbox may reach hosts; it is closed when the sandbox ends."""
         self._proxy = proxy
         if self.ended:
             proxy.close()
 
     @property
     def network_use(self) -> NetworkUse | None:
-        """What it asked of which host, after its end too; None: it may reach none."""
+        """The use of each host it asked for, also after its end; None: it may reach none."""
         return None if self._proxy is None else self._proxy.statistics()
 
     # Commands.
@@ -169,7 +169,7 @@ class LocalSandbox:
             "max_output_bytes": command.max_output_bytes,
             "exclusive": command.exclusive,
         }
-        if len(wire.frame(head)) > wire.HEAD_BYTES:  # as a shell says it of what the kernel refuses
+        if len(wire.frame(head)) > wire.HEAD_BYTES:  # a shell's answer where the kernel refuses
             return ExecResult(exit_code=126, stderr=b"argument list too long\n")
         answer, body = await self._ask(head, stdin, wait_s=command.timeout_s + self._grace_s)
         if "error" in answer:
@@ -178,7 +178,7 @@ class LocalSandbox:
             return result_of(answer, body, command.timeout_s)
 
     def _not_started(self, answer: Head) -> ExecResult:
-        """A command that got no process: the limits' doing is the model's code's own."""
+        """The result of a command that got no process: blamed on the model's code where a limit was reached."""
         code, tasks = int(answer["error"]), int(answer.get("tasks", 0))
         limit = self._spec.limits.processes
         if code == errno.EAGAIN and tasks >= limit - 2:
@@ -225,7 +225,7 @@ class LocalSandbox:
             raise SandboxError(model_failure(f"{path[:60]}...: the name is too long", errno="ENAMETOOLONG"))
         return os.path.join(self._spec.workdir, path)
 
-    # Its life.
+    # Lifecycle.
 
     async def snapshot(self, name: str) -> Snapshot:
         """See :meth:`Sandbox.snapshot`."""
@@ -245,7 +245,7 @@ class LocalSandbox:
             try:
                 await self._change({"do": "pause"})
                 self._paused = True
-            except asyncio.CancelledError:  # it is heard all the same, by then or later
+            except asyncio.CancelledError:  # the request arrives all the same, now or later
                 with contextlib.suppress(SandboxError):  # it has ended
                     if not self._paused:
                         await to_its_end(self.resume())
@@ -280,10 +280,10 @@ class LocalSandbox:
             raise SandboxError(infrastructure_failure(f"something of sandbox {self.id} doesn't end"))
 
     def has_ended(self, code: int | None, oom_kills: int, why: SandboxFailure | None = None) -> None:
-        """Nothing of it is left. ``code``: of its first process, negative for a signal; None: the zygote has died.
-        ``why``: where that is known already."""
+        """Handle the end of the sandbox, of which nothing is left. ``code``: of its first process, negative for a
+        signal; None: the zygote has died. ``why``: the cause where known."""
         if (self._why or why) is None and code is not None and not self._broken and not self._heard_out.done():
-            # What it said last may not be read yet, and says more than its exit code: why it couldn't be made.
+            # Its last message may be unread, and tells more than its exit code: why it couldn't be made.
             self._heard_out.add_done_callback(lambda _: self._end(code, oom_kills, None))
         else:
             self._end(code, oom_kills, why)
@@ -304,7 +304,7 @@ class LocalSandbox:
         if code == wire.EXIT_TTL:
             what = f"sandbox {self.id}: its time to live of {self._record.ttl_s:g} s is over; give more, or renew it"
             return environment_failure(what, **evidence)
-        if oom_kills and code in (-9, 128 + 9):  # the second: as bubblewrap and shells pass it on
+        if oom_kills and code in (-9, 128 + 9):  # the second: as bubblewrap and shells report it
             return model_failure(f"sandbox {self.id}: out of memory as a whole", **evidence)
         return infrastructure_failure(f"sandbox {self.id} has died", evidence=evidence)
 
@@ -320,11 +320,11 @@ class LocalSandbox:
         if not self._ready.done():
             assert self._why is not None
             self._ready.set_exception(SandboxError(self._why))
-            self._ready.exception()  # nobody may be waiting
+            self._ready.exception()  # there may be no waiter
         for call in self._calls.values():
             if not call.answer.done() and self._why is not None:
                 call.answer.set_exception(SandboxError(self._why))
-                call.answer.exception()  # whoever asked may have given up
+                call.answer.exception()  # the caller may have given up
         self._calls.clear()
 
     # The socket.
@@ -339,7 +339,7 @@ class LocalSandbox:
         room: int = 0,
         wait_s: float | None = None,
     ) -> tuple[Head, bytes]:
-        """Send a request and wait for its answer. One that doesn't come in time ends the sandbox: it is no use."""
+        """Send a request and wait for its answer. If it doesn't come in time the sandbox is ended, as unusable."""
         if self._why is not None:
             raise SandboxError(self._why)
         writer = self._writer
@@ -359,19 +359,19 @@ class LocalSandbox:
                         await writer.drain()
                         if self._writer is not None:
                             continue
-                    break  # it has died: the answer says of what
+                    break  # the sandbox has died: the answer gives the cause
             return await self._answer(call, wait_s, head["do"] == "exec")
         except TimeoutError:
             self._broken = f"no answer to {head['do']} in {wait_s:g} s"
             self._why = self._cause(None, 0)
-            with contextlib.suppress(SandboxError):  # whoever has it tries again
+            with contextlib.suppress(SandboxError):  # its lessee tries again
                 await self.terminate()
             raise SandboxError(self._why) from None
         finally:
             self._calls.pop(number, None)
 
     async def _answer(self, call: _Call, wait_s: float, still_counts_not: bool) -> tuple[Head, bytes]:
-        """Raises TimeoutError when it doesn't come in time; of a command, what it stood still doesn't count."""
+        """Wait for a call's answer. Raises TimeoutError; time for which a command was stopped doesn't count."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + wait_s - self._stood_s
         while True:
@@ -386,7 +386,7 @@ class LocalSandbox:
 
     @contextlib.asynccontextmanager
     async def _standing_still(self) -> AsyncIterator[None]:
-        """Its commands may be stopped meanwhile."""
+        """Stop the time limits during the block, in which commands may be stopped."""
         began_s = asyncio.get_running_loop().time()
         first, self._still_since = self._still_since is None, self._still_since or began_s
         try:
@@ -402,7 +402,7 @@ class LocalSandbox:
 
     @contextlib.contextmanager
     def _understanding(self) -> Iterator[None]:
-        """What an answer holds is as agreed, or the sandbox is no use any more."""
+        """Parse an answer in the block: one that breaks the protocol ends the sandbox and raises SandboxError."""
         try:
             yield
         except ODD as error:
@@ -415,16 +415,16 @@ class LocalSandbox:
             self._zygote.request({"do": "terminate", "id": self.id})
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Take what it sends until it ends. Anything that isn't as agreed ends it."""
+        """Read frames until the socket ends. A frame that breaks the protocol ends the sandbox."""
         try:
             while True:
                 head_bytes, body_bytes = wire.lengths(await reader.readexactly(wire.LENGTHS.size))
                 head = wire.head_from(await reader.readexactly(head_bytes))
                 body = await reader.readexactly(body_bytes) if body_bytes else b""
                 if (taking := self._take(head, body)) is not None:
-                    await taking  # the disk: more isn't read meanwhile
+                    await taking  # a write to disk: nothing more is read meanwhile
         except (asyncio.IncompleteReadError, ConnectionError):
-            return  # it has ended: the zygote tells how
+            return  # the sandbox has ended: the zygote reports how
         except ODD as error:
             self._give_up(error)
         finally:
@@ -438,10 +438,10 @@ class LocalSandbox:
             return None
         if "failed" in head:
             self._why = setup_failure(head)
-            return None  # its end comes next
+            return None  # the sandbox's end follows
         call = self._calls.get(int(head["id"]))
         if call is None:
-            return None  # whoever asked has given up
+            return None  # the caller has given up
         if "more" in head:
             call.room -= len(body)
             if call.room < 0:

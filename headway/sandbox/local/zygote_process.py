@@ -1,4 +1,4 @@
-"""The owner's end of the zygote: started, asked for sandboxes, heard of their ends, cleaned up after."""
+"""The owner's end of the zygote: starts it, requests sandboxes, receives reports of their ends, cleans up after it."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from headway.sandbox.linux import cgroups
 from headway.sandbox.local.proxy import ProxySettings
 
 ROOT = Path(__file__).resolve().parents[3]
-# What it is told comes by its input: every sandbox can read these words as the command line of its first process.
+# Its settings come by its input: every sandbox can read this text as the command line of its first process.
 STARTER = """import json, sys; told = json.loads(sys.stdin.buffer.readline()); sys.path.insert(0, told["root"])
 from headway.sandbox.guest.zygote import main; main(told)"""
 
 
 class LocalSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How the local backend works on this machine."""
+    """Settings of the local backend on this machine."""
 
     spares: int = 4  # processes made ahead of need
     cgroups: bool = True  # False: none are made, though it may be allowed
-    sandbox_uid: int = 65_200  # whom sandboxes run as under root; must own nothing
-    bubblewrap: str = ""  # its program, where that shall make the walls
-    python: str = sys.executable  # of the zygote: its standard library is all that is used
+    sandbox_uid: int = 65_200  # user that sandboxes run as under root; must own nothing
+    bubblewrap: str = ""  # bubblewrap's program, where it isolates the sandboxes
+    python: str = sys.executable  # of the zygote: only its standard library is used
     start_timeout_s: float = 30.0  # until a sandbox is ready
     answer_grace_s: float = 10.0  # beyond a command's own time, until its sandbox counts as dead
     proxy: ProxySettings = ProxySettings()  # of each sandbox that may reach hosts
 
 
 class ZygoteProcess:
-    """The owner's end of the zygote."""
+    """The zygote as its owner sees it: a child process, its socket, and the records of its sandboxes."""
 
     _count = 0  # of this process's backends: each has a directory of its own
 
@@ -119,12 +119,12 @@ class ZygoteProcess:
         leftovers.write(self.folder, "owner.json", self.record)
 
     def write(self, record: leftovers.SandboxRecord) -> None:
-        """Before the sandbox is made."""
+        """Write the record of a sandbox; called before the sandbox is made."""
         leftovers.write(self.folder / "records", f"{record.id}.json", record)
         self._records.add(record.id)
 
     def request(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Hand it over, at once or as soon as there is room. The descriptors may be closed afterwards."""
+        """Send a request, at once or as soon as the socket has room. The descriptors may be closed afterwards."""
         if self._socket is None or not self.alive:
             raise SandboxError(infrastructure_failure("the process that makes sandboxes has died"))
         data = json.dumps(message).encode()
@@ -149,7 +149,7 @@ class ZygoteProcess:
             except BlockingIOError:
                 return
             except OSError:
-                break  # it is dead, which `_receive` sees
+                break  # the zygote is dead, as `_receive` will notice
             del self._backlog[0]
             for one in descriptors:
                 os.close(one)
@@ -182,7 +182,7 @@ class ZygoteProcess:
         self._tell_ended(name, code, oom_kills, why)
 
     def _has_died(self) -> None:
-        """The kernel kills its sandboxes; what else they had is removed in `close`."""
+        """Report all sandboxes as ended: the kernel kills them. Their other resources are removed in `close`."""
         assert self._socket is not None
         self.alive = False
         loop = asyncio.get_running_loop()
@@ -202,9 +202,9 @@ class ZygoteProcess:
             self._ended(name, None, 0)
 
     async def close(self) -> None:
-        """End it and all it has made; nothing of it is left afterwards."""
+        """End the zygote and everything it has made; nothing of it is left afterwards."""
         if self._socket is not None and self.alive:
-            self._has_died()  # it sees the socket close, and cleans up
+            self._has_died()  # the zygote sees the socket close, and cleans up
         if self._process is not None:
             process = self._process
             try:
@@ -216,14 +216,14 @@ class ZygoteProcess:
 
 
 def _spawn(folder: Path, python: str, descriptor: int, told: dict[str, Any]) -> subprocess.Popen[bytes]:
-    own = os.pidfd_open(os.getpid())  # made here: a number looked up there could be another's by then
+    own = os.pidfd_open(os.getpid())  # opened here: looked up in the child, the id could be another process's by then
     with open(folder / "zygote.log", "wb") as log, contextlib.ExitStack() as opened:
         opened.callback(os.close, own)
         process = subprocess.Popen(
             [python, "-I", "-S", "-c", STARTER],
             pass_fds=[descriptor, own],
             cwd=folder,
-            env={"LC_ALL": "C.UTF-8"},  # nothing of the owner's: sandboxes are copies of it
+            env={"LC_ALL": "C.UTF-8"},  # nothing of the owner's: sandboxes inherit it
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -237,7 +237,7 @@ def _spawn(folder: Path, python: str, descriptor: int, told: dict[str, Any]) -> 
 
 
 def _make_state(state: Path, uid: int) -> None:
-    """A directory that the zygote's user may remove its own from, and nobody else may write to."""
+    """Make a directory in which the zygote's user may remove its own entries, and nobody else may write."""
     try:
         state.mkdir(mode=0o711, parents=True)
         os.chown(state, uid, -1)

@@ -1,4 +1,4 @@
-"""Where a ledger's lines go besides its file: trackers and `/metrics`, each in a thread of its own."""
+"""Exporters of a ledger's lines to trackers and `/metrics`, each in a thread of its own."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ EXPORTERS: dict[str, tuple[str, str, str]] = {
     LOGGING: ("headway.telemetry.exporters.own:OwnLogging", "headway", "headway"),
 }
 
-CAPACITY = 1000  # lines that wait for one exporter; more are dropped
-FINISH_S = 45.0  # what exporters get to write the rest at the end of a run, together
-GIVE_UP_S = 10.0  # ... of one that was stopped, or failed
+CAPACITY = 1000  # lines that may wait for one exporter; more are dropped
+FINISH_S = 45.0  # time for all exporters together to write the rest at the end of a run
+GIVE_UP_S = 10.0  # ... of a run that was stopped, or failed
 
-EVENT_EXPORTING = "exporting"  # where the lines go besides the ledger
+EVENT_EXPORTING = "exporting"  # detail: the exporters and their places
 EVENT_EXPORTER_FAILED = "exporter_failed"  # the first line an exporter lost
 EVENT_EXPORTER_LOST = "exporter_lost"  # data: lines lost in all
 
@@ -51,22 +51,22 @@ Rows = list[dict[str, object]]
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What an exporter is started with."""
+    """The argument that an exporter is constructed with: the experiment, the run's folder, name and id."""
 
     experiment: Experiment
     folder: Path  # the run's
     run_name: str
-    run_id: str | None  # of the tracker's run that goes on, as the exporter gave it the last time; None: a new one
+    run_id: str | None  # of the tracker's run to resume, as the exporter gave it before; None: a new run
 
 
 class Exporter:
-    """One destination. Built in the main thread before the run begins: then everything that is wrong with its settings
-    raises ConfigurationError. Every later call comes from its own thread, in the order of the ledger's lines; whatever
-    one raises costs that line and nothing else.
+    """The base of exporters, one for each destination. Built in the main thread before the run starts: wrong settings
+    then raise ConfigurationError. Every later call comes from its own thread, in the order of the ledger's lines; an
+    error of a call costs that line and nothing else.
 
-    Every call does nothing by default: a destination takes what it can show.
+    Every method is a no-op by default: a destination overrides those whose data it can show.
 
-    ``run_id``: names the tracker's run, so that a resumed one goes on in it. ``place``: where to look, for a person.
+    ``run_id``: id of the tracker's run, so that a resumed run continues in it. ``place``: where people find it.
     """
 
     run_id: str | None = None
@@ -74,26 +74,26 @@ class Exporter:
     wants_pulses = False
 
     def log(self, step: int, values: dict[str, float], shapes: dict[str, Histogram]) -> None:
-        """Numbers of a step or of an evaluation; ``step``: version of the trainer."""
+        """Export numbers of a step or of an evaluation; ``step``: version of the trainer."""
 
     def line(self, line: LedgerLine) -> None:
-        """Every line, as it was recorded; `log` or `event` follows with what is in it."""
+        """Export a line as it was recorded; `log` or `event` follows with its content."""
 
     def event(self, event: EventRecord) -> None:
-        """Something happened."""
+        """Export an event of the ledger."""
 
     def table(self, step: int, rows: Rows) -> None:
-        """Kept rollouts: prompt, response, reward, ..."""
+        """Export kept rollouts: prompt, response, reward, ..."""
 
     def pulse(self, pulse: Pulse) -> None:
-        """The queue and the workers now; only with ``wants_pulses``."""
+        """Export the present state of queue and workers; called only with ``wants_pulses``."""
 
     def finish(self, status: Status) -> None:
-        """No further call follows."""
+        """Finish the tracker's run; no further call follows."""
 
 
 class _Lane:
-    """An exporter's queue and thread."""
+    """The queue and the thread of an exporter."""
 
     def __init__(self, name: str, exporter: Exporter, capacity: int) -> None:
         self.name = name
@@ -102,13 +102,13 @@ class _Lane:
         self.error = ""  # of the first lost line
         self._counting = threading.Lock()
         self._status: Status = "finished"
-        self._capacity = capacity  # of jobs; the end mark finds room in a full queue too
+        self._capacity = capacity  # of jobs; the end mark is put into a full queue too
         self._queue: queue.SimpleQueue[Callable[[Exporter], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"export-{name}", daemon=True)
         self._thread.start()
 
     def offer(self, job: Callable[[Exporter], None]) -> None:
-        """Never waits: with a full queue the job is lost."""
+        """Queue a job without waiting: with a full queue the job is lost."""
         if self._queue.qsize() < self._capacity:
             self._queue.put(job)
         else:
@@ -131,24 +131,25 @@ class _Lane:
             self._lose(f"{type(error).__name__}: {error}")
 
     def end(self, status: Status) -> None:
-        """Let it write what waits and finish; returns at once."""
+        """Have the thread write what is queued and finish; returns at once."""
         self._status = status
         self._queue.put(None)
 
     def join(self, deadline_s: float) -> None:
-        """Wait until it has finished, until ``deadline_s`` (monotonic); what isn't written then is lost."""
+        """Wait for the thread to finish, until ``deadline_s`` (monotonic); lines not written by then are lost."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
-        if self._thread.is_alive():  # at one line and those in the queue but for the mark; or at its finish
+        if self._thread.is_alive():  # lost: its present line and the queue's, without the mark; or only its finish
             self._lose("not done in time at the end of the run", max(1, self._queue.qsize()))
 
 
 class Exports:
-    """The exporters of one run.
+    """The exporters of a run.
 
     Lifecycle: `start_exports` -> *open* (``take`` is a subscriber of the ledger) -> ``close``.
 
-    Invariant: no call waits for an exporter, but ``close``, for at most FINISH_S. A line that an exporter can't take
-    is dropped and counted; the ledger gets one event at the first of an exporter and one with their number at the end.
+    Invariant: no call but ``close`` waits for an exporter, and that at most FINISH_S. A line that an exporter can't
+    take is dropped and counted; the ledger gets an event at an exporter's first lost line and one with their number at
+    the end.
     """
 
     def __init__(self, exporters: dict[str, Exporter], ledger: Ledger, *, table_every_steps: int = 0,
@@ -164,7 +165,7 @@ class Exports:
         self._table_step = 0
 
     def take(self, line: LedgerLine) -> None:
-        """Hand a line of the ledger to every exporter."""
+        """Queue a line of the ledger for every exporter."""
         self._newest = line
         for lane in self._lanes:
             lane.offer(lambda exporter: _export(exporter, line, self._sources))
@@ -175,12 +176,12 @@ class Exports:
             self._offer_table(line.step)
 
     def sample(self, row: dict[str, object]) -> None:
-        """Put a kept rollout into the next table."""
+        """Add a kept rollout to the next table."""
         if self._table_every_steps:
             self._rows.append(row)
 
     def pulse(self, pulse: Pulse) -> None:
-        """Hand a pulse to those who want it."""
+        """Queue a pulse for the exporters with ``wants_pulses``."""
         for lane in self._lanes:
             if lane.exporter.wants_pulses:
                 lane.offer(lambda exporter: exporter.pulse(pulse))
@@ -190,16 +191,16 @@ class Exports:
         return any(lane.exporter.wants_pulses for lane in self._lanes)
 
     def announce(self) -> None:
-        """Say in the ledger where the lines go, unless it is nowhere but to TensorBoard."""
+        """Record in the ledger where the lines go, unless TensorBoard is the only exporter."""
         if any(lane.name != "tensorboard" for lane in self._lanes):
             self._tell(EVENT_EXPORTING, "; ".join(f"{lane.name}: {lane.exporter.place}" for lane in self._lanes))
 
     def close(self, status: Status = "finished") -> None:
-        """Let everyone finish; a second call does nothing."""
+        """Finish all exporters; a second call is a no-op."""
         lanes, self._lanes = self._lanes, []
         deadline_s = time.monotonic() + (FINISH_S if status == "finished" else GIVE_UP_S)
         with contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the command's result
-            for lane in lanes:  # before any is waited for: one that hangs uses up the time, not the others' end
+            for lane in lanes:  # all before the first wait: one that hangs must not keep the others from finishing
                 lane.end(status)
             for lane in lanes:
                 lane.join(deadline_s)
@@ -240,17 +241,17 @@ def _export(exporter: Exporter, line: LedgerLine, sources: tuple[str, ...]) -> N
         exporter.log(line.step, values, histograms(line))
 
 
-# --- starting them ---------------------------------------------------------------------------------------
+# --- start -----------------------------------------------------------------------------------------------
 
 
 def wanted(experiment: Experiment) -> list[str]:
-    """The exporters ``experiment`` asks for; `/metrics` first, because it fails fastest."""
+    """Names of the exporters that ``experiment`` asks for; `/metrics` first, because it fails fastest."""
     own = [LOGGING] if experiment.hooks.logging != "none" else []
     return [*([PROMETHEUS] if experiment.ledger.prometheus else []), *own, *experiment.ledger.trackers]
 
 
 def missing_packages(experiment: Experiment) -> Iterator[str]:
-    """What to say of every exporter whose package isn't installed."""
+    """An error text for every exporter whose package isn't installed."""
     for name in wanted(experiment):
         _, package, install = EXPORTERS[name]
         if importlib.util.find_spec(package) is None:
@@ -259,8 +260,8 @@ def missing_packages(experiment: Experiment) -> Iterator[str]:
 
 
 def start_exports(experiment: Experiment, directory: RunDirectory, ledger: Ledger, *, resume: bool) -> Exports:
-    """Start what ``experiment`` asks for and subscribe it to ``ledger``. A resumed run goes on in the trackers' runs
-    that ``RUN/trackers.json`` names.
+    """Start the exporters that ``experiment`` asks for and subscribe them to ``ledger``. A resumed run continues in the
+    trackers' runs that ``RUN/trackers.json`` names.
 
     Raises ConfigurationError when a package is missing or an exporter refuses its settings; none is left open then.
     """

@@ -1,4 +1,4 @@
-"""MLflow. Where to is said by MLFLOW_TRACKING_URI; by default MLflow's own file, ``mlflow.db`` where it is run."""
+"""Exporter to MLflow, at MLFLOW_TRACKING_URI; by default MLflow's own file, ``mlflow.db`` in the working directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STATES: dict[Status, str] = {"finished": "FINISHED", "interrupted": "KILLED", "
 
 
 class MLflow(Exporter):
-    """One run of the experiment called ``ledger.project``. MLflow has no histograms; tables are JSON artifacts."""
+    """Exports to a run of the experiment ``ledger.project``. MLflow has no histograms; tables are JSON artifacts."""
 
     def __init__(self, start: Start) -> None:
         logging.getLogger("mlflow").setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""A user's own function as an exporter: ``hooks.logging`` is called with every line of the ledger."""
+"""Exporter to a user's own function: ``hooks.logging`` is called with every line of the ledger."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ KEY = "hooks.logging"
 
 class OwnLogging(Exporter):
     """Calls ``function(line)`` with `StepRecord`, `EvaluationRecord` and `EventRecord` as they are recorded, one after
-    another, in a thread of its own. Whatever it raises costs that line; what it returns is ignored."""
+    another, in a thread of its own. An error costs that line; the result is ignored."""
 
     def __init__(self, start: Start) -> None:
-        """Raises ConfigurationError for a function that can't be imported or takes something else."""
+        """Load the function. Raises ConfigurationError where it can't be imported or takes other arguments."""
         self._hook = load_own_logging(start.experiment.hooks.logging)
         self.place = self._hook.name
 
@@ -23,5 +23,5 @@ class OwnLogging(Exporter):
 
 
 def load_own_logging(name: str) -> Hook:
-    """The function that ``hooks.logging`` names. Raises ConfigurationError."""
+    """Load the function that ``hooks.logging`` names. Raises ConfigurationError."""
     return load_hook(KEY, name, {}, ("line",))

@@ -1,4 +1,4 @@
-"""`/metrics`: the newest numbers of the ledger and the state of queue and workers, for Prometheus to scrape."""
+"""Exporter to Prometheus: `/metrics` with the ledger's newest numbers and the state of queue and workers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def metric_name(name: str) -> str:
 
 
 class Prometheus(Exporter, Collector):
-    """An HTTP server in threads of its own. Counters and histograms count since this process began the run."""
+    """Serves `/metrics` over HTTP, in threads of its own. Counters and histograms start with this process."""
 
     wants_pulses = True
 
@@ -109,7 +109,7 @@ class Prometheus(Exporter, Collector):
     # --- from a scrape's thread -------------------------------------------------------------------------------
 
     def describe(self) -> list[GaugeMetricFamily]:
-        return []  # what there is shows only once the run has got there
+        return []  # the metrics are only known once the run has recorded them
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]:
         for name, value in sorted(self._gauges.items()):
@@ -142,7 +142,7 @@ class Prometheus(Exporter, Collector):
 
 
 def worker_families(workers: Iterable[WorkerState]) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-    """Whether each worker lives, and how often it was restarted."""
+    """Metrics of the workers: whether each is alive, and its number of restarts."""
     up = GaugeMetricFamily("headway_worker_up", "1: its process lives", labels=["worker"])
     restarts = CounterMetricFamily("headway_worker_restarts", "of its process", labels=["worker"])
     for worker in workers:
@@ -153,7 +153,7 @@ def worker_families(workers: Iterable[WorkerState]) -> Iterator[GaugeMetricFamil
 
 
 def router_families(router: RouterStatistics) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-    """What a router holds, and its counters since it started."""
+    """Metrics of a router: its present load, and its counters since it started."""
     for name, value in router_metrics(router):
         counted = name.removeprefix("router/") in ROUTER_COUNTERS
         yield (CounterMetricFamily if counted else GaugeMetricFamily)(metric_name(name), name, value)

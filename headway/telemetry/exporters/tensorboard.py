@@ -1,4 +1,4 @@
-"""Event files for TensorBoard, in ``RUN/tensorboard``."""
+"""Exporter to TensorBoard: event files in ``RUN/tensorboard``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _FLUSH_EVERY_S = 10.0
 
 
 class TensorBoard(Exporter):
-    """A resumed run goes on in a file of its own; from its first step on, TensorBoard hides older points, so that a
-    replayed step shows once."""
+    """Writes event files. A resumed run continues in a new file; from its first step on, TensorBoard hides older
+    points, so that a replayed step shows once."""
 
     def __init__(self, start: Start) -> None:
         self._folder = start.folder / "tensorboard"
@@ -65,7 +65,7 @@ class TensorBoard(Exporter):
             self._flushed_s = time.monotonic()
 
     def _histogram(self, histogram: Histogram) -> Any:
-        """As TensorBoard's own message; a bucket's values count as its middle."""
+        """Convert a histogram to TensorBoard's message; a bucket's values count as its middle."""
         edges = np.array(histogram.edges)  # [N + 1]
         counts = np.array(histogram.counts, dtype=np.float64)  # [N]
         middles = (edges[1:] + edges[:-1]) / 2
@@ -81,14 +81,14 @@ class TensorBoard(Exporter):
 
 
 def _cell(value: object) -> str:
-    """A value inside a Markdown table, as code."""
+    """Format a value as code inside a Markdown table."""
     text = str(value).replace("`", "'").replace("|", "\\|").replace("\n", " ⏎ ")
     return f"`{text}`" if text else ""
 
 
 def _tensorboardx() -> tuple[Any, Any]:
-    """tensorboardX's writer and messages, imported without torch: it wants torch merely to know its tensors by type,
-    and torch would cost the orchestrator seconds and hundreds of megabytes."""
+    """Import tensorboardX's writer and messages without torch, which it needs only to recognise its tensors, and which
+    would cost the orchestrator seconds and hundreds of megabytes."""
     hidden = "torch" not in sys.modules
     if hidden:
         sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` an ImportError

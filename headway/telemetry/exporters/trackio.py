@@ -1,4 +1,4 @@
-"""Trackio. Local unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says otherwise; TRACKIO_DIR is its folder."""
+"""Exporter to Trackio: local unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set; TRACKIO_DIR is its folder."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from headway.telemetry.exporters.exporters import Exporter, Rows, Start, Status
 from headway.telemetry.metrics import Histogram
 
-trackio: Any = importlib.import_module("trackio")  # typed as it is where it isn't installed
+trackio: Any = importlib.import_module("trackio")  # untyped, as where it isn't installed
 
 _COLUMNS = ["step", "group", "member", "prompt", "response", "reward", "solved", "advantage", "ending"]
 
 
 class Trackio(Exporter):
-    """One Trackio run. It is known by its name: a resumed run goes on in the newest of that name. Tags stand in its
-    configuration: Trackio has none of its own."""
+    """Exports to a Trackio run, identified by its name: a resumed run continues in the newest of that name. Tags are
+    stored in its configuration: Trackio has none."""
 
     def __init__(self, start: Start) -> None:
         ledger = start.experiment.ledger

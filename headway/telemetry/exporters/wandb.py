@@ -1,4 +1,4 @@
-"""Weights & Biases. Where to and whether at all is said by its own environment: WANDB_MODE, WANDB_BASE_URL, ..."""
+"""Exporter to Weights & Biases, configured by its own environment variables: WANDB_MODE, WANDB_BASE_URL, ..."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from headway.records.ledger import EventRecord
 from headway.telemetry.exporters.exporters import Exporter, Rows, Start, Status
 from headway.telemetry.metrics import Histogram
 
-_FINISH_S = 30.0  # to upload the rest; what doesn't make it stays in RUN/wandb for `wandb sync`
+_FINISH_S = 30.0  # to upload the rest; lines not uploaded by then stay in RUN/wandb for `wandb sync`
 _COLUMNS = ["step", "group", "member", "prompt", "response", "reward", "solved", "advantage", "staleness", "ending"]
 
 
 class WeightsAndBiases(Exporter):
-    """One W&B run; its x-axis is ``step``, the trainer's version, so that evaluations and replays fall in place."""
+    """Exports to a W&B run whose x-axis is ``step``, the trainer's version: evaluations and replays fit in."""
 
     def __init__(self, start: Start) -> None:
         ledger = start.experiment.ledger
