@@ -16,7 +16,7 @@ Aggregation = Literal["token_mean", "fixed", "seq_mean_token_sum", "seq_mean_tok
 
 @dataclass(frozen=True, kw_only=True)
 class Weighting:
-    """Weights and divisor of an optimiser step, whose loss is sum(weights_s[token's sequence] x token loss) / divisor."""
+    """Weights and divisor of an update, whose loss is sum(weights_s[sequence of token] x token loss) / divisor."""
 
     weights_s: NDArray[np.float64]  # [S] weight of every token of a sequence
     divisor: float  # at least 1
