@@ -1,4 +1,4 @@
-"""Advantages: rewards in, advantages out, inside each group or over the whole batch.
+"""Advantages from rewards, inside each group or over the whole batch.
 
 Legend of shape suffixes: ``_g`` one value per member of the group, ``_s`` per sample of the batch.
 """
@@ -47,8 +47,8 @@ def leave_one_out(rewards_g: FloatArray) -> FloatArray:
 
 
 def batch_mean_std(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
-    """``(r - mean) / (std + 1e-6)`` over all samples of the batch, whatever their group: groups of one member teach as
-    well (REINFORCE++, 2025). Shapes [S], [S] -> [S]."""
+    """``(r - mean) / (std + 1e-6)`` over all samples of the batch, whatever their group, so groups of one member carry
+    signal too (REINFORCE++, 2025). Shapes [S], [S] -> [S]."""
     rewards_s = np.asarray(rewards_s, dtype=np.float64)
     if _uniform(rewards_s):
         return np.zeros_like(rewards_s)
@@ -56,8 +56,8 @@ def batch_mean_std(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
 
 
 def group_mean_batch_std(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
-    """``r - mean of its group``, divided by the deviation of that over the batch + 1e-6 (REINFORCE++ with
-    baseline, 2025): groups of one member get 0. Shapes [S], [S] -> [S]."""
+    """``r - mean of its group``, divided by (the batch's deviation of these differences + 1e-6): REINFORCE++ with
+    baseline, 2025. Groups of one member get 0. Shapes [S], [S] -> [S]."""
     centred_s = np.asarray(rewards_s, dtype=np.float64).copy()
     for group in np.unique(groups_s):
         members = groups_s == group
@@ -66,7 +66,7 @@ def group_mean_batch_std(rewards_s: FloatArray, groups_s: IntArray) -> FloatArra
 
 
 def _uniform(rewards_g: FloatArray) -> bool:
-    """No member differs: no signal. Exactly zero then, not the rounding error of the mean."""
+    """Whether all rewards are equal: advantages are then set to exactly 0, not to the rounding error of the mean."""
     return rewards_g.size < 2 or bool(np.all(rewards_g == rewards_g[0]))
 
 
@@ -101,10 +101,10 @@ def resolve(name: str) -> BatchAdvantage:
 
 
 def advantages_of(rule: Hook, rewards_g: FloatArray) -> FloatArray:
-    """Apply ``rule`` to one group, [G] -> [G], and hold it to its contract.
+    """Apply ``rule`` to one group, [G] -> [G], and check its result against the contract.
 
-    Raises HookFailed when it raises, or returns another shape or a value that isn't finite: without it there is no
-    batch, so that ends the run.
+    Raises HookFailed when the rule raises, or returns another shape or a value that isn't finite. That ends the run:
+    without advantages there is no batch.
     """
     result = rule(rewards_g.copy())
     try:

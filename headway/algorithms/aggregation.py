@@ -1,5 +1,5 @@
-"""How token losses become one number: a weight for each token and one divisor, both fixed before any mask but the
-loss mask (DESIGN rule 10), so that packing, ranks, staleness masks and importance masks leave them alone."""
+"""Aggregation of token losses: a weight for each token and one divisor, both fixed before any mask but the loss mask
+(DESIGN rule 10), so that packing, ranks, staleness masks and importance masks don't change them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Aggregation = Literal["token_mean", "fixed", "seq_mean_token_sum", "seq_mean_tok
 
 @dataclass(frozen=True, kw_only=True)
 class Weighting:
-    """The loss of one optimiser step is sum(weights_s[sequence of token] x token loss) / divisor."""
+    """Weights and divisor of an update, whose loss is sum(weights_s[sequence of token] x token loss) / divisor."""
 
     weights_s: NDArray[np.float64]  # [S] weight of every token of a sequence
     divisor: float  # at least 1
@@ -30,22 +30,22 @@ def weighting(
     max_response_tokens: int,
     fixed_tokens: int | None = None,
 ) -> Weighting:
-    """Weights and divisor for the sequences ``minibatch`` (indices; of a sample all or none) of one optimiser step.
+    """Weights and divisor for the sequences ``minibatch`` (indices; all of a sample's or none) of one optimiser step.
 
-    ``token_mean``: mean over its loss tokens (DAPO, 2025, Eq. 8). ``fixed``: divided by a constant that doesn't depend
-    on the lengths sampled (Dr. GRPO, 2025): ``fixed_tokens`` for the whole batch, of which this step has its
+    ``token_mean``: mean over the step's loss tokens (DAPO, 2025, Eq. 8). ``fixed``: divided by a constant that doesn't
+    depend on the lengths sampled (Dr. GRPO, 2025): ``fixed_tokens`` for the whole batch, of which this step has its
     share of samples; by default samples x max_response_tokens. ``seq_mean_token_sum``: each response's sum, mean over
     responses. ``seq_mean_token_mean``: each response's mean, mean over responses (GRPO, 2024, Eq. 3; GSPO, 2025).
 
-    Responses without a loss token count in no mean over responses; in ``fixed`` they do, as their length isn't asked.
+    Responses without a loss token count in no mean over responses; ``fixed`` counts them, as it ignores lengths.
     The sequences of a branched rollout are one response: its tokens are those of all of them, and it counts once.
 
-    Everything counts by ``arrays.weights_s``: a sample that stands in the batch n times, its group padded, has weight
-    1/n each time, which changes nothing.
+    Everything is weighted by ``arrays.weights_s``: a sample that stands n times in the batch (a padded group) has
+    weight 1/n each time, so that padding changes nothing.
     """
     shares_s = np.ones(arrays.samples) if arrays.weights_s is None else arrays.weights_s
     tokens_s = np.bincount(sample_of_token(arrays), weights=arrays.loss_mask_n, minlength=arrays.samples)
-    counts_s = shares_s  # what a sequence counts as a response
+    counts_s = shares_s  # weight of a sequence in a mean over responses
     if arrays.rollouts_s is not None:
         tokens_s = np.bincount(arrays.rollouts_s, weights=tokens_s)[arrays.rollouts_s]  # of the whole rollout
         counts_s = np.where(np.diff(arrays.rollouts_s, prepend=-1) > 0, shares_s, 0.0)

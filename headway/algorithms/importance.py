@@ -1,8 +1,8 @@
-"""Importance masks: which tokens of a batch are too far from the policy that sampled them to be trained on.
+"""Importance masks: they leave out tokens whose policy is too far from the one that sampled them.
 
 All masks are functions of constants, the log importance weight log(pi_prox / pi_behav) of each loss token with
-pi_prox the weights at the start of the step, so they are decided once per batch and carry no gradient. A masked
-token's loss is 0, a KL penalty's too; denominators keep counting it (DESIGN rule 10).
+pi_prox the weights at the start of the step, so they are computed once per batch and carry no gradient. A masked
+token's loss is 0, its KL penalty included; denominators keep counting it (DESIGN rule 10).
 
 Legend: ``_m`` one value per loss token of the batch; ``sequence_m`` the token's sample, 0 .. samples - 1.
 """
@@ -36,16 +36,16 @@ def sequence_mask(log_weight_m: FloatArray, sequence_m: IntArray, bounds: Bounds
 
 def second_moment_mask(log_weight_m: FloatArray, advantages_m: FloatArray, limit: float) -> BoolArray:
     """Mask the fewest tokens, farthest first, for which the mean squared log weight of those kept is at most ``limit``
-    (M2PO, 2025, which takes 0.04). Shape [M] -> [M].
+    (M2PO, 2025, uses 0.04). Shape [M] -> [M].
 
-    Only tokens that the weight drives further away count and can be masked: weight > 1 with a positive advantage,
-    weight < 1 with a negative one; the others are those that PPO's clip never touches either.
+    Only tokens that the gradient drives further away count and can be masked: weight > 1 with a positive advantage,
+    weight < 1 with a negative one. PPO's clip never affects the others either.
     """
     driven = np.flatnonzero(((log_weight_m > 0) & (advantages_m > 0)) | ((log_weight_m < 0) & (advantages_m < 0)))
     squares = log_weight_m[driven] ** 2
     order = np.argsort(squares, kind="stable")
     means = np.cumsum(squares[order]) / np.arange(1, len(order) + 1)
-    # Ascending squares have ascending means: everything after the last mean within the limit goes.
+    # Ascending squares have ascending means: everything after the last mean within the limit is masked.
     kept = int(np.searchsorted(means, limit, side="right"))
     keep_m = np.ones(len(log_weight_m), np.bool_)
     keep_m[driven[order[kept:]]] = False

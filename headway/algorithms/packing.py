@@ -1,4 +1,4 @@
-"""Token-budget micro-batches without padding, over ranks.
+"""Token-budget micro-batches without padding, balanced over ranks.
 
 ``pack`` returns a *plan*: for each rank the list of its micro-batches, for each micro-batch the ascending indices
 of its sequences. Every sequence is in exactly one micro-batch; a micro-batch holds at most ``budget`` tokens,
@@ -21,7 +21,7 @@ MicroBatch = list[int]
 Plan = list[list[MicroBatch]]
 Lengths = NDArray[np.int64]
 
-REFINEMENTS = 1000  # most exchanges between two parts; each makes the heaviest lighter
+REFINEMENTS = 1000  # most exchanges of one search; each makes the heavier of two parts lighter
 
 
 def pack(lengths: Sequence[int], budget: int, ranks: int = 1, method: Method = "balanced") -> Plan:
@@ -49,7 +49,7 @@ def pack(lengths: Sequence[int], budget: int, ranks: int = 1, method: Method = "
 
 
 def _areal_micro_batches(lengths: Sequence[int], budget: int, at_least: int) -> list[MicroBatch]:
-    """Longest first, into the micro-batch with room that holds the fewest sequences, else into a new one."""
+    """Place sequences longest first, each into the micro-batch with room that holds the fewest, else into a new one."""
     batches: list[MicroBatch] = []
     loads: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -72,13 +72,13 @@ def _deal(batches: list[MicroBatch], ranks: int) -> Plan:
 
 
 def fewest_micro_batches(lengths: Sequence[int], sequences: list[int], budget: int) -> list[MicroBatch]:
-    """As few micro-batches as the heuristics find, evenly loaded; sequences over the budget stand alone."""
+    """Pack into as few micro-batches as the heuristics find, evenly loaded; sequences over the budget stand alone."""
     alone = [[i] for i in sequences if lengths[i] > budget]
     shared = [i for i in sequences if lengths[i] <= budget]
     fewest = -(-sum(lengths[i] for i in shared) // budget)
     candidate = _partition_within(lengths, shared, fewest, budget)
     if candidate is not None and _heaviest(lengths, candidate) <= _bound(lengths, shared, fewest):
-        return (alone + candidate) or [[]]  # nothing can be better
+        return (alone + candidate) or [[]]  # optimal
     areal = _areal_micro_batches([lengths[i] for i in shared], budget, 0)
     areal = [[shared[i] for i in batch] for batch in areal]
     for parts in range(fewest, len(areal) + 1):
@@ -98,7 +98,7 @@ def _lighter(
 def _widen(
     lengths: Sequence[int], sequences: list[int], batches: list[MicroBatch], most: int, budget: int
 ) -> list[MicroBatch]:
-    """Spread ``sequences`` over ``most`` micro-batches, so that every rank computes as many as the others."""
+    """Spread ``sequences`` over ``most`` micro-batches, so that all ranks have the same number."""
     if len(batches) == most:
         return batches
     alone = [[i] for i in sequences if lengths[i] > budget]
@@ -119,8 +119,8 @@ def _partition_within(lengths: Sequence[int], sequences: list[int], parts: int, 
 
 
 def _partition(lengths: Sequence[int], sequences: list[int], parts: int) -> list[MicroBatch]:
-    """Split into ``parts`` of nearly equal load: longest first, then exchanges; where that leaves more than the lower
-    bound, also differencing with exchanges, and the better of both."""
+    """Split into ``parts`` of nearly equal load: longest first, then exchanges; where that stays above the lower
+    bound, also differencing with exchanges. Returns the better of both."""
     if parts < 2 or not sequences:
         return _longest_first(lengths, sequences, parts)
     bound = _bound(lengths, sequences, parts)
@@ -132,14 +132,14 @@ def _partition(lengths: Sequence[int], sequences: list[int], parts: int) -> list
 
 
 def _bound(lengths: Sequence[int], sequences: Sequence[int], parts: int) -> int:
-    """No split has a heaviest part lighter than this: the mean, rounded up, or the longest sequence."""
+    """Lower bound of the heaviest part of any split: the mean, rounded up, or the longest sequence."""
     total = sum(lengths[i] for i in sequences)
     return max(-(-total // max(1, parts)), max((lengths[i] for i in sequences), default=0))
 
 
 def _exchanged(lengths: Sequence[int], partition: list[MicroBatch], bound: int) -> list[MicroBatch]:
     """Local search: while it helps, move a sequence from the heaviest part to another, or swap two, so that the heavier
-    of the two becomes as light as possible. Ends at ``bound``, which nothing can beat."""
+    of the two parts becomes as light as possible. Stops at ``bound``, below which no split can get."""
     members = [np.array(part, dtype=np.int64) for part in partition]
     sizes = [np.array([lengths[i] for i in part], dtype=np.int64) for part in partition]
     loads = np.array([size.sum() for size in sizes], dtype=np.int64)
@@ -158,7 +158,7 @@ def _exchanged(lengths: Sequence[int], partition: list[MicroBatch], bound: int) 
 
 
 def _first_exchange(sizes: list[Lengths], loads: Lengths, heavy: int) -> tuple[int, int, int] | None:
-    """(other part, position given, position taken or -1): with the lightest part that any exchange helps with."""
+    """The best exchange with the lightest part that allows one: (that part, position given, position taken or -1)."""
     order: list[int] = np.argsort(loads, kind="stable").tolist()
     for light in order:
         gap = int(loads[heavy] - loads[light])
@@ -170,9 +170,9 @@ def _first_exchange(sizes: list[Lengths], loads: Lengths, heavy: int) -> tuple[i
 
 def _best_exchange(heavy: Lengths, light: Lengths, gap: int) -> tuple[int, int] | None:
     """(position in ``heavy``, position in ``light`` or -1 for a plain move) whose difference in tokens lies strictly
-    between 0 and ``gap``, as near to the half as there is: the heavier of the two loads after it is least."""
+    between 0 and ``gap``, as near to half of it as possible, which minimises the heavier of the two loads."""
     order = np.argsort(light, kind="stable")
-    partners = np.concatenate([[0], light[order]])  # 0: nothing comes back
+    partners = np.concatenate([[0], light[order]])  # 0: a plain move, no sequence in return
     wanted = heavy - gap / 2
     right = np.searchsorted(partners, wanted).clip(1, len(partners) - 1) if len(partners) > 1 else np.zeros_like(heavy)
     best, choice = float(gap), None
@@ -196,7 +196,7 @@ def _exchange(parts: list[Lengths], heavy: int, light: int, give: int, take: int
 
 
 def _longest_first(lengths: Sequence[int], sequences: list[int], parts: int) -> list[MicroBatch]:
-    """Longest processing time (Graham, 1969): each into the lightest part so far."""
+    """Longest processing time (Graham, 1969): longest first, each into the lightest part so far."""
     partition: list[MicroBatch] = [[] for _ in range(parts)]
     heap = [(0, part) for part in range(parts)]
     for index in sorted(sequences, key=lambda i: (-lengths[i], i)):
@@ -213,7 +213,7 @@ def _largest_differencing(lengths: Sequence[int], sequences: list[int], parts: i
     for index in sequences:
         bins: list[tuple[int, MicroBatch]] = [(0, list[int]()) for _ in range(parts - 1)]
         bins.append((lengths[index], [index]))
-        heap.append((-lengths[index], next(order), bins))  # the smallest of a heap is the largest spread
+        heap.append((-lengths[index], next(order), bins))  # negated: the heap's smallest is the largest spread
     heapq.heapify(heap)
     while len(heap) > 1:
         first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
@@ -224,7 +224,7 @@ def _largest_differencing(lengths: Sequence[int], sequences: list[int], parts: i
 
 
 def _first_fit(lengths: Sequence[int], sequences: list[int], parts: int, budget: int) -> list[MicroBatch] | None:
-    """First-fit decreasing: fits where an even split does not; None when it needs more than ``parts``."""
+    """First-fit decreasing, which can fit where an even split does not; None when it needs more than ``parts``."""
     partition: list[MicroBatch] = [[] for _ in range(parts)]
     loads = [0] * parts
     for index in sorted(sequences, key=lambda i: (-lengths[i], i)):

@@ -27,7 +27,7 @@ PROMPT_VERSION = -1  # version of tokens no policy sampled
 
 @dataclass(frozen=True, kw_only=True)
 class SampleArrays:
-    """All samples of a batch, token by token: each one's trunk, and behind it its branches.
+    """All samples of a batch, token by token: each sample's trunk, then its branches.
 
     Invariant: ``lengths_s.sum() == N``; the first token of a sequence carries no loss (nothing comes before it
     that could predict it). Prompt tokens: no loss, log-probability 0, advantage 0, version -1.
@@ -36,16 +36,16 @@ class SampleArrays:
     token_ids_n: IntArray  # [N] ids, prompt then response
     loss_mask_n: BoolArray  # [N] the token was sampled by the policy and carries loss
     behaviour_logprobs_n: FloatArray  # [N] log-probability under the sampling policy, nats
-    advantages_n: FloatArray  # [N] its sample's advantage
+    advantages_n: FloatArray  # [N] advantage of the token's sample or turn
     versions_n: IntArray  # [N] version each token was sampled under
     lengths_s: IntArray  # [S] tokens of each sequence
     groups_s: IntArray  # [S] admission index of each sequence's group
-    weights_s: NDArray[np.float64] | None = None  # [S] part of each sequence's loss that counts; None: all of it
-    rollouts_s: IntArray | None = None  # [S] index of each sequence's sample, ascending; None: a sequence a sample
+    weights_s: NDArray[np.float64] | None = None  # [S] share of each sequence's loss that counts; None: all of it
+    rollouts_s: IntArray | None = None  # [S] index of each sequence's sample, ascending; None: one sequence per sample
 
     @property
     def samples(self) -> int:
-        """Sequences: branches count."""
+        """Number of sequences; branches count as sequences."""
         return int(self.lengths_s.size)
 
     @property
@@ -54,23 +54,23 @@ class SampleArrays:
 
     @property
     def loss_tokens(self) -> int:
-        """Tokens that carry loss; those of a padded sample's copies count once together."""
+        """Number of tokens that carry loss; the copies of a padded sample count together as one."""
         if self.weights_s is None:
             return int(np.count_nonzero(self.loss_mask_n))
         return round(float(self.weights_s[sample_of_token(self)][self.loss_mask_n].sum()))
 
     @property
     def starts_s(self) -> IntArray:
-        """[S] index of each sample's first token."""
+        """[S] index of each sequence's first token."""
         return np.cumsum(self.lengths_s) - self.lengths_s
 
 
 def build_arrays(batch: TrainBatch) -> SampleArrays:
-    """Lay the samples of ``batch`` out flat, in batch order, the branches of a rollout behind its trunk.
+    """Lay out the samples of ``batch`` flat, in batch order, a rollout's branches after its trunk.
 
     Raises ValueError naming the rollout whose parts differ in length.
     """
-    owners = [sample for sample in batch.samples for _ in sample.rollout.sequences]  # of each sequence
+    owners = [sample for sample in batch.samples for _ in sample.rollout.sequences]  # one per sequence
     rollouts = [sequence for sample in batch.samples for sequence in sample.rollout.sequences]
     prompts_s = _count(len(r.prompt_ids) for r in rollouts)
     responses_s = _count(len(r.response_ids) for r in rollouts)
@@ -87,7 +87,7 @@ def build_arrays(batch: TrainBatch) -> SampleArrays:
     behaviour_logprobs_n = TokenLogprobs.concatenated(
         logprobs for r in rollouts for logprobs in (unsampled[: len(r.prompt_ids)], r.response_logprobs)
     )
-    versions: list[tuple[int, int]] = []  # and how many tokens have each
+    versions: list[tuple[int, int]] = []  # (version, number of tokens)
     advantages: list[tuple[float, int]] = []
     for sample, sequence in zip(owners, rollouts, strict=True):
         versions.append((PROMPT_VERSION, len(sequence.prompt_ids)))
@@ -109,7 +109,7 @@ def build_arrays(batch: TrainBatch) -> SampleArrays:
 
 
 def _owned(samples: Sequence[Sample]) -> IntArray:
-    """[S] the sample of each sequence; the copies of a padded member are samples of their own."""
+    """[S] index of each sequence's sample; the copies of a padded member are samples of their own."""
     return np.repeat(np.arange(len(samples)), _count(1 + len(sample.rollout.branches) for sample in samples))
 
 
@@ -119,7 +119,7 @@ def sample_of_token(arrays: SampleArrays) -> IntArray:
 
 
 def gather_tokens(arrays: SampleArrays, samples: Sequence[int] | IntArray) -> IntArray:
-    """[M] indices into the flat batch of all tokens of ``samples``, sample after sample."""
+    """Indices into the flat batch of all tokens of ``samples``, sample after sample: one per token."""
     chosen = np.asarray(samples, dtype=np.int64)
     return _ranges(arrays.starts_s[chosen], arrays.lengths_s[chosen])
 
@@ -127,8 +127,8 @@ def gather_tokens(arrays: SampleArrays, samples: Sequence[int] | IntArray) -> In
 def split_by_group(arrays: SampleArrays, parts: int) -> list[IntArray]:
     """Split the samples into at most ``parts`` minibatches along group borders, in admission order.
 
-    Returns sample indices per minibatch; every group is whole in one of them, their counts of groups differ by
-    at most one, and none is empty. Fewer groups than ``parts`` give fewer minibatches.
+    Returns sample indices per minibatch. Every group is whole in one minibatch, their numbers of groups differ by at
+    most one, and none is empty unless the batch is. Fewer groups than ``parts`` give fewer minibatches.
     """
     if not arrays.samples:
         return [np.zeros(0, np.int64)]
@@ -142,12 +142,12 @@ def _count(lengths: Iterable[int]) -> IntArray:
 
 
 def _repeated(runs: Sequence[tuple[float, int]], kind: type[np.generic]) -> NDArray[Any]:
-    """Each value as often as it says."""
+    """Expand runs of (value, count) into an array."""
     return np.repeat(np.array([value for value, _ in runs], kind), [tokens for _, tokens in runs])
 
 
 def _advantages(sample: Sample, sequence: Rollout | Branch) -> list[tuple[float, int]]:
-    """The advantages of a sequence's response tokens, and how many have each: its sample's, or its turns'."""
+    """Runs of (advantage, response tokens) of a sequence: one run for the whole response, or one per turn."""
     tokens = len(sequence.response_ids)
     if not sample.turn_advantages or sequence is not sample.rollout:
         return [(sample.advantage, tokens)]
@@ -174,24 +174,24 @@ def _require_consistent(
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchArrays:
-    """What one forward and backward pass needs of some samples, packed end to end in *pieces*.
+    """Input of one forward and backward pass over some samples, packed end to end in *pieces*.
 
-    A piece is a whole sample, a prefix that several samples of a group share (fed once), or what such a sample
-    continues its prefix with; continuations stand behind all other pieces, those of one prefix side by side. The last
-    token of a sample predicts nothing that is known, so it isn't fed: a sample of L tokens takes L - 1.
+    A piece is a whole sample, a prefix that several samples of a group share (fed once), or the continuation of such
+    a prefix by one sample; continuations come after all other pieces, those of one prefix side by side. The last
+    token of a sample has no target, so it isn't fed: a sample of L tokens feeds L - 1.
     Suffix ``_m``: one value per token that carries loss, sample after sample.
     """
 
     input_ids: IntArray  # [sum of input_lengths]
     input_lengths: list[int]  # tokens of each piece, >= 1
-    continues: list[int]  # of each piece: the index of the prefix it continues, or -1
+    continues: list[int]  # for each piece the index of the prefix it continues, or -1
     predictors_m: IntArray  # [M] index into input_ids of the token before each loss token
     targets_m: IntArray  # [M] index into the flat batch of each loss token
-    sample_tokens: int  # what the samples take when each feeds its own prefix
+    sample_tokens: int  # tokens fed if each sample fed its own prefix
 
 
 def input_lengths(arrays: SampleArrays) -> IntArray:
-    """[S] tokens each sample feeds to the model: its length less one, and 0 for one without any loss token."""
+    """[S] tokens each sequence feeds to the model: its length less one, or 0 if it has no loss token."""
     loss_tokens_s = np.bincount(
         np.repeat(np.arange(arrays.samples), arrays.lengths_s), weights=arrays.loss_mask_n, minlength=arrays.samples
     )
@@ -203,8 +203,8 @@ def slice_micro_batch(
 ) -> MicroBatchArrays:
     """Cut ``samples`` (each with at least one loss token) out of the batch.
 
-    ``prefixes``: for each of them the tokens it has in common with the others of its group (`shared_prefixes`), fed
-    once for all of the group that are here; by default everyone feeds its own.
+    ``prefixes``: for each sample the tokens it has in common with the others of its group (`shared_prefixes`), fed
+    once for all samples of the group in this micro-batch; by default each sample feeds its own.
     """
     chosen = np.asarray(samples, dtype=np.int64)
     fed = arrays.lengths_s[chosen] - 1
@@ -214,7 +214,7 @@ def slice_micro_batch(
     at = gather_tokens(arrays, chosen)
     lossy = np.flatnonzero(arrays.loss_mask_n[at])
     own_m = np.repeat(np.arange(chosen.size), fed + 1)[lossy]
-    place_m = lossy - (np.cumsum(fed + 1) - fed - 1)[own_m] - 1  # of the predictor inside its sample
+    place_m = lossy - (np.cumsum(fed + 1) - fed - 1)[own_m] - 1  # position of the predictor inside its sample
     in_prefix = place_m < common[own_m]
     predictors_m = place_m + np.where(
         in_prefix, pieces.prefix_offsets[own_m], pieces.own_offsets[own_m] - common[own_m]
@@ -230,8 +230,8 @@ def slice_micro_batch(
 
 
 def shared_prefixes(arrays: SampleArrays, samples: IntArray) -> IntArray:
-    """[len(samples)] fed tokens that each of ``samples`` has in common with all the others of its group among them:
-    the prompt, and what their responses happen to begin with alike. 0 for one alone in its group."""
+    """[len(samples)] fed tokens that each of ``samples`` has in common with all others of its group among them: the
+    prompt, and tokens with which all their responses happen to begin. 0 for a sample alone in its group."""
     found = np.zeros(len(samples), np.int64)
     order = np.argsort(arrays.groups_s[samples], kind="stable")
     borders = np.flatnonzero(np.diff(arrays.groups_s[samples][order])) + 1
@@ -246,7 +246,7 @@ def shared_prefixes(arrays: SampleArrays, samples: IntArray) -> IntArray:
 
 
 def _shared_here(groups: IntArray, prefixes: IntArray | None) -> IntArray:
-    """The prefixes of the samples that aren't alone of their group in the micro-batch, else 0."""
+    """The prefixes of samples that share the micro-batch with others of their group; 0 for all others."""
     if prefixes is None:
         return np.zeros(len(groups), np.int64)
     _, inverse, counts = np.unique(groups, return_inverse=True, return_counts=True)
@@ -255,14 +255,14 @@ def _shared_here(groups: IntArray, prefixes: IntArray | None) -> IntArray:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pieces:
-    """The pieces of a micro-batch: suffix-less fields have one value per piece, offsets one per sample."""
+    """The pieces of a micro-batch. The offsets have one value per sample, all other fields one per piece."""
 
-    samples: IntArray  # position of a sample the piece is cut out of
+    samples: IntArray  # position of the sample that the piece is cut out of
     skipped: IntArray  # tokens of that sample before the piece
     lengths: IntArray
     continues: IntArray
     prefix_offsets: IntArray  # where each sample's prefix begins in the fed tokens (any value where it has none)
-    own_offsets: IntArray  # where what follows it begins
+    own_offsets: IntArray  # where the tokens after its prefix begin
 
     @classmethod
     def of(cls, groups: IntArray, fed: IntArray, common: IntArray) -> _Pieces:
@@ -271,7 +271,7 @@ class _Pieces:
         sharing = sharing[np.argsort(groups[sharing], kind="stable")]
         first, family = np.unique(groups[sharing], return_index=True, return_inverse=True)[1:]
         prefixes = sharing[first]  # each prefix is cut out of its group's first sample
-        longer = fed[sharing] > common[sharing]  # the others have nothing left to feed
+        longer = fed[sharing] > common[sharing]  # the others feed nothing beyond the prefix
         samples = np.concatenate([whole, prefixes, sharing[longer]])
         nothing = np.zeros(len(whole) + len(prefixes), np.int64)
         skipped = np.concatenate([nothing, common[sharing[longer]]])
@@ -292,5 +292,5 @@ class _Pieces:
 
 
 def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:
-    """The indices of all ranges, one after another."""
+    """Concatenate the index ranges ``start .. start + length - 1``."""
     return np.arange(int(lengths.sum())) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)

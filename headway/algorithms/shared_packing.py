@@ -1,7 +1,7 @@
 """Micro-batches for sequences that share prefixes: a micro-batch computes the prefix of a family once.
 
-A *family* is the sequences of one group, which all begin with the same ``prefix`` tokens. What a micro-batch costs is
-the tokens it computes: of each sequence what follows its prefix, and once the prefix of each family in it.
+A *family* is the sequences of one group, which all begin with the same ``prefix`` tokens. A micro-batch's cost is
+the tokens it computes: of each sequence those after its prefix, and the prefix of each family in it once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def pack_families(
     ranks: int = 1,
     method: Method = "balanced",
 ) -> Plan:
-    """As `pack`, where sequences with equal ``families`` begin with the same ``prefixes`` tokens (>= 0, equal inside a
-    family and at most each length), and the budget is of tokens computed.
+    """Plan micro-batches as `pack` does, for sequences of which those with equal ``families`` begin with the same
+    ``prefixes`` tokens (>= 0, equal inside a family and at most each length). ``budget`` is in tokens computed.
 
     Families are kept whole, halved, quartered ... down to single sequences, each time packed as units by `pack`; the
-    best plan by heaviest rank, then number of micro-batches, then heaviest micro-batch is taken. Single sequences
-    are `pack`'s own plan, so the heaviest rank never computes more than under that.
+    best plan by heaviest rank, then number of micro-batches, then heaviest micro-batch is returned. `pack`'s own plan
+    of single sequences is a candidate, so the heaviest rank never computes more than under that.
     """
     members = _members(families, prefixes)
     plain = pack(lengths, budget, ranks, method)
@@ -63,7 +63,7 @@ def computed_tokens(
 
 
 def _members(families: Sequence[int], prefixes: Sequence[int]) -> list[MicroBatch]:
-    """The families with something to share."""
+    """The families of at least two sequences with a common prefix."""
     found: dict[int, MicroBatch] = {}
     for index, family in enumerate(families):
         if prefixes[index] > 0:
@@ -72,7 +72,7 @@ def _members(families: Sequence[int], prefixes: Sequence[int]) -> list[MicroBatc
 
 
 def _units(lengths: Sequence[int], family: MicroBatch, prefix: int, budget: int, parts: int) -> list[MicroBatch]:
-    """The family in about ``parts`` parts (more where the budget wants it) of nearly equal cost."""
+    """Split the family into about ``parts`` units (more where the budget needs it) of nearly equal cost."""
     own = [max(1, lengths[index] - prefix) for index in family]
     room = min(budget - prefix, -(-sum(own) // parts))
     if room < 1:
@@ -81,6 +81,6 @@ def _units(lengths: Sequence[int], family: MicroBatch, prefix: int, budget: int,
 
 
 def _cost(plan: Plan, lengths: Sequence[int], families: Sequence[int], prefixes: Sequence[int]) -> tuple[int, int, int]:
-    """(tokens of the heaviest rank, micro-batches of a rank, tokens of the heaviest micro-batch)."""
+    """Cost of a plan: (tokens of the heaviest rank, micro-batches of a rank, tokens of the heaviest micro-batch)."""
     costs = [[computed_tokens(batch, lengths, families, prefixes) for batch in rank] for rank in plan]
     return max(map(sum, costs)), len(plan[0]), max(max(rank, default=0) for rank in costs)

@@ -2,8 +2,8 @@
 
 ``python -m headway.buffer.audit RUN`` proves from the files alone that every finished group was trained
 exactly once or ended with a reason, and that each checkpoint holds exactly the steps the log says it holds.
-It reads plain SQL and JSON and shares no code with the buffer it judges. Exit codes: 0 all is well, 4 the books
-do not balance, 2 there is nothing to audit.
+It reads plain SQL and JSON and shares no code with the buffer. Exit codes: 0 no violations, 4 the books don't balance,
+2 there is nothing to audit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHOWN_VIOLATIONS = 20
 
 @dataclass
 class AuditReport:
-    """What an audit found. ``violations`` is empty when all is well."""
+    """The result of an audit: violations, notes and counts. ``violations`` is empty when the run is consistent."""
 
     violations: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class AuditReport:
 
 
 def audit_database(connection: sqlite3.Connection) -> AuditReport:
-    """Check the buffer's tables against each other."""
+    """Check the buffer's tables against each other; returns violations and counts."""
     report = AuditReport()
     groups = {
         row[0]: row[1:]
@@ -62,7 +62,10 @@ def audit_database(connection: sqlite3.Connection) -> AuditReport:
 def _audit_batches(
     connection: sqlite3.Connection, report: AuditReport, groups: dict[int, tuple[Any, ...]]
 ) -> dict[int, int]:
-    """Steps follow each other, each is trained once, no group is in two batches. Returns group -> step trained."""
+    """Check that steps follow each other, each is trained once and no group is in two batches.
+
+    Returns group -> step trained.
+    """
     trained_at: dict[int, int] = {}
     seen: dict[int, tuple[int, int]] = {}
     step_now, attempt_now = 0, 0
@@ -101,7 +104,7 @@ def _audit_batches(
 
 
 def _audit_groups(report: AuditReport, groups: dict[int, tuple[Any, ...]], trained_at: dict[int, int]) -> None:
-    """Indices have no gap; every ended group has an ending and a reason; trained ones are in the log."""
+    """Check that indices have no gap, every ended group has an ending and a reason, and trained ones are in the log."""
     report.admitted_groups = len(groups)
     report.expect(list(groups) == list(range(len(groups))), "admission indices have a gap")
     for index, (size, state, ending, reason, _, first_version, _) in groups.items():
@@ -122,7 +125,8 @@ def _audit_rollouts(
     trained_at: dict[int, int],
     released_version: int,
 ) -> None:
-    """Every rollout is open or ended once, as its group did (or failed); payloads are there while needed."""
+    """Check that every rollout is open or ended once, as its group did or on its own (failed, filtered, pruned,
+    discarded), and that payloads exist exactly while they are needed."""
     members: Counter[int] = Counter()
     finished: Counter[int] = Counter()
     for index, member, is_finished, ending, reason, boundary, reward in connection.execute(
@@ -142,7 +146,7 @@ def _audit_rollouts(
             report.failures[boundary] += 1
             report.expect(ending == "failed", f"{name} failed ({boundary}), and ended as {ending}")
             report.expect(not reward, f"{name} failed ({boundary}), and has the reward {reward}")
-        left = {"failed", "filtered", "pruned", "discarded"}  # as the group finished
+        left = {"failed", "filtered", "pruned", "discarded"}  # endings of single members, when their group finished
         allowed = {group_ending, *left} if state == "ended" else {None, *left}
         report.expect(ending in allowed, f"{name} is {ending or 'open'}, its group is {state} {group_ending or ''}")
         report.expect(bool(is_finished) or ending is not None, f"{name} is neither finished nor ended")
@@ -167,7 +171,7 @@ def _audit_rollouts(
 
 
 def audit_checkpoints(connection: sqlite3.Connection, folder: Path, report: AuditReport) -> None:
-    """Every complete checkpoint holds exactly the trained batches of the steps before its version."""
+    """Check that every complete checkpoint holds exactly the trained batches of the steps before its version."""
     log = {
         step: json.loads(groups)
         for step, groups in connection.execute("SELECT step, groups FROM batches WHERE outcome IS NOT 'skipped'")
@@ -231,7 +235,7 @@ def _listed(counts: Counter[str]) -> str:
 
 
 def format_report(run: str, report: AuditReport) -> str:
-    """One screen of text."""
+    """The report as text for people: counts, notes, the first SHOWN_VIOLATIONS violations, a verdict."""
     pending = "" if report.pending_step is None else f", step {report.pending_step} committed and not completed"
     versions = ", ".join(map(str, report.checkpoints)) or "none"
     lines = [
@@ -256,7 +260,7 @@ def format_report(run: str, report: AuditReport) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command: one run directory. Returns the exit code."""
+    """Run the audit as a command; ``arguments``: one run directory. Prints the report, returns the exit code."""
     if len(arguments) != 1:
         print("usage: python -m headway.buffer.audit RUN", file=sys.stderr)
         return 2

@@ -13,7 +13,7 @@ import msgspec
 from headway.records.errors import BufferCorrupt, HeadwayError, StorageFailed
 
 SCHEMA_VERSION = 3
-_LISTED_TOKENS = 2  # the version before: its records list tokens as numbers, which readers take as well
+_LISTED_TOKENS = 2  # the version before: records list tokens as numbers; readers accept both
 
 # A rollout has a row once it has finished or ended; open ones are the members without a row (or with
 # finished = 1 and no ending). Small columns stay for the audit; payloads and tasks go when a checkpoint
@@ -54,7 +54,7 @@ TABLES = (
         verify_s REAL,
         PRIMARY KEY (grp, member)
     ) WITHOUT ROWID""",
-    # What a finished group shows of its task; failed ones show nothing. ``id`` is the order of finishing.
+    # The evidence of finished groups about their tasks; failed groups have none. ``id`` is the order of finishing.
     """CREATE TABLE evidence (
         id INTEGER PRIMARY KEY,
         grp INTEGER NOT NULL UNIQUE,
@@ -63,7 +63,7 @@ TABLES = (
         zero_variance INTEGER NOT NULL,
         version INTEGER NOT NULL      -- of the oldest first token
     )""",
-    # What a parked member has so far, until its group finishes or ends.
+    # The partial rollouts of parked members, until their group finishes or ends.
     "CREATE TABLE partials (id INTEGER PRIMARY KEY, body BLOB NOT NULL)",  # id as of payloads; msgpack
     "CREATE TABLE payloads (id INTEGER PRIMARY KEY, body BLOB NOT NULL)",  # id = grp << 16 | member; msgpack
     """CREATE TABLE batches (
@@ -81,7 +81,7 @@ _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
 def storage_error(path: Path, error: sqlite3.Error) -> HeadwayError:
-    """The error a person can act on."""
+    """The SQLite error ``error`` as BufferCorrupt (damaged) or StorageFailed (full, locked, unusable) with advice."""
     code = getattr(error, "sqlite_errorcode", None)
     primary = code & 0xFF if code is not None else None
     if primary in _DAMAGED:
@@ -117,7 +117,7 @@ def open_database(path: Path) -> sqlite3.Connection:
 
 
 def require_readable(version: int, path: Path) -> None:
-    """Raises BufferCorrupt for a schema version that this Headway doesn't read."""
+    """Raise BufferCorrupt for a schema version that this Headway doesn't read."""
     if version not in (_LISTED_TOKENS, SCHEMA_VERSION):
         raise BufferCorrupt(
             f"the group buffer {path} has schema version {version}; this Headway reads versions {_LISTED_TOKENS} and "
@@ -147,13 +147,14 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     problem = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if problem != "ok":
         raise BufferCorrupt(f"the group buffer {path} is damaged: {problem}")
-    if version == _LISTED_TOKENS:  # from now on records with arrays may follow, which that Headway doesn't read
+    if version == _LISTED_TOKENS:  # arrays may be written from now on, which the older Headway can't read
         connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
 
 @contextmanager
 def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connection]:
-    """All of the block or nothing of it. Database errors become StorageFailed or BufferCorrupt."""
+    """Run the block as one transaction, committed whole or rolled back. Database errors become StorageFailed or
+    BufferCorrupt."""
     try:
         connection.execute("BEGIN IMMEDIATE")
         yield connection
@@ -167,7 +168,7 @@ def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[sqlite3.
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Database and decoding errors of a read become StorageFailed or BufferCorrupt."""
+    """Turn database and decoding errors of the block's reads into StorageFailed or BufferCorrupt."""
     try:
         yield
     except sqlite3.Error as error:

@@ -1,4 +1,4 @@
-"""Reading what a run drew, from outside: also while it goes on."""
+"""Reading a run's history of drawn groups from another process, also while the run is in progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.records.curriculum import DrawnGroup
 
 
 def read_history(path: Path) -> list[DrawnGroup]:
-    """Every group of the buffer at ``path``, by index. Changes nothing. Raises BufferCorrupt, StorageFailed."""
+    """Every group of the buffer at ``path``, by index. Read-only. Raises BufferCorrupt, StorageFailed."""
     with reading(path), closing(sqlite3.connect(path, timeout=10.0)) as connection:
         connection.execute("PRAGMA query_only=ON")
         version = connection.execute("PRAGMA user_version").fetchone()[0]

@@ -1,4 +1,4 @@
-"""Rows of the buffer's tables as records, and back."""
+"""Conversions between rows of the buffer's tables and records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ids_decoder = decoder(TokenIds)
 
 
 class LoggedBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch of the log with its payloads, to be trained again."""
+    """A batch of the log with its payloads, for a replay."""
 
     step: int  # trainer version before the step
     attempt: int  # how many attempts at this step were skipped before
@@ -44,7 +44,7 @@ class OpenRecord(msgspec.Struct, frozen=True, kw_only=True):
     group: Group
     state: Literal["open", "buffered", "batched"]
     rollouts: tuple[Rollout, ...]  # failed ones included; none while it is open
-    parked: tuple[PartialRollout, ...] = ()  # what its members had when they were parked, while it is open
+    parked: tuple[PartialRollout, ...] = ()  # partial rollouts of its parked members, while it is open
 
     @property
     def finished(self) -> FinishedGroup | None:
@@ -57,12 +57,12 @@ def payload_id(group: int, member: int) -> int:
 
 
 def payload_ids(group: int) -> tuple[int, int]:
-    """First and last id that a payload of this group can have."""
+    """The first and the last id that a payload of this group can have."""
     return payload_id(group, 0), payload_id(group, (1 << MEMBER_BITS) - 1)
 
 
 def rollout_row(rollout: Rollout) -> tuple[object, ...]:
-    """A finished member; one that leaves its group (failed, filtered, pruned) ends at once."""
+    """The row of a finished member; one that leaves its group (failed, filtered, pruned) has its ending already."""
     failure = rollout.failure
     ending, reason = rollout.ended or (None, None)
     return (
@@ -86,7 +86,7 @@ def rollout_row(rollout: Rollout) -> tuple[object, ...]:
 
 
 def read_group(connection: sqlite3.Connection, index: int) -> Group:
-    """Raises BufferCorrupt when its task was released."""
+    """The group at ``index`` with its task and prompt. Raises BufferCorrupt when they were released."""
     row = connection.execute(
         "SELECT task, prompt_ids, size, admitted_version, admitted_s FROM groups WHERE idx = ?", (index,)
     ).fetchone()
@@ -103,19 +103,19 @@ def read_group(connection: sqlite3.Connection, index: int) -> Group:
 
 
 def read_rollouts(connection: sqlite3.Connection, index: int) -> tuple[Rollout, ...]:
-    """The finished members of a group that are stored, by member."""
+    """The stored records of a group's finished members, ordered by member."""
     rows = connection.execute("SELECT body FROM payloads WHERE id BETWEEN ? AND ? ORDER BY id", payload_ids(index))
     return tuple(_rollout_decoder.decode(body) for (body,) in rows)
 
 
 def read_parked(connection: sqlite3.Connection, index: int) -> tuple[PartialRollout, ...]:
-    """What the members of an open group had when they were last parked, by member."""
+    """The newest partial rollouts of an open group's parked members, ordered by member."""
     rows = connection.execute("SELECT body FROM partials WHERE id BETWEEN ? AND ? ORDER BY id", payload_ids(index))
     return tuple(_parked_decoder.decode(body) for (body,) in rows)
 
 
 def read_books(connection: sqlite3.Connection, next_index: int, open_sizes: Mapping[int, int]) -> Books:
-    """Books of all that is stored. open_sizes: size of every group that has not ended."""
+    """The books of everything stored. ``open_sizes``: index -> size of every group that has not ended."""
     ended = {
         (ending, reason): count
         for ending, reason, count in connection.execute(
@@ -136,7 +136,7 @@ def read_books(connection: sqlite3.Connection, next_index: int, open_sizes: Mapp
 
 
 def read_length_bias(connection: sqlite3.Connection, groups_per_step: int) -> LengthBias:
-    """Length-bias statistics of all that is stored."""
+    """Length-bias statistics of everything stored."""
     bias = LengthBias(groups_per_step)
     for index, size in connection.execute("SELECT idx, size FROM groups ORDER BY idx"):
         bias.admit(index, size)
@@ -150,7 +150,7 @@ def read_length_bias(connection: sqlite3.Connection, groups_per_step: int) -> Le
 
 
 def read_drawn_groups(connection: sqlite3.Connection) -> list[DrawnGroup]:
-    """Every group there ever was, by index: why it was drawn and what came of it."""
+    """Every group ever admitted, by index: why it was drawn, its ending and its evidence."""
     rows = connection.execute(
         "SELECT idx, task_id, size, admitted_version, draw, ending, reason, step, e.id, e.solved, e.valid,"
         " e.zero_variance, e.version FROM groups LEFT JOIN evidence e ON e.grp = idx ORDER BY idx"

@@ -41,12 +41,12 @@ from headway.runtime.clock import Clock, RealClock
 
 
 class BufferStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """The buffer's fill. A group takes its place when it is admitted, so nobody ever waits to put one in."""
+    """The buffer's fill, in groups. A group reserves its place at admission, so finishing one never waits."""
 
     used: int = 0  # groups open, buffered or batched
     capacity: int = 0  # groups
     peak: int = 0
-    waiters: int = 0  # always 0: see above
+    waiters: int = 0  # always 0, see above
     oldest_age_s: float = 0.0  # of the buffered groups, since they finished (or the buffer was opened)
     open: int = 0
     buffered: int = 0
@@ -55,15 +55,15 @@ class BufferStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class _Entry:
-    """What memory keeps of a group that has not ended."""
+    """The in-memory state of a group that has not ended."""
 
     size: int
     state: Literal["open", "buffered", "batched"] = "open"
-    parked: bool = False  # something was kept of a member
+    parked: bool = False  # there may be partial rollouts of its members on disk
 
 
 class GroupBuffer:
-    """Groups from admission to their end, committed to disk at every transition.
+    """A bounded store of groups from admission to their end, committed to disk at every transition.
 
     Lifecycle of a group: ``admit`` -> *open* -> ``finish_group``, all members at once -> *buffered* ->
     ``commit_batch`` -> *batched* -> ``complete_step`` -> *ended* (trained, or discarded when the step was
@@ -98,7 +98,7 @@ class GroupBuffer:
             raise
         self._peak = len(self._entries)
 
-    # -- what it holds -------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------
 
     @property
     def next_index(self) -> int:
@@ -112,12 +112,12 @@ class GroupBuffer:
 
     @property
     def completed_steps(self) -> int:
-        """Steps that made a version, as far as this log knows."""
+        """Number of trained steps in the log, which is the version after the last of them."""
         return self._completed_steps
 
     @property
     def released_version(self) -> int:
-        """Batches of earlier steps have no payloads any more: the oldest version that can be resumed from."""
+        """The oldest version that can be resumed from: batches of earlier steps have no payloads any more."""
         return self._released_version
 
     def statistics(self) -> BufferStatistics:
@@ -176,8 +176,8 @@ class GroupBuffer:
         evidence: TaskEvidence | None = None,
     ) -> None:
         """Commit the members; those that left (failed, filtered, pruned) end here. The group is then buffered, or ends
-        at once with ``ending`` (failed, filtered, pruned). Raises BooksUnbalanced when the group isn't open or a member
-        is missing or twice. ``evidence``: what it shows of its task."""
+        at once with ``ending`` (failed, filtered, pruned). ``evidence``: of the group about its task. Raises
+        BooksUnbalanced when the group isn't open or a member is missing or twice."""
         index = finished.group.index
         entry = self._entry(index, "open")
         members = [rollout.member for rollout in finished.rollouts]
@@ -208,8 +208,8 @@ class GroupBuffer:
             del self._entries[index]
 
     def park(self, parked: PartialRollout) -> None:
-        """Keep what a member of an open group has so far, until its group finishes or ends; replaces what was kept.
-        Raises BooksUnbalanced when the group isn't open."""
+        """Store the partial rollout of a member of an open group, until its group finishes or ends; replaces an earlier
+        one. Raises BooksUnbalanced when the group isn't open or has no such member."""
         entry = self._entry(parked.group, "open")
         if not 0 <= parked.member < entry.size:
             raise BooksUnbalanced(f"member {parked.member} of group {parked.group}, which has {entry.size}, is parked")
@@ -269,7 +269,7 @@ class GroupBuffer:
         return attempt
 
     def complete_step(self, step: int, outcome: Outcome, reason: str = "") -> None:
-        """The pending batch's step is done: its groups end as trained, or as discarded when it was skipped.
+        """Complete the pending batch's step: its groups end as trained, or as discarded when it was skipped.
 
         ``reason``: of a skip. A step that the log already holds with this outcome changes nothing (a replay).
         Raises BooksUnbalanced for any other step, or when a replay ends otherwise than the first time.
@@ -328,7 +328,7 @@ class GroupBuffer:
     # -- resume --------------------------------------------------------------------------------------
 
     def open_groups(self) -> list[OpenRecord]:
-        """All groups that have not ended, by index. Those still *open* are to be generated again."""
+        """All groups that have not ended, by index. The *open* ones are to be generated again."""
         with reading(self._path):
             return [
                 OpenRecord(
@@ -381,7 +381,7 @@ class GroupBuffer:
             )
 
     def consumed(self) -> dict[int, list[int]]:
-        """step -> group indices in the order of training, all completed steps: what a checkpoint records."""
+        """All completed steps as a checkpoint records them: step -> group indices in the order of training."""
         with reading(self._path):
             rows = self._connection.execute(
                 "SELECT step, groups FROM batches WHERE outcome = 'trained' ORDER BY step"
@@ -389,12 +389,12 @@ class GroupBuffer:
         return {step: json.loads(groups) for step, groups in rows}
 
     def drawn_groups(self) -> list[DrawnGroup]:
-        """Every group this buffer ever held, by index: why its task was drawn, and what came of it."""
+        """Every group ever admitted, by index: why its task was drawn, its ending and its evidence."""
         with reading(self._path):
             return read_drawn_groups(self._connection)
 
     def books(self) -> Books:
-        """Books of everything this buffer ever held."""
+        """The books of everything ever admitted."""
         with reading(self._path):
             sizes = {index: entry.size for index, entry in self._entries.items()}
             return read_books(self._connection, self._next_index, sizes)
@@ -407,12 +407,12 @@ class GroupBuffer:
         return {"admitted": admitted, "open_now": admitted - ended}
 
     def length_bias(self, groups_per_step: int) -> LengthBias:
-        """Length-bias statistics of everything this buffer ever held, ready to go on."""
+        """Length-bias statistics of everything ever admitted, ready to be continued."""
         with reading(self._path):
             return read_length_bias(self._connection, groups_per_step)
 
     def audit(self) -> list[str]:
-        """Everything that contradicts the invariants, in words; empty when all is well."""
+        """Violations of the invariants, on disk and in memory, as text; empty when there are none."""
         problems = audit_database(self._connection).violations
         stored = dict(self._connection.execute("SELECT idx, state FROM groups WHERE state <> 'ended'").fetchall())
         if stored != {index: entry.state for index, entry in self._entries.items()}:
@@ -422,10 +422,10 @@ class GroupBuffer:
         return problems
 
     def close(self) -> None:
-        """Close the file; again is a no-op."""
+        """Close the file; a second call is a no-op."""
         self._connection.close()
 
-    # -- inside --------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------
 
     def _transaction(self) -> AbstractContextManager[sqlite3.Connection]:
         return transaction(self._connection, self._path)
@@ -452,7 +452,7 @@ class GroupBuffer:
         now_s = self._clock.now()
         rows = execute("SELECT idx, size, state FROM groups WHERE state <> 'ended' ORDER BY idx").fetchall()
         for index, size, state in rows:
-            self._entries[index] = _Entry(size=size, state=state, parked=True)  # perhaps
+            self._entries[index] = _Entry(size=size, state=state, parked=True)  # may be: the disk isn't asked
             if state == "buffered":
                 self._buffered_s[index] = now_s
 
@@ -472,7 +472,7 @@ class GroupBuffer:
     def _insert_rollouts(
         self, connection: sqlite3.Connection, rollouts: Sequence[Rollout], ending: Ending | None
     ) -> None:
-        """Rows of newly finished members; payloads only where they may still be trained."""
+        """Insert the rows of newly finished members, and payloads only where they may still be trained."""
         connection.executemany(INSERT_ROLLOUT, [rollout_row(rollout) for rollout in rollouts])
         if ending is None:
             connection.executemany(

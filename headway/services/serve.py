@@ -40,32 +40,32 @@ from headway.services.session_record import SessionRecord
 from headway.tokens.continuing import Chat
 from headway.tokens.tokenizer import Tokenizer
 
-_CONTEXT_TOKENS = 4096  # of a call, where the model could do with more
+_CONTEXT_TOKENS = 4096  # of a call by default, where the model's context is larger
 _SLOTS = 16
-_SESSIONS = 4096  # named ones at once; the longest unused goes first
-_IDLE_S = 600.0  # a named session is over when it wasn't used for so long
+_SESSIONS = 4096  # named ones at once; the least recently used ends first
+_IDLE_S = 600.0  # a named session ends when it wasn't used for so long
 _SWEEP_S = 15.0
 
-_FULL_RETRY_S = 30  # after which a new session may find room
+_FULL_RETRY_S = 30  # Retry-After of a refused new session
 
-_Name = tuple[bytes, str]  # a key's digest, and what the client calls it
-PlaceFor = Callable[[int], AbstractAsyncContextManager[Place]]  # a request of so many tokens
+_Name = tuple[bytes, str]  # a key's digest, and the client's name for the session
+PlaceFor = Callable[[int], AbstractAsyncContextManager[Place]]  # the argument: tokens of the request
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """What is to be served."""
+    """Settings of a server: model, keys and the file of `--record`."""
 
-    experiment: Experiment  # its model, [generator] and [endpoint]
-    keys: tuple[str, ...] = ()  # that open it; (): none is needed
-    record: Path | None = None  # file that gets a line for each named session that is over
+    experiment: Experiment  # its model, [generator], [router] and [endpoint]
+    keys: tuple[str, ...] = ()  # accepted API keys; (): none is needed
+    record: Path | None = None  # file that gets a line for each named session that has ended
 
 
 def serving_of(
     model: str, address: str, context_tokens: int | None, keys_file: str, record: str, overrides: list[str]
 ) -> Serving:
-    """What the command was asked for. Raises ConfigurationError: no such model, an address that others reach without
-    keys, a file without any."""
+    """Settings from the command's arguments. Raises ConfigurationError: no such model, an address that other machines
+    reach without keys, a file without any."""
     most = DecoderConfig.from_pretrained(Path(model)).max_positions
     wanted = context_tokens or min(most, _CONTEXT_TOKENS)
     if not 2 <= wanted <= most:
@@ -74,7 +74,7 @@ def serving_of(
         "run": {"directory": "none"},
         "model": {"path": model},
         "tasks": {"train": {"path": "none"}},
-        "rollout": {"max_prompt_tokens": wanted - 1, "max_response_tokens": 1},  # a call has what is left of both
+        "rollout": {"max_prompt_tokens": wanted - 1, "max_response_tokens": 1},  # a call may divide their sum freely
         "generator": {"slots": _SLOTS},
         "endpoint": {"address": address},
     }
@@ -108,7 +108,7 @@ def _keys(file: str) -> tuple[str, ...]:
 
 
 def serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Callable[[str, str], None]) -> None:
-    """Serve until Ctrl-C or SIGTERM. ``on_ready`` gets the address, ``on_event`` (name, detail) what goes wrong."""
+    """Serve until Ctrl-C or SIGTERM. ``on_ready(address)`` is called once; ``on_event(name, detail)`` at problems."""
     asyncio.run(_serve(wanted, on_ready, on_event))
 
 
@@ -158,7 +158,7 @@ async def served_pool(
     on_over: Callable[[Session], object] = lambda session: None,
     listener: socket.socket | None = None,
 ) -> AsyncIterator[tuple[str, ServedSessions]]:
-    """The endpoint over a pool that has started, inside the block: its address, and whose calls it takes. Callers are
+    """Serve the endpoint over a started pool inside the block; yields its address and its sessions. Callers are
     foreign: each call takes a place from the pool's limiter."""
     chat = Chat(tokenizer, experiment.endpoint.tools)
     sample_of = sampling(pool.generate, tokenizer, pool.limiter.place)
@@ -178,7 +178,7 @@ async def served_pool(
 
 @asynccontextmanager
 async def _until_interrupted() -> AsyncIterator[asyncio.Event]:
-    """An event that Ctrl-C or SIGTERM sets; before it is waited for, and the second time, they cancel the block."""
+    """An event that the first Ctrl-C or SIGTERM sets; a second one cancels the block."""
     loop, stopped, task = asyncio.get_running_loop(), asyncio.Event(), asyncio.current_task()
     assert task is not None
     struck = False
@@ -204,8 +204,8 @@ async def _until_interrupted() -> AsyncIterator[asyncio.Event]:
 
 
 def sampling(generate: Generate, tokenizer: Tokenizer, place_for: PlaceFor) -> Callable[[str], SampleTurn]:
-    """Samples as clients ask, for the session of this name ("": none). ``place_for(tokens)``: where they wait for their
-    turn, or are refused. Without a seed of the client's, every answer has random numbers of its own."""
+    """A factory of samplers by name of the session ("": none); they sample with the client's parameters. A call waits
+    in ``place_for(tokens)`` for its turn, or is refused there. Without a client's seed, each answer has its own."""
     salt, serial = secrets.randbits(63), 0
 
     async def sample(session: str, wanted: TurnRequest, told: OnTokens, /) -> GenerationResult:
@@ -248,16 +248,16 @@ def sampling(generate: Generate, tokenizer: Tokenizer, place_for: PlaceFor) -> C
 @dataclass(kw_only=True, slots=True)
 class _Named:
     session: Session
-    used_s: float = 0.0  # its last call began or ended then
-    tokens: int = 0  # that it keeps
+    used_s: float = 0.0  # when its last call started or ended
+    tokens: int = 0  # kept by its recorder
 
 
 class ServedSessions:
-    """Whose calls belong together: those of one key with one ``X-Session-ID`` are a rollout, recorded token-exact; a
-    call without that header stands alone.
+    """Groups calls into sessions: the calls of one key with one ``X-Session-ID`` are a rollout, recorded token-exact;
+    a call without that header stands alone.
 
-    A rollout is over, and told of, when it has had no call for long: counted from the end of its last one. So is the
-    longest unused one, again and again, while all of them together have more tokens than ``endpoint.kept_tokens``.
+    A rollout ends, and is reported, after _IDLE_S without a call, counted from the end of its last one. While all of
+    them together keep more tokens than ``endpoint.kept_tokens``, the least recently used ones end as well.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class ServedSessions:
         keys: tuple[str, ...] = (),
         on_over: Callable[[Session], object] = lambda session: None,
     ) -> None:
-        """``sample_of``: as `sampling` gives it. ``keys``: that open it; (): none is needed."""
+        """``sample_of``: as `sampling` returns it. ``keys``: accepted API keys; (): none is needed."""
         self._chat = chat
         self._experiment = experiment
         self._sample_of = sample_of
@@ -277,7 +277,7 @@ class ServedSessions:
         self._clock = clock
         self._keys = [key_digest(key) for key in keys]
         self._on_over = on_over
-        self._named: OrderedDict[_Name, _Named] = OrderedDict()  # the longest unused first
+        self._named: OrderedDict[_Name, _Named] = OrderedDict()  # the least recently used first
         self._kept_tokens = 0  # of all of them
 
     def __len__(self) -> int:
@@ -285,7 +285,7 @@ class ServedSessions:
 
     @property
     def kept_tokens(self) -> int:
-        """Of all sessions with a name."""
+        """Tokens kept by the recorders of all named sessions."""
         return self._kept_tokens
 
     def session(self, key: str, name: str = "") -> Session:
@@ -299,7 +299,7 @@ class ServedSessions:
             raise KeyRefused("X-Session-ID is longer than 256 characters")
         self.sweep(spared=(digest, name))
         if (digest, name) not in self._named:
-            if self._kept_tokens > self._experiment.endpoint.kept_tokens:  # by those that have calls open
+            if self._kept_tokens > self._experiment.endpoint.kept_tokens:  # all by sessions with open calls
                 raise Overloaded(f"the sessions at work have {self._kept_tokens} tokens", _FULL_RETRY_S)
             self._named[digest, name] = _Named(session=self._new(key, name, (digest, name)))
         return self._used((digest, name)).session
@@ -312,8 +312,8 @@ class ServedSessions:
         return self._used((key_digest(key), rollout)).session
 
     def sweep(self, spared: _Name | None = None) -> None:
-        """End those that are not used any more, and those for which there is no room; nobody who is being served, and
-        not the one that is ``spared``."""
+        """End the sessions that are idle for _IDLE_S and, the least recently used first, those beyond the limits on
+        sessions and tokens; never one with an open call, nor ``spared``."""
         now, most_tokens = self._clock.now(), self._experiment.endpoint.kept_tokens
         over: list[_Name] = []
         tokens = self._kept_tokens
@@ -328,7 +328,7 @@ class ServedSessions:
             self._end(name)
 
     def seal_all(self) -> None:
-        """End all of them."""
+        """End all named sessions."""
         for name in list(self._named):
             self._end(name)
 
@@ -338,7 +338,7 @@ class ServedSessions:
         named.session.seal()
 
     def _used(self, name: _Name) -> _Named:
-        """A call of it begins or ends."""
+        """Note that a call of the session starts or ends: its tokens, the time, its place in the order."""
         named = self._named[name]
         tokens = named.session.recorder.kept_tokens
         self._kept_tokens += tokens - named.tokens
@@ -348,7 +348,7 @@ class ServedSessions:
 
     def _call_ended(self, name: _Name, session: Session) -> None:
         named = self._named.get(name)
-        if named is not None and named.session is session:  # it isn't over, with another one in its place
+        if named is not None and named.session is session:  # else it has ended, and a new one may have its name
             self._used(name)
 
     def _new(self, key: str, name: str, place: _Name | None = None) -> Session:

@@ -14,7 +14,7 @@ from headway.telemetry.exporters.prometheus import router_families, worker_famil
 
 
 class ServeMetrics(Collector):
-    """The numbers of one moment."""
+    """Collects the server's metrics from one snapshot of its state."""
 
     def __init__(
         self,
@@ -24,15 +24,15 @@ class ServeMetrics(Collector):
         sessions: int,
         kept_tokens: int,
     ) -> None:
-        """``responses``: by route and status, 0 where the client left before; ``sessions``: named ones that are open,
-        which keep so many tokens."""
+        """``responses``: by route and status, 0 where the client left before; ``sessions``: open named ones;
+        ``kept_tokens``: tokens that these keep."""
         self._responses = responses
         self._router = router
         self._workers = workers
         self._gauges = {"sessions": float(sessions), "kept_tokens": float(kept_tokens)}
 
     def text(self) -> bytes:
-        """The body of the response."""
+        """The metrics in Prometheus' text format: the body of the response."""
         registry = CollectorRegistry()
         registry.register(self)
         return generate_latest(registry)

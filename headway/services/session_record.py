@@ -1,4 +1,4 @@
-"""The file that `headway serve --record` keeps: a line for each session that is over, through times without room."""
+"""The file of `headway serve --record`: a line for each ended session; lines wait in memory while the disk is full."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from headway.records.errors import HeadwayError
 from headway.records.tokens import plain
 from headway.runtime.line_file import LineFile
 
-_KEY_DIGITS = 16  # of the BLAKE2b digest of a key: sessions of one name are told apart, and the key isn't given away
-_MOST_KEPT_BYTES = 256 << 20  # of lines that there is no room for
+_KEY_DIGITS = 16  # of a key's BLAKE2b digest: tells sessions of one name apart without revealing the key
+_MOST_KEPT_BYTES = 256 << 20  # of lines that wait for room
 
 
 class SessionRecord:
-    """Lines are written in the order in which sessions end. What the file doesn't take is kept, and written once it
-    does; while that is so, serving goes on. Never half a line: LineFile.
+    """Writes ended sessions to a file, a line each, in the order in which they end.
 
-    Whoever stops using it, or serves on for long, is told what was lost, or would be: `close`, `write`.
+    Lines that the file can't take (a full disk) are kept in memory and written once it can; serving continues. LineFile
+    never leaves half a line. `close` raises when lines are lost, `write` when more wait than may be kept.
     """
 
     def __init__(
         self, file: LineFile, on_event: Callable[[str, str], object], most_kept_bytes: int = _MOST_KEPT_BYTES
     ) -> None:
-        """``on_event(name, detail)`` is told when there is no room, and when there is again."""
+        """``on_event(name, detail)`` is called when the file takes no more lines, and when it does again."""
         self._file = file
         self._on_event = on_event
         self._most_kept_bytes = most_kept_bytes
         self._kept: deque[bytes] = deque()
         self._kept_bytes = 0
-        self._why = ""  # the file takes nothing; "": it does
+        self._why = ""  # the error with which the file refuses lines; "": it takes them
 
     def add(self, session: Session) -> None:
-        """Write down a session that is over. Raises nothing: its caller is somebody's request."""
+        """Record an ended session. Never raises: the caller is a request of some other session."""
         line = recorded_line(session)
         if line is not None:
             self._kept.append(line)
@@ -44,13 +44,13 @@ class SessionRecord:
             self._try()
 
     def write(self) -> None:
-        """Try again. Raises HeadwayError when more is kept than may be: serving on would lose it."""
+        """Retry the lines that wait. Raises HeadwayError when they are more bytes than may be kept."""
         self._try()
         if self._kept_bytes > self._most_kept_bytes:
             raise HeadwayError(f"{len(self._kept)} sessions, {self._kept_bytes} bytes, wait for room: {self._why}")
 
     def close(self) -> None:
-        """Raises HeadwayError where sessions were not written."""
+        """Retry the lines that wait for the last time. Raises HeadwayError when sessions remain unwritten."""
         self._try()
         if self._kept:
             raise HeadwayError(f"{len(self._kept)} sessions are lost: {self._why}")
@@ -80,8 +80,8 @@ class SessionRecord:
 
 
 def recorded_line(session: Session) -> bytes | None:
-    """A session that is over as a line of JSON: its name, its key's digest shortened, its reward, its token-exact
-    branches. None: nothing was answered."""
+    """The JSON line of an ended session: its name, its key's shortened digest, its reward and its token-exact branches.
+    None: nothing was answered."""
     recorded = session.seal()
     if not recorded.branches:
         return None

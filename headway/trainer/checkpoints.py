@@ -1,10 +1,10 @@
 """Durable folders that appear whole or not at all: checkpoints and the best model. Torch-free.
 
-A folder is written beside its place as ``NAME.tmp``, every file and the folder are flushed to disk, ``state.json``
-with the checksum of every other file comes last, then it is renamed. Where a folder of that name stands, it is
-moved to ``NAME.old`` first and removed afterwards. A kill at any instant therefore leaves one of: the previous
-folder, or ``NAME.old`` without ``NAME`` (put back by `remove_leftovers`), or the new folder; and perhaps rubbish
-named ``*.tmp`` or ``*.old``, which the next start removes.
+A folder is written next to its target as ``NAME.tmp``: first its files, last ``state.json`` with the checksum of every
+other file; all files and folders are flushed to disk, then it is renamed. An existing folder of that name is moved to
+``NAME.old`` first and removed afterwards. A kill at any instant therefore leaves one of: the previous folder, or
+``NAME.old`` without ``NAME`` (restored by `remove_leftovers`), or the new folder; and perhaps leftovers named
+``*.tmp`` or ``*.old``, which the next start removes.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from headway.records.errors import CheckpointCorrupt, ConfigurationError
 STATE_FILE = "state.json"
 CHECKPOINTS = "checkpoints"
 BEST = "best"
-CANDIDATE = "candidate"  # weights that an evaluation under way may make the best
+CANDIDATE = "candidate"  # weights that become the best if the evaluation under way says so
 _NAME = re.compile(r"step_(\d{8})")
-_UNFINISHED = "headway-is-writing-here"  # a file in a scratch folder from its first moment to its last
+_UNFINISHED = "headway-is-writing-here"  # file that marks a scratch folder until its state.json is written
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
-    """``state.json``."""
+    """Content of ``state.json``, which describes a checkpoint or model folder and its files."""
 
     version: int  # completed training steps
     consumed: dict[int, list[int]] = {}  # step -> admission indices of the groups it trained
     random_state: str = ""  # torch's generator, base64
-    schedule: dict[str, float | int | str] = {}  # of the learning rate; a function of the version
+    schedule: dict[str, float | int | str] = {}  # learning-rate schedule; a function of the version
     metrics: dict[str, float] = {}  # e.g. the score the best model was chosen by
     files: dict[str, str] = {}  # relative path -> xxh3-128 of every other file
     checksum: str = ""  # xxh3-128 of all of the above; "": written by a release before 0.2, which had none
 
     def sealed(self) -> CheckpointState:
-        """The same with its checksum."""
+        """A copy with ``checksum`` set to that of all other fields."""
         open_state = msgspec.structs.replace(self, checksum="")
         checksum = xxhash.xxh3_128_hexdigest(msgspec.json.encode(open_state))
         return msgspec.structs.replace(self, checksum=checksum)
 
 
 def checkpoint_path(run: str | Path, version: int) -> Path:
-    """Where the checkpoint of ``version`` belongs."""
+    """Path of the checkpoint of ``version``: ``RUN/checkpoints/step_XXXXXXXX``."""
     return Path(run) / CHECKPOINTS / f"step_{version:08d}"
 
 
 def write_folder(path: str | Path, fill: Callable[[Path], None], state: CheckpointState) -> None:
-    """Make ``path`` hold what ``fill(folder)`` writes and ``state``; atomically, replacing what is there.
+    """Replace the folder ``path`` atomically by one with the files that ``fill(folder)`` writes, and ``state``.
 
-    Raises whatever ``fill`` raises, and OSError (a full disk); the previous content then still stands.
+    Raises whatever ``fill`` raises, and OSError (a full disk); the previous content is then kept.
     """
     target = Path(path)
     scratch, retired = target.with_name(target.name + ".tmp"), target.with_name(target.name + ".old")
@@ -69,7 +69,7 @@ def write_folder(path: str | Path, fill: Callable[[Path], None], state: Checkpoi
         (scratch / STATE_FILE).write_bytes(
             msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(state, files=files).sealed()), indent=1)
         )
-        mark.unlink()  # from here on `state.json` says what is ours
+        mark.unlink()  # from here on `state.json` lists the files that we wrote
         for file in _files(scratch):
             _flush(file)
         for folder in [*(f for f in scratch.rglob("*") if f.is_dir()), scratch]:
@@ -84,9 +84,9 @@ def write_folder(path: str | Path, fill: Callable[[Path], None], state: Checkpoi
 
 
 def require_replaceable(path: str | Path, key: str) -> None:
-    """Raise ConfigurationError, naming ``key``, unless `write_folder` would remove nothing but what it wrote itself:
-    ``path`` is free, or empty, or holds no files but those that its ``state.json`` lists. ``NAME.tmp`` and ``NAME.old``
-    beside it must be so too, or bear the mark of a folder that a killed process was writing."""
+    """Raise ConfigurationError, naming ``key``, unless `write_folder` would remove only files it wrote itself: ``path``
+    is free, or empty, or has no files but those that its ``state.json`` lists. The same holds for ``NAME.tmp`` and
+    ``NAME.old`` next to it, which may instead have the mark of a folder that a killed process was writing."""
     target = Path(path)
     if target.name in ("", ".."):
         raise ConfigurationError(f"{key} = {str(path)!r}: a folder's own name is needed, such as 'models/tiny'")
@@ -115,7 +115,7 @@ def _unfinished(scratch: Path) -> bool:
 
 
 def read_state(path: str | Path) -> CheckpointState:
-    """``state.json`` of a folder. Raises CheckpointCorrupt naming it."""
+    """Read ``state.json`` of a folder and check its checksum. Raises CheckpointCorrupt naming the file."""
     file = Path(path) / STATE_FILE
     try:
         state = msgspec.json.decode(file.read_bytes(), type=CheckpointState)
@@ -145,7 +145,7 @@ def verify(path: str | Path) -> CheckpointState:
 
 
 def find_checkpoints(run: str | Path) -> list[Path]:
-    """Complete checkpoints of a run (valid or not), oldest first."""
+    """List the complete checkpoints of a run (valid or not), oldest first."""
     folder = Path(run) / CHECKPOINTS
     if not folder.is_dir():
         return []
@@ -153,10 +153,10 @@ def find_checkpoints(run: str | Path) -> list[Path]:
 
 
 def latest_valid(run: str | Path, on_corrupt: Callable[[CheckpointCorrupt], None] | None = None) -> Path | None:
-    """The newest checkpoint whose checksums hold; None when the run has none at all.
+    """The newest checkpoint whose checksums match; None when the run has no checkpoint.
 
-    ``on_corrupt`` is told of each newer one that doesn't. Raises CheckpointCorrupt when all are bad: starting
-    from scratch would silently throw the run away.
+    ``on_corrupt`` is called for each newer one that is corrupt. Raises CheckpointCorrupt when all are: starting from
+    scratch would silently discard the run.
     """
     newest_error: CheckpointCorrupt | None = None
     for path in reversed(find_checkpoints(run)):
@@ -174,13 +174,13 @@ def latest_valid(run: str | Path, on_corrupt: Callable[[CheckpointCorrupt], None
 
 
 def version_of(path: Path) -> int:
-    """The version a checkpoint's folder is named after; needs nothing in it to be readable."""
+    """The version in the name of a checkpoint's folder; reads nothing from disk."""
     return int(path.name.removeprefix("step_"))
 
 
 def set_aside(run: str | Path, newer_than: Path) -> list[Path]:
     """Rename the checkpoints newer than the valid one ``newer_than``, all corrupt, to ``NAME.corrupt``, so that none
-    is counted among those that are kept; returns their new places."""
+    is counted among those to keep; returns their new paths."""
     moved: list[Path] = []
     for path in find_checkpoints(run):
         if version_of(path) > version_of(newer_than):
@@ -191,8 +191,8 @@ def set_aside(run: str | Path, newer_than: Path) -> list[Path]:
 
 
 def keep_last(run: str | Path, count: int) -> list[Path]:
-    """Delete all but the newest ``count`` checkpoints of a run; returns the deleted. Call it only after the
-    newest one is durable, and never with ``count`` < 1."""
+    """Delete all but the newest ``count`` checkpoints of a run; returns the deleted ones. To be called only after the
+    newest one is durable. Raises ValueError for ``count`` < 1."""
     if count < 1:
         raise ValueError(f"count = {count}: at least one checkpoint is kept")
     removed = find_checkpoints(run)[:-count]
@@ -205,9 +205,9 @@ def keep_last(run: str | Path, count: int) -> list[Path]:
 
 
 def remove_leftovers(run: str | Path) -> list[Path]:
-    """Put back what a kill moved aside and remove what it left half-written; returns the removed folders.
+    """Restore folders that a kill left as ``NAME.old`` and remove half-written ones; returns the removed folders.
 
-    Called at the start of a run, when no trainer writes to it.
+    Called at the start of a run, while no trainer writes to it.
     """
     run = Path(run)
     for folder in (run, run / CHECKPOINTS):
@@ -227,7 +227,7 @@ def remove_leftovers(run: str | Path) -> list[Path]:
 
 
 def recover_folder(path: str | Path) -> None:
-    """Undo or finish a replacement of ``path`` that a kill interrupted, and clear the way for the next one."""
+    """Undo or complete a replacement of ``path`` that a kill interrupted, and remove its ``.tmp`` and ``.old``."""
     target = Path(path)
     retired = target.with_name(target.name + ".old")
     if retired.exists() and not target.exists():
@@ -237,7 +237,7 @@ def recover_folder(path: str | Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder if there is one; last what shows that it is ours, should a kill leave a part of it."""
+    """Delete a folder if it exists. The files that mark it as ours go last, in case a kill leaves a part of it."""
     for entry in folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)

@@ -28,9 +28,9 @@ SERVICE = "headway.trainer.service:TrainerService"
 class TrainerClient:
     """Trainer ranks as worker processes.
 
-    Lifecycle: `start` -> calls -> `stop`. When a rank dies, the call in progress raises WorkerDied (a sum over the
-    ranks can't go on without it) and so does every later one, until `restart` has replaced all ranks; the version
-    is 0 then and `load_checkpoint` must follow.
+    Lifecycle: `start` -> calls -> `stop`. When a rank dies, the call in progress raises WorkerDied (sums over the
+    ranks can't complete without it) and so does every later one, until `restart` has replaced all ranks; the version
+    is then 0 and `load_checkpoint` must follow.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TrainerClient:
 
     @property
     def worker_states(self) -> list[WorkerState]:
-        """Every rank's health."""
+        """Health and restarts of every rank."""
         alive = {worker.name: worker.alive for worker in self.workers}
         names = [f"trainer-{rank}" for rank in range(len(self._experiment.trainer.devices))]
         return [WorkerState(name=name, up=alive.get(name, False), restarts=self._restarts) for name in names]
@@ -64,9 +64,9 @@ class TrainerClient:
     async def start(self) -> None:
         """Start one process per device of ``trainer.devices``; returns when all have loaded the model.
 
-        Raises what the first rank to fail raises, and leaves none behind.
+        Raises the error of the first rank that fails; no process is left then.
         """
-        # A rendezvous file serves one start only, and must outlive it: groups may be made lazily.
+        # A rendezvous file can be used for one start only, and must outlive it: groups may be made lazily.
         self._rendezvous = os.path.join(tempfile.gettempdir(), f"headway-ranks-{uuid.uuid4().hex}")
         specs = [self._spec(rank, device) for rank, device in enumerate(self._experiment.trainer.devices)]
         starts = [asyncio.ensure_future(self._launcher.start(spec)) for spec in specs]
@@ -109,14 +109,14 @@ class TrainerClient:
         return await self._first("measure_peak")
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """End all ranks in order; what they published is unlinked."""
+        """Stop all ranks gracefully; the weights they published are unlinked."""
         group, self._group = self._group, None
         if group is not None:
             await group.stop(grace_s)
         self._forget_rendezvous()
 
     async def kill(self) -> None:
-        """End all ranks at once, whatever they are doing."""
+        """Kill all ranks, whatever they are doing; returns when they are dead."""
         group, self._group = self._group, None
         for worker in () if group is None else group.workers:
             worker.kill()
@@ -151,7 +151,7 @@ class TrainerClient:
         return self._group
 
     async def _abandon(self, starts: list[asyncio.Task[Worker]]) -> None:
-        """Some rank failed to start: the others wait for it for ever."""
+        """Kill the other ranks after one failed to start: they would wait for it forever."""
         for start in starts:
             start.cancel()
         for outcome in await asyncio.gather(*starts, return_exceptions=True):
@@ -173,5 +173,5 @@ async def _unwrapped(call: Coroutine[Any, Any, T]) -> T:
 
 
 def _original(error: RemoteError) -> HeadwayError:
-    """The error a rank raised, where it is one of ours (CheckpointCorrupt, ConfigurationError)."""
+    """The error that a rank raised if it is a HeadwayError (CheckpointCorrupt, ConfigurationError), else ``error``."""
     return error.__cause__ if isinstance(error.__cause__, HeadwayError) else error

@@ -1,4 +1,4 @@
-"""A trainer that trains nothing, deterministically, in time that passes only on the injected clock."""
+"""A deterministic trainer without a model, whose steps take time only on the injected clock."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from headway.runtime.clock import Clock
 from headway.trainer.checkpoints import CheckpointState, keep_last, verify, write_folder
 
 Latency = float | Callable[[TrainBatch], float]
-_ROUNDING = 1e-6  # of a step's time
+_ROUNDING = 1e-6  # share of a step's time
 
 
 class FakeTrainer:
-    """Stand-in for `client.TrainerClient`: same protocol, described latencies, real (empty) checkpoints.
+    """Stand-in for `client.TrainerClient`: same protocol, configured latencies, real (empty) checkpoints.
 
-    ``seconds_per_sample``: a number, or a function of the batch giving the seconds of its whole step.
-    ``skip_steps``: calls of `train_step` (0, 1, ...) that report a non-finite step. ``batches`` keeps every
-    batch it was given, for tests to look at.
+    ``seconds_per_sample``: a number, or a function of the batch that returns the seconds of its whole step.
+    ``skip_steps``: calls of `train_step` (0, 1, ...) that report a non-finite step. The attribute ``batches`` keeps
+    every batch trained on, for tests.
     """
 
     def __init__(
@@ -37,8 +37,9 @@ class FakeTrainer:
         keep_batches: bool = True,
         lost_s: Callable[[], float] | None = None,
     ) -> None:
-        """``flops_per_token``: of forward and backward, what MFU counts. ``keep_batches``: in ``batches``. ``lost_s``:
-        seconds of training that others' work has cost until now; it grows by less than the time that passes."""
+        """``flops_per_token``: of forward and backward, for MFU. ``keep_batches``: whether ``batches`` is filled.
+        ``lost_s``: returns the seconds of training that other work on the device has cost so far; it grows more slowly
+        than time passes."""
         self._lost_s = lost_s
         self._flops_per_token = flops_per_token
         self._keep_batches = keep_batches
@@ -59,7 +60,7 @@ class FakeTrainer:
         self.started = True
 
     async def restart(self) -> None:
-        """A new process: version 0 again until a checkpoint is loaded."""
+        """Start again as a new process would: at version 0, until a checkpoint is loaded."""
         self.version = 0
         self.started = True
 
@@ -92,7 +93,7 @@ class FakeTrainer:
         )
 
     async def _work(self, seconds: float) -> None:
-        """So much at full speed; what is lost meanwhile is still to do afterwards."""
+        """Sleep for ``seconds`` of training at full speed, extended by the time lost meanwhile."""
         if self._lost_s is None:
             await self._clock.sleep(seconds)
             return

@@ -22,7 +22,7 @@ KlEstimator = Literal["k1", "k2", "k3", "k1_unbiased", "k3_unbiased"]
 
 
 def kl_estimate(estimator: KlEstimator, logprobs_m: Tensor, reference_m: Tensor, behaviour_m: Tensor) -> Tensor:
-    """[M] estimates; finite for any finite log-probabilities (log-ratios are clamped, see ``losses.ratio``)."""
+    """KL estimates [M], finite for any finite log-probabilities (log-ratios are clamped, see ``losses.ratio``)."""
     log_ratio_m = logprobs_m - reference_m  # -log r
     name, _, unbiased = estimator.partition("_")
     if name == "k1":
@@ -30,6 +30,6 @@ def kl_estimate(estimator: KlEstimator, logprobs_m: Tensor, reference_m: Tensor,
     elif name == "k2":
         value_m = 0.5 * log_ratio_m.square()
     else:
-        # expm1: where both models are close, exp(x) - 1 is rounding error, and the estimate could be negative.
+        # expm1: for close models exp(x) - 1 would be rounding error, and the estimate could be negative.
         value_m = torch.expm1((-log_ratio_m).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) + log_ratio_m
     return ratio(logprobs_m, behaviour_m) * value_m if unbiased else value_m

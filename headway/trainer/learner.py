@@ -24,13 +24,13 @@ from headway.models.peak import measure_peak_flops
 from headway.records.errors import ConfigurationError
 from headway.trainer.ranks import Ranks
 
-# Logits of one chunk: 2^25 float32 values are 128 MiB. More are computed chunk by chunk and again in the backward.
+# Logits of one chunk: 2^25 float32 values are 128 MiB. More are computed in chunks, and recomputed in the backward.
 CHUNK_LOGITS = 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimiserSettings:
-    """AdamW, in float32."""
+    """Settings of AdamW (in float32) and of gradient clipping."""
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -41,17 +41,17 @@ class OptimiserSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What one optimiser step did. Not ``applied``: weights and optimiser state are untouched."""
+    """Result of one optimiser step. If not ``applied``, weights and optimiser state are unchanged."""
 
     applied: bool
-    reason: str
+    reason: str  # why it was skipped; "" if it was applied
     grad_norm: float  # before clipping
 
 
 class Learner:
     """Float32 master weights, AdamW and the forward pass in the chosen dtype.
 
-    bfloat16 is autocast: matrix products in bfloat16; weights, norms' sums, softmax and optimiser in float32.
+    bfloat16 means autocast: matrix products in bfloat16; weights, norms' sums, softmax and optimiser in float32.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Learner:
         gradient_checkpointing: bool = False,
         native_kernels: bool = True,
     ) -> None:
-        """``gradient_checkpointing``: keep the input of each layer alone, compute the rest again in the backward.
-        ``native_kernels``: models/cpu/native.py, in float32 where it can."""
+        """``gradient_checkpointing``: keep only each layer's input, recompute the rest in the backward.
+        ``native_kernels``: use those of models/cpu/native.py, in float32 and where they are available."""
         self.model: Decoder = load_model(model_path, torch.float32, device)
         self.model.checkpoints_layers = gradient_checkpointing
         self.reference: Decoder | None = None
@@ -87,8 +87,8 @@ class Learner:
         )
 
     def load_reference(self, model_path: str | Path) -> None:
-        """The frozen model of a KL penalty, in the forward pass's dtype. Raises ConfigurationError when its vocabulary
-        is another one."""
+        """Load the frozen reference model of a KL penalty, in the forward pass's dtype. Raises ConfigurationError when
+        its vocabulary size differs from the model's."""
         reference = load_model(model_path, self.dtype, self.device)
         mine, its = self.model.config.vocabulary_size, reference.config.vocabulary_size
         if mine != its:
@@ -101,8 +101,8 @@ class Learner:
     def logprobs(
         self, batch: MicroBatchArrays, arrays: SampleArrays, temperature: float, model: Decoder | None = None
     ) -> tuple[Tensor, Tensor]:
-        """log-softmax(z/T) of the tokens that carry loss [M] (with gradient) and the entropies [M] (without), by
-        ``model`` (default: the one under training)."""
+        """log-softmax(z/T) of the tokens that carry loss [M] (with gradient) and the entropies [M] (without) under
+        ``model`` (default: the one in training)."""
         chosen = model or self.model
         input_ids_n = self._tensor(batch.input_ids)
         predictors_m = self._tensor(batch.predictors_m)
@@ -112,17 +112,17 @@ class Learner:
             return token_logprobs(chosen, hidden_nd.index_select(0, predictors_m), targets_m, temperature)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the loss's gradients to the parameters'."""
-        with native.using(self._kernels):  # what is computed again there must be what was computed
+        """Accumulate the loss's gradients in the parameters."""
+        with native.using(self._kernels):  # checkpointed layers must be recomputed as they were computed
             loss.backward()
 
     def flops(self, batch: MicroBatchArrays, model: Decoder | None = None) -> float:
-        """Model FLOP of one forward pass over the micro-batch by ``model`` (default: the one under training): what is
-        computed, shared prefixes once; without what gradient checkpointing computes again."""
+        """Model FLOP of one forward pass over the micro-batch by ``model`` (default: the one in training). Shared
+        prefixes count once; recomputation by gradient checkpointing isn't counted."""
         return (model or self.model).flops(batch.input_lengths, len(batch.targets_m), batch.continues)
 
     def update(self, learning_rate: float, loss: float) -> Update:
-        """Sum the gradients over the ranks, clip, step, clear them. ``loss``: this optimiser step's, of this rank.
+        """Sum the gradients over the ranks, clip, step, clear them. ``loss``: this rank's part of the step's loss.
 
         A loss or gradient norm that isn't finite on any rank skips the step on all of them.
         """
@@ -138,13 +138,13 @@ class Learner:
             for group in self.optimiser.param_groups:
                 group["lr"] = learning_rate
             self.optimiser.step()
-        # The next backward hands its gradients over instead of adding them to zeros: two passes over memory less.
+        # The next backward then stores its gradients instead of adding them to zeros: two passes over memory less.
         self.optimiser.zero_grad(set_to_none=True)
         reason = "" if finite else f"loss {total}, gradient norm {norm}: not finite"
         return Update(applied=finite, reason=reason, grad_norm=norm)
 
     def gradients(self) -> list[Tensor]:
-        """Of all parameters: zeros for those that no micro-batch of this rank reached."""
+        """Gradients of all parameters; zeros for those that no micro-batch of this rank reached."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -169,11 +169,11 @@ class Learner:
         for full_name, value in tensors.items():
             key, _, name = full_name.partition("/")
             parameter = named[name]
-            # AdamW's fused kernel wants its step counter where the parameter is.
+            # AdamW's fused kernel needs its step counter on the parameter's device.
             self.optimiser.state[parameter][key] = value.to(self.device, torch.float32, copy=True)
 
     def measure_peak(self) -> float:
-        """FLOP/s of square matrix products at the training dtype on this device: what MFU is a share of."""
+        """FLOP/s of square matrix products at the training dtype on this device: the denominator of MFU."""
         return measure_peak_flops(self.device, self.dtype)
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
@@ -190,7 +190,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """log-softmax(z/T) at the targets [M] and entropy of the whole distribution [M], from hidden states [M, d].
 
-    The full [M, V] logits never exist at once when they exceed ``chunk_logits`` values.
+    Above ``chunk_logits`` values the [M, V] logits are computed in chunks and never exist at once.
     """
 
     def head(hidden_cd: Tensor, targets_c: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,8 +207,8 @@ def token_logprobs(
 
 
 class _ChosenLogprobs(torch.autograd.Function):
-    """Logits [C, V] to the log-probability of each target [C] and the entropy [C] (without gradient) of softmax(z/T),
-    in float32 at least. Of everything of size [C, V] only the probabilities are kept: d log p_y / dz = (1_y - p) / T.
+    """Map logits [C, V] to the log-probability of each target [C] and the entropy [C] (without gradient) of
+    softmax(z/T), in float32 at least. Saves only the probabilities [C, V]: d log p_y / dz = (1_y - p) / T.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Whether a loss keeps its contract: ``python -m headway.trainer.loss_conformance module:function`` (or a known name).
+"""Checks that a loss keeps its contract: ``python -m headway.trainer.loss_conformance module:function`` (or a name).
 
-One finite value per token for any finite log-probabilities; tokens of one sample don't touch those of another, so that
-packing can't change the gradient; a gradient through ``logprobs_m`` alone; the same again for the same terms.
+The contract: one finite value per token for any finite log-probabilities; tokens of one sample don't affect those of
+another, so that packing can't change the gradient; a gradient through ``logprobs_m`` only; deterministic.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from headway.records.errors import HeadwayError, HookFailed
 from headway.runtime.hooks import Hook
 from headway.trainer.losses import LossSettings, TokenTerms, resolve, token_loss
 
-_TOKENS_S = (3, 1, 4)  # of the samples of the made-up batch
+_TOKENS_S = (3, 1, 4)  # tokens of each sample of the made-up batch
 _SETTINGS = LossSettings()
 
 
 def loss_violations(loss: Hook) -> Iterator[str]:
-    """What ``loss`` does against its contract; nothing when all is well."""
+    """Yield the violations of its contract by ``loss``; nothing if it holds."""
     try:
         yield from _violations(loss)
     except HookFailed as error:
@@ -50,7 +50,7 @@ def _violations(loss: Hook) -> Iterator[str]:
 
 
 def _terms(scale: float) -> TokenTerms:
-    """A batch of three samples; ``scale``: the size of its log-ratios, in nats."""
+    """Make a batch of three samples. ``scale``: largest size of its log-ratios, in nats."""
     tokens = sum(_TOKENS_S)
     away_m = scale * torch.linspace(-1.0, 1.0, tokens)
     behaviour_m = -1.0 - scale - 0.1 * torch.arange(tokens)
@@ -74,7 +74,8 @@ def _of(terms: TokenTerms, tokens: slice) -> TokenTerms:
 
 
 def main(names: list[str]) -> int:
-    """Check the losses ``names``; the exit code: 0 when all keep their contract, 2 when one can't be found."""
+    """Check the losses ``names``. Returns the exit code: 0 when all keep their contract, 1 when one doesn't, 2 when
+    one can't be found."""
     violations: list[str] = []
     try:
         for name in names:

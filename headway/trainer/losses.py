@@ -24,7 +24,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTerms:
-    """What a loss may use. Only ``logprobs_m`` carries a gradient."""
+    """The inputs of a loss, per token. Only ``logprobs_m`` carries a gradient."""
 
     logprobs_m: Tensor  # log pi_theta, the weights being trained
     proximal_m: Tensor  # log pi_prox, the weights at the start of the step (or detached logprobs_m)
@@ -48,7 +48,7 @@ class TokenTerms:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """Keys of ``[algorithm]`` that losses read."""
+    """The keys of ``[algorithm]`` that losses read."""
 
     clip_low: float = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.28
@@ -59,7 +59,7 @@ class LossSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLoss:
-    """What a loss returns."""
+    """The result of a loss, per token."""
 
     loss_m: Tensor  # to be minimised, summed over tokens
     clipped_m: Tensor  # bool: clipping removed this token's gradient
@@ -93,8 +93,8 @@ def ppo_clip(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
     """PPO-clip against the behaviour policy, u = pi_theta / pi_behav (AReaL, 2025, calls it naive PPO).
 
     With ``behaviour_weight_cap`` the importance weight of the *gradient* is min(u, cap): tokens beyond the cap
-    keep a gradient of the size of the cap instead of one that grows with u. Which tokens are clipped is decided by
-    u itself: the cap only scales what clipping leaves.
+    keep a gradient of the size of the cap instead of one that grows with u. Clipping itself is decided by u: the cap
+    only scales the loss of tokens that aren't clipped.
     """
     ratio_m = ratio(terms.logprobs_m, terms.behaviour_m)
     surrogate = clipped_surrogate(ratio_m, terms.advantages_m, settings)
@@ -119,7 +119,7 @@ def decoupled_ppo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
 def gspo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
     """GSPO (2025, Eq. 5): PPO-clip with the sequence's ratio, the geometric mean of its tokens' pi_theta / pi_behav.
 
-    With seq_mean_token_mean this is the paper's objective; masked tokens are left out of the mean.
+    With seq_mean_token_mean this is the paper's objective; masked tokens don't count in the geometric mean.
     """
     log_ratio_m = (terms.logprobs_m - terms.behaviour_m).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return clipped_surrogate(torch.exp(terms.sequence_mean(log_ratio_m)), terms.advantages_m, settings)
@@ -148,7 +148,7 @@ def _weighted_gradient(terms: TokenTerms, cap: float | None) -> TokenLoss:
 def dppo(terms: TokenTerms, settings: LossSettings) -> TokenLoss:
     """DPPO, Binary-TV (2026, arXiv:2602.04879): `reinforce` (the paper doesn't truncate u) without tokens that move
     further away although |pi_theta - pi_behav| already exceeds ``divergence_limit``: u > 1 with a positive advantage,
-    u < 1 with a negative one. Unlike a bound of the ratio this lets rare tokens grow and holds likely ones."""
+    u < 1 with a negative one. Unlike a bound on the ratio this lets rare tokens grow and restrains likely ones."""
     ratio_m = ratio(terms.logprobs_m, terms.behaviour_m).detach()
     divergence_m = (terms.logprobs_m.detach().exp() - terms.behaviour_m.exp()).abs()
     away_m = ((ratio_m > 1) & (terms.advantages_m > 0)) | ((ratio_m < 1) & (terms.advantages_m < 0))
@@ -168,14 +168,14 @@ LOSSES: dict[str, Loss] = {
 
 
 def resolve(name: str) -> Hook:
-    """The loss named ``name``, or the user's own ``module:function``. Raises ConfigurationError."""
+    """Load the loss named ``name``, or the user's own ``module:function``. Raises ConfigurationError."""
     return load_hook("algorithm.loss", name, LOSSES, ("terms", "settings"))
 
 
 def token_loss(loss: Hook, terms: TokenTerms, settings: LossSettings) -> TokenLoss:
-    """What ``loss`` makes of ``terms``: one value per token, shape [M].
+    """Apply ``loss`` to ``terms`` and check its result: one value per token, shape [M].
 
-    Raises HookFailed for anything else: of a mean, say, the gradient would depend on how the tokens were packed."""
+    Raises HookFailed for anything else: the gradient of a mean, say, would depend on how the tokens were packed."""
     result: object = loss(terms, settings)
     if not isinstance(result, TokenLoss):
         raise loss.failed(f"returned a {type(result).__name__}: a TokenLoss is needed")

@@ -1,4 +1,4 @@
-"""One policy-gradient step over the samples of a batch.
+"""A policy-gradient step over the samples of a batch: micro-batches, loss, gradients, updates, metrics.
 
 Legend: ``_n`` one value per token of the batch, ``_m`` one value per token that carries loss.
 """
@@ -35,27 +35,27 @@ from headway.trainer.losses import LOSSES, MAX_LOG_RATIO, LossSettings, TokenTer
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What is fixed about a batch before its first gradient, token by token."""
+    """Per-token constants of a batch, computed before its first gradient."""
 
-    advantages_n: np.ndarray  # with a KL penalty inside the reward: less its reward to go
+    advantages_n: np.ndarray  # with a KL penalty inside the reward: minus its sum to go
     keep_n: np.ndarray  # bool: not masked for staleness or importance
-    start_n: np.ndarray | None = None  # log-probabilities of the weights at the start of the step, where needed
-    reference_n: np.ndarray | None = None  # of the reference model, where there is a KL penalty
-    old_n: np.ndarray | None = None  # bool: trained as if the present weights had sampled it
+    start_n: np.ndarray | None = None  # log-probabilities under the weights at the start of the step, where needed
+    reference_n: np.ndarray | None = None  # log-probabilities under the reference model, where there is a KL penalty
+    old_n: np.ndarray | None = None  # bool: trained as if the proximal weights had sampled it
 
 
 @dataclass(kw_only=True)
 class Progress:
-    """What the passes over one batch add up to, on this rank; summed over ranks by `metrics_of`."""
+    """Per-token values and totals of the passes over one batch on this rank; `metrics` sums them over the ranks."""
 
-    logprobs_n: np.ndarray  # of the weights each token was trained with
-    proximal_n: np.ndarray  # of the weights at the start of the step (or the same as logprobs_n)
+    logprobs_n: np.ndarray  # under the weights each token was trained with
+    proximal_n: np.ndarray  # under the weights at the start of the step (or the same as logprobs_n)
     entropies_n: np.ndarray
     clipped_n: np.ndarray
     seen_n: np.ndarray  # 1 where a value was computed
     loss: float = 0.0  # sum over optimiser steps
-    tokens: int = 0  # of the samples
-    computed_tokens: int = 0  # of the samples, prefixes they share counted once
+    tokens: int = 0  # fed tokens of the samples
+    computed_tokens: int = 0  # the same, shared prefixes counted once
     micro_batches: int = 0
     flops: float = 0.0
     updates: list[Update] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Progress:
 
 
 class PolicyGradient:
-    """Micro-batches, loss, gradients and updates for one batch after another."""
+    """Trains on one batch after another: splits it into micro-batches, accumulates gradients, updates, measures."""
 
     def __init__(self, learner: Learner, experiment: Experiment) -> None:
         self.learner = learner
@@ -90,8 +90,8 @@ class PolicyGradient:
 
     @property
     def recomputes_proximal(self) -> bool:
-        """Whether the loss wants the log-probabilities at the start of the step from a forward pass of their own
-        (only the decoupled objective, or a user's, uses them; with one optimiser step they are the current ones)."""
+        """Whether the log-probabilities at the start of the step are computed in a forward pass of their own (only
+        the decoupled objective, or a user's, uses them; with one optimiser step they equal the current ones)."""
         if self.algorithm.proximal == "auto":
             uses_them = self.algorithm.loss not in LOSSES or self.algorithm.loss == "decoupled_ppo"
             return self.trainer.optimizer_steps_per_batch > 1 and uses_them
@@ -114,14 +114,15 @@ class PolicyGradient:
         return progress
 
     def accumulate_gradients(self, arrays: SampleArrays, step: int = 0) -> Progress:
-        """Add the gradients of the whole batch as one minibatch to the parameters, without an update."""
+        """Accumulate the gradients of the whole batch as one minibatch, without an update."""
         progress = Progress.over(arrays.tokens)
         progress.prepared = prepared = self.prepare(arrays, step, progress)
         progress.loss = self._accumulate(arrays, np.arange(arrays.samples), prepared, progress)
         return progress
 
     def prepare(self, arrays: SampleArrays, step: int, progress: Progress) -> Prepared:
-        """Forward passes without gradient where something needs them, then the KL inside the reward and the masks."""
+        """Compute the constants of the batch: forward passes without gradient where they are needed, then the KL
+        inside the reward, the staleness mask and the importance masks."""
         algorithm = self.algorithm
         kl_in_reward = algorithm.kl_coefficient > 0 and algorithm.kl_in == "reward"
         start_n = reference_n = None
@@ -150,7 +151,7 @@ class PolicyGradient:
     def _mask_by_importance(
         self, arrays: SampleArrays, start_n: np.ndarray, advantages_n: np.ndarray, keep_n: np.ndarray
     ) -> None:
-        """Clear ``keep_n`` where an importance mask says so; each mask sees what the ones before it have kept."""
+        """Clear ``keep_n`` for tokens that an importance mask drops; each mask sees the tokens kept by those before."""
         algorithm = self.algorithm
         log_weight_n = (start_n - arrays.behaviour_logprobs_n).astype(np.float64)
         if algorithm.token_mask is not None:
@@ -165,7 +166,7 @@ class PolicyGradient:
             keep_n[at] = second_moment_mask(log_weight_n[at], advantages_m, algorithm.second_moment_limit)
 
     def _accumulate(self, arrays: SampleArrays, minibatch: IntArray, prepared: Prepared, progress: Progress) -> float:
-        """Backward over one minibatch; returns its loss (this rank's part of the sum)."""
+        """Run forward and backward over one minibatch; returns its loss (this rank's part of the sum)."""
         weights = weighting(
             self.algorithm.aggregation,
             arrays,
@@ -226,11 +227,11 @@ class PolicyGradient:
                 logprobs_m, _ = self.learner.logprobs(batch, arrays, self.temperature, model)
                 logprobs_n[batch.targets_m] = logprobs_m.cpu().numpy()
                 progress.flops += self.learner.flops(batch, model)
-        # Packed otherwise, another rank may compute a sample later: everyone needs all of them.
+        # The minibatches are packed differently, so another rank may need a sample later: every rank gets all values.
         return self.learner.ranks.sum_(torch.from_numpy(logprobs_n).to(self.learner.device)).cpu().numpy()
 
     def _micro_batches(self, arrays: SampleArrays, minibatch: IntArray) -> Iterator[MicroBatchArrays]:
-        """This rank's micro-batches of the minibatch; samples without a loss token are left out."""
+        """Yield this rank's micro-batches of the minibatch; samples without a loss token are left out."""
         lengths = input_lengths(arrays)[minibatch]
         minibatch, lengths = minibatch[lengths > 0], lengths[lengths > 0]
         ranks, groups = self.learner.ranks, arrays.groups_s[minibatch]
@@ -273,8 +274,8 @@ class PolicyGradient:
 
 
 def _prepared_metrics(progress: Progress, at: IntArray) -> dict[str, float]:
-    """masked_share: of the loss tokens, by staleness and importance masks. kl_reference: k3 estimate of the KL from
-    the reference model, where there is one, in nats per token."""
+    """Metrics of masks and KL. masked_share: share of the loss tokens that staleness and importance masks drop.
+    kl_reference: k3 estimate of the KL from the reference model, if there is one, in nats per token."""
     prepared = progress.prepared
     if prepared is None or not len(at):
         return {"masked_share": 0.0}
@@ -294,7 +295,7 @@ def token_metrics(
     clipped_m: np.ndarray,
     cap: float | None,
 ) -> dict[str, float]:
-    """Means, quantiles and extremes over the loss tokens; all 0 when there is none.
+    """Means, quantiles and extremes over the loss tokens, as if of one token with all values 0 when there is none.
 
     ratio_*: pi_theta / pi_behav. behaviour_weight_*: pi_prox / pi_behav before truncation. mismatch_k3: the
     estimator ``w - 1 - log w`` of KL(behaviour || proximal), w = pi_prox / pi_behav; mismatch_max: the largest
@@ -323,7 +324,8 @@ def token_metrics(
 
 
 def _sum_progress(progress: Progress, sum_: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
-    """Every token was computed on one rank and is 0 elsewhere, so sums over ranks assemble the whole batch."""
+    """Sum ``progress`` over the ranks. Every token was computed on one rank and is 0 on all others, so the sums
+    assemble the whole batch."""
     names = ("logprobs_n", "proximal_n", "entropies_n", "clipped_n", "seen_n")
     stacked = sum_(torch.from_numpy(np.stack([getattr(progress, name) for name in names])).to(device)).cpu().numpy()
     for name, row in zip(names, stacked, strict=True):

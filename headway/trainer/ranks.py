@@ -1,4 +1,4 @@
-"""The trainer's ranks: who I am, and sums over all of us."""
+"""The trainer's data-parallel ranks, and sums over them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Ranks:
-    """Data-parallel ranks that meet in a file. With one rank nothing is started and every sum is the identity.
+    """A data-parallel rank; ranks meet through a file. A single rank starts no process group; its sums are identities.
 
     ``rendezvous``: path of a file that doesn't exist yet, the same for all ranks and new at every start.
     """
@@ -29,17 +29,17 @@ class Ranks:
                 init_method=f"file://{rendezvous}",
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(hours=1),  # a dead rank is noticed by its supervisor, not here
+                timeout=timedelta(hours=1),  # a dead rank is detected by its supervisor, not here
             )
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum in place over the ranks."""
+        """Sum ``tensor`` in place over the ranks; returns it."""
         if self.size > 1:
             torch.distributed.all_reduce(tensor)
         return tensor
 
     def sum_all_(self, tensors: Sequence[Tensor]) -> None:
-        """Sum many tensors in place with one message."""
+        """Sum tensors in place over the ranks, with one all-reduce."""
         if self.size == 1 or not tensors:
             return
         flat = self.sum_(torch.cat([tensor.flatten() for tensor in tensors]))

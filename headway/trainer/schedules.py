@@ -11,8 +11,8 @@ Schedule = Literal["constant", "linear", "cosine"]
 def learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
     """Learning rate of the step that follows ``step`` completed ones.
 
-    Warm-up is linear and reaches ``peak`` at step ``warmup_steps``; the decay ends at ``total_steps``: linear at
-    0, cosine at 0. Beyond the end the last value stays.
+    Warm-up is linear and reaches ``peak`` at the last of ``warmup_steps``; a linear or cosine decay reaches 0 at
+    ``total_steps`` and stays there.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

@@ -1,4 +1,4 @@
-"""The trainer's process: one per rank, all of them called alike by `client.TrainerClient`."""
+"""The trainer's process, one per rank; `client.TrainerClient` makes the same calls on all of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIMISER_FILE = "optimizer.safetensors"
 class TrainerService:
     """Worker class: the model, its optimiser and the version.
 
-    Every rank holds all weights; `train_step` gets the whole batch on every rank and computes a share of it.
+    Every rank has all weights; `train_step` gets the whole batch on every rank and computes a share of it.
     ``context``: the worker's (device, log). ``experiment``: the validated experiment as a JSON mapping.
     """
 
@@ -81,7 +81,7 @@ class TrainerService:
         self._publisher: Publisher | None = None
 
     def train_step(self, batch: TrainBatch) -> StepReport:
-        """One training step. Raises ValueError when the batch isn't meant for the present version."""
+        """Train on one batch. Raises ValueError when its step isn't the present version."""
         if batch.step != self.version:
             raise ValueError(f"batch of step {batch.step} given to a trainer at version {self.version}")
         started = time.perf_counter()
@@ -102,9 +102,9 @@ class TrainerService:
         return self._publisher.publish(version, weights_of(self.learner.model))
 
     def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
-        """Write everything a resume needs; atomic; older checkpoints beyond ``keep_last`` go afterwards.
+        """Write atomically everything a resume needs; afterwards delete older checkpoints beyond ``keep_last``.
 
-        Raises StorageFailed on a full disk; the older checkpoints then stay."""
+        Raises StorageFailed on a full disk; the older checkpoints are then kept."""
         started = time.perf_counter()
 
         def fill(folder: Path) -> None:
@@ -122,7 +122,7 @@ class TrainerService:
         return CheckpointInfo(path=path, version=self.version, save_s=time.perf_counter() - started)
 
     def load_checkpoint(self, path: str) -> int:
-        """Continue from a checkpoint. Raises CheckpointCorrupt before anything is changed."""
+        """Load a checkpoint; returns its version. Raises CheckpointCorrupt before anything is changed."""
         state = verify(path)
         try:
             optimiser = load_file(Path(path) / OPTIMISER_FILE)
@@ -142,15 +142,15 @@ class TrainerService:
         self.learner.load_weights(path)
 
     def checkpoint_consumed(self, path: str) -> dict[int, list[int]]:
-        """What the checkpoint has trained: step -> admission indices of its groups."""
+        """The groups a checkpoint has trained on: step -> their admission indices."""
         return read_state(path).consumed
 
     def measure_peak(self) -> float:
-        """FLOP/s of large matrix products at the training dtype, all ranks' devices alike."""
+        """FLOP/s of large matrix products at the training dtype, summed over the ranks (taken to be equal)."""
         return self.learner.measure_peak() * self.ranks.size
 
     def close(self) -> None:
-        """Unlink what was published and leave the process group."""
+        """Unlink the published weights and leave the process group."""
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
@@ -205,7 +205,7 @@ def write_model_folder(path: str, model: Decoder, tokenizer_source: str, state: 
     """Write weights, configuration, tokenizer and ``state.json`` into one folder, atomically. Raises StorageFailed."""
 
     def fill(folder: Path) -> None:
-        inner = folder / MODEL_FOLDER  # `save_model` wants a place of its own
+        inner = folder / MODEL_FOLDER  # `save_model` needs a folder of its own
         save_model(model, inner, tokenizer_source)
         for file in inner.iterdir():
             file.rename(folder / file.name)
@@ -215,7 +215,7 @@ def write_model_folder(path: str, model: Decoder, tokenizer_source: str, state: 
 
 
 def _write(path: str, fill: Callable[[Path], None], state: CheckpointState) -> None:
-    """`write_folder`, with the storage's errors as one that says what to do."""
+    """Call `write_folder`; storage errors become a StorageFailed that says what to do."""
     try:
         write_folder(path, fill, state)
     except (OSError, SafetensorError) as error:
@@ -225,7 +225,7 @@ def _write(path: str, fill: Callable[[Path], None], state: CheckpointState) -> N
 
 
 def use_device(device: Any) -> torch.device:
-    """Torch's name of the worker's device; sets the number of compute threads to its cores."""
+    """Torch device of the worker; sets the number of compute threads to its cores."""
     if device.threads is not None:
         torch.set_num_threads(device.threads)
     return torch.device(device.torch_device())

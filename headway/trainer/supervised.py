@@ -33,7 +33,7 @@ from headway.weights.shared_memory import Publisher
 class SupervisedService:
     """Worker class: the same model and optimiser as the RL trainer, next-token cross-entropy instead of rewards.
 
-    Lifecycle: `prepare` once, then `steps` as often as wanted, `publish` and `save` in between and at the end.
+    Lifecycle: `prepare` once, then `steps` any number of times, with `publish` and `save` in between and at the end.
     """
 
     def __init__(self, context: Any, *, experiment: dict[str, Any], run_id: str) -> None:
@@ -64,7 +64,7 @@ class SupervisedService:
         self._learned_n = np.zeros(0, np.bool_)
         self._lengths_s = self._starts_s = np.zeros(0, np.int64)
         self._held_out: list[int] = []
-        self._trained = 0  # sequences
+        self._trained = 0  # number of sequences trained on
         self._order: Iterator[int] = iter(())
 
     def prepare(
@@ -74,8 +74,8 @@ class SupervisedService:
         lengths_s: npt.NDArray[np.int64],
         held_out: int = 0,
     ) -> None:
-        """Take the sequences, one behind the other, with the tokens that carry loss (orchestrator/jobs/sft_data.py).
-        ``held_out`` of them, drawn by the seed, are not trained on: see `held_out_loss`."""
+        """Set the sequences, concatenated, and their tokens that carry loss (orchestrator/jobs/sft_data.py).
+        ``held_out`` sequences, drawn by the seed, are not trained on: see `held_out_loss`."""
         self._token_ids_n, self._learned_n = token_ids_n, learned_n
         self._lengths_s, self._starts_s = lengths_s, np.cumsum(lengths_s) - lengths_s
         count, seed = len(lengths_s), self.experiment.run.seed
@@ -85,7 +85,7 @@ class SupervisedService:
         self._order = (int(trained[i]) for i in _shuffled_for_ever(self._trained, seed))
 
     def held_out_loss(self) -> float:
-        """Mean cross-entropy over the loss tokens of the sequences held out."""
+        """Mean cross-entropy over the loss tokens of the held-out sequences, nats."""
         arrays, total = self._arrays(self._held_out), 0.0
         with torch.no_grad():
             for chosen in pack((arrays.lengths_s - 1).tolist(), self.settings.micro_batch_tokens)[0]:
@@ -185,7 +185,7 @@ class SupervisedService:
         )
 
     def _accumulate(self, arrays: SampleArrays) -> tuple[float, float]:
-        """Gradients of the batch's mean cross-entropy over loss tokens; returns it and the FLOP spent."""
+        """Accumulate gradients of the batch's mean cross-entropy over loss tokens; returns (mean, FLOP spent)."""
         total = flops = 0.0
         lengths = (arrays.lengths_s - 1).tolist()
         for chosen in pack(lengths, self.settings.micro_batch_tokens)[0]:
@@ -209,7 +209,7 @@ class SupervisedService:
 
 
 def _shuffled_for_ever(count: int, seed: int) -> Iterator[int]:
-    """Every index once per epoch, each epoch in an order of its own that only the seed decides."""
+    """Yield every index once per epoch, endlessly; each epoch's order depends only on the seed and its number."""
     epoch = 0
     while True:
         yield from np.random.default_rng([seed, epoch]).permutation(count).tolist()

@@ -1,4 +1,4 @@
-"""From finished groups to what the trainer consumes."""
+"""Training batches made of finished groups: samples with rewards shaped and advantages computed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _Sequence = TypeVar("_Sequence", Rollout, Branch)
 
 
 def build_batch(step: int, groups: Sequence[FinishedGroup], experiment: Experiment) -> TrainBatch:
-    """Samples of the valid members, in admission order, with their advantages.
+    """Build the batch of ``step``: samples of the valid members, in admission order, with their advantages.
 
     Responses cut at the length limit are scored as they are, masked (they count for their group's advantages and
-    carry no loss) or penalised, as ``algorithm.overlong`` says. The copies of a member of a padded group stand side by
-    side and share its weight. Pure: what filters and hooks decided stands in the rollouts, so a replay after a crash
-    builds the very same batch.
+    carry no loss) or penalised, as ``algorithm.overlong`` says. The copies of a member of a padded group are adjacent
+    and share its weight. Pure: the decisions of filters and hooks are stored in the rollouts, so a replay after a
+    crash builds the identical batch.
     """
     rollouts = [rollout for group in groups for rollout in group.valid]
     masked = experiment.algorithm.overlong == "mask"
@@ -42,15 +42,15 @@ def build_batch(step: int, groups: Sequence[FinishedGroup], experiment: Experime
 
 
 def useful_samples(batch: TrainBatch) -> int:
-    """Samples that teach something: a token that carries loss and an advantage that isn't 0. A padded member's copies
-    count once."""
+    """Number of samples that can have a gradient: a token that carries loss and an advantage that isn't 0. The copies
+    of a padded member count once."""
     taught = (s for s in batch.samples if any(s.turn_advantages or (s.advantage,)) and _learns(s.rollout))
     return round(sum(sample.weight for sample in taught))
 
 
 def advantages_of_turns(rollouts: Sequence[Rollout], experiment: Experiment) -> list[tuple[float, ...]]:
-    """The advantages of each rollout: one for all its tokens, or one for each turn where `algorithm.turn_discount` asks
-    for it and the rollout has rewards by turn: its returns are then compared with those of all turns of its group."""
+    """The advantages of each rollout: one for all its tokens, or one for each turn if `algorithm.turn_discount` is set
+    and the rollout has rewards by turn. Its returns are then compared with those of all turns of its group."""
     algorithm = experiment.algorithm
     credits_s = [credits_of(r, shaped_reward(r, experiment), algorithm.turn_discount) for r in rollouts]
     groups_c = np.array([r.group for r, own in zip(rollouts, credits_s, strict=True) for _ in own], dtype=np.int64)
@@ -60,14 +60,14 @@ def advantages_of_turns(rollouts: Sequence[Rollout], experiment: Experiment) -> 
 
 
 def shaped_reward(rollout: Rollout, experiment: Experiment) -> float:
-    """What hooks made of the reward, or the verifier's less what the response's length costs."""
+    """The reward that advantages are computed from: the hooks' result, or the verifier's reward plus `length_cost`."""
     if rollout.trained_reward is not None:
         return rollout.trained_reward
     return rollout.reward + length_cost(rollout, experiment)
 
 
 def length_cost(rollout: Rollout, experiment: Experiment) -> float:
-    """What a reward loses for its response's length, 0 or less."""
+    """The penalty added to a reward for its response's length: 0 or negative, in units of reward."""
     algorithm, limit = experiment.algorithm, experiment.rollout.max_response_tokens
     if algorithm.overlong != "penalty":
         return 0.0
@@ -76,7 +76,7 @@ def length_cost(rollout: Rollout, experiment: Experiment) -> float:
 
 
 def _mean(advantages_t: Sequence[float], ends_t: Sequence[int]) -> float:
-    """Mean over tokens of what each turn's tokens have."""
+    """Mean advantage over tokens, from one advantage per turn."""
     tokens_t = np.diff(ends_t, prepend=0)
     return float(np.dot(advantages_t, tokens_t) / max(1, tokens_t.sum()))
 
@@ -86,7 +86,7 @@ def _learns(rollout: Rollout) -> bool:
 
 
 def _unlearnt(rollout: Rollout) -> Rollout:
-    """Nothing of it, its branches neither: it is cut where its last call is."""
+    """Mask all loss tokens of a truncated rollout, its branches' too: the cut is at its last call."""
     branches = tuple(_masked(branch) for branch in rollout.branches)
     return msgspec.structs.replace(_masked(rollout), branches=branches)
 

@@ -1,4 +1,4 @@
-"""What leaves: filters and group hooks, asked once, when a group has finished."""
+"""Filters and group hooks, applied once when a group has finished: which members stay, and whether the group does."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from headway.records.rollout import FinishedGroup, Group, Rollout
 
 
 class FilteredGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished group after its filters: what is committed, so that every replay builds the same batch."""
+    """A finished group after its filters, as it is committed, so that every replay builds the same batch."""
 
     finished: FinishedGroup  # its members with ``left``, ``trained_reward`` and ``copies``
     outcome: GroupOutcome
-    meta: dict[str, float] = {}  # what hooks.group_meta said
+    meta: dict[str, float] = {}  # the statistics that hooks.group_meta returned
     problems: tuple[HookFailed, ...] = ()  # hooks that broke their contract; any but group_meta's fails the group
 
 
 class GroupFilters:
     """The filters and hooks of an experiment.
 
-    In this order: overlong members leave; rewards are shaped; statistics are taken; the group fails when too few are
-    sound, or is refused; members are filtered; rewards are normalised; the group is filtered when too few are kept, its
-    rewards don't differ or its advantages are too small; copies fill it up. What leaves gives its credit back when the
-    group ends, at once, so that another is generated in its place.
+    Their order: overlong members are filtered; rewards are shaped; statistics are taken; the group fails when too few
+    members are sound, or is refused; members are filtered; the group is filtered when too few are kept or their rewards
+    don't differ; rewards are normalised; the group is filtered when its advantages are too small; copies pad it. A
+    filtered group ends at once and returns its credit, so that another is generated in its place.
     """
 
     def __init__(self, experiment: Experiment, text: Callable[[Rollout], str]) -> None:
@@ -40,7 +40,8 @@ class GroupFilters:
         self._text = text
 
     def judge(self, finished: FinishedGroup) -> FilteredGroup:
-        """Who leaves a group whose members are verified, and what becomes of the rest. Pure but for the hooks."""
+        """Filter a group whose members are verified: decide which members leave, and its outcome. Pure but for the
+        hooks. A hook that breaks its contract (any but group_meta) fails the group."""
         group, problems = finished.group, list[HookFailed]()
         meta: dict[str, float] = {}
         try:
@@ -59,7 +60,7 @@ class GroupFilters:
         return FilteredGroup(finished=judged, outcome=outcome, meta=meta, problems=tuple(problems))
 
     def _broken(self, finished: FinishedGroup, meta: dict[str, float], problems: list[HookFailed]) -> FilteredGroup:
-        """Training on what a broken hook should have judged would be worse than losing the group."""
+        """Fail the group: training on members that a broken hook should have judged would be worse than losing it."""
         outcome = GroupOutcome(ending="failed", reason=f"hook:{problems[-1].short}", valid=len(finished.valid))
         return FilteredGroup(finished=finished, outcome=outcome, meta=meta, problems=tuple(problems))
 
@@ -104,10 +105,10 @@ class GroupFilters:
         return _filtered(rollout, refusal) if refusal else rollout
 
     def _normalized(self, group: Group, members: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-        """The rewards that advantages see: shaped by hooks, less what their lengths cost, normalised."""
+        """Store the rewards that advantages are computed from: shaped by hooks, plus `length_cost`, normalised."""
         hooks, experiment = self._hooks, self._experiment
         if hooks.default("reward") and hooks.default("normalize_group"):
-            return members  # a batch costs lengths by itself
+            return members  # `build_batch` applies the length cost itself
         valid = [r for r in members if r.valid]
         rewards = [_reward(r) + length_cost(r, experiment) for r in valid]
         if not hooks.default("normalize_group"):

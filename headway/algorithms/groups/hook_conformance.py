@@ -1,8 +1,8 @@
-"""Whether hooks keep their contracts, on groups that real ones don't often look like.
+"""Checks that hooks keep their contracts, on kinds of groups that are rare in a run.
 
-What a run finds out group by group, `headway check` finds out before: each hook is called on made-up groups of a real
-task, twice. Cases: rewards above 1, negative, large, all equal; members that failed, were filtered or came too late;
-one member; nobody left.
+A run would find violations group by group; `headway check` finds them before: each hook is called twice on made-up
+groups of a real task. Cases: rewards above 1, negative, large, all equal; members that failed, were filtered or came
+too late; one member; no member left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
 from headway.runtime.hooks import Hook, shown
 
 Gone = str  # "failed", "filtered" or "discarded": a member that has no reward to learn from
-_TOKENS = 3  # of every made-up response
+_TOKENS = 3  # length of every made-up response
 
 CASES: dict[str, tuple[float | Gone, ...]] = {
     "rewards above 1 and negative": (2.3, 0.5, -0.7, 1.0),
@@ -39,7 +39,7 @@ CASES: dict[str, tuple[float | Gone, ...]] = {
 
 
 def made_up_group(task: Task, members: Sequence[float | Gone], index: int = 0) -> FinishedGroup:
-    """A finished group with these rewards; of those that are gone, how."""
+    """Make a finished group: for each member its reward, or the way it left."""
     group = Group(
         index=index, task=task, prompt_ids=TokenIds((7,)), size=len(members), admitted_version=0, admitted_s=0.0
     )
@@ -66,7 +66,7 @@ def _member(index: int, member: int, given: float | Gone) -> Rollout:
 
 
 def hook_violations(hooks: GroupHooks, task: Task) -> Iterator[str]:
-    """What each of ``hooks`` does against its contract, the first of its cases each; nothing when all is well."""
+    """Yield the violations of their contracts by ``hooks``, at most one per hook (the first case); none if all hold."""
     for short in ("reward", "group_meta", "is_valid_group", "filter_item", "normalize_group", "pad_group"):
         hook: Hook = getattr(hooks, short)
         for name, members in CASES.items():
@@ -78,7 +78,7 @@ def hook_violations(hooks: GroupHooks, task: Task) -> Iterator[str]:
 
 
 def advantage_violations(hook: Hook) -> Iterator[str]:
-    """What a rule for the advantages of a group does against its contract."""
+    """Yield the first violation of its contract by a rule for the advantages of a group; nothing if it holds."""
     for name, members in CASES.items():
         rewards_g = np.array([given for given in members if not isinstance(given, str)])
         if not len(rewards_g):
@@ -94,7 +94,7 @@ def advantage_violations(hook: Hook) -> Iterator[str]:
 
 
 def _calls(hooks: GroupHooks, short: str, finished: FinishedGroup) -> object:
-    """Every call of one hook that a run would make of this group."""
+    """Make every call of one hook that a run would make for this group; returns the results."""
     group, everyone, valid = finished.group, finished.rollouts, finished.valid
     if short == "reward":
         return [hooks.reward_of(group, rollout, "a response") for rollout in valid]

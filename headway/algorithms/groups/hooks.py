@@ -1,6 +1,6 @@
 """The hooks on rollouts and groups that have finished: contracts, defaults, and the boundary to a user's own.
 
-They are called in this order, on the orchestrator's own time (milliseconds: what is slow belongs into a verifier).
+They are called in this order, in the orchestrator's event loop (milliseconds: slow work belongs in a verifier).
 
 | hook | called with | returns |
 | --- | --- | --- |
@@ -11,8 +11,8 @@ They are called in this order, on the orchestrator's own time (milliseconds: wha
 | normalize_group | group, valid rollouts, their rewards [K] | [K] finite numbers |
 | pad_group | group, valid rollouts | members to repeat, at most as many as have left |
 
-All are pure: the same arguments give the same answer. Records are immutable; `Rollout.reward` stays what the verifier
-said, whatever these make of it. What one raises or returns against its contract is a `HookFailed` that names it.
+All are pure: the same arguments give the same result. Records are immutable; `Rollout.reward` stays the verifier's,
+whatever hooks return. A hook that raises or breaks its contract is reported as a `HookFailed` that names it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headway.records.rollout import Group, Rollout
 from headway.runtime.hooks import Hook, finite_number, load_hook, shown
 
 FloatArray = NDArray[np.float64]
-Keep = bool | tuple[bool, str]  # whether it stays; and why not, one or a few words: reasons are counted
+Keep = bool | tuple[bool, str]  # keep or not; and why not, in a few words: reasons are counted
 
 ShapeReward = Callable[[Group, Rollout, str], float]
 GroupMeta = Callable[[Group, Sequence[Rollout]], Mapping[str, float]]
@@ -55,12 +55,12 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 
 
 def verifier_reward(group: Group, rollout: Rollout, response: str) -> float:
-    """The reward as the verifier gave it."""
+    """The verifier's reward, unchanged."""
     return rollout.reward
 
 
 def reward_statistics(group: Group, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Share of valid members, and least, mean and largest of their rewards; without a valid one the share alone."""
+    """Share of valid members, and minimum, mean and maximum of their rewards; only the share if none is valid."""
     rewards = [r.reward for r in rollouts if r.valid]
     share = {"valid_share": len(rewards) / len(rollouts) if rollouts else 0.0}
     if not rewards:
@@ -73,29 +73,29 @@ def reward_statistics(group: Group, rollouts: Sequence[Rollout]) -> dict[str, fl
 
 
 def every_group(group: Group, rollouts: Sequence[Rollout]) -> bool:
-    """Keeps every group that has members enough (`queue.min_valid_group_ratio` is asked before)."""
+    """Keep every group that has enough members (`queue.min_valid_group_ratio` is checked before)."""
     return True
 
 
 def every_item(group: Group, rollout: Rollout) -> bool:
-    """Keeps every member, whatever its reward: above 1 and negative ones are as good as others."""
+    """Keep every member, whatever its reward: rewards above 1 and negative ones are valid."""
     return True
 
 
 def identity(group: Group, rollouts: Sequence[Rollout], rewards: FloatArray) -> FloatArray:
-    """Rewards as they are, of any scale: advantages are differences, and the default divides by their deviation."""
+    """Rewards unchanged, of any scale: advantages are differences, and the default divides by their deviation."""
     return rewards
 
 
 def no_padding(group: Group, rollouts: Sequence[Rollout]) -> tuple[int, ...]:
-    """Uneven groups stay uneven."""
+    """No copies: groups stay as small as they are."""
     return ()
 
 
 def repeat_members(group: Group, rollouts: Sequence[Rollout]) -> list[int]:
-    """Valid members again, first to last and from the first again, up to the group's size.
+    """Repeat the valid members in order, cyclically, up to the group's size.
 
-    Example, size 6 with members 1, 4 and 5 left: pads with 1, 4 and 5, and each copy counts a half."""
+    Example, size 6 of which members 1, 4 and 5 are valid: pads with 1, 4 and 5; each copy has weight 1/2."""
     members = [rollout.member for rollout in rollouts]
     return [members[i % len(members)] for i in range(group.size - len(members))] if members else []
 
@@ -129,7 +129,7 @@ class GroupHooks:
         return getattr(self, short).name == HOOKS[short][0]
 
     def reward_of(self, group: Group, rollout: Rollout, response: str) -> float:
-        """A finite number in the place of ``rollout.reward``."""
+        """The reward to train on instead of ``rollout.reward``, a finite number."""
         result = self.reward(group, rollout, response)
         number = finite_number(result)
         if number is None:
@@ -138,7 +138,7 @@ class GroupHooks:
         return number
 
     def meta_of(self, group: Group, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Statistics of a group; ``rollouts``: all its members."""
+        """Statistics of a group by name. ``rollouts``: all its members."""
         result = self.group_meta(group, tuple(rollouts))
         if not isinstance(result, Mapping):
             raise self.group_meta.failed(f"returned {shown(result)}: a dictionary of numbers is needed")
@@ -152,15 +152,15 @@ class GroupHooks:
         return numbers
 
     def refuses_group(self, group: Group, rollouts: Sequence[Rollout]) -> str:
-        """Why a group may not be trained; "" when it may. ``rollouts``: all its members."""
+        """The reason why a group may not be trained, or "" when it may. ``rollouts``: all its members."""
         return _refusal(self.is_valid_group, self.is_valid_group(group, tuple(rollouts)))
 
     def refuses_item(self, group: Group, rollout: Rollout) -> str:
-        """Why a rollout leaves its group; "" when it stays."""
+        """The reason why a rollout leaves its group, or "" when it stays."""
         return _refusal(self.filter_item, self.filter_item(group, rollout))
 
     def normalized(self, group: Group, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> list[float]:
-        """Rewards of the valid members, by member, as advantages are to see them."""
+        """The rewards to compute advantages from, one for each of ``rollouts``, the valid members."""
         hook = self.normalize_group
         result = hook(group, tuple(rollouts), np.array(rewards, dtype=np.float64))
         try:
@@ -178,8 +178,8 @@ class GroupHooks:
         return found.tolist()
 
     def copies(self, group: Group, rollouts: Sequence[Rollout]) -> dict[int, int]:
-        """member -> how often it stands in the batch, 1 for each valid member and 1 more for each place it fills.
-        Their weights are divided by it: the loss of a sample counts once, however often it is there."""
+        """member -> its copies in the batch: 1 for each valid member and 1 more for each place it fills. Sample weights
+        are divided by this, so that the loss of a member counts once."""
         hook, members = self.pad_group, [rollout.member for rollout in rollouts]
         result = hook(group, tuple(rollouts))
         copies = dict.fromkeys(members, 1)
@@ -197,12 +197,12 @@ class GroupHooks:
 
 
 def resolve_hooks(hooks: HooksConfig) -> GroupHooks:
-    """The hooks that ``hooks`` names. Raises ConfigurationError for one that can't be imported or called so."""
+    """Load the hooks that ``hooks`` names. Raises ConfigurationError for one that can't be imported or called so."""
     return GroupHooks(**{short: resolve_hook(short, getattr(hooks, short)) for short in ARGUMENTS})
 
 
 def resolve_hook(short: str, name: str) -> Hook:
-    """The hook ``hooks.<short>``, a default or the user's ``module:function``. Raises ConfigurationError."""
+    """Load the hook ``hooks.<short>``, a default or the user's ``module:function``. Raises ConfigurationError."""
     return load_hook(f"hooks.{short}", name, DEFAULTS[short], ARGUMENTS[short])
 
 

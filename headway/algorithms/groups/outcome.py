@@ -9,11 +9,11 @@ import msgspec
 from headway.config.schema import QueueConfig
 from headway.records.rollout import Ending, Rollout
 
-GROUP_TIMEOUT = "group_timeout"  # why members are discarded that weren't finished in time
+GROUP_TIMEOUT = "group_timeout"  # reason of members that are discarded because they weren't finished in time
 
 
 class GroupOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a group whose members have all finished goes on to training."""
+    """Whether a group whose members have all finished is trained, and the reason if it isn't."""
 
     ending: Ending | None  # None: trainable; "failed", "filtered" or "pruned": it ends now
     # too_few_valid | group_timeout | too_few_kept | zero_variance | low_advantage | user:WHY | hook:NAME
@@ -33,9 +33,9 @@ def is_zero_variance(rewards: Sequence[float]) -> bool:
 def group_timeout(
     *, size: int, finished: Collection[int], open_s: float, timeout_s: float | None
 ) -> tuple[int, ...] | None:
-    """The members of a group to stop, because it has been generated for ``open_s`` seconds, ``timeout_s`` or more; None
-    while it may go on. They leave it as *discarded*, with GROUP_TIMEOUT for a reason, and `group_outcome` decides what
-    becomes of the others. finished: the members whose generation has ended, one way or the other.
+    """The members to stop of a group that has been generating for ``open_s`` seconds, ``timeout_s`` or more; None
+    while it may continue. They leave as *discarded* with reason GROUP_TIMEOUT, and `group_outcome` decides about the
+    others. finished: the members whose generation has ended, successfully or not.
     """
     if timeout_s is None or open_s < timeout_s or len(finished) >= size:
         return None
@@ -43,13 +43,14 @@ def group_timeout(
 
 
 def failed_outcome(rollouts: Sequence[Rollout], *, size: int, limits: QueueConfig) -> GroupOutcome | None:
-    """How a group ends, before any filter, that has too few sound members, those that neither failed nor were pruned or
-    stopped (DESIGN rule 11): fewer than 2 (of a group of one: 1), or fewer than ``min_valid_group_ratio`` of its size,
-    in whose place ``min_timeout_group_ratio`` stands where it timed out. It is *pruned* when there would be enough but
-    for pruning, else *failed*. None: it has enough.
+    """The ending, before any filter, of a group with too few sound members; None if it has enough (DESIGN rule 11).
 
-    Example, size 4: with ratio 0.5 two failures are borne and three are not; with one member stopped at the timeout
-    and min_timeout_group_ratio 0.7 the other three must be sound.
+    Sound members neither failed nor were pruned or stopped. Too few are fewer than 2 (1 in a group of one), or fewer
+    than ``min_valid_group_ratio`` of its size; ``min_timeout_group_ratio`` replaces that ratio after a timeout. The
+    group is *pruned* when it would have enough without the pruning, else *failed*.
+
+    Example, size 4: ratio 0.5 tolerates two failures, not three; with one member stopped at the timeout and
+    min_timeout_group_ratio 0.7 the other three must be sound.
     """
     timed_out = any(r.left_reason == GROUP_TIMEOUT for r in rollouts)
     ratio = limits.min_timeout_group_ratio if timed_out else limits.min_valid_group_ratio
@@ -67,12 +68,12 @@ def failed_outcome(rollouts: Sequence[Rollout], *, size: int, limits: QueueConfi
 def group_outcome(
     rollouts: Sequence[Rollout], *, size: int, limits: QueueConfig, signal: Sequence[float] | None = None
 ) -> GroupOutcome:
-    """Decide a group whose members have finished, or left it: `failed_outcome`; it is filtered when filters leave fewer
-    than 2 valid members (of a group of one: 1) or fewer than ``min_valid_item_ratio`` of its size, and when all of
-    ``signal`` is equal and ``filter_zero_variance`` asks for it.
+    """Decide the outcome of a group whose members have all finished or left: first `failed_outcome`. The group is
+    *filtered* when fewer than 2 members (1 in a group of one) or fewer than ``min_valid_item_ratio`` of its size are
+    valid, or when all values of ``signal`` are equal and ``filter_zero_variance`` is set; else it is trainable.
 
-    rollouts: all members. signal: what is compared; by default the valid members' rewards. Raises ValueError when the
-    number of rollouts is not ``size``.
+    rollouts: all members. signal: values to compare; by default the valid members' rewards. Raises ValueError when
+    the number of rollouts is not ``size``.
     """
     if len(rollouts) != size:
         raise ValueError(f"{len(rollouts)} finished members of a group of {size}")
@@ -91,9 +92,9 @@ def group_outcome(
 
 
 def advantage_outcome(outcome: GroupOutcome, advantages: Sequence[float], min_advantage: float) -> GroupOutcome:
-    """``outcome``, or *filtered* where none of the group's ``advantages`` reaches ``min_advantage`` in size.
+    """``outcome``, or *filtered* if no absolute value of the group's ``advantages`` reaches ``min_advantage``.
 
-    Groups are judged, not members: one with a small advantage is what the others are compared with."""
+    Groups are filtered, not members: the others are compared with a member of small advantage."""
     if outcome.ending is not None or not min_advantage or max(map(abs, advantages), default=0.0) >= min_advantage:
         return outcome
     return GroupOutcome(
@@ -102,4 +103,4 @@ def advantage_outcome(outcome: GroupOutcome, advantages: Sequence[float], min_ad
 
 
 def _too_few(members: int, size: int, ratio: float) -> bool:
-    return members < min(2, size) or members + 1e-9 < ratio * size  # 0.7 x 10 is not to be more than 7
+    return members < min(2, size) or members + 1e-9 < ratio * size  # rounding: 0.7 x 10 must not exceed 7

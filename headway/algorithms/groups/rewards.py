@@ -1,4 +1,4 @@
-"""What becomes of a reward: responses near the length limit, rewards by turn, a KL penalty inside it."""
+"""Reward arithmetic: the overlong penalty, returns from rewards by turn, a KL penalty inside the reward."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
 
 
 def reward_to_go(penalties_m: NDArray[np.float64], sequence_m: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[M] sums over a token and those after it in its sample: what a per-token penalty inside the reward takes from
-    each token's advantage (REINFORCE++, 2025). ``sequence_m``: the token's sample, ascending."""
+    """[M] sum of the penalties of a token and of all later ones of its sample, to be subtracted from the token's
+    advantage (a penalty inside the reward: REINFORCE++, 2025). ``sequence_m``: the token's sample, ascending."""
     total_s = np.bincount(sequence_m, weights=penalties_m)
-    before_m = np.cumsum(penalties_m) - penalties_m  # of all earlier tokens, earlier samples' included
+    before_m = np.cumsum(penalties_m) - penalties_m  # sum over all earlier tokens, earlier samples' included
     before_s = np.cumsum(total_s) - total_s
     return total_s[sequence_m] - (before_m - before_s[sequence_m])
 
 
 def returns_to_go(rewards: Sequence[float], discount: float) -> list[float]:
-    """[T] of T turns: ``R_t = r_t + discount x R_(t+1)``, what a turn and those after it have earned.
+    """Discounted returns of a rollout's T turns, [T] -> [T]: ``R_t = r_t + discount x R_(t+1)``.
 
     Example, discount 0.5: rewards 1, 0, 4 give 1 + 0.5 x 2 = 2, 0 + 0.5 x 4 = 2 and 4.
     """
@@ -43,10 +43,10 @@ def returns_to_go(rewards: Sequence[float], discount: float) -> list[float]:
 
 
 def credits_of(rollout: Rollout, reward: float, discount: float | None) -> list[float]:
-    """What a rollout's advantages are computed from: one return to go for each turn, or ``reward`` for all its tokens
-    where it has no turn rewards or ``discount`` is None.
+    """The values a rollout's advantages are computed from: one return to go per turn, or ``reward`` alone for all its
+    tokens if it has no turn rewards or ``discount`` is None.
 
-    ``reward``: the rollout's, shaped; what shaping added to the verifier's is added to the last turn's reward.
+    ``reward``: the rollout's shaped reward; its difference from the verifier's is added to the last turn's reward.
     """
     if discount is None or not rollout.turn_rewards:
         return [reward]
