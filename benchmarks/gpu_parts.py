@@ -30,6 +30,7 @@ from parts.gpu_load import (
     weight_bytes,
 )
 
+from headway.algorithms.samples import lay_out
 from headway.config.schema import Experiment
 from headway.generator.engines.torch.engine import TorchEngine
 from headway.generator.service import GeneratorService
@@ -235,7 +236,7 @@ def trainer(settings: Settings) -> None:
     for length in lengths:
         for warm in (True, True, False, False, False):
             batch = train_batch(service.version, settings.configuration(), length, tokens // length)
-            step = service.train_step(batch)
+            step = service.train_step(lay_out(batch))
             if warm:
                 flops = seconds = count = 0.0
                 continue

@@ -1,6 +1,6 @@
 """What the orchestrator costs a trained sample: its own CPU time against a floor that is measured beside it.
 
-    python benchmarks/orchestrator.py [--rounds 5] [--samples 4096] [--quick] [--only run|growth] [--profile FILE]
+    python benchmarks/orchestrator.py [--rounds 5] [--samples 4096] [--quick] [--only run|growth|tokens]
 
 The real orchestrator, as `headway train` wires it (ledger, trace, live view), over real worker processes that replay
 prepared tokens: groups of 8, 32 prompt and 128 response tokens, one turn, a delta every 16 tokens. Each round is a run

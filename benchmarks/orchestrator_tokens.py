@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.algorithms.samples import SampleArrays, build_arrays
+from headway.algorithms.samples import SampleArrays, lay_out
 from headway.buffer.rows import payload_id, read_rollouts
 from headway.generator.routing.calls import OpenRequest
 from headway.records.counted import all_finite, sampled_mask
@@ -119,9 +119,9 @@ def store(connection: sqlite3.Connection, rollouts: Sequence[Rollout]) -> int:
 def train(rollouts: Sequence[Rollout]) -> tuple[SampleArrays, int]:
     """Batch to flat arrays, as the trainer's process has them, and the bytes of the message."""
     batch = TrainBatch(step=4, samples=tuple(Sample(rollout=r, advantage=r.reward - 0.5) for r in rollouts))
-    received, sent = through_frame(("train_step", (batch,), {}))
+    received, sent = through_frame(("train_step", (lay_out(batch),), {}))
     assert isinstance(received, tuple)
-    return build_arrays(received[1][0]), sent
+    return received[1][0].arrays(), sent
 
 
 _PROMPT = TokenIds(range(PROMPT_TOKENS))

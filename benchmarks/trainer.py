@@ -37,7 +37,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from headway.algorithms.samples import build_arrays
+from headway.algorithms.samples import build_arrays, lay_out
 from headway.models.configuration import DecoderConfig
 from headway.models.initialise import initialise_parameters
 from headway.models.loading import build, save_model
@@ -181,7 +181,7 @@ def against_plain(size: Model, dtype: str) -> dict[str, Any]:
 
         def train() -> None:
             nonlocal step
-            report = ours.train_step(batch(step, size.sequences, 1, 1, TOKENS, size.vocabulary))
+            report = ours.train_step(lay_out(batch(step, size.sequences, 1, 1, TOKENS, size.vocabulary)))
             assert report.tokens == report.computed_tokens == size.sequences * TOKENS
             step += 1
 
@@ -232,7 +232,7 @@ def sharing(size: Model, dtype: str, prompt: int, response: int, groups: int, ro
             given = batch(number, groups, GROUP, prompt, response, size.vocabulary)
             for on in (False, True) if number % 2 else (True, False):
                 started = time.perf_counter()
-                flops[on] = trainers[on].train_step(given).flops
+                flops[on] = trainers[on].train_step(lay_out(given)).flops
                 times[on].append(time.perf_counter() - started)
     ratios = [slow / fast for fast, slow in zip(times[True][1:], times[False][1:], strict=True)]
     bound = flops[False] / flops[True]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from headway.algorithms.samples import FlatBatch
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
@@ -24,7 +25,7 @@ from headway.records.generation import (
 from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.records.tokens import sampled
-from headway.records.training import CheckpointInfo, StepReport, TrainBatch
+from headway.records.training import CheckpointInfo, StepReport
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher, WorkerSpec
 from headway.trainer.fake import FakeTrainer
@@ -154,16 +155,16 @@ class ReplayTrainer:
     def __init__(self, context: Any) -> None:
         self._version = 0
 
-    def train_step(self, batch: TrainBatch) -> StepReport:
+    def train_step(self, batch: FlatBatch) -> StepReport:
         self._version = batch.step + 1
-        tokens = len(batch.samples) * (PROMPT_TOKENS + RESPONSE_TOKENS)
+        tokens = len(batch.token_ids_n)
         return StepReport(
             step=batch.step,
             version=self._version,
-            samples=len(batch.samples),
+            samples=batch.samples,
             tokens=tokens,
             computed_tokens=tokens,
-            loss_tokens=len(batch.samples) * RESPONSE_TOKENS,
+            loss_tokens=batch.samples * RESPONSE_TOKENS,
             compute_s=1e-3,
             metrics={"loss": 0.0, "grad_norm": 0.0, "entropy": 0.0, "learning_rate": 0.0},
         )

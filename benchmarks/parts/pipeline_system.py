@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from headway.algorithms.samples import lay_out
 from headway.config.schema import Experiment
 from headway.orchestrator.train import observing, wire
 from headway.records.ledger import LedgerLine, StepRecord
@@ -136,10 +137,10 @@ def serialisation_ms(batches: Sequence[TrainBatch]) -> dict[str, float]:
         work()
         return 1000 * (time.process_time() - started) / samples
 
-    encoded = [pickle.dumps(batch, protocol=5) for batch in batches]
+    encoded = [pickle.dumps(lay_out(batch), protocol=5) for batch in batches]
     rows = encoder()
     return {
-        "encode for the trainer": timed(lambda: [pickle.dumps(batch, protocol=5) for batch in batches]),
-        "decode in the trainer": timed(lambda: [pickle.loads(data) for data in encoded]),
+        "encode for the trainer": timed(lambda: [pickle.dumps(lay_out(batch), protocol=5) for batch in batches]),
+        "decode in the trainer": timed(lambda: [pickle.loads(data).arrays() for data in encoded]),
         "encode for the buffer": timed(lambda: [rows.encode(s.rollout) for b in batches for s in b.samples]),
     }

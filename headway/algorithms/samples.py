@@ -7,7 +7,7 @@ response token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,52 +65,96 @@ class SampleArrays:
         return np.cumsum(self.lengths_s) - self.lengths_s
 
 
+@dataclass(frozen=True, kw_only=True)
+class FlatBatch:
+    """The batch of one training step as a trainer is sent it: what `SampleArrays` has, 9 bytes a token.
+
+    Values that are alike for many tokens in a row travel as runs: [R] values with the [R] tokens of each.
+    """
+
+    step: int  # trainer version before the step
+    samples: int
+    token_ids_n: NDArray[np.int32]
+    loss_mask_n: BoolArray
+    behaviour_logprobs_n: FloatArray
+    advantage_runs: tuple[FloatArray, IntArray]
+    version_runs: tuple[IntArray, IntArray]
+    lengths_s: IntArray
+    groups_s: IntArray
+    weights_s: NDArray[np.float64] | None
+    rollouts_s: IntArray | None
+
+    def arrays(self) -> SampleArrays:
+        """The batch token by token."""
+        return SampleArrays(
+            token_ids_n=self.token_ids_n.astype(np.int64),
+            loss_mask_n=self.loss_mask_n,
+            behaviour_logprobs_n=self.behaviour_logprobs_n,
+            advantages_n=np.repeat(*self.advantage_runs),
+            versions_n=np.repeat(*self.version_runs),
+            lengths_s=self.lengths_s,
+            groups_s=self.groups_s,
+            weights_s=self.weights_s,
+            rollouts_s=self.rollouts_s,
+        )
+
+
 def build_arrays(batch: TrainBatch) -> SampleArrays:
+    """The samples of ``batch`` token by token. Raises as `lay_out`."""
+    return lay_out(batch).arrays()
+
+
+def lay_out(batch: TrainBatch) -> FlatBatch:
     """Lay out the samples of ``batch`` flat, in batch order, a rollout's branches after its trunk.
 
     Raises ValueError naming the rollout whose parts differ in length.
     """
-    owners = [sample for sample in batch.samples for _ in sample.rollout.sequences]  # one per sequence
-    rollouts = [sequence for sample in batch.samples for sequence in sample.rollout.sequences]
-    prompts_s = _count(len(r.prompt_ids) for r in rollouts)
-    responses_s = _count(len(r.response_ids) for r in rollouts)
-    _require_consistent(owners, rollouts, responses_s)
+    owners: list[Sample] = []  # one per sequence
+    sequences: list[Rollout | Branch] = []
+    for sample in batch.samples:
+        for sequence in sample.rollout.sequences:
+            owners.append(sample)
+            sequences.append(sequence)
+    prompts_s = _count([len(sequence.prompt_ids) for sequence in sequences])
+    responses_s = _count([len(sequence.response_ids) for sequence in sequences])
+    _require_consistent(owners, sequences, responses_s)
     lengths_s = prompts_s + responses_s
-    longest = int(prompts_s.max(initial=0))
-    unlearnt, unsampled = TokenMask.filled(False, longest), TokenLogprobs.filled(0.0, longest)
-
-    token_ids_n = TokenIds.concatenated((ids for r in rollouts for ids in (r.prompt_ids, r.response_ids)), np.int64)
-    loss_mask_n = TokenMask.concatenated(
-        mask for r in rollouts for mask in (unlearnt[: len(r.prompt_ids)], r.response_mask)
-    )
-    loss_mask_n[(np.cumsum(lengths_s) - lengths_s)[lengths_s > 0]] = False  # only matters where a prompt is empty
-    behaviour_logprobs_n = TokenLogprobs.concatenated(
-        logprobs for r in rollouts for logprobs in (unsampled[: len(r.prompt_ids)], r.response_logprobs)
-    )
+    unlearnt = {length: TokenMask.filled(False, length) for length in set(prompts_s.tolist())}
+    unsampled = {length: TokenLogprobs.filled(0.0, length) for length in unlearnt}
+    ids: list[Sequence[int]] = []
+    masks: list[Sequence[bool]] = []
+    logprobs: list[Sequence[float]] = []
     versions: list[tuple[int, int]] = []  # (version, number of tokens)
     advantages: list[tuple[float, int]] = []
-    for sample, sequence in zip(owners, rollouts, strict=True):
-        versions.append((PROMPT_VERSION, len(sequence.prompt_ids)))
+    for sample, sequence, prompt in zip(owners, sequences, prompts_s.tolist(), strict=True):
+        ids += sequence.prompt_ids, sequence.response_ids
+        masks += unlearnt[prompt], sequence.response_mask
+        logprobs += unsampled[prompt], sequence.response_logprobs
+        versions.append((PROMPT_VERSION, prompt))
         versions += [(span.version, span.tokens) for span in sequence.versions]
-        advantages.append((0.0, len(sequence.prompt_ids)))
+        advantages.append((0.0, prompt))
         advantages += _advantages(sample, sequence)
+    loss_mask_n = TokenMask.concatenated(masks)
+    loss_mask_n[(np.cumsum(lengths_s) - lengths_s)[lengths_s > 0]] = False  # only matters where a prompt is empty
     weights = [sample.weight for sample in owners]
-    return SampleArrays(
-        token_ids_n=token_ids_n,
+    return FlatBatch(
+        step=batch.step,
+        samples=len(batch.samples),
+        token_ids_n=TokenIds.concatenated(ids),
         loss_mask_n=loss_mask_n,
-        behaviour_logprobs_n=behaviour_logprobs_n,
-        advantages_n=_repeated(advantages, np.float32),
-        versions_n=_repeated(versions, np.int64),
+        behaviour_logprobs_n=TokenLogprobs.concatenated(logprobs),
+        advantage_runs=_runs(advantages, np.float32),
+        version_runs=_runs(versions, np.int64),
         lengths_s=lengths_s,
-        groups_s=np.fromiter((sample.rollout.group for sample in owners), np.int64, len(owners)),
-        weights_s=None if all(weight == 1.0 for weight in weights) else np.array(weights),
+        groups_s=_count([sample.rollout.group for sample in owners]),
+        weights_s=None if weights.count(1.0) == len(weights) else np.array(weights),
         rollouts_s=None if len(owners) == len(batch.samples) else _owned(batch.samples),
     )
 
 
 def _owned(samples: Sequence[Sample]) -> IntArray:
     """[S] index of each sequence's sample; the copies of a padded member are samples of their own."""
-    return np.repeat(np.arange(len(samples)), _count(1 + len(sample.rollout.branches) for sample in samples))
+    return np.repeat(np.arange(len(samples)), _count([1 + len(sample.rollout.branches) for sample in samples]))
 
 
 def sample_of_token(arrays: SampleArrays) -> IntArray:
@@ -137,13 +181,13 @@ def split_by_group(arrays: SampleArrays, parts: int) -> list[IntArray]:
     return [np.flatnonzero(np.isin(arrays.groups_s, share)) for share in shares]
 
 
-def _count(lengths: Iterable[int]) -> IntArray:
-    return np.fromiter(lengths, np.int64)
+def _count(numbers: Sequence[int]) -> IntArray:
+    return np.array(numbers, np.int64)
 
 
-def _repeated(runs: Sequence[tuple[float, int]], kind: type[np.generic]) -> NDArray[Any]:
-    """Expand runs of (value, count) into an array."""
-    return np.repeat(np.array([value for value, _ in runs], kind), [tokens for _, tokens in runs])
+def _runs(runs: Sequence[tuple[float, int]], kind: type[np.generic]) -> tuple[NDArray[Any], IntArray]:
+    """Runs of (value, tokens) as two arrays."""
+    return np.array([value for value, _ in runs], kind), _count([tokens for _, tokens in runs])
 
 
 def _advantages(sample: Sample, sequence: Rollout | Branch) -> list[tuple[float, int]]:
@@ -164,7 +208,7 @@ def _require_consistent(
     samples: Sequence[Sample], sequences: Sequence[Rollout | Branch], responses_s: IntArray
 ) -> None:
     for sample, sequence, tokens in zip(samples, sequences, responses_s.tolist(), strict=True):
-        spans = sum(span.tokens for span in sequence.versions)
+        spans = sum([span.tokens for span in sequence.versions])
         if not len(sequence.response_logprobs) == len(sequence.response_mask) == spans == tokens:
             raise ValueError(
                 f"rollout {sample.rollout.rollout_id}: {tokens} response ids, {len(sequence.response_logprobs)} "

@@ -421,8 +421,9 @@ class GeneratorPool:
         """Why no replica will ever come back, or none shall; None while one may."""
         if self._hopeless is not None:
             return self._hopeless
-        if not all(replica.gone for replica in self._replicas):
-            return None
+        for replica in self._replicas:
+            if not replica.gone:
+                return None
         return next(slot.lost for slot in self._slots if slot.lost is not None)  # the last can't leave
 
     def _require_running(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -166,7 +167,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def response_tokens(self) -> int:
         """Tokens of the responses of all sequences: each sampled token once, and what was said between the turns."""
-        return len(self.response_ids) + sum(len(branch.response_ids) for branch in self.branches)
+        tokens = len(self.response_ids)
+        return tokens + sum(len(branch.response_ids) for branch in self.branches) if self.branches else tokens
 
     @property
     def all_tokens(self) -> int:
@@ -193,21 +195,21 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     admitted_s: float
 
 
-class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
+class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: of the cached properties
     """A group whose members have all finished."""
 
     group: Group
     rollouts: tuple[Rollout, ...]  # valid ones and those that left, by member
 
-    @property
+    @cached_property
     def valid(self) -> tuple[Rollout, ...]:
         """The rollouts that may be trained: neither failed nor filtered, pruned or discarded."""
-        return tuple(r for r in self.rollouts if r.valid)
+        return tuple([r for r in self.rollouts if r.valid])
 
-    @property
+    @cached_property
     def first_version(self) -> int:
         """Oldest first-token version of its members; the budget is checked against it."""
-        versions = [r.first_version for r in self.rollouts if r.first_version >= 0]
+        versions = [version for version in [r.first_version for r in self.rollouts] if version >= 0]
         return min(versions) if versions else self.group.admitted_version
 
 

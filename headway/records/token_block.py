@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from headway.records.generation import PartialResponse, VersionSpan
 from headway.records.tokens import SAMPLED, TokenIds, TokenLogprobs, TokenMask, sampled
 
+_BYTES = SAMPLED.itemsize
+
 
 class TokenBlock:
     """Ids, log-probabilities, mask and version spans of consecutive tokens; appending costs O(1) a token.
@@ -27,12 +29,12 @@ class TokenBlock:
         block.versions == (VersionSpan(version=3, tokens=3), VersionSpan(version=4, tokens=1))
     """
 
-    __slots__ = ("_masked", "_pieces", "_size", "_spans", "_version")
+    __slots__ = ("_masked", "_pieces", "_spans", "_version", "tokens")
 
     def __init__(self, begun: PartialResponse | None = None) -> None:
         """Start with the tokens of ``begun``; None: empty."""
         self._pieces: list[bytes] = []  # of SAMPLED, joined when somebody looks
-        self._size = 0  # their bytes
+        self.tokens = 0  # so far
         self._masked: list[tuple[int, int]] = []  # [first, behind) of each run without loss
         self._spans: list[tuple[int, int]] = []  # (version, first token)
         self._version: int | None = None  # of the last one
@@ -40,15 +42,15 @@ class TokenBlock:
             self.extend(begun.ids, begun.logprobs, begun.versions)
 
     def __len__(self) -> int:
-        return self._size // SAMPLED.itemsize
+        return self.tokens
 
     def append(self, data: bytes, version: int) -> None:
         """Append sampled tokens of one version, at least one, in the format of `TokenDelta.data`."""
         if version != self._version:
-            self._spans.append((version, len(self)))
+            self._spans.append((version, self.tokens))
             self._version = version
         self._pieces.append(data)
-        self._size += len(data)
+        self.tokens += len(data) // _BYTES
 
     def extend(
         self,
@@ -98,10 +100,15 @@ class TokenBlock:
 
     @property
     def versions(self) -> tuple[VersionSpan, ...]:
-        ends = [first for _, first in self._spans[1:]] + [len(self)]
+        ends = [first for _, first in self._spans[1:]] + [self.tokens]
         spans = zip(self._spans, ends, strict=False)
-        return tuple(VersionSpan(version=version, tokens=end - first) for (version, first), end in spans)
+        return tuple([VersionSpan(version=version, tokens=end - first) for (version, first), end in spans])
 
     def response(self) -> PartialResponse:
         """Return all but the mask: enough to continue the response on another replica."""
-        return PartialResponse(ids=self.ids, logprobs=self.logprobs, versions=self.versions)
+        tokens = self._tokens()
+        return PartialResponse(
+            ids=TokenIds.view(tokens["id"].copy()),
+            logprobs=TokenLogprobs.view(tokens["logprob"].copy()),
+            versions=self.versions,
+        )

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headway.algorithms.samples import lay_out
 from headway.config.schema import Experiment
 from headway.records.errors import HeadwayError, RemoteError
 from headway.records.generation import PublishedWeights
@@ -85,7 +86,8 @@ class TrainerClient:
         await self.start()
 
     async def train_step(self, batch: TrainBatch) -> StepReport:
-        reports: list[StepReport] = await self._all("train_step", batch)
+        """Train on ``batch``. Raises ValueError for a rollout whose parts differ in length."""
+        reports: list[StepReport] = await self._all("train_step", lay_out(batch))
         return msgspec.structs.replace(reports[0], rank_compute_s=tuple(report.compute_s for report in reports))
 
     async def publish(self, version: int) -> PublishedWeights:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from headway.algorithms.samples import build_arrays
+from headway.algorithms.samples import FlatBatch
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.models.cpu.native import why_none
@@ -21,7 +21,7 @@ from headway.models.decoder import Decoder
 from headway.models.loading import DTYPES, save_model, weights_of
 from headway.records.errors import CheckpointCorrupt, StorageFailed
 from headway.records.generation import PublishedWeights
-from headway.records.training import CheckpointInfo, StepReport, TrainBatch
+from headway.records.training import CheckpointInfo, StepReport
 from headway.trainer.checkpoints import CheckpointState, keep_last, read_state, verify, write_folder
 from headway.trainer.learner import Learner, OptimiserSettings
 from headway.trainer.policy import PolicyGradient, Progress
@@ -80,13 +80,13 @@ class TrainerService:
         self._run_id = run_id
         self._publisher: Publisher | None = None
 
-    def train_step(self, batch: TrainBatch) -> StepReport:
+    def train_step(self, batch: FlatBatch) -> StepReport:
         """Train on one batch. Raises ValueError when its step isn't the present version."""
         if batch.step != self.version:
             raise ValueError(f"batch of step {batch.step} given to a trainer at version {self.version}")
         started = time.perf_counter()
         rate = self._learning_rate()
-        arrays = build_arrays(batch)
+        arrays = batch.arrays()
         progress = self.policy.run(arrays, rate, batch.step)
         applied = [update for update in progress.updates if update.applied]
         reasons = "; ".join(update.reason for update in progress.updates if update.reason)
@@ -178,7 +178,7 @@ class TrainerService:
 
     def _report(
         self,
-        batch: TrainBatch,
+        batch: FlatBatch,
         progress: Progress,
         metrics: dict[str, float],
         reason: str,
@@ -190,7 +190,7 @@ class TrainerService:
             version=self.version,
             skipped=self.version == batch.step,
             reason=reason,
-            samples=len(batch.samples),
+            samples=batch.samples,
             tokens=progress.tokens,
             computed_tokens=progress.computed_tokens,
             loss_tokens=loss_tokens,

@@ -78,17 +78,19 @@ def choose_replica(loads: Sequence[ReplicaLoad], needed_tokens: int = 0) -> Rout
         taking = [index for index, load in enumerate(loads) if load.standing == "resting"]
     if not taking:
         return None
-    best = min([_cost(loads[index], index) for index in taking])[2]
-    saved = loads[best].saved_tokens
-    return Route(best, max([load.saved_tokens for load in loads]) > saved)
+    best, least = taking[0], _cost(loads[taking[0]])
+    for index in taking[1:]:
+        if (cost := _cost(loads[index])) < least:
+            best, least = index, cost
+    return Route(best, max([load.saved_tokens for load in loads]) > loads[best].saved_tokens)
 
 
 def _has_room(load: ReplicaLoad, needed_tokens: int) -> bool:
     return load.capacity_tokens is None or load.outstanding_tokens + needed_tokens <= load.capacity_tokens
 
 
-def _cost(load: ReplicaLoad, index: int) -> tuple[int, int, int]:
-    return load.outstanding_tokens - load.saved_tokens, -load.saved_tokens, index
+def _cost(load: ReplicaLoad) -> tuple[int, int]:
+    return load.outstanding_tokens - load.saved_tokens, -load.saved_tokens
 
 
 class PrefixMemory:

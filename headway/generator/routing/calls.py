@@ -32,7 +32,7 @@ class OpenRequest:
         "first_token_s",
         "future",
         "opened_s",
-        "outstanding",
+        "outstanding_tokens",
         "prefix",
         "probe",
         "refused_by",
@@ -51,6 +51,7 @@ class OpenRequest:
         self.request = request
         self._least_tokens = len(request.prompt_ids)
         self._most_tokens = self._least_tokens + request.sampling.max_tokens
+        self.outstanding_tokens = 0  # prompt and still allowed response tokens: what it may cost a replica
         self.future = future
         self.replica: int | None = None
         self.ticket = ""  # the id it has inside that replica
@@ -58,7 +59,6 @@ class OpenRequest:
         self.watch = watch
         self._told_tokens = len(self._block)
         self.serial = 0  # in the order they came
-        self.outstanding = self.outstanding_tokens  # as the router has counted it
         self.opened_s = 0.0
         self.prefix: list[tuple[int, int]] | None = None  # keys of its prompt's beginnings, once they were asked for
         self.cancelled = False  # it ends with the tokens it has, whoever worked on it
@@ -75,19 +75,19 @@ class OpenRequest:
     @property
     def tokens(self) -> int:
         """Response tokens so far."""
-        return len(self._block)
-
-    @property
-    def outstanding_tokens(self) -> int:
-        """Prompt and still allowed response tokens: what it may cost a replica."""
-        return max(self._least_tokens, self._most_tokens - len(self._block))
+        return self._block.tokens
 
     def _start_over(self) -> None:
-        """With the tokens that were asked with, alone."""
+        """Drop all tokens but those that the request came with."""
         self._block = TokenBlock(self.request.partial)
+        self._count()
+
+    def _count(self) -> None:
+        left = self._most_tokens - self._block.tokens
+        self.outstanding_tokens = left if left > self._least_tokens else self._least_tokens
 
     def absorb(self, delta: TokenDelta, now: float) -> None:
-        """Take over a delta's tokens; a void one takes all back that were gained."""
+        """Append a delta's tokens; a void one revokes all that were gained."""
         if delta.reprefilled:
             self.reprefills += 1
         if delta.void:
@@ -96,6 +96,8 @@ class OpenRequest:
             if not self.first_token_s:
                 self.first_token_s = now
             self._block.append(data, delta.version)
+            left = self._most_tokens - self._block.tokens  # as _count: this runs for every delta
+            self.outstanding_tokens = left if left > self._least_tokens else self._least_tokens
 
     def tell(self) -> None:
         """Tell who watches, when there is enough to tell."""
@@ -106,7 +108,8 @@ class OpenRequest:
 
     def partial(self) -> PartialResponse:
         """All tokens so far."""
-        return self._block.response()
+        asked = self.request.partial
+        return asked if self._block.tokens == len(asked.ids) else self._block.response()
 
     def resubmission(self) -> GenerationRequest:
         """The request for the next replica: it goes on after the tokens so far."""

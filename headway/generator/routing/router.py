@@ -328,8 +328,12 @@ class Router:
         self.tell()
 
     def _encoded(self, calls: list[OpenRequest]) -> bytes:
-        """What to submit; b"": nothing. A request that can't be written (a number of more than 64 bits, text that is no
-        Unicode) fails alone."""
+        """The message of a submission; b"": nothing to submit. A request that can't be written (a number of more than
+        64 bits, text that is no Unicode) fails alone."""
+        try:
+            return self._encoder.encode([call.resubmission() for call in calls]) if calls else b""
+        except (OverflowError, TypeError, ValueError):
+            pass  # one of them is at fault
         requests: list[msgspec.Raw] = []
         for call in calls:
             try:
@@ -363,11 +367,11 @@ class Router:
             call = replica.calls.get(delta.request_id)  # the engine knows it by its ticket
             if call is None:
                 continue  # its caller is gone
+            before = call.outstanding_tokens
             call.absorb(delta, now)
-            left = call.outstanding_tokens
-            replica.outstanding_tokens += left - call.outstanding
-            self._used_tokens += left - call.outstanding
-            call.outstanding = left
+            gained = before - call.outstanding_tokens
+            replica.outstanding_tokens -= gained
+            self._used_tokens -= gained
             if delta.finish_reason is None and not call.probe:
                 if call.watch is not None:
                     call.tell()

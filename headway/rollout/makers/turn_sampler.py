@@ -26,6 +26,7 @@ from headway.records.rollout import Failure, Group, Pruned, Rollout
 from headway.rollout.seeds import rollout_seed
 from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock
+from headway.runtime.shared_timeout import SharedTimeout
 
 Resumption = Literal["continue", "restart", "fail"]
 ResumeGate = Callable[[PartialRollout], Awaitable[Resumption]]  # returns when a parked member may resume, and how
@@ -104,6 +105,7 @@ class TurnSampler:
 
     def __post_init__(self) -> None:
         settings = self.settings
+        self._limits = SharedTimeout(settings.timeout_s)
         self._sampling = SamplingParameters(
             temperature=settings.temperature if self.temperature is None else self.temperature,
             top_p=settings.top_p,
@@ -171,10 +173,10 @@ class TurnSampler:
         siblings = self._open.setdefault(key, [])
         siblings.append(progress)
         try:
-            async with asyncio.timeout(self.settings.timeout_s) as limit:
+            with self._limits.block() as limit:
                 failure = await self._generate_response(progress)
         except TimeoutError:
-            if not limit.expired():
+            if not limit.expired:
                 raise
             failure = timed_out(self.settings)
         finally:
@@ -309,9 +311,10 @@ class MemberProgress:
         """Keep the tokens of a submission that came back."""
         self.finish_reason = result.finish_reason
         self.reprefills += result.reprefills
-        if len(result.response.ids) >= len(self.response.ids):  # a failed request may come back empty-handed
+        tokens = len(result.response.ids)
+        if tokens >= len(self.response.ids):  # a failed request may come back empty-handed
             self.response = result.response
-        if self.first_token_s == 0.0 and result.response.ids:
+        if self.first_token_s == 0.0 and tokens:
             self.first_token_s = result.first_token_s or now
 
     def resume(self, how: Resumption) -> None:
@@ -323,10 +326,10 @@ class MemberProgress:
 
     def complete(self, sampling: SamplingParameters) -> bool:
         """Whether a continued response needs no further token; sets the finish reason then."""
-        ids = self.response.ids
-        if ids and ids[-1] in sampling.stop_token_ids:
+        tokens = len(self.response.ids)
+        if tokens and self.response.ids[-1] in sampling.stop_token_ids:
             self.finish_reason = "stop"
-        elif len(ids) >= sampling.max_tokens:
+        elif tokens >= sampling.max_tokens:
             self.finish_reason = "length"
         else:
             return False
@@ -363,7 +366,7 @@ def timed_out(settings: schema.RolloutConfig) -> Failure:
 def _fault(response: PartialResponse) -> str:
     """Why a response can't be trained on or continued; "" when it can."""
     tokens = len(response.ids)
-    spanned = sum(span.tokens for span in response.versions)
+    spanned = sum([span.tokens for span in response.versions])
     if len(response.logprobs) != tokens or spanned != tokens:
         return f"the engine returned {tokens} tokens, {len(response.logprobs)} log-probabilities, {spanned} versions"
     if not all_finite(response.logprobs):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tiny_trainer import Context, make_batch, make_experiment, make_model
 
+from headway.algorithms.samples import lay_out
 from headway.records.errors import CheckpointCorrupt, ConfigurationError
 from headway.trainer import checkpoints
 from headway.trainer.checkpoints import (
@@ -237,7 +238,7 @@ def parameters(trainer: TrainerService) -> list[torch.Tensor]:
 def test_resumed_training_is_bit_identical(experiment: dict, tmp_path: Path) -> None:
     straight = TrainerService(Context, experiment=experiment, run_id="a")
     for step in range(4):
-        straight.train_step(make_batch(step, step=step))
+        straight.train_step(lay_out(make_batch(step, step=step)))
         if step == 1:
             path = str(checkpoint_path(tmp_path / "run", 2))
             assert straight.save_checkpoint(path, {0: [0, 1], 1: [2]}).version == 2
@@ -245,7 +246,7 @@ def test_resumed_training_is_bit_identical(experiment: dict, tmp_path: Path) -> 
     assert resumed.load_checkpoint(path) == 2
     assert resumed.checkpoint_consumed(path) == {0: [0, 1], 1: [2]}
     for step in (2, 3):
-        report = resumed.train_step(make_batch(step, step=step))
+        report = resumed.train_step(lay_out(make_batch(step, step=step)))
     assert report.metrics["learning_rate"] == pytest.approx(1e-3)
     assert all(torch.equal(a, b) for a, b in zip(parameters(straight), parameters(resumed), strict=True))
 
@@ -254,7 +255,7 @@ def test_checkpoint_before_the_first_step_and_pruning(experiment: dict, tmp_path
     trainer = TrainerService(Context, experiment=experiment, run_id="a")
     for version in range(4):
         trainer.save_checkpoint(str(checkpoint_path(tmp_path / "run", version)), {})
-        trainer.train_step(make_batch(version, step=version))
+        trainer.train_step(lay_out(make_batch(version, step=version)))
     assert [p.name for p in find_checkpoints(tmp_path / "run")] == ["step_00000002", "step_00000003"]
     fresh = TrainerService(Context, experiment=experiment, run_id="b")
     fresh.save_checkpoint(str(tmp_path / "other" / "checkpoints" / "step_00000000"), {})
@@ -265,10 +266,10 @@ def test_checkpoint_before_the_first_step_and_pruning(experiment: dict, tmp_path
 
 def test_corrupt_checkpoint_is_refused_before_anything_changes(experiment: dict, tmp_path: Path) -> None:
     trainer = TrainerService(Context, experiment=experiment, run_id="a")
-    trainer.train_step(make_batch(0))
+    trainer.train_step(lay_out(make_batch(0)))
     path = checkpoint_path(tmp_path / "run", 1)
     trainer.save_checkpoint(str(path), {})
-    trainer.train_step(make_batch(1, step=1))
+    trainer.train_step(lay_out(make_batch(1, step=1)))
     before = parameters(trainer)
     with (path / "model" / "model.safetensors").open("r+b") as file:
         file.seek(-4, os.SEEK_END)
@@ -283,13 +284,13 @@ def test_best_is_a_model_folder_with_state(experiment: dict, tmp_path: Path) -> 
     trainer = TrainerService(Context, experiment=experiment, run_id="a")
     best = tmp_path / "run" / "best"
     trainer.save_weights(str(best), {"solve_rate": 0.5})
-    trainer.train_step(make_batch(0))
+    trainer.train_step(lay_out(make_batch(0)))
     trainer.save_weights(str(best), {"solve_rate": 0.75})
     state = verify(best)
     assert (state.version, state.metrics) == (1, {"solve_rate": 0.75})
     assert {"config.json", "model.safetensors", "tokenizer.json", "state.json"} <= {p.name for p in best.iterdir()}
     after = parameters(trainer)
-    trainer.train_step(make_batch(1, step=1))
+    trainer.train_step(lay_out(make_batch(1, step=1)))
     trainer.load_weights(str(best))
     assert all(torch.equal(a, b) for a, b in zip(after, parameters(trainer), strict=True))
     assert trainer.version == 2

@@ -11,7 +11,7 @@ import torch
 from objective_definition import by_response, defined_gradient, gradient, response_logprobs, staled, versions_of
 from tiny_trainer import Context, make_batch, make_experiment, make_model
 
-from headway.algorithms.samples import build_arrays
+from headway.algorithms.samples import build_arrays, lay_out
 from headway.records.errors import ConfigurationError
 from headway.records.training import TrainBatch
 from headway.trainer.policy import Progress
@@ -87,7 +87,7 @@ def test_the_penalty_pulls_the_model_towards_its_reference(folder: Path, estimat
     distances = []
     for step in range(6):
         distances.append(distance(trainer, TrainBatch(step=step, samples=samples)))
-        assert not trainer.train_step(TrainBatch(step=step, samples=samples)).skipped
+        assert not trainer.train_step(lay_out(TrainBatch(step=step, samples=samples))).skipped
     assert distances[-1] < 0.8 * distances[0]
 
 
@@ -170,7 +170,7 @@ def test_the_reference_is_frozen_and_carries_no_gradient(
 
     monkeypatch.setattr(reference, "forward_packed", watched)
     for step in range(2):
-        trainer.train_step(make_batch(27 + step, step=step))
+        trainer.train_step(lay_out(make_batch(27 + step, step=step)))
     assert seen
     assert not any(seen)
     assert len({id(p) for p in trainer.learner.parameters} & {id(p) for p in reference.parameters()}) == 0
@@ -221,4 +221,4 @@ def test_bfloat16_keeps_a_model_near_itself(folder: Path) -> None:
     free = service(folder, "", trainer={"dtype": "bfloat16"}, kl_coefficient=0.0)
     batch = make_batch(30)
     assert 0.0 <= losses_of(trainer, batch) - losses_of(free, batch) < 1e-4
-    assert not trainer.train_step(batch).skipped
+    assert not trainer.train_step(lay_out(batch)).skipped

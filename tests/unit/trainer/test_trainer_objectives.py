@@ -23,7 +23,7 @@ from objective_definition import (
 )
 from tiny_trainer import Context, make_batch, make_experiment, make_model
 
-from headway.algorithms.samples import build_arrays
+from headway.algorithms.samples import build_arrays, lay_out
 from headway.records.training import TrainBatch
 from headway.trainer.losses import LOSSES
 from headway.trainer.policy import Progress
@@ -235,7 +235,7 @@ def test_masked_rows_and_batches_are_finite(model: str, loss: str, aggregation: 
 @pytest.mark.parametrize("batch", [make_batch(1, masked=True), TrainBatch(step=0, samples=())])
 def test_steps_without_loss_tokens_report_zeros(model: str, loss: str, batch: TrainBatch) -> None:
     masks = MASKS["algorithm"] | {"kl_coefficient": 0.1}
-    report = service(model, loss, "seq_mean_token_mean", algorithm=masks).train_step(batch)
+    report = service(model, loss, "seq_mean_token_mean", algorithm=masks).train_step(lay_out(batch))
     assert (report.skipped, report.loss_tokens, report.metrics["loss"], report.metrics["grad_norm"]) == (False, 0, 0, 0)
     assert all(math.isfinite(value) for value in report.metrics.values())
 
@@ -252,7 +252,7 @@ def test_steps_over_huge_ratios_are_finite(model: str, loss: str, shift: float, 
         moved = tuple(p + (shift if i % 2 else 0.0) for i, p in enumerate(sample.rollout.response_logprobs))
         rollout = msgspec.structs.replace(sample.rollout, response_logprobs=moved)
         samples.append(msgspec.structs.replace(sample, rollout=rollout))
-    report = trainer.train_step(TrainBatch(step=0, samples=tuple(samples)))
+    report = trainer.train_step(lay_out(TrainBatch(step=0, samples=tuple(samples))))
     assert not report.skipped, report.reason
     assert all(math.isfinite(value) for value in report.metrics.values())
     assert all(torch.isfinite(p).all() for p in trainer.learner.parameters)

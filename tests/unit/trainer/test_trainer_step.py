@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from objective_definition import gradient as arrays_gradient
 from tiny_trainer import Context, make_batch, make_experiment, make_model
 
-from headway.algorithms.samples import build_arrays
+from headway.algorithms.samples import build_arrays, lay_out
 from headway.records.errors import HookFailed
 from headway.records.training import TrainBatch
 from headway.trainer import losses
@@ -57,7 +57,7 @@ def test_any_packing_and_order_give_the_same_gradient(model: str, seed, budget, 
 def test_step_moves_weights_and_reports(model: str) -> None:
     trainer = service(model)
     before = [p.detach().clone() for p in trainer.learner.parameters]
-    report = trainer.train_step(make_batch(1))
+    report = trainer.train_step(lay_out(make_batch(1)))
     assert (report.step, report.version, report.skipped, report.samples) == (0, 1, False, 12)
     assert report.loss_tokens == build_arrays(make_batch(1)).loss_tokens
     assert report.micro_batches > 1
@@ -68,13 +68,13 @@ def test_step_moves_weights_and_reports(model: str) -> None:
     assert needed <= report.metrics.keys()
     assert all(math.isfinite(value) for value in report.metrics.values())
     with pytest.raises(ValueError, match="step 0"):
-        trainer.train_step(make_batch(1))
+        trainer.train_step(lay_out(make_batch(1)))
 
 
 def test_metrics_of_exact_behaviour_are_zero_mismatch(model: str) -> None:
     trainer = service(model)
     batch = with_exact_behaviour(trainer, make_batch(2))
-    metrics = trainer.train_step(batch).metrics
+    metrics = trainer.train_step(lay_out(batch)).metrics
     assert metrics["mismatch_max"] < 1e-5
     assert abs(metrics["mismatch_k3"]) < 1e-7
     assert metrics["ratio_p01"] == pytest.approx(1.0, abs=1e-5)
@@ -105,8 +105,8 @@ def test_proximal_is_recomputed_only_where_it_differs(model: str) -> None:
     assert service(model, algorithm={"proximal": "recompute"}).policy.recomputes_proximal
     # With one step both ways are the same gradient to rounding.
     first, second = service(model), service(model, algorithm={"proximal": "recompute"})
-    first.train_step(make_batch(3))
-    second.train_step(make_batch(3))
+    first.train_step(lay_out(make_batch(3)))
+    second.train_step(lay_out(make_batch(3)))
     for a, b in zip(first.learner.parameters, second.learner.parameters, strict=True):
         assert torch.allclose(a, b, atol=1e-6)
 
@@ -125,23 +125,23 @@ def test_minibatches_clip_against_the_weights_before_the_first(model: str) -> No
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_non_finite_steps_are_skipped_and_leave_everything_untouched(model: str, poison: float) -> None:
     trainer = service(model)
-    trainer.train_step(make_batch(1))
+    trainer.train_step(lay_out(make_batch(1)))
     weights = [p.detach().clone() for p in trainer.learner.parameters]
     state = trainer.learner.optimiser_tensors()
     state = {name: tensor.clone() for name, tensor in state.items()}
     batch = make_batch(6, step=1)
     bad = msgspec.structs.replace(batch.samples[0], advantage=poison)
-    report = trainer.train_step(TrainBatch(step=1, samples=(bad, *batch.samples[1:])))
+    report = trainer.train_step(lay_out(TrainBatch(step=1, samples=(bad, *batch.samples[1:]))))
     assert (report.skipped, report.version, trainer.version) == (True, 1, 1)
     assert "not finite" in report.reason
     assert all(torch.equal(a, b) for a, b in zip(weights, trainer.learner.parameters, strict=True))
     assert all(torch.equal(state[name], tensor) for name, tensor in trainer.learner.optimiser_tensors().items())
-    assert not trainer.train_step(batch).skipped
+    assert not trainer.train_step(lay_out(batch)).skipped
 
 
 @pytest.mark.parametrize("batch", [make_batch(1, masked=True), TrainBatch(step=0, samples=())])
 def test_batch_without_loss_tokens_is_a_finite_zero(model: str, batch: TrainBatch) -> None:
-    report = service(model).train_step(batch)
+    report = service(model).train_step(lay_out(batch))
     assert (report.loss_tokens, report.metrics["loss"], report.metrics["grad_norm"]) == (0, 0.0, 0.0)
     assert all(math.isfinite(value) for value in report.metrics.values())
 
@@ -212,7 +212,7 @@ def test_own_loss_is_held_to_its_contract(model: str, loss, message: str, monkey
     name = f"test_trainer_step:{loss.__name__}"
     trainer = service(model, algorithm={"loss": name})
     with pytest.raises(HookFailed, match=f"algorithm.loss = '{name}' .*{message}"):
-        trainer.train_step(make_batch(1))
+        trainer.train_step(lay_out(make_batch(1)))
 
 
 def test_schedules() -> None:
