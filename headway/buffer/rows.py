@@ -20,6 +20,10 @@ from headway.records.tokens import TokenIds, decoder
 Outcome = Literal["trained", "skipped"]
 
 MEMBER_BITS = 16  # a group has fewer than 2 ** 16 members
+INSERT_GROUP = (
+    "INSERT INTO groups (idx, task_id, task, prompt_ids, size, admitted_version, admitted_s, draw, state)"
+    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'open')"
+)
 INSERT_ROLLOUT = "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 _rollout_decoder = decoder(Rollout)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ import msgspec
 from headway.buffer.audit import audit_database
 from headway.buffer.database import open_database, reading, transaction
 from headway.buffer.rows import (
+    INSERT_GROUP,
     INSERT_ROLLOUT,
     MEMBER_BITS,
     LoggedBatch,
@@ -34,7 +36,7 @@ from headway.control.books import Books
 from headway.control.length_bias import LengthBias
 from headway.records.curriculum import Draw, DrawnGroup, TaskEvidence
 from headway.records.environment import PartialRollout
-from headway.records.errors import BooksUnbalanced, BufferCorrupt, BufferFull, HeadwayError
+from headway.records.errors import BooksUnbalanced, BufferCorrupt, BufferFull, HeadwayError, StorageFailed
 from headway.records.rollout import ENDINGS, Batch, Ending, FinishedGroup, Group, Rollout
 from headway.records.tokens import encoder
 from headway.runtime.clock import Clock, RealClock
@@ -70,9 +72,10 @@ class GroupBuffer:
     skipped). From open or buffered it may also end by ``end_group`` or by ``finish_group(..., ending)``.
 
     Invariants: at most ``capacity_groups`` groups have not ended, and finishing never blocks; every method is
-    one transaction, all of it or nothing; a method that returned survives kill -9 of the process; a group
-    that has finished is trained exactly once in the surviving history or ends with a reason; payloads stay
-    until ``release_covered`` says that the oldest kept checkpoint holds their effect.
+    one transaction, all of it or nothing; a method that returned survives kill -9 of the process (an admission
+    when the next transition of any group does: without it the group was never admitted, and its index and task come
+    again); a group that has finished is trained exactly once in the surviving history or ends with a reason;
+    payloads stay until ``release_covered`` says that the oldest kept checkpoint holds their effect.
 
     Example, one group a step: ``admit(g0); finish_group(f0); commit_batch(Batch(step=0, groups=(0,)))``, kill
     -9, open again: ``pending_batch`` is step 0 with g0; train it; ``complete_step(0, "trained")``.
@@ -90,6 +93,7 @@ class GroupBuffer:
         self._entries: dict[int, _Entry] = {}
         self._buffered_s: dict[int, float] = {}  # clock when a buffered group finished, oldest first
         self._encoder = encoder()
+        self._admissions: list[tuple[object, ...]] = []  # rows of groups that the next transaction writes
         try:
             with reading(self._path):
                 self._recover()
@@ -135,9 +139,9 @@ class GroupBuffer:
     # -- transitions ---------------------------------------------------------------------------------
 
     def admit(self, group: Group, cursor_position: int | None = None, draw: Draw | None = None) -> None:
-        """Open a group and reserve its place. ``cursor_position``: of the task cursor after this group's task
-        (default: one task per group so far). ``draw``: why its task was drawn. Raises BufferFull, or BooksUnbalanced
-        for an index out of turn."""
+        """Open a group and reserve its place; written with the next transition of any group. ``cursor_position``: of
+        the task cursor after this group's task (default: one task per group so far). ``draw``: why its task was drawn.
+        Raises BufferFull, or BooksUnbalanced for an index out of turn."""
         if group.index != self._next_index:
             raise BooksUnbalanced(f"group {group.index} is admitted where index {self._next_index} is next")
         if not 1 <= group.size < 1 << MEMBER_BITS:
@@ -154,16 +158,9 @@ class GroupBuffer:
             group.admitted_s,
             None if draw is None else msgspec.json.encode(draw),
         )
-        with self._transaction() as connection:
-            connection.execute(
-                "INSERT INTO groups (idx, task_id, task, prompt_ids, size, admitted_version, admitted_s, draw, state)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'open')",
-                row,
-            )
-            position = group.index + 1 if cursor_position is None else cursor_position
-            if self._cursor_position is not None or position != group.index + 1:
-                connection.execute("REPLACE INTO meta VALUES ('cursor_position', ?)", (position,))
-                self._cursor_position = position
+        self._admissions.append(row)
+        if self._cursor_position is not None or cursor_position not in (None, group.index + 1):
+            self._cursor_position = group.index + 1 if cursor_position is None else cursor_position
         self._next_index += 1
         self._entries[group.index] = _Entry(size=group.size)
         self._peak = max(self._peak, len(self._entries))
@@ -329,7 +326,7 @@ class GroupBuffer:
 
     def open_groups(self) -> list[OpenRecord]:
         """All groups that have not ended, by index. The *open* ones are to be generated again."""
-        with reading(self._path):
+        with self._reading():
             return [
                 OpenRecord(
                     group=read_group(self._connection, index),
@@ -361,7 +358,7 @@ class GroupBuffer:
         last = self._completed_steps + (self._pending is not None)
         if version > last:
             raise BufferCorrupt(f"{self._path}: the log ends at step {last}, the checkpoint has version {version}")
-        with reading(self._path):
+        with self._reading():
             rows = self._connection.execute(
                 "SELECT step, attempt, groups, outcome FROM batches WHERE step >= ? AND outcome IS NOT 'skipped'"
                 " ORDER BY step, attempt",
@@ -374,7 +371,7 @@ class GroupBuffer:
 
     def load(self, indices: Sequence[int]) -> tuple[FinishedGroup, ...]:
         """Groups with their payloads. Raises BufferCorrupt when one was released."""
-        with reading(self._path):
+        with self._reading():
             return tuple(
                 FinishedGroup(group=read_group(self._connection, i), rollouts=read_rollouts(self._connection, i))
                 for i in indices
@@ -382,7 +379,7 @@ class GroupBuffer:
 
     def consumed(self) -> dict[int, list[int]]:
         """All completed steps as a checkpoint records them: step -> group indices in the order of training."""
-        with reading(self._path):
+        with self._reading():
             rows = self._connection.execute(
                 "SELECT step, groups FROM batches WHERE outcome = 'trained' ORDER BY step"
             ).fetchall()
@@ -390,31 +387,32 @@ class GroupBuffer:
 
     def drawn_groups(self) -> list[DrawnGroup]:
         """Every group ever admitted, by index: why its task was drawn, its ending and its evidence."""
-        with reading(self._path):
+        with self._reading():
             return read_drawn_groups(self._connection)
 
     def books(self) -> Books:
         """The books of everything ever admitted."""
-        with reading(self._path):
+        with self._reading():
             sizes = {index: entry.size for index, entry in self._entries.items()}
             return read_books(self._connection, self._next_index, sizes)
 
     def rollout_counts(self) -> dict[str, int]:
         """``admitted`` and ``open_now``, counted from disk: the arguments of ``Books.check``."""
-        with reading(self._path):
+        with self._reading():
             admitted = self._connection.execute("SELECT coalesce(sum(size), 0) FROM groups").fetchone()[0]
             ended = self._connection.execute("SELECT count(*) FROM rollouts WHERE ending IS NOT NULL").fetchone()[0]
         return {"admitted": admitted, "open_now": admitted - ended}
 
     def length_bias(self, groups_per_step: int) -> LengthBias:
         """Length-bias statistics of everything ever admitted, ready to be continued."""
-        with reading(self._path):
+        with self._reading():
             return read_length_bias(self._connection, groups_per_step)
 
     def audit(self) -> list[str]:
         """Violations of the invariants, on disk and in memory, as text; empty when there are none."""
         problems = audit_database(self._connection).violations
         stored = dict(self._connection.execute("SELECT idx, state FROM groups WHERE state <> 'ended'").fetchall())
+        stored |= {row[0]: "open" for row in self._admissions}
         if stored != {index: entry.state for index, entry in self._entries.items()}:
             problems.append("groups that have not ended differ between memory and disk")
         if len(self._entries) > self._capacity:
@@ -422,13 +420,34 @@ class GroupBuffer:
         return problems
 
     def close(self) -> None:
-        """Close the file; a second call is a no-op."""
+        """Write what was admitted and close the file; a second call is a no-op."""
+        with contextlib.suppress(StorageFailed, sqlite3.ProgrammingError):  # a full disk, or closed already
+            self._write_admissions()
         self._connection.close()
 
     # -- internals -----------------------------------------------------------------------------------
 
-    def _transaction(self) -> AbstractContextManager[sqlite3.Connection]:
-        return transaction(self._connection, self._path)
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with transaction(self._connection, self._path) as connection:
+            if self._admissions:
+                connection.executemany(INSERT_GROUP, self._admissions)
+                if self._cursor_position is not None:
+                    connection.execute("REPLACE INTO meta VALUES ('cursor_position', ?)", (self._cursor_position,))
+            yield connection
+        self._admissions.clear()
+
+    def _write_admissions(self) -> None:
+        if self._admissions:
+            with self._transaction():
+                pass
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Read what was admitted as well; errors as `reading`."""
+        self._write_admissions()
+        with reading(self._path):
+            yield
 
     def _meta(self, key: str) -> int:
         row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()

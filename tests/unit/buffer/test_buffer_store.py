@@ -93,6 +93,19 @@ def test_records_come_back_exactly_as_they_went_in(buffer, path, tmp_path):
     assert again.audit() == []
 
 
+def test_admissions_are_written_with_the_next_transition(buffer, path, tmp_path):
+    first, second = admitted(buffer, 2)
+    lost = reopened(path, tmp_path, "before")
+    assert (lost.next_index, lost.open_groups(), lost.rollout_counts()["admitted"]) == (0, [], 0)
+    buffer.finish_group(finished(second))
+    kept = reopened(path, tmp_path, "after")
+    assert [(r.group, r.state) for r in kept.open_groups()] == [(first, "open"), (second, "buffered")]
+    assert (kept.next_index, kept.cursor_position, kept.audit()) == (2, 2, [])
+    buffer.admit(group(2), cursor_position=9)
+    buffer.close()
+    assert (GroupBuffer(path, 4).next_index, GroupBuffer(path, 4).cursor_position) == (3, 9)
+
+
 def test_open_groups_are_generated_again_and_failed_members_of_finished_ones_have_ended(buffer, path, tmp_path):
     owner, unfinished = admitted(buffer, 2, size=3)
     buffer.finish_group(finished(owner, failed={0}))
