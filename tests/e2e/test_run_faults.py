@@ -85,7 +85,7 @@ def test_synchronous_training_is_exact_and_equals_the_minimal_loop(inputs: Any, 
 # --- in-flight updates -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["keep", "recompute", "abort"])
+@pytest.mark.parametrize("mode", ["keep", pytest.param("recompute", marks=pytest.mark.slow), "abort"])
 def test_rollouts_cross_updates(inputs: Any, tmp_path: Path, mode: str) -> None:
     config = tiny_run.write_experiment(
         tmp_path,
@@ -129,7 +129,7 @@ def test_rollouts_cross_updates(inputs: Any, tmp_path: Path, mode: str) -> None:
 # --- shared devices ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [0, 2])
+@pytest.mark.parametrize("budget", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_both_sides_on_the_same_cores(inputs: Any, tmp_path: Path, budget: int) -> None:
     """Colocated: synchronous at budget 0; else what is in flight waits while the trainer has the cores."""
     cores = ["cpu:0", "cpu:1"]
@@ -155,7 +155,7 @@ def test_both_sides_on_the_same_cores(inputs: Any, tmp_path: Path, budget: int) 
 # --- interrupts --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_interrupts(inputs: Any, tmp_path: Path, number: signal.Signals) -> None:
     """Once: drained, checkpointed. Twice: at once. While workers start: at once. Resumable each time."""
     gate = tmp_path / "gate"
@@ -363,7 +363,9 @@ def test_a_checkpoint_that_does_not_fit(inputs: Any, tmp_path: Path, disk: Path)
     assert find_checkpoints(disk / "run") == [first, second]
 
 
-@pytest.mark.parametrize("spare_kb", [0, 150], ids=["nothing-fits", "a-little-fits"])
+@pytest.mark.parametrize(
+    "spare_kb", [0, pytest.param(150, marks=pytest.mark.slow)], ids=["nothing-fits", "a-little-fits"]
+)
 def test_a_full_disk(inputs: Any, tmp_path: Path, disk: Path, spare_kb: int) -> None:
     config = tiny_run.write_experiment(
         tmp_path, run={"steps": ENDLESS, "directory": str(disk / "run")}, checkpoint={"every_steps": 5}, **inputs

@@ -184,7 +184,7 @@ def test_an_episode_that_is_stopped_cleans_up(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_its_rewards_train_a_model(inputs: Path, tmp_path: Path, count: int) -> None:
     shutil.copytree(inputs / "model", tmp_path / "model")
     config = write_experiment(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -14,8 +15,13 @@ ROW = re.compile(
 )
 
 
+@functools.cache
+def parts() -> list[str]:
+    return reference().split("\n## ")
+
+
 def rows_of(section: str) -> dict[str, re.Match[str]]:
-    part = next(part for part in reference().split("\n## ") if f"`[{section}]`" in part.splitlines()[0])
+    part = next(part for part in parts() if f"`[{section}]`" in part.splitlines()[0])
     return {row["key"]: row for row in ROW.finditer(part)}
 
 
