@@ -33,6 +33,19 @@ _draw_decoder = msgspec.json.Decoder(Draw)
 _ids_decoder = decoder(TokenIds)
 
 
+class BufferStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The buffer's fill, in groups. A group reserves its place at admission, so finishing one never waits."""
+
+    used: int = 0  # groups open, buffered or batched
+    capacity: int = 0  # groups
+    peak: int = 0
+    waiters: int = 0  # always 0, see above
+    oldest_age_s: float = 0.0  # of the buffered groups, since they finished (or the buffer was opened)
+    open: int = 0
+    buffered: int = 0
+    batched: int = 0
+
+
 class LoggedBatch(msgspec.Struct, frozen=True, kw_only=True):
     """A batch of the log with its payloads, for a replay."""
 

@@ -19,6 +19,7 @@ from headway.buffer.rows import (
     INSERT_GROUP,
     INSERT_ROLLOUT,
     MEMBER_BITS,
+    BufferStatistics,
     LoggedBatch,
     OpenRecord,
     Outcome,
@@ -40,19 +41,6 @@ from headway.records.errors import BooksUnbalanced, BufferCorrupt, BufferFull, H
 from headway.records.rollout import ENDINGS, Batch, Ending, FinishedGroup, Group, Rollout
 from headway.records.tokens import encoder
 from headway.runtime.clock import Clock, RealClock
-
-
-class BufferStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """The buffer's fill, in groups. A group reserves its place at admission, so finishing one never waits."""
-
-    used: int = 0  # groups open, buffered or batched
-    capacity: int = 0  # groups
-    peak: int = 0
-    waiters: int = 0  # always 0, see above
-    oldest_age_s: float = 0.0  # of the buffered groups, since they finished (or the buffer was opened)
-    open: int = 0
-    buffered: int = 0
-    batched: int = 0
 
 
 @dataclass

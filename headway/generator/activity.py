@@ -1,4 +1,4 @@
-"""What one replica has been doing, as spans of busy, idle, lent and update."""
+"""A replica's activity as spans of time: busy, idle, lent, updating."""
 
 from __future__ import annotations
 

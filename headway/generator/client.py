@@ -173,7 +173,7 @@ class GeneratorPool:
         self._settle()
 
     async def statistics(self) -> list[EngineStatistics]:
-        """One per replica, in order; counters go on across restarts."""
+        """Statistics of every replica, in order; counters continue across restarts."""
         self._require_running()
         live = [replica for replica in self._replicas if replica.live]
         raise_but_deaths(await asyncio.gather(*(self._refresh(replica) for replica in live), return_exceptions=True))
@@ -193,7 +193,7 @@ class GeneratorPool:
         )
 
     async def activity(self) -> list[Span]:
-        """What every live replica has been doing since this was last asked, on a track of its name."""
+        """Spans of every live replica's activity since the last call, on a track of its name."""
         live = [(replica.name, replica.worker) for replica in self._replicas if replica.live and replica.worker]
         found = await asyncio.gather(*(activity_of(worker) for _, worker in live))
         return [

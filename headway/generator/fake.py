@@ -355,7 +355,7 @@ class DrivenReplica:
 
 
 def replica_statistics(core: FakeReplica, *, resting: bool) -> EngineStatistics:
-    """What one replica says of itself."""
+    """Return the statistics of one fake replica."""
     return EngineStatistics(
         version=core.version,
         resting=resting,

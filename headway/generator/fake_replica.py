@@ -1,4 +1,4 @@
-"""One replica of the fake generator: continuous batching as a sequence of events, without a clock of its own."""
+"""A replica of the fake generator: continuous batching as a sequence of events, without a clock of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FREE_SHARE = 0.01  # of the KV capacity that a newcomer must leave, or it would
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaCosts:
-    """What a replica takes its time for. A decode step gives every running request one token."""
+    """Times that a replica's work takes. A decode step gives every running request one token."""
 
     token_s: float | Callable[[int], float]  # a decode step: a number, or a function of how many requests run
     kv_token_s: float = 0.0  # added to it for every KV token of the running requests
@@ -36,7 +36,7 @@ class ReplicaCosts:
 
 
 class FakeRequest:
-    """One request. It waits, is prefilled (or delayed), decodes; preempted, it waits again.
+    """A request in a fake replica: waits, is prefilled (or delayed), decodes; preempted, it waits again.
 
     While it decodes, ``base`` is the replica's work at which its present stretch of tokens began; ``done`` tokens were
     produced in earlier stretches.
@@ -91,7 +91,7 @@ class FakeRequest:
 
     @property
     def context_tokens(self) -> int:
-        """What must be in the KV cache before its next token."""
+        """Tokens that must be in the KV cache before the next one is decoded."""
         return len(self.request.prompt_ids) + self.resumed_tokens + self.done
 
     @property
@@ -144,7 +144,7 @@ class FakeReplica:
 
     @property
     def kv_tokens(self) -> float:
-        """Of running requests: contexts and what they have gained."""
+        """KV tokens of running requests: their contexts and the tokens they have gained."""
         return self._context + self._decoding * self.work - self._bases
 
     @property
@@ -248,7 +248,7 @@ class FakeReplica:
         self._fill()
 
     def _tell_watches(self) -> None:
-        """Whom it is time to tell; a watch may cancel requests, and so come back here."""
+        """Notify the watches that are due; a watch may cancel requests, which calls this again."""
         while self._watched and self._watched[0][0] <= self.work + _ROUNDING:
             _, _, stretch, entry = heapq.heappop(self._watched)
             if entry.decoding and entry.stretch == stretch and entry.watch is not None:
@@ -263,7 +263,7 @@ class FakeReplica:
             heapq.heappush(self._watched, (at, entry.serial, entry.stretch, entry))
 
     def _let_sessions_go(self) -> None:
-        """What ended turns left behind makes room for what runs, oldest first."""
+        """Drop the KV of ended turns, oldest first, until running requests have room."""
         capacity = self.costs.kv_capacity_tokens
         while capacity is not None and self._sessions and self.kv_tokens + self._session_tokens > capacity:
             self._session_tokens -= self._sessions.popitem(last=False)[1]
@@ -346,7 +346,7 @@ class FakeReplica:
     # --- requests and versions ------------------------------------------------------------------------------
 
     def enter(self, entry: FakeRequest) -> None:
-        """It waits for a slot; lower priorities first."""
+        """Queue a request for a slot; lower priorities go first."""
         self.open += 1
         self._allowed += entry.allowed_tokens
         heapq.heappush(self.waiting, (entry.request.priority, entry.serial, entry.stretch, entry))
@@ -459,6 +459,6 @@ def made_up(
 
 
 def _last_id(entry: FakeRequest, ended: FinishReason | None) -> int:
-    """Of its last token; -1: as any other."""
+    """Return the id of a response's last token; -1: made up like the others."""
     stops = entry.request.sampling.stop_token_ids
     return stops[0] if ended == "stop" and stops else -1

@@ -78,11 +78,11 @@ class GeneratorService:
         return msgspec.structs.replace(engine, idle_s=engine.idle_s - lent_idle_s, lent_s=lent_s)
 
     def activity(self) -> list[ActivitySpan]:
-        """What it has been doing since this was last asked."""
+        """Return the spans of activity since the last call."""
         return self._activity.take()
 
     def tick(self) -> bool:
-        """One engine step, and an event when one is due. False: nothing to do until the next call."""
+        """Run one engine step, and emit an event when one is due. False: nothing to do until the next call."""
         lent = self._lent_since_s is not None
         if self._engine.open_requests and not lent:
             self._activity.be("busy")

@@ -1,4 +1,4 @@
-"""One time limit for many calls that are open at once, with one timer of the event loop for all of them."""
+"""A time limit shared by many calls that are open at once, with one timer of the event loop for all of them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SharedTimeout:
 
 
 class _Block:
-    """One limited block: *open* -> *expired* (its task is cancelled) or left."""
+    """A limited block: *open* -> *expired* (its task is cancelled) or left."""
 
     __slots__ = ("_cancelling", "_limits", "_task", "due_s", "expired")
 

@@ -59,7 +59,7 @@ class Access(Protocol):
         ...
 
     def rollout(self, key: str, rollout: str) -> Session:
-        """Whose reward the key posts. Raises as `session`, and NoSuchRollout."""
+        """Return the rollout for which the key posts a reward. Raises as `session`, and NoSuchRollout."""
         ...
 
 
@@ -271,8 +271,8 @@ async def _answered(exchange: HttpExchange, answering: InflightCall) -> None:
 
 
 def _identity(exchange: HttpExchange, raw: bytes) -> str:
-    """What a request shares with its retries alone: its client has named it. "": it hasn't. Headers that count retries
-    don't say of which request, and another one may be equal to the letter: a sample of its own is wanted for each."""
+    """Return the identity that a request shares with its retries alone, from its Idempotency-Key; "" without one.
+    Headers that count retries don't name the request, and two calls with the same bytes each want a sample."""
     named = exchange.header("idempotency-key")
     if not named:
         return ""
@@ -280,7 +280,7 @@ def _identity(exchange: HttpExchange, raw: bytes) -> str:
 
 
 def _route(path: str) -> str:
-    """What responses are counted by: a label of few values."""
+    """Return the label by which responses to ``path`` are counted: one of few values."""
     if path in _DIALECTS or path in (_COUNT, "/health", "/metrics"):
         return path
     known = [prefix for prefix in (_MODELS, _ROLLOUTS) if path.startswith(prefix)]

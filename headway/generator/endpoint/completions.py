@@ -88,7 +88,7 @@ class Completions(Dialect):
 
 
 def completion_text(turn: RecordedTurn, setting: Setting) -> str:
-    """What was sampled, to the letter, up to the first stop string."""
+    """Return the sampled text, unparsed, up to the first stop string."""
     return response_text(setting.chat.tokenizer, turn.answer.ids, PLAIN, turn.answer.stop)
 
 

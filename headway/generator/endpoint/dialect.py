@@ -22,7 +22,7 @@ _CONSTRAINED = "this server doesn't constrain what is sampled"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What reading and writing depend on beside the request."""
+    """Settings that parsing requests and rendering answers need beside the request."""
 
     settings: EndpointConfig
     chat: Chat
@@ -58,7 +58,7 @@ class AnswerWriter:
         self._same = envelope(self.prefix, self.kind, asked, setting)
 
     def begin(self) -> bytes:
-        """What comes before all pieces."""
+        """Return the bytes before the first piece."""
         return b""
 
     def more(self, piece: Piece) -> bytes:
@@ -70,7 +70,7 @@ class AnswerWriter:
         raise NotImplementedError
 
     def close(self) -> bytes:
-        """What comes after all choices."""
+        """Return the bytes after the last choice."""
         last = b"data: [DONE]\n\n"
         if self._asked.include_usage:
             last = event({**self._same, "choices": [], "usage": usage(self._call)}) + last
@@ -82,7 +82,7 @@ class AnswerWriter:
 
 
 class Dialect(ABC):
-    """One API."""
+    """An API's dialect: how its requests are parsed and its answers rendered, whole and streamed."""
 
     parsed: ClassVar[bool] = True  # its answers are messages; else plain text
     answer: ClassVar[Mapping[str, Schema]] = {}  # fields of a whole answer, with their schemas
@@ -94,7 +94,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def request(self, values: Values) -> CallRequest:
-        """What the values of its fields ask for. Raises RequestRefused naming the field that is wrong."""
+        """Convert the values of a request's fields into a call. Raises RequestRefused naming the wrong field."""
 
     def all_fields(self, settings: EndpointConfig) -> dict[str, Field]:
         """Every field of its requests that has an effect, or is refused."""
@@ -120,7 +120,7 @@ class Dialect(ABC):
 
 
 def envelope(prefix: str, kind: str, asked: ParsedRequest, setting: Setting) -> dict[str, Any]:
-    """What stands around the choices of OpenAI's answers, whole ones and chunks."""
+    """Return the fields around the choices of OpenAI's answers and chunks: id, object, time, model."""
     identity = f"{prefix}-{setting.answer_id}"
     return {"id": identity, "object": kind, "created": setting.created, "model": asked.body["model"]}
 
@@ -131,12 +131,12 @@ def tool_choice() -> Field:
 
 
 def text_format() -> Field:
-    """What an answer's text is to be: any text."""
+    """Make the field that asks for a format of the answer's text; only plain text is valid."""
     return fields.only({"type": "text"}, why=f"{_CONSTRAINED}; valid is {{'type': 'text'}}")
 
 
 def answers(call: RecordedCall) -> list[RecordedTurn]:
-    """Those of a call that was answered, one for each choice."""
+    """Return the recorded turns of an answered call, one for each choice."""
     return [turn for turn in call.turns if turn is not None]
 
 

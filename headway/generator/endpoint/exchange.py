@@ -1,4 +1,4 @@
-"""One HTTP request and its response, over ASGI: bodies within limits, streams, clients that leave."""
+"""HTTP requests and their responses over ASGI: limits on bodies, streams, clients that disconnect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONNECTION = "headway.connection"  # extension of the ASGI scope: a Connection
 
 
 class Connection:
-    """What a server knows of one exchange's connection, beyond ASGI."""
+    """The state of one exchange's connection that a server knows and ASGI doesn't carry."""
 
     def __init__(self) -> None:
         self.lost = False  # it is closed; set before anything else runs

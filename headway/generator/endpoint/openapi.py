@@ -54,7 +54,7 @@ def _operation(
     path: str, answer: Part | None, asked: Part | None = None, named: str = "", *, stream: Part | None = None,
     session: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """One operation: a body of ``asked``, a parameter in its path, an answer of JSON, or of another kind."""
+    """Describe an operation: its body ``asked``, its path parameter, its answer in JSON or as a stream."""
     error = ANTHROPIC_ERROR if path.startswith("/v1/messages") else OPENAI_ERROR
     content = {**({"application/json": {"schema": answer}} if answer is not None else {}), **(stream or {})}
     parameters: list[Part] = []

@@ -15,7 +15,7 @@ Entry = TypeVar("Entry", bound=EngineRequest)
 
 
 class OpenRequests(ABC, Generic[Entry]):
-    """What every engine does with requests before and after they are sampled for.
+    """Base of engines: accepts, refuses, queues and ends requests, whatever samples their tokens.
 
     Invariant: a request is in ``_open`` from ``submit`` to its one delta with a ``finish_reason``.
     """
@@ -45,7 +45,7 @@ class OpenRequests(ABC, Generic[Entry]):
 
     @abstractmethod
     def _entry(self, request: GenerationRequest, arrival: int) -> Entry:
-        """What the engine knows of a request."""
+        """Make the engine's own entry of a request."""
 
     @abstractmethod
     def _emit_ready(self) -> None:
@@ -75,8 +75,8 @@ class OpenRequests(ABC, Generic[Entry]):
         self._note_idleness()
 
     def take_deltas(self, running: bool = True) -> list[TokenDelta]:
-        """What was sampled since the last call, in order; without ``running``, only of requests that have ended
-        or crossed an update."""
+        """Return the tokens sampled since the last call, in order; without ``running``, only those of requests that
+        have ended or crossed an update."""
         if running:
             self._emit_ready()
         deltas, self._deltas = self._deltas, []

@@ -12,7 +12,7 @@ from headway.tokens.tokenizer import IncrementalDecoder, Tokenizer
 
 
 class EngineRequest:
-    """One request: *waiting* -> *running* (holds a slot) -> finished; preemption takes it back to waiting.
+    """A request in an engine: *waiting* -> *running* (has a slot) -> finished; preemption returns it to waiting.
 
     While it runs, its tokens live in the slot's row of the ``SlotTable``; ``response`` holds them only while
     it waits. Invariant: slot >= 0 exactly while it runs.

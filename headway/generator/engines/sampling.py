@@ -33,7 +33,7 @@ def counter_bits(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDA
 
 
 def counter_uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One number in (0, 1) per row, a pure function of (seed, position).
+    """A uniform number in (0, 1) for each row, a pure function of (seed, position).
 
     Multiples of 2^-32 moved by half a step, so that a number times a total is never the total itself.
     """
@@ -41,7 +41,7 @@ def counter_uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> 
 
 
 class RowSampling(NamedTuple):
-    """What a batch of rows is sampled with. The row lists are None where no row needs them."""
+    """Sampling parameters of a batch of rows. The row lists are None where no row needs them."""
 
     uniform_n: Tensor  # [n] float64
     temperature_n: Tensor | None  # [n] float32, > 0; None: all 1

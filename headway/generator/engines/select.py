@@ -31,7 +31,7 @@ from headway.weights.shared_memory import Subscriber
 
 
 class Engine(Protocol):
-    """What a replica's process knows of its engine; `TorchEngine` says what each does."""
+    """The interface that a replica's process needs of an engine; `TorchEngine` documents each method."""
 
     @property
     def open_requests(self) -> int: ...
@@ -50,7 +50,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Of one replica: the keys of `[generator]` and what belongs to them."""
+    """Settings of one replica's engine: the keys of `[generator]` and what they depend on."""
 
     model_path: str
     dtype: str

@@ -119,8 +119,8 @@ def _ids_of(turns: Sequence[RecordedTurn]) -> TokenIds:
 
 
 def branches_of(turns: Sequence[RecordedTurn]) -> tuple[Branch, ...]:
-    """One sequence for every received answer that nothing received goes on from: that of the latest call, then in the
-    order of calls.
+    """Return a sequence for each received answer that no other received one continues: the latest call's first, then
+    in the order of calls.
 
     Each answer is learned in the first of them that holds it; it has the same tokens before it in all of them. One that
     no client received is masked where others go on from it, and left out elsewhere.

@@ -57,7 +57,7 @@ class InflightCall:
 
     @property
     def unheard(self) -> list[GenerationResult]:
-        """What was sampled of it so far, as results that nobody gets."""
+        """The tokens sampled so far, as results that no client receives."""
         return [GenerationResult(request_id="", response=p, finish_reason="abort") for p in self.partials]
 
     def note_received(self, received: bool = True) -> None:
@@ -87,7 +87,7 @@ class InflightCall:
         return partial.ids[: len(streamed)] == streamed
 
     def _take_back(self) -> None:
-        """What a client was given turned out to be void, and was sampled again: no record says what it has read."""
+        """Fail a call whose client received tokens that turned out to be void: no record matches what it read."""
         if self.task is not None and not self.task.done():
             self.error = CallFailed(_VOID)
             self._recorder.abandon(self.call, self.unheard)
@@ -121,7 +121,7 @@ class InflightCall:
             self.error = CallFailed(f"no answer within {timeout_s:g} s", timeout=True) if late else error
 
     async def _sampled(self, sample: SampleTurn, client: ClientSampling) -> list[GenerationResult]:
-        """One result for each choice; the first error ends the others."""
+        """Sample every choice and return the results; the first error ends the others."""
         call = self.call
 
         async def one(choice: int) -> GenerationResult:
@@ -161,7 +161,7 @@ class InflightCall:
 
 
 def _failure(call: RecordedCall, result: GenerationResult) -> Exception:
-    """What became of a call, of which one choice came to nothing."""
+    """Return the error of a call of which one choice failed."""
     why = result.error or f"the generator ended it ({result.finish_reason})"
     if result.refused:
         return RequestRefused(why, param=call.request.param)

@@ -26,7 +26,7 @@ _REPEATABLE = 16  # newest answered calls that a retry can repeat: each keeps th
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingLimits:
-    """What one rollout may ask for. All of it is refused with an error of the API's own shape."""
+    """Limits of one rollout's calls; beyond them a call is refused with an error in the API's own form."""
 
     context_tokens: int  # prompt and response of a call: the model's context
     calls: int = 1000  # of the rollout
@@ -105,8 +105,8 @@ class Recorder:
         return self._earlier.get(fingerprint)
 
     def plan(self, request: CallRequest) -> Planned:
-        """What takes long in `begin` when a request is large. The tree stays as it is, so it may be done in a thread,
-        while other calls begin and end. Raises RequestRefused."""
+        """Do the slow part of `begin` for a large request. The tree isn't changed, so this may run in a thread while
+        other calls begin and end. Raises RequestRefused."""
         with self._cuts_noted():
             self._require_open()
             self._require_room()
@@ -272,7 +272,7 @@ class Recorder:
         return None, text, TokenIds(whole), "rewritten" if rewritten else "branched" if self._roots else "start"
 
     def _continued_ids(self, prompt: TokenIds) -> tuple[RecordedTurn | None, str, TokenIds, Cause]:
-        """Of a prompt in token ids: the longest path that it begins with."""
+        """Find the longest recorded path that a prompt in token ids begins with."""
         best, taken = None, 0
         further = [(turn, 0) for turn in self._roots]
         while further:
@@ -308,8 +308,8 @@ class Recorder:
     def _match(
         self, messages: Sequence[Message], keys: list[bytes], length: int, *, missing: bool = False
     ) -> RecordedTurn | None:
-        """Of the answers that the first ``length`` messages end in, the one that is meant: by the ids of tool calls
-        that came back, then by texts that are equal to the letter, then the newest. Equal keys say that all but the
+        """Choose the answer that the first ``length`` messages end in: by the ids of tool calls that came back, then
+        by identical texts, then the newest. Equal keys say that all but the
         reasoning means the same; ``missing``: that may be left out."""
         best: RecordedTurn | None = None
         best_score = (-1, -1)
@@ -459,7 +459,7 @@ class Recorder:
 
 
 def _root_key(request: CallRequest) -> str:
-    """What conversations must share beside messages."""
+    """Return the key of the properties that conversations must share beside their messages."""
     if request.prompt is not None:
         return _RAW
     return canonical_value([request.tools or [], dict(request.variables)])

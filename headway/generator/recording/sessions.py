@@ -1,4 +1,4 @@
-"""Who may call the model: keys, the rollouts they name, and what those may ask for."""
+"""Sessions of model calls: keys, the rollouts they belong to, and the limits of each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class NoSuchRollout(Exception):
 
 
 class Session:
-    """One rollout that takes calls: *open* -> *sealed*, once.
+    """A rollout that takes calls: *open* -> *sealed*, once.
 
     ``sampling`` says whose parameters hold: the experiment's, which the client's own are counted against, or the
     client's.
@@ -171,7 +171,7 @@ class Session:
         self.reward, self.solved = reward, reward >= 1 if solved is None else solved
 
     def seal(self) -> RecordedConversation:
-        """What was recorded. It takes no calls from now on; those that are open end without an answer."""
+        """Close the session and return its recording; open calls end without an answer, new ones are refused."""
         if self._sealed is None:
             for answering in list(self._open.values()):
                 answering.cancel()
@@ -290,5 +290,5 @@ def new_recorder(chat: Chat, settings: EndpointConfig, context_tokens: int) -> R
 
 
 def key_digest(key: str) -> bytes:
-    """What a key is looked up by, and recorded as: it can't be turned back."""
+    """Return the digest by which a key is looked up and recorded; the key can't be computed from it."""
     return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()

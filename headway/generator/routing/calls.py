@@ -18,7 +18,7 @@ from headway.records.token_block import TokenBlock
 
 
 class OpenRequest:
-    """One open request: *held* (no replica) -> *assigned* -> finished; a replica's death takes it back to held.
+    """An open request: *held* (no replica) -> *assigned* -> finished; a replica's death returns it to held.
 
     ``partial()`` is all another replica needs to go on.
     """
@@ -69,7 +69,7 @@ class OpenRequest:
         self.first_token_s = 0.0
 
     def __lt__(self, other: OpenRequest) -> bool:
-        """Who goes first of those that wait: the lower priority, which is the older group, then who came first."""
+        """Order waiting requests: the lower priority (the older group) first, then the earlier arrival."""
         return (self.request.priority, self.serial) < (other.request.priority, other.serial)
 
     @property

@@ -83,7 +83,7 @@ class Health:
             self._on_event(name, detail)
 
     async def _answer(self, replica: Replica) -> str:
-        """What is wrong with its answer; "" when nothing is."""
+        """Ask a replica how it is; return the fault of its answer, "" for none."""
         try:
             await self._ask(replica)
         except RemoteError as error:

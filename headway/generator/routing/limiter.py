@@ -135,7 +135,7 @@ class Limiter:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now) + _ROUNDING_S, self.go_on)
 
     def stop(self) -> None:
-        """Those that wait are refused."""
+        """Refuse all waiting callers."""
         if self._timer is not None:
             self._timer.cancel()
         for name, waiting in self._waiting.items():

@@ -1,4 +1,4 @@
-"""One generator replica as the pool sees it, and how its process is started."""
+"""A generator replica as the pool sees it, and how its process is started."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _CALL_TIMEOUT_S = 600.0
 
 
 class Replica:
-    """One replica: *starting* -> *live* -> *starting* again after a death, or *lost* when it died too often, or *left*
-    when it was told to leave."""
+    """A replica: *starting* -> *live* -> *starting* again after a death, or *lost* when it died too often, or *left*
+    when it was asked to leave."""
 
     def __init__(self, index: int, slot: WorkerSlot, experiment: Experiment) -> None:
         generator = experiment.generator
@@ -83,7 +83,7 @@ class Replica:
         return standing_of(self._condition(now), newest_update, grace_s)
 
     def _condition(self, now: float) -> ReplicaCondition:
-        """What decides whether it is given requests."""
+        """Return the conditions that decide whether the replica is given requests."""
         return ReplicaCondition(
             live=self.live,
             leaving=self.leaving,

@@ -116,7 +116,7 @@ class Router:
         return [call.tokens for call in self._calls.values()]
 
     def statistics(self) -> RouterStatistics:
-        """What it holds now."""
+        """Statistics of the open requests and of the replicas' breakers."""
         now = self._clock.now()
         standings = self.standings(now)
         first = next(iter(self._calls.values()), None)

@@ -35,7 +35,7 @@ HEADROOM_TOKENS = 8  # KV tokens each running request can still gain before a ne
 
 
 class _Partial(NamedTuple):
-    """What is computed of a prompt longer than a step's budget. Gone with an update, or when its slot is needed."""
+    """The computed part of a prompt longer than a step's budget; dropped by an update, or when its slot is needed."""
 
     ids: TokenIds
     update: int  # whose weights computed it

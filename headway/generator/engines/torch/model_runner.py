@@ -1,4 +1,4 @@
-"""One forward step over slots: new prompts and running requests in the same products.
+"""The model's forward step over slots: new prompts and running requests in the same matrix products.
 
 Shapes: n decode rows, p prefill tokens, d width, h query heads, k KV heads, g = h / k, c head dimension,
 t KV positions looked at, v vocabulary.

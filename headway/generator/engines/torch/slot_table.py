@@ -128,7 +128,7 @@ class SlotTable:
         return self.tokens[slot, first:end].tobytes()
 
     def row_sampling(self, rows: int, device: torch.device) -> RowSampling:
-        """What the next token of the first ``rows`` rows is sampled with, on ``device``."""
+        """Return the parameters with which the next token of the first ``rows`` rows is sampled, on ``device``."""
         uniform = counter_uniform(self.seed[:rows], self.position[:rows] + 1 - self.prompt[:rows])
         uniform_n = torch.from_numpy(uniform).to(device)
         temperature = self.temperature[:rows]

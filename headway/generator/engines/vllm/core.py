@@ -29,7 +29,7 @@ _ENDINGS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort"
 
 
 class Sampled(NamedTuple):
-    """What one request gained in one step."""
+    """The tokens that a request gained in one step."""
 
     ticket: str
     ids: list[int]
@@ -41,7 +41,7 @@ class Sampled(NamedTuple):
 
 
 class CoreRequest(NamedTuple):
-    """One request for vLLM."""
+    """A request as vLLM is given it."""
 
     ticket: str  # never used twice
     prompt_ids: Sequence[int]
@@ -118,7 +118,7 @@ def engine_arguments(
 
 
 class VllmCore:
-    """One engine. Single-threaded: a step, an update, a question at a time."""
+    """A vLLM engine in this process. Single-threaded: one step, update or query at a time."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Raises ConfigurationError for a missing vLLM, an unknown argument, and what vLLM refuses."""
@@ -182,13 +182,13 @@ class VllmCore:
         self._client.abort_requests(list(tickets))
 
     def step(self) -> list[Sampled]:
-        """One engine step: what every request gained."""
+        """Run one engine step; return the tokens that each request gained."""
         outputs = self._client.get_output()
         version = outputs.weight_version
         return [_sampled(output, version) for output in outputs.outputs]
 
     def drain(self) -> list[Sampled]:
-        """What is still being computed for steps that were scheduled ahead (nothing on a CPU)."""
+        """Return the tokens of steps that were scheduled ahead and are still computed (none on a CPU)."""
         drained: list[Sampled] = []
         if not self._core.batch_queue:
             return drained
@@ -245,7 +245,7 @@ class VllmCore:
         return self._rpc("headway_reference", ids=list(ids))
 
     def _rpc(self, method: str, **arguments: Any) -> Any:
-        """What rank 0 returns."""
+        """Call a method on every rank and return rank 0's result."""
         return self._engine.collective_rpc(method, kwargs=arguments)[0]
 
 

@@ -30,7 +30,8 @@ class ServerError(HeadwayError):
 
 
 class VllmServer:
-    """One address. Raises ServerError for what it refuses, OSError where nobody answers, or its engine is dead."""
+    """A `vllm serve` at an address. Calls raise ServerError for what it refuses, OSError when nobody answers or its
+    engine is dead."""
 
     def __init__(self, address: str) -> None:
         """``address``: http://HOST:PORT."""
@@ -81,7 +82,7 @@ class VllmServer:
 
 
 class EventStream:
-    """One answer of server-sent events, read as it comes: *open* -> ``over``, when the server has said its last."""
+    """A response of server-sent events, read as it arrives: *open* -> ``over``, at the server's last event."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -161,7 +162,7 @@ def require_engine(message: str) -> None:
 
 
 def message_of(answer: bytes) -> str:
-    """What an error's body says."""
+    """Return the message in an error's body."""
     try:
         found = msgspec.json.decode(answer)
     except msgspec.DecodeError:

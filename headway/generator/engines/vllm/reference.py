@@ -77,7 +77,7 @@ def probe_ids(update: int, vocabulary: int, context_tokens: int) -> list[int]:
 
 
 def compare(got: Sequence[float], expected: Sequence[float], dtype: str, quantised: bool) -> str:
-    """What is wrong with ``got``; "" if nothing is."""
+    """Compare log-probabilities with the expected ones; return the difference found, "" for none."""
     if len(got) != len(expected):
         return f"{len(got)} log-probabilities came back, {len(expected)} were expected"
     difference = np.abs(np.asarray(got) - np.asarray(expected))

@@ -1,4 +1,4 @@
-"""What the vLLM engines know of their requests, be vLLM in this process or behind HTTP.
+"""Requests of the vLLM engines, whether vLLM runs in this process or behind HTTP.
 
 Requests without a slot wait here, so vLLM is given a prompt only under the weights that will compute it; from then on
 its own scheduler decides. What vLLM samples goes out as token deltas, split where the version changes.
@@ -97,7 +97,7 @@ class VllmRequests(OpenRequests[VllmRequest]):
                 self._emit(entry)
 
     def _unserved(self, entry: VllmRequest) -> str:
-        """What the torch engine serves and vLLM does not."""
+        """Return why vLLM can't serve a request that the torch engine would; "" if it can."""
         how = entry.sampling
         lowest, highest = VLLM_TEMPERATURES
         if how.temperature != 0 and not lowest <= how.temperature <= highest:

@@ -1,4 +1,4 @@
-"""What `vllm serve` answers at ``/inference/v1/generate``, as far as it is read."""
+"""Responses of `vllm serve` at ``/inference/v1/generate``: the fields that are read."""
 
 from __future__ import annotations
 

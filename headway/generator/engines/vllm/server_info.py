@@ -1,4 +1,4 @@
-"""What a `vllm serve` is, asked once, and whether headway can work with it."""
+"""Properties of a `vllm serve`, queried once, and whether Headway can work with it."""
 
 from __future__ import annotations
 

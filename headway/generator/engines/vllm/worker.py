@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: taking published weights, probing them, sampling from counters.
+"""Extension that runs inside vLLM's workers: takes published weights, probes them, samples from counters.
 
 vLLM imports this module in its worker processes (``worker_extension_cls``), or in ours where the worker is in-process;
 nothing else does. Written for vLLM 0.32; ``file:line`` in comments is relative to its package.
@@ -160,7 +160,7 @@ def install_sampler(runner: Any) -> None:
 
 
 def _noise_seeds(runner: Any) -> Tensor:
-    """One seed per row of the batch, [n] int64, not negative."""
+    """Seeds of the batch's rows, [n] int64, not negative."""
     batch = runner.input_batch
     seeds = np.array([_seed(runner.requests[name]) for name in batch.req_ids], dtype=np.uint64)
     positions = batch.num_tokens_no_spec[: len(seeds)].astype(np.int64)  # tokens of prompt and response so far
