@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Mapping
 from typing import Literal
@@ -150,6 +151,19 @@ def read_books(connection: sqlite3.Connection, next_index: int, open_sizes: Mapp
     books = Books()
     books.restore(next_index=next_index, open_members=open_members, ended=ended, failures=dict(failures))
     return books
+
+
+def read_counts(connection: sqlite3.Connection) -> dict[str, int]:
+    """``admitted`` and ``open_now``: rollouts ever admitted, and those that have not ended."""
+    admitted = connection.execute("SELECT coalesce(sum(size), 0) FROM groups").fetchone()[0]
+    ended = connection.execute("SELECT count(*) FROM rollouts WHERE ending IS NOT NULL").fetchone()[0]
+    return {"admitted": admitted, "open_now": admitted - ended}
+
+
+def read_consumed(connection: sqlite3.Connection) -> dict[int, list[int]]:
+    """Groups of every trained step, in the order of training, by step."""
+    rows = connection.execute("SELECT step, groups FROM batches WHERE outcome = 'trained' ORDER BY step").fetchall()
+    return {step: json.loads(groups) for step, groups in rows}
 
 
 def read_length_bias(connection: sqlite3.Connection, groups_per_step: int) -> LengthBias:

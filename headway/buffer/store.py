@@ -26,6 +26,8 @@ from headway.buffer.rows import (
     payload_id,
     payload_ids,
     read_books,
+    read_consumed,
+    read_counts,
     read_drawn_groups,
     read_group,
     read_length_bias,
@@ -368,10 +370,7 @@ class GroupBuffer:
     def consumed(self) -> dict[int, list[int]]:
         """All completed steps as a checkpoint records them: step -> group indices in the order of training."""
         with self._reading():
-            rows = self._connection.execute(
-                "SELECT step, groups FROM batches WHERE outcome = 'trained' ORDER BY step"
-            ).fetchall()
-        return {step: json.loads(groups) for step, groups in rows}
+            return read_consumed(self._connection)
 
     def drawn_groups(self) -> list[DrawnGroup]:
         """Every group ever admitted, by index: why its task was drawn, its ending and its evidence."""
@@ -387,9 +386,7 @@ class GroupBuffer:
     def rollout_counts(self) -> dict[str, int]:
         """``admitted`` and ``open_now``, counted from disk: the arguments of ``Books.check``."""
         with self._reading():
-            admitted = self._connection.execute("SELECT coalesce(sum(size), 0) FROM groups").fetchone()[0]
-            ended = self._connection.execute("SELECT count(*) FROM rollouts WHERE ending IS NOT NULL").fetchone()[0]
-        return {"admitted": admitted, "open_now": admitted - ended}
+            return read_counts(self._connection)
 
     def length_bias(self, groups_per_step: int) -> LengthBias:
         """Length-bias statistics of everything ever admitted, ready to be continued."""
