@@ -212,8 +212,7 @@ class GroupBuffer:
 
         ``lengths``: response tokens that unfinished members had reached and whether generation came to its own end, by
         member; 0 where it isn't known. Raises BooksUnbalanced when the group has ended, is in a batch, or for
-        ``trained`` (only ``complete_step`` trains).
-        """
+        ``trained`` (only ``complete_step`` trains)."""
         entry = self._entry(index, "open", "buffered")
         self._require_ending(index, ending)
         unfinished = range(entry.size) if entry.state == "open" else ()
@@ -228,11 +227,8 @@ class GroupBuffer:
         self._buffered_s.pop(index, None)
 
     def commit_batch(self, batch: Batch) -> int:
-        """Commit membership and order of a batch before its step; returns the attempt (0 but after skips).
-
-        Raises BooksUnbalanced when another batch is pending, the step isn't the next one, or a group isn't
-        buffered.
-        """
+        """Commit membership and order of a batch before its step; returns the attempt (0 but after skips). Raises
+        BooksUnbalanced when another batch is pending, the step isn't the next one, or a group isn't buffered."""
         if self._pending is not None:
             raise BooksUnbalanced(f"step {batch.step}: the batch of step {self._pending[0]} is not completed")
         if batch.step != self._completed_steps:
