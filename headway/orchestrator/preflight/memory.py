@@ -28,7 +28,8 @@ from pathlib import Path
 
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
-from headway.records.check_report import Finding, MemoryPlace, MemoryUse
+from headway.orchestrator.preflight.findings import Findings
+from headway.records.check_report import MemoryPlace, MemoryUse
 from headway.runtime.devices import cpu_multiplies_bfloat16, parse_device
 from headway.weights.leftovers import SHARED_MEMORY
 
@@ -59,11 +60,6 @@ _TOKEN_BYTES_ON_DISK = 14
 def bytes_of(dtype: str) -> int:
     """Bytes of one number."""
     return 2 if dtype in ("bfloat16", "float16") else 4
-
-
-def parameter_count(model: DecoderConfig) -> int:
-    """Number of weights, norms left out."""
-    return model.matrix_parameters()
 
 
 def _packed_count(model: DecoderConfig) -> int:
@@ -126,7 +122,7 @@ def memory_uses(experiment: Experiment, model: DecoderConfig) -> list[MemoryUse]
     uses.append(MemoryUse(name=f"{workers} verifier" + "s" * (workers > 1), place="memory", parts=parts))
     if experiment.control.mode != "off":
         uses.append(MemoryUse(name="controller", place="memory", parts={"base": BASE_BYTES["controller"]}))
-    parameters = parameter_count(model)
+    parameters = model.matrix_parameters()
     parts = {"versions": _PUBLISHED_VERSIONS * parameters * bytes_of(experiment.generator.dtype)}
     uses.append(MemoryUse(name="published weights", place=str(SHARED_MEMORY), parts=parts))
     kept = experiment.checkpoint.keep_last + 1
@@ -148,7 +144,7 @@ def _generators(experiment: Experiment, model: DecoderConfig) -> Iterator[Memory
 
 def _generator(experiment: Experiment, model: DecoderConfig, name: str, device: str, width: int) -> Iterator[MemoryUse]:
     """``width``: bytes of a number it computes with, which KV and weights are kept as."""
-    settings, weights = experiment.generator, parameter_count(model)
+    settings, weights = experiment.generator, model.matrix_parameters()
     if settings.engine == "vllm-server":
         size = weights * bytes_of(settings.dtype)
         parts = {"base": BASE_BYTES["generator"], "update buffer": size, "written for the server": size}
@@ -176,7 +172,7 @@ def _vllm(experiment: Experiment, model: DecoderConfig, name: str, device: str) 
     """Memory of a vLLM replica. Each rank is a process on a GPU of its own, and reads new weights whole."""
     settings, width = experiment.generator, bytes_of(experiment.generator.dtype)
     own, ranks = settings.engine_arguments, settings.engine_arguments.get("tensor_parallel_size", 1)
-    weights = parameter_count(model) * width
+    weights = model.matrix_parameters() * width
     per_slot = min(experiment.max_sequence_tokens, model.max_positions)
     tokens = settings.kv_capacity_tokens or settings.slots * per_slot
     kv = 2 * model.layers * -(-model.kv_heads // ranks) * tokens * model.head_dim * width
@@ -216,7 +212,7 @@ def _step_bytes(experiment: Experiment, model: DecoderConfig, width: int) -> int
 
 
 def _trainers(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUse]:
-    settings, weights = experiment.trainer, parameter_count(model)
+    settings, weights = experiment.trainer, model.matrix_parameters()
     tokens = max(settings.micro_batch_tokens, experiment.max_sequence_tokens)
     ranks = len(settings.devices)
     samples = experiment.queue.groups_per_step * experiment.largest_group
@@ -240,7 +236,7 @@ def _trainers(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUs
         reference = model
         if experiment.model.reference:
             reference = DecoderConfig.from_pretrained(Path(experiment.model.reference))
-        on_device["reference"] = parameter_count(reference) * bytes_of(settings.dtype)
+        on_device["reference"] = reference.matrix_parameters() * bytes_of(settings.dtype)
     on_host = {"base": BASE_BYTES["trainer"]}
     for rank, device in enumerate(settings.devices):
         yield from _on_device(f"trainer-{rank}", device, on_device, on_host)
@@ -339,54 +335,47 @@ def existing(path: Path) -> Path:
 # --- findings --------------------------------------------------------------------------------------------
 
 
-def memory_findings(uses: list[MemoryUse], places: list[MemoryPlace]) -> Iterator[Finding]:
+def memory_findings(uses: list[MemoryUse], places: list[MemoryPlace]) -> Findings:
     """Findings on places: an error for what can't fit, a warning for more than ``FULL`` of what is free now."""
+    findings = Findings()
     for place in places:
         if place.capacity_bytes is not None and place.available_bytes is not None:
             there = [use for use in uses if use.place == place.name]
             if place.name == str(SHARED_MEMORY):
-                yield from _shared_memory_finding(place, place.available_bytes)
+                _look_at_shared_memory(place, place.available_bytes, findings)
             elif place.name == "memory" or place.name.startswith("cuda:"):
-                yield from _memory_finding(there, place, place.capacity_bytes, place.available_bytes)
+                _look_at_memory(there, place, place.capacity_bytes, place.available_bytes, findings)
             else:
-                yield from _disk_finding(there, place, place.available_bytes)
+                _look_at_disk(there, place, place.available_bytes, findings)
+    return findings
 
 
-def _shared_memory_finding(place: MemoryPlace, free: int) -> Iterator[Finding]:
+def _look_at_shared_memory(place: MemoryPlace, free: int, findings: Findings) -> None:
     if place.needed_bytes > free:
-        yield Finding(
-            level="warning",
-            key="weights.transport",
-            message=f"{place.name} has no room for {gibibytes(place.needed_bytes)} of published weights: the temporary "
-            "folder will be used, which is slower",
-        )
+        room = f"{place.name} has no room for {gibibytes(place.needed_bytes)} of published weights"
+        findings.warning("weights.transport", f"{room}: the temporary folder will be used, which is slower")
 
 
-def _memory_finding(uses: list[MemoryUse], place: MemoryPlace, capacity: int, free: int) -> Iterator[Finding]:
+def _look_at_memory(uses: list[MemoryUse], place: MemoryPlace, capacity: int, free: int, findings: Findings) -> None:
     largest = max(uses, key=lambda use: use.total_bytes)
     purpose = max(largest.parts, key=lambda part: largest.parts[part])
     needs = f"up to {gibibytes(place.needed_bytes)} of {place.name} needed (most by {largest.name}: {purpose})"
     if place.needed_bytes > capacity:
-        message = f"{needs}, but there are only {gibibytes(capacity)}"
-        yield Finding(level="error", key=_key(largest, purpose), message=message)
+        findings.error(_key(largest, purpose), f"{needs}, but there are only {gibibytes(capacity)}")
     elif place.needed_bytes > FULL * free:
-        message = f"{needs}, and {gibibytes(free)} are free now"
-        yield Finding(level="warning", key=_key(largest, purpose), message=message)
+        findings.warning(_key(largest, purpose), f"{needs}, and {gibibytes(free)} are free now")
 
 
-def _disk_finding(uses: list[MemoryUse], place: MemoryPlace, free: int) -> Iterator[Finding]:
+def _look_at_disk(uses: list[MemoryUse], place: MemoryPlace, free: int, findings: Findings) -> None:
     """Checkpoints are sure to come; the buffer is as large as stated only if every response is as long as allowed."""
     checkpoints = sum(use.total_bytes for use in uses if use.name == "checkpoints")
-    at = existing(Path(place.name))
+    at, needed = existing(Path(place.name)), gibibytes(checkpoints)
     if checkpoints > free:
-        message = f"{gibibytes(free)} free at {at}, but checkpoints need {gibibytes(checkpoints)}"
-        yield Finding(level="error", key="run.directory", message=message)
+        findings.error("run.directory", f"{gibibytes(free)} free at {at}, but checkpoints need {needed}")
     elif place.needed_bytes > FULL * free:
-        message = (
-            f"only {gibibytes(free)} free at {at}; checkpoints need {gibibytes(checkpoints)}, the buffer up to "
-            f"{gibibytes(place.needed_bytes - checkpoints)}"
-        )
-        yield Finding(level="warning", key="run.directory", message=message)
+        buffer = gibibytes(place.needed_bytes - checkpoints)
+        message = f"only {gibibytes(free)} free at {at}; checkpoints need {needed}, the buffer up to {buffer}"
+        findings.warning("run.directory", message)
 
 
 def _key(use: MemoryUse, purpose: str) -> str:
