@@ -246,8 +246,7 @@ class ToolServers:
             connection = await self._connection(server, episode)
             return await connection.call(listed.name, arguments)
 
-        function = {"name": listed.name, "description": listed.description or "", "parameters": listed.input_schema}
-        return Tool(name=listed.name, schema={"type": "function", "function": function}, call=call)
+        return Tool.described(listed.name, listed.description or "", listed.input_schema, call)
 
     async def _connection(self, server: str, episode: Episode) -> ToolServerConnection:
         if self._settings[server].per == "worker":
