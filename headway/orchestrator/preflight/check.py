@@ -125,7 +125,7 @@ def _tokenizer(inputs: _Inputs, findings: Findings) -> None:
             f"the tokenizer has {tokenizer.vocabulary_size} ids, the model only {inputs.model.vocabulary_size}: "
             "they don't belong together",
         )
-    if inputs.experiment.model.template == "chat" and not tokenizer.has_chat_template:
+    if inputs.experiment.model.template == "chat" and tokenizer.chat_template is None:
         findings.error("model.template", f"'chat' needs a chat template, and {folder} has none; use 'raw'")
     special = [token for i in sorted(tokenizer.special_ids) if (token := tokenizer.token(i))]
     for stop in inputs.experiment.rollout.stop:
@@ -387,7 +387,7 @@ def _exporters(inputs: _Inputs, findings: Findings) -> None:
 
 def _environment(inputs: _Inputs, findings: Findings) -> None:
     """Findings on what rollouts of several turns need. Sandboxes are tried: a later failure would waste the samples."""
-    has_template = inputs.tokenizer is None or inputs.tokenizer.has_chat_template
+    has_template = inputs.tokenizer is None or inputs.tokenizer.chat_template is not None
     findings += conversation_findings(inputs.experiment, has_template)
     findings += sandbox_findings(inputs.experiment)
 
