@@ -118,22 +118,10 @@ class _Calibrating:
         launcher = LocalLauncher(self._clock, start_timeout_s=experiment.run.worker_start_timeout_s)
         self._generator = GeneratorPool(launcher, experiment, self._clock, on_event=self._on_event)
         self._trainer = TrainerClient(launcher, experiment, identity)
-        self._verifier = VerifierPool(
-            launcher,
-            experiment.verifier,
-            self._clock,
-            named=named_verifiers(experiment, {"train": tasks}),
-            retries=0,
-        )
-        self._load = Load(
-            experiment,
-            self._generator,
-            self._verifier,
-            Tokenizer.load(experiment.model.path),
-            tasks,
-            self._clock,
-            self._generator.cancel,
-        )
+        named = named_verifiers(experiment, {"train": tasks})
+        self._verifier = VerifierPool(launcher, experiment.verifier, self._clock, named=named, retries=0)
+        tokenizer = Tokenizer.load(experiment.model.path)
+        self._load = Load(experiment, self._generator, self._verifier, tokenizer, tasks, self._clock)
         self._dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._start_s = 0.0
 
@@ -235,14 +223,8 @@ class _Calibrating:
             await self._load.stop()
         self._say("trains beside it" if at_once else "trains, with the generator at rest")
         before = await self._snapshot()
-        times = await time_steps(
-            self._trainer,
-            self._experiment,
-            self._load.responses,
-            self._lengths(),
-            self._clock,
-            self._seconds * _BESIDE,
-        )
+        seen, seconds = self._load.responses, self._seconds * _BESIDE
+        times = await time_steps(self._trainer, self._experiment, seen, self._lengths(), self._clock, seconds)
         return _interval(before, await self._snapshot()) if at_once else None, times
 
     # --- the generator --------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,28 +112,25 @@ def _keys_of_layers(model: DecoderConfig, longest_tokens: int) -> list[int]:
 
 def memory_uses(experiment: Experiment, model: DecoderConfig) -> list[MemoryUse]:
     """Bytes that each process and kind of file needs, and in which place."""
-    uses = [*_generators(experiment, model), *_trainers(experiment, model)]
-    queue, run = experiment.queue, Path(experiment.run.directory)
+    queue, run, weights = experiment.queue, experiment.run.directory, model.matrix_parameters()
     open_rollouts = queue.groups_per_step * (queue.budget + 1) * experiment.largest_group
     open_tokens = open_rollouts * experiment.max_sequence_tokens
-    parts = {"base": BASE_BYTES["orchestrator"], "open rollouts": open_tokens * _TOKEN_BYTES_IN_MEMORY}
-    uses.append(MemoryUse(name="orchestrator", place="memory", parts=parts))
-    workers = experiment.verifier.workers
-    parts = {"base": workers * BASE_BYTES["verifier"]}
-    uses.append(MemoryUse(name=f"{workers} verifier" + "s" * (workers > 1), place="memory", parts=parts))
-    if experiment.control.mode != "off":
-        uses.append(MemoryUse(name="controller", place="memory", parts={"base": BASE_BYTES["controller"]}))
-    parameters = model.matrix_parameters()
-    parts = {"versions": _PUBLISHED_VERSIONS * parameters * bytes_of(experiment.generator.dtype)}
-    uses.append(MemoryUse(name="published weights", place=str(SHARED_MEMORY), parts=parts))
-    kept = experiment.checkpoint.keep_last + 1
-    parts = {"checkpoints": kept * 12 * parameters, "best": 2 * 4 * parameters}
-    uses.append(MemoryUse(name="checkpoints", place=str(run), parts=parts))
+    workers, kept = experiment.verifier.workers, experiment.checkpoint.keep_last + 1
     steps = min(experiment.run.steps, experiment.checkpoint.every_steps * kept)
     trained = steps * queue.groups_per_step * experiment.largest_group * experiment.max_sequence_tokens
-    parts = {"payloads": (trained + open_tokens) * _TOKEN_BYTES_ON_DISK}
-    uses.append(MemoryUse(name="buffer", place=str(run), parts=parts))
-    return uses
+    published = _PUBLISHED_VERSIONS * weights * bytes_of(experiment.generator.dtype)
+    base, open_bytes = BASE_BYTES["orchestrator"], open_tokens * _TOKEN_BYTES_IN_MEMORY
+    controller = ("controller", "memory", {"base": BASE_BYTES["controller"]})
+    uses: list[tuple[str, str, dict[str, int]]] = [
+        ("orchestrator", "memory", {"base": base, "open rollouts": open_bytes}),
+        (f"{workers} verifier" + "s" * (workers > 1), "memory", {"base": workers * BASE_BYTES["verifier"]}),
+        *([] if experiment.control.mode == "off" else [controller]),
+        ("published weights", str(SHARED_MEMORY), {"versions": published}),
+        ("checkpoints", run, {"checkpoints": kept * 12 * weights, "best": 2 * 4 * weights}),
+        ("buffer", run, {"payloads": (trained + open_tokens) * _TOKEN_BYTES_ON_DISK}),
+    ]
+    others = (MemoryUse(name=name, place=place, parts=parts) for name, place, parts in uses)
+    return [*_generators(experiment, model), *_trainers(experiment, model), *others]
 
 
 def _generators(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUse]:
@@ -190,10 +188,9 @@ def _vllm(experiment: Experiment, model: DecoderConfig, name: str, device: str) 
     if on_cpu:
         yield from _on_device(name, device, on_device, on_host)
         return
-    first = parse_device(device).first
     for rank in range(ranks):
         whose = f"{name} rank {rank}" if rank else name
-        yield from _on_device(whose, f"cuda:{first + rank}", on_device, on_host)
+        yield from _on_device(whose, f"cuda:{parse_device(device).first + rank}", on_device, on_host)
 
 
 def _step_bytes(experiment: Experiment, model: DecoderConfig, width: int) -> int:
@@ -213,33 +210,25 @@ def _step_bytes(experiment: Experiment, model: DecoderConfig, width: int) -> int
 
 def _trainers(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUse]:
     settings, weights = experiment.trainer, model.matrix_parameters()
-    tokens = max(settings.micro_batch_tokens, experiment.max_sequence_tokens)
-    ranks = len(settings.devices)
+    tokens, ranks = max(settings.micro_batch_tokens, experiment.max_sequence_tokens), len(settings.devices)
     samples = experiment.queue.groups_per_step * experiment.largest_group
     tokens = min(tokens, -(-samples // max(1, ranks)) * experiment.max_sequence_tokens)
     logits = min(_CHUNK_LOGITS, tokens * model.vocabulary_size)
+    dtype, again = settings.dtype, settings.gradient_checkpointing
     on_device = {
         "weights": 4 * weights,
         "gradients": 4 * weights * (2 if ranks > 1 else 1),
         "AdamW": 8 * weights,
-        "activations": activation_bytes(model, tokens, settings.dtype, checkpointing=settings.gradient_checkpointing)
-        + score_bytes(
-            model,
-            tokens,
-            experiment.max_sequence_tokens,
-            settings.dtype,
-            checkpointing=settings.gradient_checkpointing,
-        ),
+        "activations": activation_bytes(model, tokens, dtype, checkpointing=again)
+        + score_bytes(model, tokens, experiment.max_sequence_tokens, dtype, checkpointing=again),
         "logits": 4 * logits * _LOGIT_COPIES,
     }
     if experiment.algorithm.kl_coefficient > 0:
-        reference = model
-        if experiment.model.reference:
-            reference = DecoderConfig.from_pretrained(Path(experiment.model.reference))
-        on_device["reference"] = reference.matrix_parameters() * bytes_of(settings.dtype)
-    on_host = {"base": BASE_BYTES["trainer"]}
+        folder = experiment.model.reference
+        reference = DecoderConfig.from_pretrained(Path(folder)) if folder else model
+        on_device["reference"] = reference.matrix_parameters() * bytes_of(dtype)
     for rank, device in enumerate(settings.devices):
-        yield from _on_device(f"trainer-{rank}", device, on_device, on_host)
+        yield from _on_device(f"trainer-{rank}", device, on_device, {"base": BASE_BYTES["trainer"]})
 
 
 def _on_device(name: str, device: str, on_device: dict[str, int], on_host: dict[str, int]) -> Iterator[MemoryUse]:
@@ -255,11 +244,11 @@ def _on_device(name: str, device: str, on_device: dict[str, int], on_host: dict[
 
 def memory_places(uses: list[MemoryUse]) -> list[MemoryPlace]:
     """Each place's needed, total and available bytes; None where the latter two are unknown."""
-    needed: dict[str, int] = {}
+    needed: Counter[str] = Counter()
     for use in uses:
-        needed[use.place] = needed.get(use.place, 0) + use.total_bytes
+        needed[use.place] += use.total_bytes
     if "memory" in needed:  # where files in /dev/shm are, too
-        needed["memory"] += needed.get(str(SHARED_MEMORY), 0)
+        needed["memory"] += needed[str(SHARED_MEMORY)]
     places: list[MemoryPlace] = []
     for name, total in needed.items():
         if name == "memory":
