@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from headway.records.ledger import Distribution
 
@@ -38,6 +38,14 @@ def distribution(weighted: Iterable[tuple[int, int]]) -> Distribution:
         return Distribution()
     mean = sum(value * count for value, count in counts.items()) / total
     return Distribution(mean=mean, max=max(counts), histogram={str(v): counts[v] for v in sorted(counts)})
+
+
+def pooled(histograms: Iterable[Mapping[str, int] | Mapping[int, int]]) -> Counter[int]:
+    """Sum histograms (value -> count; values may be text, as a ledger has them); by value, ascending."""
+    total: Counter[int] = Counter()
+    for histogram in histograms:
+        total.update({int(value): count for value, count in histogram.items()})
+    return Counter(dict(sorted(total.items())))
 
 
 def length_histogram(lengths: Iterable[int]) -> dict[str, int]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
-
 from headway.planner.outcome import SimulationOutcome
 
 
-def rows(outcome: SimulationOutcome) -> list[tuple[str, str]]:
+def outcome_rows(outcome: SimulationOutcome) -> list[tuple[str, str]]:
     """(label, value) pairs in the order they are printed."""
     summary, counts = outcome.summary, outcome.environment
     found = [
@@ -58,17 +55,6 @@ def rows(outcome: SimulationOutcome) -> list[tuple[str, str]]:
         per_sample = outcome.dollars / max(1, summary.samples_trained)
         cost += f", ${outcome.dollars:,.2f}, ${per_sample:.3g} a sample"
     return [*found, ("cost", cost)]
-
-
-def print_outcome(outcome: SimulationOutcome, run_dir: str, console: Console | None = None) -> None:
-    console = console or Console(highlight=False)
-    table = Table.grid(padding=(0, 3))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for label, value in rows(outcome):
-        table.add_row(label, value)
-    console.print(table)
-    console.print(f"simulated: headway report {run_dir}   writes plots and a verdict", soft_wrap=True)
 
 
 def _hours(seconds: float) -> str:

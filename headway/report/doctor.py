@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from headway.config.load import validate_experiment
@@ -19,6 +18,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
 from headway.report.formats import duration, percent, quantity
 from headway.report.preview import BINDS
+from headway.report.printing import print_rows
 from headway.report.run_view import RunView, view_run
 from headway.runtime.devices import lends, parse_device
 from headway.telemetry.ledger import EVENT_SIMULATED
@@ -149,10 +149,10 @@ def print_report(report: Report, usd_per_device_hour: float | None, console: Con
         ),
         ("costs", _cost_text(costs, usd_per_device_hour)),
     ]
-    _print_rows(console, rows)
+    print_rows(rows, console=console)
     if costs.lost_h:
-        console.print(Text("\nDevice-hours lost", style="bold underline"))
-        _print_rows(console, [(cause, _lost_text(hours, costs)) for cause, hours in list(costs.lost_h.items())[:6]])
+        lost = [(cause, _lost_text(hours, costs)) for cause, hours in list(costs.lost_h.items())[:6]]
+        print_rows(lost, "Device-hours lost", console)
     console.print(Text("\nWhat would help most", style="bold underline"))
     if not found.changes:
         console.print("Nothing that was simulated gains 3 % or more.")
@@ -160,8 +160,7 @@ def print_report(report: Report, usd_per_device_hour: float | None, console: Con
         for line in _change_lines(number, change):
             console.print(Text(line), soft_wrap=True)
     if found.unidentified:
-        console.print(Text("\nNot in the ledger", style="bold underline"))
-        _print_rows(console, list(found.unidentified.items()))
+        print_rows(found.unidentified.items(), "Not in the ledger", console)
 
 
 def _cost_text(costs: DeviceCosts, usd_per_device_hour: float | None) -> str:
@@ -186,12 +185,3 @@ def _change_lines(number: int, change: Recommendation) -> list[str]:
 def _quoted(value: str) -> str:
     """Quote a value for a shell."""
     return value if value.replace(".", "").isalnum() else f"'{value}'"
-
-
-def _print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
-    table = Table.grid(padding=(0, 3))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for label, value in rows:
-        table.add_row(label, Text(value))
-    console.print(table)

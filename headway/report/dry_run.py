@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from headway.config.schema import AlgorithmConfig, Experiment
 from headway.config.sources import TaskSource
 from headway.report.formats import duration
@@ -53,15 +49,6 @@ def dry_run_rows(experiment: Experiment) -> list[tuple[str, str]]:
         ),
         ("verifier", f"{experiment.verifier.name}, {experiment.verifier.timeout_s:g} s limit"),
     ]
-
-
-def print_dry_run(experiment: Experiment, console: Console | None = None) -> None:
-    table = Table.grid(padding=(0, 3))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for what, how in dry_run_rows(experiment):
-        table.add_row(what, Text(how))
-    (console or Console(highlight=False)).print(table)
 
 
 def _sources(sources: Sequence[TaskSource], *, shares: bool = False) -> str:

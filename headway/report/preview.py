@@ -12,6 +12,7 @@ from rich.text import Text
 from headway.config.schema import Experiment
 from headway.records.check_report import Calibration, CheckReport, Forecast, LengthSummary, MemoryPlace, MemoryUse
 from headway.report.formats import duration, quantity
+from headway.report.printing import Rows, print_rows
 
 BINDS = {
     "generator": "the generator",
@@ -21,8 +22,6 @@ BINDS = {
     "admission": "the staleness budget (admission)",
     "environment": "the environments",
 }
-
-Rows = list[tuple[str, str]]
 
 
 class CalibrationProgress:
@@ -44,19 +43,9 @@ def print_preview(report: CheckReport, experiment: Experiment, console: Console 
     if report.memory:
         console.print(memory_table(report.memory, report.places))
     if report.calibration is not None:
-        _print_rows(console, "Measured", calibration_rows(report.calibration, experiment))
+        print_rows(calibration_rows(report.calibration, experiment), "Measured", console)
     if report.forecast is not None:
-        _print_rows(console, "Predicted", forecast_rows(report.forecast, experiment))
-
-
-def _print_rows(console: Console, title: str, rows: Rows) -> None:
-    table = Table.grid(padding=(0, 3))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for label, value in rows:
-        table.add_row(label, Text(value))
-    console.print(Text(f"\n{title}", style="bold underline"))
-    console.print(table)
+        print_rows(forecast_rows(report.forecast, experiment), "Predicted", console)
 
 
 # --- memory ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from headway.records.ledger import StepRecord
 from headway.records.sandbox_statistics import Latencies, PoolStatistics, SandboxStatistics
 from headway.report.formats import percent
-from headway.report.plots import ALARM, GENERATOR, GREY, THIRD, TRAINER, Plot, curves
+from headway.report.plots import ALARM, GENERATOR, GREY, THIRD, TRAINER, Plot, curves, section
 from headway.report.series import Column
 
 SECTION = "Sandboxes"
@@ -97,9 +97,9 @@ def _of_pool(name: str) -> Column:
     return lambda step: float(getattr(step.sandboxes.pool, name)) if step.sandboxes.any else math.nan
 
 
-SANDBOX_PLOTS: tuple[Plot, ...] = (
-    Plot(
-        SECTION,
+SANDBOX_PLOTS: tuple[Plot, ...] = section(
+    SECTION,
+    (
         "How long they take",
         "p99 of each step, in ms: waiting for a place, making one, a command.",
         curves(
@@ -109,8 +109,7 @@ SANDBOX_PLOTS: tuple[Plot, ...] = (
             ylabel="ms",
         ),
     ),
-    Plot(
-        SECTION,
+    (
         "How many there are",
         "At the end of each step. Who waits would have one if sandbox.live were higher.",
         curves(

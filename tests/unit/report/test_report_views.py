@@ -11,15 +11,17 @@ import pytest
 from rich.console import Console
 from synthetic_run import evaluation, step_record, synthetic_lines
 
+from headway.cli.printing import print_json
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import Distribution, EventRecord, StepRecord
 from headway.report.dry_run import dry_run_rows
-from headway.report.live import LiveState, LiveView, bar, live_view, screen, sparkline, step_line
+from headway.report.live import LiveState, LiveView, bar, evaluation_line, live_view, screen, sparkline, step_line
+from headway.report.printing import print_rows
 from headway.report.progress import SftProgress
 from headway.report.show import SampleSelection, read_samples, select, show_samples, visible
-from headway.report.tables import print_evaluation, print_mapping, print_summary
+from headway.report.tables import mapping_rows, print_summary
 from headway.telemetry.summary import summarise
 
 
@@ -252,22 +254,21 @@ def test_a_response_cannot_drive_the_terminal(kept: Path) -> None:
 # --- tables ----------------------------------------------------------------------------------------------
 
 
-def test_summary_table_and_json() -> None:
+def test_summary_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     summary = summarise(synthetic_lines(20))
     out = Screen()
-    print_summary(summary, console=out.console, run_dir="runs/x")
+    print_summary(summary, "runs/x", out.console)
     for words in ("0.452 before → 0.930 after", "trainer 25.0%", "balanced", "headway report runs/x", "1,280 trained"):
         assert words in out.text
-    out = Screen(width=40)
-    print_summary(summary, as_json=True, console=out.console)
-    assert json.loads(out.text)["solve_rate_after"] == 0.93
+    print_json(summary)
+    assert json.loads(capsys.readouterr().out)["solve_rate_after"] == 0.93
 
 
 def test_evaluation_and_mapping() -> None:
     out = Screen()
-    print_evaluation(evaluation("after", 9, 0.75, failed=2), console=out.console)
-    print_mapping({"final_loss": 0.123456, "dropped": 3}, console=out.console)
-    assert "solve rate 0.750 ± 0.019 (500 tasks, version 9, 2 failed)" in out.text
+    print_rows(mapping_rows({"final_loss": 0.123456, "dropped": 3}), console=out.console)
+    line = evaluation_line(evaluation("after", 9, 0.75, failed=2))
+    assert "solve rate 0.750 ± 0.019 (500 tasks, version 9, 2 failed)" in line
     assert "final loss   0.1235" in out.text
 
 
