@@ -95,7 +95,7 @@ def _simulate_run(
     _print_outcome(outcome, directory)
     print_agreement(compared)
     if compared.unidentified:
-        print_rows(compared.unidentified.items(), "Not in the ledger")
+        print_rows(compared.unidentified, "Not in the ledger")
 
 
 def _print_outcome(outcome: SimulationOutcome, run_dir: str) -> None:

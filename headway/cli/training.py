@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import typer
@@ -54,10 +55,10 @@ def train(
         typer.echo(f"\nheadway check {config}   predicts memory, rates and staleness")
         return
     from headway.orchestrator.train import train as run
-    from headway.report.live import live_view
+    from headway.report.live import LiveView
     from headway.report.tables import print_summary
 
-    with live_view(experiment, enabled=not (quiet or as_json)) as on_line:
+    with nullcontext() if quiet or as_json else LiveView(experiment) as on_line:
         summary = run(experiment, resume=resume, on_line=on_line)
     if as_json:
         print_json(summary)

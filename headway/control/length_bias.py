@@ -14,15 +14,14 @@ import msgspec
 
 from headway.records.rollout import Ending
 
-Cause = Literal["scheduling", "filter", "pruning", "failure"]
+Cause = Literal["scheduling", "filter", "pruning"]
 
-# Which cause keeps a rollout with this ending out of training.
+# Which cause keeps a rollout with this ending out of training; failures are none of the queue's.
 CAUSE_OF: dict[Ending, Cause] = {
     "overdue": "scheduling",
     "discarded": "scheduling",
     "filtered": "filter",
     "pruned": "pruning",
-    "failed": "failure",
 }
 
 
@@ -33,7 +32,6 @@ class LengthBiasStatistics(msgspec.Struct, frozen=True, kw_only=True):
     scheduling_ks: float = 0.0  # overdue and discarded rollouts: all lengths reached with and without them
     filter_ks: float = 0.0  # filtered rollouts, likewise
     pruning_ks: float = 0.0  # pruned rollouts, dropped or trained as they stood, likewise
-    failure_ks: float = 0.0  # failed rollouts, likewise
     censored_share: float = 0.0  # share of admitted rollouts in cohorts not closed yet
     cut_share: float = 0.0  # share of the closed cohorts' rollouts that ended before their length was known
     closed_cohorts: int = 0
@@ -167,7 +165,6 @@ class LengthBias:
             scheduling_ks=taken_by("scheduling"),
             filter_ks=taken_by("filter"),
             pruning_ks=taken_by("pruning"),
-            failure_ks=taken_by("failure"),
             censored_share=in_open / self._admitted if self._admitted else 0.0,
             cut_share=cut_rollouts / self._closed_rollouts if self._closed_rollouts else 0.0,
             closed_cohorts=self._closed_cohorts,

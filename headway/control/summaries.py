@@ -60,6 +60,11 @@ def bucket_width(length: int) -> int:
     return 1 << max(0, (length - 1).bit_length() - 3)
 
 
+def bucket_middle(end: int) -> float:
+    """Middle of the bucket of ``length_histogram`` that ends with ``end``."""
+    return end - (bucket_width(end) - 1) / 2
+
+
 def _bucket_end(length: int) -> int:
     width = bucket_width(length)
     return -(-length // width) * width

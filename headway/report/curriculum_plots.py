@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from headway.records.curriculum import DRAW_REASONS, REGIONS, CurriculumStep
-from headway.report.plots import ALARM, GREY, THIRD, TRAINER, Draw, Plot, PlotData, section, stacked
+from headway.report.plots import ALARM, GREY, THIRD, TRAINER, Draw, Plot, PlotData, plots_of, stacked
 
 _COLOURS = {
     **{"unseen": "#d5d8dc", "unsolved": ALARM, "band": THIRD, "trivial": "#9ecae1"},
@@ -37,16 +37,17 @@ def _stack(
     return draw
 
 
-CURRICULUM_PLOTS: tuple[Plot, ...] = section(
-    "Learning",
-    (
-        "Tasks by region",
-        "What the curriculum holds of them. Attempts of the band's tasks are likely to differ, which is what teaches.",
-        _stack(REGIONS, lambda step: step.tasks, "tasks", shares=False),
-    ),
-    (
-        "Why tasks were drawn",
-        "Share of the groups opened. `headway explain-task` says more.",
-        _stack(DRAW_REASONS, lambda step: step.draws, "groups", shares=True),
-    ),
+CURRICULUM_PLOTS: tuple[Plot, ...] = plots_of(
+    {
+        "Learning": {
+            "Tasks by region": (
+                "What the curriculum holds of them. Attempts of the band's tasks are likely to differ: that teaches.",
+                _stack(REGIONS, lambda step: step.tasks, "tasks", shares=False),
+            ),
+            "Why tasks were drawn": (
+                "Share of the groups opened. `headway explain-task` says more.",
+                _stack(DRAW_REASONS, lambda step: step.draws, "groups", shares=True),
+            ),
+        }
+    }
 )

@@ -129,29 +129,26 @@ def print_report(report: Report, usd_per_device_hour: float | None, console: Con
     found, costs = report.diagnosis, report.costs
     error = f"± {found.error:.0%}"
     model = found.simulated_per_s / found.samples_per_s - 1
-    rows = [
-        ("run", f"{report.run}, {report.state}; steps {found.first_step} to {found.last_step} are looked at"),
-        (
-            "rate",
+    rows = {
+        "run": f"{report.run}, {report.state}; steps {found.first_step} to {found.last_step} are looked at",
+        "rate": (
             f"{quantity(found.samples_per_s)} samples/s {error}, {quantity(found.useful_per_s)} of them useful "
-            f"(the model of the run says {model:+.0%})",
+            f"(the model of the run says {model:+.0%})"
         ),
-        ("bound by", f"{BINDS[found.binding]}: {found.reason}"),
-        (
-            "waits",
+        "bound by": f"{BINDS[found.binding]}: {found.reason}",
+        "waits": (
             f"trainer {percent(found.trainer_wait)} ({percent(found.straggler_wait)} for stragglers), generator "
-            f"{percent(found.generator_wait)}",
+            f"{percent(found.generator_wait)}"
         ),
-        (
-            "queue",
+        "queue": (
             f"mean staleness {found.staleness_mean:.1f}, {found.acceptance:.0%} of the groups trainable, "
-            f"{found.in_generation:.0f} rollouts in generation; the length tail needs η ≥ {found.needed_budget}",
+            f"{found.in_generation:.0f} rollouts in generation; the length tail needs η ≥ {found.needed_budget}"
         ),
-        ("costs", _cost_text(costs, usd_per_device_hour)),
-    ]
+        "costs": _cost_text(costs, usd_per_device_hour),
+    }
     print_rows(rows, console=console)
     if costs.lost_h:
-        lost = [(cause, _lost_text(hours, costs)) for cause, hours in list(costs.lost_h.items())[:6]]
+        lost = {cause: _lost_text(hours, costs) for cause, hours in list(costs.lost_h.items())[:6]}
         print_rows(lost, "Device-hours lost", console)
     console.print(Text("\nWhat would help most", style="bold underline"))
     if not found.changes:
@@ -160,7 +157,7 @@ def print_report(report: Report, usd_per_device_hour: float | None, console: Con
         for line in _change_lines(number, change):
             console.print(Text(line), soft_wrap=True)
     if found.unidentified:
-        print_rows(found.unidentified.items(), "Not in the ledger", console)
+        print_rows(found.unidentified, "Not in the ledger", console)
 
 
 def _cost_text(costs: DeviceCosts, usd_per_device_hour: float | None) -> str:

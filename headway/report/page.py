@@ -122,7 +122,7 @@ def _state(view: RunView) -> str:
 
 def _verdict(view: RunView) -> str:
     rows = []
-    for question, answer in view.verdict.sentences:
+    for question, answer in view.verdict.sentences.items():
         bad = ' class="bad"' if answer.startswith(_BAD) else ""
         rows.append(f"<dt>{escape(question)}</dt><dd{bad}>{escape(answer)}</dd>")
     return '<section class="verdict"><dl>' + "".join(rows) + "</dl></section>"
@@ -130,24 +130,24 @@ def _verdict(view: RunView) -> str:
 
 def _tiles(view: RunView) -> str:
     s = view.summary
-    tiles = [
-        ("trainer waits", percent(s.trainer_wait_ratio)),
-        ("generator waits", percent(s.generator_wait_ratio)),
-        ("trained, samples/s", quantity(s.trained_per_s)),
-        ("consumption, samples/s", quantity(s.consumption_per_s)),
-        ("production, samples/s", quantity(s.production_per_s)),
-        ("effective production, samples/s", quantity(s.effective_production_per_s)),
-        ("worst staleness, versions", _of(s.max_trajectory_staleness, view.budget)),
-        ("length bias (KS)", f"{s.length_bias_ks:.3f}"),
-    ]
+    tiles = {
+        "trainer waits": percent(s.trainer_wait_ratio),
+        "generator waits": percent(s.generator_wait_ratio),
+        "trained, samples/s": quantity(s.trained_per_s),
+        "consumption, samples/s": quantity(s.consumption_per_s),
+        "production, samples/s": quantity(s.production_per_s),
+        "effective production, samples/s": quantity(s.effective_production_per_s),
+        "worst staleness, versions": _of(s.max_trajectory_staleness, view.budget),
+        "length bias (KS)": f"{s.length_bias_ks:.3f}",
+    }
     skipped = sum(step.skipped for step in view.steps)
     if skipped:
-        tiles.append(("steps skipped (not finite)", f"{skipped:,}"))
+        tiles["steps skipped (not finite)"] = f"{skipped:,}"
     if s.best_version is not None:
-        tiles.append(("best version", f"{s.best_version:,}"))
+        tiles["best version"] = f"{s.best_version:,}"
     return (
         '<div class="tiles">'
-        + "".join(f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for label, value in tiles)
+        + "".join(f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for label, value in tiles.items())
         + "</div>"
     )
 

@@ -63,9 +63,9 @@ class Plot(NamedTuple):
     draw: Draw
 
 
-def section(name: str, *plots: tuple[str, str, Draw]) -> tuple[Plot, ...]:
-    """Make the plots (title, caption, draw) of one section."""
-    return tuple(Plot(name, *plot) for plot in plots)
+def plots_of(sections: Mapping[str, Mapping[str, tuple[str, Draw]]]) -> tuple[Plot, ...]:
+    """Make plots from section -> title -> (caption, draw)."""
+    return tuple(Plot(section, title, *of) for section, plots in sections.items() for title, of in plots.items())
 
 
 def render(plot: Plot, evidence: PlotData) -> str | None:
@@ -309,162 +309,142 @@ def _share(part: Column, whole: Column) -> Column:
     return lambda step: part(step) / whole(step) if whole(step) else math.nan
 
 
-PLOTS: tuple[Plot, ...] = (
-    *section(
-        "Learning",
-        ("Solve rate", "Evaluations are what counts; training tasks come as sampled.", _solve_rate),
-        ("Reward", "Mean and spread over the rollouts that finished since the last step.", _reward),
-        (
-            "Groups by share solved",
-            "Groups at either end carry no signal: all their advantages are zero.",
-            _solve_rate_histogram,
-        ),
-        (
-            "Groups without variance, truncated responses",
-            "Share of groups whose rewards are all equal; share of responses cut at the token limit.",
-            curves(
-                ("zero variance", GREY, lambda step: step.zero_variance_share),
-                ("truncated", ALARM, lambda step: step.truncated_share),
-                percent=True,
-                skip_zero=False,
+PLOTS: tuple[Plot, ...] = plots_of(
+    {
+        "Learning": {
+            "Solve rate": ("Evaluations are what counts; training tasks come as sampled.", _solve_rate),
+            "Reward": ("Mean and spread over the rollouts that finished since the last step.", _reward),
+            "Groups by share solved": (
+                "Groups at either end carry no signal: all their advantages are zero.",
+                _solve_rate_histogram,
             ),
-        ),
-    ),
-    *section(
-        "Balance",
-        (
-            "Who waits",
-            "Share of each step that a side has nothing to do. The side that waits more is not the bottleneck.",
-            curves(
-                ("trainer", TRAINER, lambda step: step.trainer_wait_ratio),
-                ("generator", GENERATOR, lambda step: step.generator_wait_ratio),
-                percent=True,
-                top=1.0,
-                skip_zero=False,
+            "Groups without variance, truncated responses": (
+                "Share of groups whose rewards are all equal; share of responses cut at the token limit.",
+                curves(
+                    ("zero variance", GREY, lambda step: step.zero_variance_share),
+                    ("truncated", ALARM, lambda step: step.truncated_share),
+                    percent=True,
+                    skip_zero=False,
+                ),
             ),
-        ),
-        (
-            "Rates",
-            "Consumption: what the trainer would take if it never waited. Effective: the production that is accepted.",
-            curves(
-                ("consumption", TRAINER, lambda step: step.consumption_per_s),
-                ("production", GENERATOR, lambda step: step.production_per_s),
-                ("effective production", THIRD, lambda step: step.effective_production_per_s),
-                ylabel="samples/s",
+        },
+        "Balance": {
+            "Who waits": (
+                "Share of each step that a side has nothing to do. The side that waits more is not the bottleneck.",
+                curves(
+                    ("trainer", TRAINER, lambda step: step.trainer_wait_ratio),
+                    ("generator", GENERATOR, lambda step: step.generator_wait_ratio),
+                    percent=True,
+                    top=1.0,
+                    skip_zero=False,
+                ),
             ),
-        ),
-        ("Queue depth", "Groups in the system at the end of each step.", _queue),
-        (
-            "Oldest buffered group",
-            "Grows without end when the trainer can't keep up.",
-            curves(("age", TRAINER, lambda step: step.oldest_age_s), ylabel="seconds"),
-        ),
-        ("Where a step's time goes", "Seen from the trainer.", _step_time),
-    ),
-    *section(
-        "Staleness",
-        ("Staleness", "Versions between sampling and the gradient.", _staleness),
-        ("Staleness, whole run", "Share of everything trained on.", _staleness_histogram),
-    ),
-    *section(
-        "Rollouts",
-        (
-            "Response lengths",
-            "Of the rollouts that finished since the last step.",
-            curves(
-                ("99th percentile", ALARM, lambda step: step.length_p99),
-                ("mean", THIRD, lambda step: step.length_mean),
-                ("median", TRAINER, lambda step: step.length_p50),
-                ylabel="tokens",
+            "Rates": (
+                "Consumption: what the trainer takes if it never waits. Effective: the production that is accepted.",
+                curves(
+                    ("consumption", TRAINER, lambda step: step.consumption_per_s),
+                    ("production", GENERATOR, lambda step: step.production_per_s),
+                    ("effective production", THIRD, lambda step: step.effective_production_per_s),
+                    ylabel="samples/s",
+                ),
             ),
-        ),
-        (
-            "Length bias",
-            "Distance (KS) between the lengths trained on and all lengths, by cause. Zero: no bias.",
-            curves(
-                ("total", "black", lambda step: step.length_bias_ks),
-                ("scheduling", TRAINER, lambda step: step.length_bias_scheduling_ks),
-                ("filter", GENERATOR, lambda step: step.length_bias_filter_ks),
-                ("pruning", THIRD, lambda step: step.length_bias_pruning_ks),
-                ("censored share", GREY, lambda step: step.censored_share),
+            "Queue depth": ("Groups in the system at the end of each step.", _queue),
+            "Oldest buffered group": (
+                "Grows without end when the trainer can't keep up.",
+                curves(("age", TRAINER, lambda step: step.oldest_age_s), ylabel="seconds"),
             ),
-        ),
-        ("Endings", "How rollouts ended; each ends exactly once.", _endings),
-    ),
-    *section(
-        "Optimiser",
-        ("Loss", "A policy-gradient loss need not fall.", metric_plot(("loss", TRAINER, "loss"))),
-        ("Entropy", "A fall to zero means exploration has ended.", metric_plot(("entropy", THIRD, "entropy"))),
-        ("Gradient norm", "Before clipping.", metric_plot(("norm", GENERATOR, "grad_norm"), log=True)),
-        ("Importance ratio quantiles", "Current over behaviour policy, per token.", _ratio_quantiles),
-        (
-            "Clip fraction",
-            "Share of tokens whose gradient the clip removes.",
-            metric_plot(("clip fraction", ALARM, "clip_fraction")),
-        ),
-        (
-            "Trainer against generator",
-            "Difference of the two log-probabilities of the same tokens: staleness and numerics together.",
-            metric_plot(("k3", TRAINER, "mismatch_k3"), ("max", ALARM, "mismatch_max"), log=True),
-        ),
-        (
-            "Masked tokens",
-            "Share of the loss tokens that staleness or importance masks take.",
-            metric_plot(("masked", ALARM, "masked_share")),
-        ),
-        (
-            "Distance from the reference",
-            "KL per token from the reference model, nats.",
-            metric_plot(("KL", THIRD, "kl_reference")),
-        ),
-        ("Learning rate", "As applied.", metric_plot(("learning rate", TRAINER, "learning_rate"))),
-    ),
-    *section(
-        "Machine",
-        (
-            "Tokens per second",
-            "Trained: tokens that carry loss.",
-            curves(
-                ("generated", GENERATOR, lambda step: step.generated_tokens_per_s),
-                ("trained", TRAINER, lambda step: step.trained_tokens_per_s),
+            "Where a step's time goes": ("Seen from the trainer.", _step_time),
+        },
+        "Staleness": {
+            "Staleness": ("Versions between sampling and the gradient.", _staleness),
+            "Staleness, whole run": ("Share of everything trained on.", _staleness_histogram),
+        },
+        "Rollouts": {
+            "Response lengths": (
+                "Of the rollouts that finished since the last step.",
+                curves(
+                    ("99th percentile", ALARM, lambda step: step.length_p99),
+                    ("mean", THIRD, lambda step: step.length_mean),
+                    ("median", TRAINER, lambda step: step.length_p50),
+                    ylabel="tokens",
+                ),
             ),
-        ),
-        (
-            "Model FLOP utilisation of the trainer",
-            "Against the measured matrix-multiplication peak of its device.",
-            curves(
-                ("over the step, waits included", TRAINER, lambda step: step.mfu_step),
-                ("over compute", THIRD, lambda step: step.mfu_compute),
-                percent=True,
+            "Length bias": (
+                "Distance (KS) between the lengths trained on and all lengths, by cause. Zero: no bias.",
+                curves(
+                    ("total", "black", lambda step: step.length_bias_ks),
+                    ("scheduling", TRAINER, lambda step: step.length_bias_scheduling_ks),
+                    ("filter", GENERATOR, lambda step: step.length_bias_filter_ks),
+                    ("pruning", THIRD, lambda step: step.length_bias_pruning_ks),
+                    ("censored share", GREY, lambda step: step.censored_share),
+                ),
             ),
-        ),
-        (
-            "Weight updates",
-            "Publish: by the trainer. Apply: until every replica has it. Pause: no token could be generated.",
-            curves(
-                ("publish", TRAINER, lambda step: step.publish_s * 1e3),
-                ("apply", GENERATOR, lambda step: step.apply_s * 1e3),
-                ("pause", ALARM, lambda step: step.apply_pause_s * 1e3),
-                ylabel="ms",
+            "Endings": ("How rollouts ended; each ends exactly once.", _endings),
+        },
+        "Optimiser": {
+            "Loss": ("A policy-gradient loss need not fall.", metric_plot(("loss", TRAINER, "loss"))),
+            "Entropy": ("A fall to zero means exploration has ended.", metric_plot(("entropy", THIRD, "entropy"))),
+            "Gradient norm": ("Before clipping.", metric_plot(("norm", GENERATOR, "grad_norm"), log=True)),
+            "Importance ratio quantiles": ("Current over behaviour policy, per token.", _ratio_quantiles),
+            "Clip fraction": (
+                "Share of tokens whose gradient the clip removes.",
+                metric_plot(("clip fraction", ALARM, "clip_fraction")),
             ),
-        ),
-        (
-            "KV cache and slots in use",
-            "Share of capacity at the end of each step.",
-            curves(
-                ("KV tokens", TRAINER, _share(lambda s: s.kv_used_tokens, lambda s: s.kv_capacity_tokens)),
-                ("slots", GENERATOR, _share(lambda s: s.running_rollouts, lambda s: s.slots)),
-                percent=True,
+            "Trainer against generator": (
+                "Difference of the two log-probabilities of the same tokens: staleness and numerics together.",
+                metric_plot(("k3", TRAINER, "mismatch_k3"), ("max", ALARM, "mismatch_max"), log=True),
             ),
-        ),
-        (
-            "Everything but the models",
-            "Share of one core: the orchestrator, and verification summed over its workers.",
-            curves(
-                ("orchestrator", GREY, _share(lambda s: s.orchestrator_cpu_s, lambda s: s.step_s)),
-                ("verification", THIRD, _share(lambda s: s.verify_s, lambda s: s.step_s)),
-                percent=True,
+            "Masked tokens": (
+                "Share of the loss tokens that staleness or importance masks take.",
+                metric_plot(("masked", ALARM, "masked_share")),
             ),
-        ),
-    ),
+            "Distance from the reference": (
+                "KL per token from the reference model, nats.",
+                metric_plot(("KL", THIRD, "kl_reference")),
+            ),
+            "Learning rate": ("As applied.", metric_plot(("learning rate", TRAINER, "learning_rate"))),
+        },
+        "Machine": {
+            "Tokens per second": (
+                "Trained: tokens that carry loss.",
+                curves(
+                    ("generated", GENERATOR, lambda step: step.generated_tokens_per_s),
+                    ("trained", TRAINER, lambda step: step.trained_tokens_per_s),
+                ),
+            ),
+            "Model FLOP utilisation of the trainer": (
+                "Against the measured matrix-multiplication peak of its device.",
+                curves(
+                    ("over the step, waits included", TRAINER, lambda step: step.mfu_step),
+                    ("over compute", THIRD, lambda step: step.mfu_compute),
+                    percent=True,
+                ),
+            ),
+            "Weight updates": (
+                "Publish: by the trainer. Apply: until every replica has it. Pause: no token could be generated.",
+                curves(
+                    ("publish", TRAINER, lambda step: step.publish_s * 1e3),
+                    ("apply", GENERATOR, lambda step: step.apply_s * 1e3),
+                    ("pause", ALARM, lambda step: step.apply_pause_s * 1e3),
+                    ylabel="ms",
+                ),
+            ),
+            "KV cache and slots in use": (
+                "Share of capacity at the end of each step.",
+                curves(
+                    ("KV tokens", TRAINER, _share(lambda s: s.kv_used_tokens, lambda s: s.kv_capacity_tokens)),
+                    ("slots", GENERATOR, _share(lambda s: s.running_rollouts, lambda s: s.slots)),
+                    percent=True,
+                ),
+            ),
+            "Everything but the models": (
+                "Share of one core: the orchestrator, and verification summed over its workers.",
+                curves(
+                    ("orchestrator", GREY, _share(lambda s: s.orchestrator_cpu_s, lambda s: s.step_s)),
+                    ("verification", THIRD, _share(lambda s: s.verify_s, lambda s: s.step_s)),
+                    percent=True,
+                ),
+            ),
+        },
+    }
 )

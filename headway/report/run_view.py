@@ -81,16 +81,15 @@ def as_json(view: RunView) -> dict[str, Any]:
     """Convert a run to one JSON object: RunSummary's fields, the verdict, means over the run. NaN becomes null."""
     steps = view.steps
     trained = [step for step in steps if step.samples and not step.skipped]
-    last = view.steps[-1] if steps else StepRecord(step=0, version=0)
-    before, after = _errors(view)
+    last = steps[-1] if steps else StepRecord(step=0, version=0)
     result = {
         **msgspec.to_builtins(view.summary),
         "run": str(view.path),
         "state": view.state,
         "verdict": msgspec.to_builtins(view.verdict),
         "staleness_budget": view.budget,
-        "solve_rate_before_error": before,
-        "solve_rate_after_error": after,
+        "solve_rate_before_error": _error(view, "before"),
+        "solve_rate_after_error": _error(view, "after"),
         "mean_trajectory_staleness": _weighted(trained, lambda s: s.trajectory_staleness.mean, lambda s: s.samples),
         "mean_token_staleness": _weighted(trained, lambda s: s.token_staleness.mean, _trained_tokens),
         "length_bias_scheduling_ks": last.length_bias_scheduling_ks,
@@ -110,9 +109,9 @@ def as_json(view: RunView) -> dict[str, Any]:
     return _without_nan(result)
 
 
-def _errors(view: RunView) -> tuple[float | None, float | None]:
-    before, after = held_evaluation(view.lines, "before"), held_evaluation(view.lines, "after")
-    return (before.standard_error if before else None, after.standard_error if after else None)
+def _error(view: RunView, phase: str) -> float | None:
+    record = held_evaluation(view.lines, phase)
+    return record.standard_error if record else None
 
 
 def _trained_tokens(step: StepRecord) -> int:

@@ -21,28 +21,29 @@ def print_summary(summary: RunSummary, run_dir: str, console: Console | None = N
 
 
 def summary_rows(summary: RunSummary) -> Rows:
-    rows = [
-        ("steps", f"{summary.steps:,} in {steps_time(summary)}" + ("" if summary.finished else ", not finished")),
-        ("samples trained", f"{summary.samples_trained:,} ({quantity(summary.trained_per_s)}/s)"),
-        ("solve rate", f"{score(summary.solve_rate_before)} before → {score(summary.solve_rate_after)} after"),
-        ("waits", f"trainer {percent(summary.trainer_wait_ratio)}, generator {percent(summary.generator_wait_ratio)}"),
-        (
-            "rates, samples/s",
-            f"consumption {quantity(summary.consumption_per_s)}, production {quantity(summary.production_per_s)}, "
-            f"effective {quantity(summary.effective_production_per_s)}",
-        ),
-        ("worst staleness", f"{summary.max_trajectory_staleness} versions"),
-        ("length bias (KS)", f"{summary.length_bias_ks:.4f}"),
-        ("endings", ", ".join(f"{count:,} {ending}" for ending, count in summary.endings.items()) or "none"),
-        ("books", "balanced" if summary.books_balanced else "NOT BALANCED"),
-    ]
+    rows: Rows = {}
     if summary.simulated:
-        rows.insert(0, ("simulated", "no model was trained: rates and waits are those of a scenario"))
+        rows["simulated"] = "no model was trained: rates and waits are those of a scenario"
+    rows |= {
+        "steps": f"{summary.steps:,} in {steps_time(summary)}" + ("" if summary.finished else ", not finished"),
+        "samples trained": f"{summary.samples_trained:,} ({quantity(summary.trained_per_s)}/s)",
+        "solve rate": f"{score(summary.solve_rate_before)} before → {score(summary.solve_rate_after)} after",
+    }
     if summary.best_version is not None:
-        rows.insert(3, ("best version", f"{summary.best_version:,}"))
+        rows["best version"] = f"{summary.best_version:,}"
     elif summary.finished and not summary.simulated:
-        rows.insert(3, ("best version", "none was judged: best/ holds the last"))
-    return rows
+        rows["best version"] = "none was judged: best/ holds the last"
+    return rows | {
+        "waits": f"trainer {percent(summary.trainer_wait_ratio)}, generator {percent(summary.generator_wait_ratio)}",
+        "rates, samples/s": (
+            f"consumption {quantity(summary.consumption_per_s)}, production {quantity(summary.production_per_s)}, "
+            f"effective {quantity(summary.effective_production_per_s)}"
+        ),
+        "worst staleness": f"{summary.max_trajectory_staleness} versions",
+        "length bias (KS)": f"{summary.length_bias_ks:.4f}",
+        "endings": ", ".join(f"{count:,} {ending}" for ending, count in summary.endings.items()) or "none",
+        "books": "balanced" if summary.books_balanced else "NOT BALANCED",
+    }
 
 
 def steps_time(summary: RunSummary) -> str:
@@ -53,7 +54,7 @@ def steps_time(summary: RunSummary) -> str:
 
 def mapping_rows(values: Mapping[str, Any]) -> Rows:
     """Rows with the names and values of a result."""
-    return [
-        (name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))
+    return {
+        name.replace("_", " "): f"{value:.4g}" if isinstance(value, float) else str(value)
         for name, value in values.items()
-    ]
+    }

@@ -127,11 +127,7 @@ async def _serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Cal
         if wanted.record is not None:
             file = stack.enter_context(LineFile(wanted.record))
             record = stack.enter_context(SessionRecord(file, on_event))
-
-        def over(session: Session) -> None:
-            if record is not None:
-                record.add(session)
-
+        over = _ignore if record is None else record.add
         stack.push_async_callback(pool.stop)
         await pool.start()
         served = served_pool(experiment, pool, tokenizer, clock, wanted.keys, over, listener)
@@ -148,6 +144,10 @@ async def _serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Cal
                     record.write()
 
 
+def _ignore(session: Session) -> None:
+    """Do nothing with an ended session: it isn't recorded."""
+
+
 @asynccontextmanager
 async def served_pool(
     experiment: Experiment,
@@ -155,7 +155,7 @@ async def served_pool(
     tokenizer: Tokenizer,
     clock: Clock,
     keys: tuple[str, ...] = (),
-    on_over: Callable[[Session], object] = lambda session: None,
+    on_over: Callable[[Session], object] = _ignore,
     listener: socket.socket | None = None,
 ) -> AsyncIterator[tuple[str, ServedSessions]]:
     """Serve the endpoint over a started pool inside the block; yields its address and its sessions. Callers are
@@ -267,7 +267,7 @@ class ServedSessions:
         sample_of: Callable[[str], SampleTurn],
         clock: Clock,
         keys: tuple[str, ...] = (),
-        on_over: Callable[[Session], object] = lambda session: None,
+        on_over: Callable[[Session], object] = _ignore,
     ) -> None:
         """``sample_of``: as `sampling` returns it. ``keys``: accepted API keys; (): none is needed."""
         self._chat = chat

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -356,11 +356,10 @@ class Curriculum:
 
     def regions(self) -> dict[str, int]:
         """Tasks in each region, all sources together."""
-        totals: dict[str, int] = {}
+        totals = Counter[str]()
         for source in self.sources:
-            for region, count in source.regions().items():
-                totals[region] = totals.get(region, 0) + count
-        return totals
+            totals.update(source.regions())
+        return dict(totals)
 
 
 def _random64(seed: int | str, index: int) -> int:

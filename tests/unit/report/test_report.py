@@ -450,8 +450,8 @@ def test_what_was_pruned_is_said_where_something_was() -> None:
         "of what would have been generated. Of 3 audited ones, which ran to their own end, pruning would have been "
         "wrong about 1 (33%); their reward is +0.250 off what it would have given."
     )
-    assert verdict.sentences[-1] == ("What was pruned?", verdict.pruning_text)
-    assert "What was pruned?" not in dict(judge(plain, summarise(plain), 2).sentences)
+    assert list(verdict.sentences.items())[-1] == ("What was pruned?", verdict.pruning_text)
+    assert "What was pruned?" not in judge(plain, summarise(plain), 2).sentences
 
 
 def test_deaths_stalls_and_restarts_are_listed_with_who_why_and_what_they_cost(tmp_path: Path) -> None:
@@ -496,6 +496,6 @@ def test_a_solve_rate_without_data_is_a_dash_everywhere() -> None:
     lines = [step_record(step, solve_rate=0.5) for step in range(20)]
     lines += [msgspec.structs.replace(none_finished, step=step, version=step + 1) for step in range(20, 40)]
     assert "from 0.500 (first fifth of the steps) to 0.500 (last fifth)" in judge_learning(lines)[3]
-    rows = dict(summary_rows(summarise([*lines, EventRecord(event="end")])))
+    rows = summary_rows(summarise([*lines, EventRecord(event="end")]))
     assert rows["solve rate"] == "– before → – after"
     assert rows["best version"] == "none was judged: best/ holds the last"

@@ -17,7 +17,7 @@ from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import Distribution, EventRecord, StepRecord
 from headway.report.dry_run import dry_run_rows
-from headway.report.live import LiveState, LiveView, bar, evaluation_line, live_view, screen, sparkline, step_line
+from headway.report.live import LiveState, LiveView, bar, evaluation_line, screen, sparkline, step_line
 from headway.report.printing import print_rows
 from headway.report.progress import SftProgress
 from headway.report.show import SampleSelection, read_samples, select, show_samples, visible
@@ -148,11 +148,6 @@ def test_on_a_terminal_it_redraws_at_most_twice_a_second_and_leaves_the_last_sta
     assert "step 20/200" in out.text.rpartition("headway · runs/x")[2]
 
 
-def test_no_view_when_it_is_not_wanted() -> None:
-    with live_view(experiment(), enabled=False) as view:
-        assert view is None
-
-
 # --- show ------------------------------------------------------------------------------------------------
 
 
@@ -273,16 +268,16 @@ def test_evaluation_and_mapping() -> None:
 
 
 def test_plan_names_the_numbers_that_matter() -> None:
-    rows = dict(dry_run_rows(experiment(groups_per_step=16, budget=3)))
+    rows = dry_run_rows(experiment(groups_per_step=16, budget=3))
     assert "16 groups × 8 rollouts = 128 samples a step" in rows["batch"]
     assert "at most 64 groups open" in rows["queue"]
-    assert "synchronous" in dict(dry_run_rows(experiment(budget=0)))["queue"]
+    assert "synchronous" in dry_run_rows(experiment(budget=0))["queue"]
 
 
 def test_plan_says_what_a_preset_came_to() -> None:
     def objective(**algorithm: object) -> str:
         raw = experiment().model_dump(exclude_unset=True) | {"algorithm": algorithm}
-        return dict(dry_run_rows(validate_experiment(raw, "test")))["objective"]
+        return dry_run_rows(validate_experiment(raw, "test"))["objective"]
 
     assert objective() == (
         "decoupled_ppo, advantage group_mean_std, clip 0.8 to 1.28, weights at most 2, token_mean, "
