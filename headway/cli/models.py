@@ -9,14 +9,10 @@ from headway.cli.printing import print_json
 
 
 def add_commands(app: typer.Typer) -> None:
-    app.command("init-model", epilog="Example: headway init-model models/tiny --texts data/sft.jsonl --layers 3")(
-        init_model
-    )
-    app.command(
-        "sft",
-        context_settings=experiments.OVERRIDES,
-        epilog="Example: headway sft examples/arithmetic/experiment.toml --model.path=runs/arithmetic/init",
-    )(sft)
+    example = "headway init-model models/tiny --texts data/sft.jsonl --layers 3"
+    experiments.add_command(app, init_model, example, overridable=False)
+    example = "headway sft examples/arithmetic/experiment.toml --model.path=runs/arithmetic/init"
+    experiments.add_command(app, sft, example)
 
 
 def init_model(

@@ -32,12 +32,9 @@ WRITE = typer.Option("", "--write", metavar="FILE", help="Of a run: save the sce
 
 
 def add_commands(app: typer.Typer) -> None:
-    app.command(
-        "simulate",
-        context_settings=experiments.OVERRIDES,
-        epilog="Examples: headway simulate examples/scenarios/long_tail.toml --queue.budget=8 --run.seed=3; "
-        "headway simulate runs/mine --hardware.generator.replicas=2",
-    )(simulate)
+    described = "headway simulate examples/scenarios/long_tail.toml --queue.budget=8 --run.seed=3"
+    recorded = "headway simulate runs/mine --hardware.generator.replicas=2"
+    experiments.add_command(app, simulate, described, recorded)
 
 
 def simulate(

@@ -16,21 +16,10 @@ if TYPE_CHECKING:
 
 
 def add_commands(app: typer.Typer) -> None:
-    app.command(
-        "train",
-        context_settings=experiments.OVERRIDES,
-        epilog="Example: headway train examples/arithmetic/experiment.toml --queue.budget=8 --run.seed=3",
-    )(train)
-    app.command(
-        "check",
-        context_settings=experiments.OVERRIDES,
-        epilog="Example: headway check examples/arithmetic/experiment.toml --no-calibrate",
-    )(check)
-    app.command(
-        "eval",
-        context_settings=experiments.OVERRIDES,
-        epilog="Example: headway eval examples/arithmetic/experiment.toml --model runs/arithmetic/rl/best",
-    )(evaluate)
+    file = "examples/arithmetic/experiment.toml"
+    experiments.add_command(app, train, f"headway train {file} --queue.budget=8 --run.seed=3")
+    experiments.add_command(app, check, f"headway check {file} --no-calibrate")
+    experiments.add_command(app, evaluate, f"headway eval {file} --model runs/arithmetic/rl/best", name="eval")
 
 
 def train(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from headway.records.ledger import Distribution
 
 SOLVE_RATE_BINS = 11
+Record = TypeVar("Record")
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -25,6 +27,16 @@ def quantile(values: Sequence[float], q: float) -> float:
     low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def weighted_mean(
+    records: Iterable[Record], value: Callable[[Record], float], weight: Callable[[Record], float]
+) -> float:
+    """Mean of the finite values of ``records``; 0.0 where they weigh nothing."""
+    pairs = [(value(record), weight(record)) for record in records]
+    pairs = [(x, w) for x, w in pairs if math.isfinite(x) and w > 0]
+    total = sum(w for _, w in pairs)
+    return sum(x * w for x, w in pairs) / total if total else 0.0
 
 
 def distribution(weighted: Iterable[tuple[int, int]]) -> Distribution:

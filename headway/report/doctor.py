@@ -3,6 +3,7 @@ and the stored configuration."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,8 +59,7 @@ def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Re
     found = diagnose(undisturbed(view.lines), experiment, shape_of(experiment, lent), free)
     if isinstance(found, str):
         raise ConfigurationError(f"{view.path}: {found}")
-    simulated = next((event for event in view.events if event.event == EVENT_SIMULATED), None)
-    told = {} if simulated is None else simulated.data
+    told = next((event.data for event in view.events if event.event == EVENT_SIMULATED), {})
     per_replica, trained_on = (int(told.get(key, 0)) for key in ("devices_per_replica", "trainer_devices"))
     costs = costs_of(view.steps, experiment, usd_per_device_hour, per_replica or 1, trained_on or len(ranks))
     return Report(run=str(view.path), state=view.state, costs=costs, diagnosis=found)
@@ -96,8 +96,10 @@ def costs_of(
         "generator: has nothing to do": per_replica * sum(s.generator_wait_ratio * s.flow.generator_s for s in steps),
         "generator: stands still for updates": per_replica * sum(_paused_s(s) for s in steps),
     }
-    ended = {ending: sum(s.ended_tokens.get(ending, 0) for s in steps) for ending in _endings(steps)}
-    busy_s, tokens = sum(s.flow.generator_busy_s for s in steps), sum(ended.values())
+    ended = Counter[str]()
+    for step in steps:
+        ended.update(step.ended_tokens)
+    busy_s, tokens = sum(s.flow.generator_busy_s for s in steps), ended.total()
     for ending, count in ended.items():
         if ending != "trained" and tokens:
             lost[f"generator: rollouts that ended {ending}"] = per_replica * busy_s * count / tokens
@@ -114,10 +116,6 @@ def costs_of(
 def _paused_s(step: StepRecord) -> float:
     known = step.generator_wait_ratio + step.generator_lent_ratio
     return max(0.0, step.flow.generator_s * (1 - known) - step.flow.generator_busy_s)
-
-
-def _endings(steps: Sequence[StepRecord]) -> list[str]:
-    return list(dict.fromkeys(ending for step in steps for ending in step.ended_tokens))
 
 
 # --- printing --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.config.schema import Experiment
-from headway.control.summaries import pooled
+from headway.control.summaries import pooled, weighted_mean
 from headway.control.tuning.drift import environment_share
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, SourceScore, StepRecord
 from headway.records.rollout import ENDINGS
@@ -72,8 +72,7 @@ class LiveState:
 
     def recent_mean(self, column: Callable[[StepRecord], float]) -> float:
         """Time-weighted mean of a column over the last WINDOW steps."""
-        total = sum(step.step_s for step in self.recent)
-        return sum(column(step) * step.step_s for step in self.recent) / total if total else 0.0
+        return weighted_mean(self.recent, column, lambda step: step.step_s)
 
     def left_s(self) -> float | None:
         """Seconds to the end, by steps or by the time limit, whichever comes first; None before and after the run."""

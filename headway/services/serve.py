@@ -107,12 +107,8 @@ def _keys(file: str) -> tuple[str, ...]:
     return keys
 
 
-def serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Callable[[str, str], None]) -> None:
+async def serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Callable[[str, str], None]) -> None:
     """Serve until Ctrl-C or SIGTERM. ``on_ready(address)`` is called once; ``on_event(name, detail)`` at problems."""
-    asyncio.run(_serve(wanted, on_ready, on_event))
-
-
-async def _serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Callable[[str, str], None]) -> None:
     experiment, clock = wanted.experiment, RealClock()
     async with _until_interrupted() as stopped, AsyncExitStack() as stack:
         listener = stack.enter_context(closing(listening(experiment.endpoint.address)))

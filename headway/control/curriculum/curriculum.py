@@ -194,7 +194,11 @@ class SourceCurriculum:
         return float(self.alpha[task]), float(self.beta[task])
 
     def region(self, task: int) -> Region:
-        return self._region(float(self.signal[task]), float(self.alpha[task]), float(self.beta[task]))
+        if self.signal[task] < 0:
+            return "unseen"
+        if self.signal[task] >= self._band.limit:
+            return "band"
+        return "trivial" if self.alpha[task] >= self.beta[task] else "unsolved"
 
     def regions(self) -> dict[Region, int]:
         """Number of tasks in each region."""
@@ -273,13 +277,6 @@ class SourceCurriculum:
             size=group_size(alpha, beta, smallest, largest, settings.member_gain),
         )
         return TaskChoice(task, draw)
-
-    def _region(self, signal: float, alpha: float, beta: float) -> Region:
-        if signal < 0:
-            return "unseen"
-        if signal >= self._band.limit:
-            return "band"
-        return "trivial" if alpha >= beta else "unsolved"
 
     def _unknown_weight(self) -> int:
         """Weight of all tasks that were never drawn: their expected signal, where that reaches the band's limit."""

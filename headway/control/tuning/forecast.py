@@ -5,7 +5,7 @@ staleness, and the binding constraint. Pure arithmetic; the queue between the tw
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Literal
 
@@ -71,7 +71,7 @@ def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution
         mean_tokens=lengths.mean_tokens,
     )
     changes = _changes(shape, model, lengths, needed, outcome)
-    binding, reason = binding_constraint(shape, model, outcome, changes)
+    binding, reason = binding_constraint(shape, model, outcome, [(one.constraint, one.gain) for one in changes])
     steps_per_s = outcome.samples_per_s / shape.samples_per_step
     training_s = min(shape.steps / steps_per_s, math.inf if shape.time_limit_s is None else shape.time_limit_s)
     evaluation_s = shape.evaluated_samples / production
@@ -246,9 +246,10 @@ def _candidates(shape: RunShape, model: QueueModel, lengths: LengthDistribution,
 
 
 def binding_constraint(
-    shape: RunShape, model: QueueModel, outcome: QueueOutcome, changes: list[Change]
+    shape: RunShape, model: QueueModel, outcome: QueueOutcome, gains: Sequence[tuple[Constraint, float]]
 ) -> tuple[Constraint, str]:
-    """The binding constraint of a run, and a sentence that explains it.
+    """The binding constraint of a run, and a sentence that explains it. ``gains``: (constraint, gain) of the changes
+    that would relieve it.
 
     In this order: a trainer that hardly waits; the budget, when the trainer waits mostly for stragglers or slots stay
     empty for want of credit; else the constraint whose relief gains most.
@@ -256,8 +257,8 @@ def binding_constraint(
     waits = f"the trainer would wait {outcome.trainer_wait:.0%} of the time"
     if outcome.trainer_wait < BUSY:
         return "trainer", f"{waits}: it is what the others wait for"
-    most = max((change.gain for change in changes), default=0.0)
-    relieved = {change.constraint for change in changes if change.gain >= most > 0}
+    most = max((gain for _, gain in gains), default=0.0)
+    relieved = {constraint for constraint, gain in gains if gain >= most > 0}
     if outcome.straggler_wait > outcome.trainer_wait / 2 or "admission" in relieved:
         stragglers = f", {outcome.straggler_wait:.0%} for the longest responses at the edge of the budget"
         return "admission", f"{waits}{stragglers}; {outcome.slots_filled:.0%} of the slots are filled"

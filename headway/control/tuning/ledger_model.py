@@ -153,10 +153,8 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
     flow = steps[-1].flow
     awake = max(1, shape.replicas - flow.resting)
     environment_s = sum(r.flow.environment_s for r in steps)
-    held = _held(steps, slots * awake, in_generation - environment_s / seconds, running)
-    decode = msgspec.structs.replace(
-        decode, slope=decode.slope / held.per_decoding, x_mean=decode.x_mean * held.per_decoding
-    )
+    per_decoding, other_s = _held(steps, slots * awake, in_generation - environment_s / seconds, running)
+    decode = msgspec.structs.replace(decode, slope=decode.slope / per_decoding, x_mean=decode.x_mean * per_decoding)
     knobs = {
         "steps_per_publish": flow.steps_per_publish or shape.steps_per_publish,
         "concurrent_rollouts": flow.concurrent_rollouts or shape.concurrent_rollouts,
@@ -167,7 +165,7 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
         length_at=lengths.at,
         group_correlation=length_correlation(steps, shape.group_size),
         prompt_tokens=prompt,
-        delay_s=held.other_s / responses,
+        delay_s=other_s / responses,
         environment_s=environment_s / responses,
         decode_fixed_s=decode.fixed,
         decode_request_s=decode.slope,
@@ -295,21 +293,14 @@ def _decode_s(flow: Flow) -> float:
     return max(0.0, flow.decode_s - flow.environment_s)
 
 
-class _Held(msgspec.Struct, frozen=True, kw_only=True):
-    """Occupied slots, in request-seconds while the generator computed."""
+def _held(steps: Sequence[StepRecord], slots: int, in_engines: float, running: float) -> tuple[float, float]:
+    """Split the occupied slots (all, when as many rollouts are with the engines) into decoding and other use, in
+    request-seconds while the generator computed. Returns (all of them for each that decodes, the others: prefills
+    outside of decode steps, and anything else before the first token).
 
-    decoding_s: float
-    other_s: float  # prefills outside of decode steps, and anything else before the first token
-
-    @property
-    def per_decoding(self) -> float:
-        return (self.decoding_s + self.other_s) / self.decoding_s if self.decoding_s else 1.0
-
-
-def _held(steps: Sequence[StepRecord], slots: int, in_engines: float, running: float) -> _Held:
-    """Split the occupied slots (all, when as many rollouts are with the engines) into decoding and other use. Decoding
-    is known from the engines (requests x time) and from the rollouts (tokens x time between two); the larger figure is
-    taken, so that other use is rather under- than overestimated."""
+    Decoding is known from the engines (requests x time) and from the rollouts (tokens x time between two); the larger
+    figure is taken, so that other use is rather under- than overestimated.
+    """
     busy_s = sum(r.flow.generator_busy_s for r in steps)
     with_work_s = sum(r.flow.generator_s * (1.0 - r.generator_wait_ratio) for r in steps)
     active = min(1.0, busy_s / with_work_s) if with_work_s > 0 else 1.0
@@ -317,8 +308,8 @@ def _held(steps: Sequence[StepRecord], slots: int, in_engines: float, running: f
     token_s = sum(_decode_s(r.flow) for r in steps) / timed if timed else 0.0
     decoding_s = max(running * busy_s, tokens * token_s * active)
     held_s = min(in_engines, slots) * sum(r.step_s for r in steps) * active
-    other_s = held_s - decoding_s
-    return _Held(decoding_s=decoding_s, other_s=other_s if other_s > _LEAST_OTHER * held_s else 0.0)
+    other_s = held_s - decoding_s if held_s - decoding_s > _LEAST_OTHER * held_s else 0.0
+    return (decoding_s + other_s) / decoding_s if decoding_s else 1.0, other_s
 
 
 # --- the rest --------------------------------------------------------------------------------------------
