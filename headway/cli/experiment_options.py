@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -12,11 +12,22 @@ if TYPE_CHECKING:
     from headway.config.schema import Experiment
 
 # Options a command doesn't know are overrides of the experiment file.
-OVERRIDES: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+_OVERRIDES: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 CONFIG = typer.Argument(..., metavar="CONFIG", help="The experiment file (TOML).", show_default=False)
 
-OVERRIDE_HELP = "Any key of the experiment file can be given as --section.key=value."
+
+def add_command(
+    app: typer.Typer, function: Callable[..., None], *examples: str, name: str = "", overridable: bool = True
+) -> None:
+    """Add a command to ``app``, by default under the function's name. ``examples``: command lines at the end of its
+    help; ``overridable``: keys of the experiment file may be given as options."""
+    many = "Examples" if len(examples) > 1 else "Example"
+    app.command(
+        name or function.__name__.replace("_", "-"),
+        context_settings=_OVERRIDES if overridable else None,
+        epilog=f"{many}: {'; '.join(examples)}" if examples else None,
+    )(function)
 
 
 def load(context: typer.Context, path: str) -> Experiment:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import typer
 
 from headway.cli import experiment_options as experiments
+from headway.cli.printing import print_json
 
 
 def add_commands(app: typer.Typer) -> None:
-    app.command("init-model", epilog="Example: headway init-model models/tiny --texts data/sft.jsonl --layers 3")(
-        init_model
-    )
-    app.command(
-        "sft",
-        context_settings=experiments.OVERRIDES,
-        epilog="Example: headway sft examples/arithmetic/experiment.toml --model.path=runs/arithmetic/init",
-    )(sft)
+    example = "headway init-model models/tiny --texts data/sft.jsonl --layers 3"
+    experiments.add_command(app, init_model, example, overridable=False)
+    example = "headway sft examples/arithmetic/experiment.toml --model.path=runs/arithmetic/init"
+    experiments.add_command(app, sft, example)
 
 
 def init_model(
@@ -91,9 +88,13 @@ def sft(
     """
     experiment = experiments.load(context, config)
     from headway.orchestrator.jobs.sft import run_sft
+    from headway.report.printing import print_rows
     from headway.report.progress import SftProgress
-    from headway.report.tables import print_mapping
+    from headway.report.tables import mapping_rows
 
     with SftProgress(quiet=quiet or as_json) as progress:
         result = run_sft(experiment, on_progress=progress)
-    print_mapping(result, as_json=as_json)
+    if as_json:
+        print_json(result)
+    else:
+        print_rows(mapping_rows(result))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from headway.cli import experiment_options as experiments
+from headway.cli.printing import print_json
 
 if TYPE_CHECKING:
     from headway.planner.from_run import RunScenario
@@ -31,12 +32,9 @@ WRITE = typer.Option("", "--write", metavar="FILE", help="Of a run: save the sce
 
 
 def add_commands(app: typer.Typer) -> None:
-    app.command(
-        "simulate",
-        context_settings=experiments.OVERRIDES,
-        epilog="Examples: headway simulate examples/scenarios/long_tail.toml --queue.budget=8 --run.seed=3; "
-        "headway simulate runs/mine --hardware.generator.replicas=2",
-    )(simulate)
+    described = "headway simulate examples/scenarios/long_tail.toml --queue.budget=8 --run.seed=3"
+    recorded = "headway simulate runs/mine --hardware.generator.replicas=2"
+    experiments.add_command(app, simulate, described, recorded)
 
 
 def simulate(
@@ -63,15 +61,11 @@ def simulate(
         if value:
             context.fail(f"{option} is of a run's folder; {scenario} is none")
     described = load_scenario(scenario, overrides)
-    from headway.planner.table import print_outcome
-
     outcome = _simulated(described, Path(scenario).stem, quiet=as_json)
     if as_json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode(outcome).decode())
+        print_json(outcome)
     else:
-        print_outcome(outcome, described.run.directory)
+        _print_outcome(outcome, described.run.directory)
 
 
 def _simulate_run(
@@ -79,7 +73,7 @@ def _simulate_run(
 ) -> None:
     from headway.planner.agreement import agreement, print_agreement
     from headway.planner.from_run import read_run, scenario_from, window
-    from headway.planner.table import print_outcome
+    from headway.report.printing import print_rows
     from headway.telemetry.ledger import read_ledger
 
     recorded = read_run(path)
@@ -93,12 +87,20 @@ def _simulate_run(
     outcome = _simulated(found.scenario, name, quiet=as_json)
     compared = agreement(found, read_ledger(directory), overrides)
     if as_json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode({"outcome": outcome, "agreement": compared}).decode())
+        print_json({"outcome": outcome, "agreement": compared})
         return
-    print_outcome(outcome, directory)
+    _print_outcome(outcome, directory)
     print_agreement(compared)
+    if compared.unidentified:
+        print_rows(compared.unidentified, "Not in the ledger")
+
+
+def _print_outcome(outcome: SimulationOutcome, run_dir: str) -> None:
+    from headway.planner.table import outcome_rows
+    from headway.report.printing import print_rows
+
+    print_rows(outcome_rows(outcome))
+    typer.echo(f"simulated: headway report {run_dir}   writes plots and a verdict")
 
 
 def _simulated(scenario: Scenario, name: str, quiet: bool) -> SimulationOutcome:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from headway.cli.printing import print_json
 from headway.records.curriculum import CurriculumExplanation
 
 RUN = typer.Argument(..., metavar="RUN", help="The run's folder.", show_default=False)
@@ -25,19 +26,19 @@ def report(
     output: str = typer.Option("", "--output", "-o", metavar="FILE", help="The page; default RUN/report.html."),
 ) -> None:
     """Write one self-contained HTML page about a run: verdict in words, plots, evaluations, events."""
+    from headway.report.run_view import as_json as to_json
+    from headway.report.run_view import view_run
+
     if as_json:
         import json
-
-        from headway.report.run_view import as_json as to_json
-        from headway.report.run_view import view_run
 
         typer.echo(json.dumps(to_json(view_run(run)), ensure_ascii=False))
         return
     from headway.report.page import report as write_page
-    from headway.report.tables import print_verdict
+    from headway.report.printing import print_rows
 
     page = write_page(run, output or None)
-    print_verdict(run)
+    print_rows(view_run(run).verdict.sentences, gap=2)
     typer.echo(f"report: {page}")
 
 
@@ -53,11 +54,9 @@ def doctor(
 
     report = examine(run, usd_per_device_hour)
     if as_json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode(report).decode())
-        return
-    print_report(report, usd_per_device_hour)
+        print_json(report)
+    else:
+        print_report(report, usd_per_device_hour)
 
 
 def show(
@@ -81,8 +80,6 @@ def explain_task(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Why a task was drawn, what came of it, and what would be drawn next; without TASK, the whole curriculum."""
-    import msgspec
-
     from headway.orchestrator.jobs.explain_task import RunHistory
     from headway.planner.simulate import simulated_tasks
     from headway.report.explain import overview_text, task_text
@@ -90,7 +87,7 @@ def explain_task(
     history = RunHistory(run, simulated_tasks(Path(run)))
     found = history.explain(history.find(task)) if task else history.overview()
     if as_json:
-        typer.echo(msgspec.json.encode(found).decode())
+        print_json(found)
     else:
         typer.echo(overview_text(found) if isinstance(found, CurriculumExplanation) else task_text(found, whole=whole))
 

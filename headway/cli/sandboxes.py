@@ -28,7 +28,7 @@ def add_commands(app: typer.Typer) -> None:
     group = typer.Typer(help="Sandboxes of this machine.", no_args_is_help=True)
     group.command("list")(list_)
     group.command("reap")(reap)
-    group.command("check", context_settings=experiments.OVERRIDES)(check)
+    experiments.add_command(group, check)
     group.command("images")(resolve)
     group.command("prune")(prune)
     app.add_typer(group, name="sandboxes")

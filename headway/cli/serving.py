@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import typer
 
 from headway.cli import experiment_options as experiments
 
 
 def add_commands(app: typer.Typer) -> None:
-    app.command(
-        "serve",
-        context_settings=experiments.OVERRIDES,
-        epilog="Example: headway serve runs/arithmetic/rl/best --generator.devices='[\"cpu:0\"]'",
-    )(serve)
+    experiments.add_command(app, serve, "headway serve runs/arithmetic/rl/best --generator.devices='[\"cpu:0\"]'")
 
 
 def serve(
@@ -51,5 +49,5 @@ def serve(
         typer.echo(f"OPENAI_BASE_URL={at}/v1")
 
     devices = wanted.experiment.generator.devices
-    run(wanted, ready, lambda name, detail: typer.echo(f"{name}: {detail}", err=True))
+    asyncio.run(run(wanted, ready, lambda name, detail: typer.echo(f"{name}: {detail}", err=True)))
     typer.echo("stopped")

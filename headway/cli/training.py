@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import typer
 
 from headway.cli import experiment_options as experiments
+from headway.cli.printing import print_json
 
 if TYPE_CHECKING:
     from headway.config.schema import Experiment
@@ -14,21 +16,10 @@ if TYPE_CHECKING:
 
 
 def add_commands(app: typer.Typer) -> None:
-    app.command(
-        "train",
-        context_settings=experiments.OVERRIDES,
-        epilog="Example: headway train examples/arithmetic/experiment.toml --queue.budget=8 --run.seed=3",
-    )(train)
-    app.command(
-        "check",
-        context_settings=experiments.OVERRIDES,
-        epilog="Example: headway check examples/arithmetic/experiment.toml --no-calibrate",
-    )(check)
-    app.command(
-        "eval",
-        context_settings=experiments.OVERRIDES,
-        epilog="Example: headway eval examples/arithmetic/experiment.toml --model runs/arithmetic/rl/best",
-    )(evaluate)
+    file = "examples/arithmetic/experiment.toml"
+    experiments.add_command(app, train, f"headway train {file} --queue.budget=8 --run.seed=3")
+    experiments.add_command(app, check, f"headway check {file} --no-calibrate")
+    experiments.add_command(app, evaluate, f"headway eval {file} --model runs/arithmetic/rl/best", name="eval")
 
 
 def train(
@@ -46,18 +37,22 @@ def train(
     experiment = experiments.load(context, config)
     _check(experiment, resume=resume, complete=dry_run, quiet=as_json)
     if dry_run:
-        from headway.report.dry_run import print_dry_run
+        from headway.report.dry_run import dry_run_rows
+        from headway.report.printing import print_rows
 
-        print_dry_run(experiment)
+        print_rows(dry_run_rows(experiment))
         typer.echo(f"\nheadway check {config}   predicts memory, rates and staleness")
         return
     from headway.orchestrator.train import train as run
-    from headway.report.live import live_view
+    from headway.report.live import LiveView
     from headway.report.tables import print_summary
 
-    with live_view(experiment, enabled=not (quiet or as_json)) as on_line:
+    with nullcontext() if quiet or as_json else LiveView(experiment) as on_line:
         summary = run(experiment, resume=resume, on_line=on_line)
-    print_summary(summary, as_json=as_json, run_dir=experiment.run.directory)
+    if as_json:
+        print_json(summary)
+    else:
+        print_summary(summary, experiment.run.directory)
 
 
 def check(
@@ -89,9 +84,7 @@ def check(
     )
     failed = any(finding.level == "error" for finding in report.findings)
     if as_json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode(report).decode())
+        print_json(report)
     elif not failed:
         print_preview(report, experiment)
         if not report.findings:
@@ -119,10 +112,13 @@ def evaluate(
     if getattr(experiment.tasks, split) is None:
         raise typer.BadParameter(f"--split {split!r}: {config} has no tasks.{split}")
     from headway.orchestrator.jobs.evaluate import evaluate_model
-    from headway.report.tables import print_evaluation
+    from headway.report.live import evaluation_line
 
     record = evaluate_model(experiment, model_path=model or experiment.model.path, split=split)
-    print_evaluation(record, as_json=as_json)
+    if as_json:
+        print_json(record)
+    else:
+        typer.echo(evaluation_line(record))
 
 
 def _check(experiment: Experiment, *, resume: bool, complete: bool, quiet: bool) -> None:

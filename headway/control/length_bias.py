@@ -6,7 +6,7 @@ admission cohorts (``groups_per_step`` consecutive admissions) whose every rollo
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -14,15 +14,14 @@ import msgspec
 
 from headway.records.rollout import Ending
 
-Cause = Literal["scheduling", "filter", "pruning", "failure"]
+Cause = Literal["scheduling", "filter", "pruning"]
 
-# Which cause keeps a rollout with this ending out of training.
+# Which cause keeps a rollout with this ending out of training; failures are none of the queue's.
 CAUSE_OF: dict[Ending, Cause] = {
     "overdue": "scheduling",
     "discarded": "scheduling",
     "filtered": "filter",
     "pruned": "pruning",
-    "failed": "failure",
 }
 
 
@@ -33,7 +32,6 @@ class LengthBiasStatistics(msgspec.Struct, frozen=True, kw_only=True):
     scheduling_ks: float = 0.0  # overdue and discarded rollouts: all lengths reached with and without them
     filter_ks: float = 0.0  # filtered rollouts, likewise
     pruning_ks: float = 0.0  # pruned rollouts, dropped or trained as they stood, likewise
-    failure_ks: float = 0.0  # failed rollouts, likewise
     censored_share: float = 0.0  # share of admitted rollouts in cohorts not closed yet
     cut_share: float = 0.0  # share of the closed cohorts' rollouts that ended before their length was known
     closed_cohorts: int = 0
@@ -59,21 +57,8 @@ def ks_statistic(a: Mapping[int, int], b: Mapping[int, int]) -> float:
     return worst / (total_a * total_b)
 
 
-class _Histograms:
-    """Lengths of ended rollouts by ending: complete ones, and those reached by rollouts cut short."""
-
-    def __init__(self) -> None:
-        self.complete: dict[Ending, Counter[int]] = {}
-        self.cut: dict[Ending, Counter[int]] = {}
-
-    def add(self, ending: Ending, length: int, complete: bool, count: int = 1) -> None:
-        side = self.complete if complete else self.cut
-        side.setdefault(ending, Counter())[length] += count
-
-    def merge(self, other: _Histograms) -> None:
-        for mine, theirs in ((self.complete, other.complete), (self.cut, other.cut)):
-            for ending, histogram in theirs.items():
-                mine.setdefault(ending, Counter()).update(histogram)
+# (ending, whether the length is complete, or was reached by a rollout cut short) -> lengths
+_Histograms = defaultdict[tuple[Ending, bool], Counter[int]]
 
 
 class _Cohort:
@@ -83,7 +68,13 @@ class _Cohort:
         self.groups = 0
         self.rollouts = 0
         self.open = 0
-        self.lengths = _Histograms()
+        self.lengths: _Histograms = defaultdict(Counter)
+
+
+def _cause_of(ending: Ending, complete: bool) -> Cause | None:
+    if ending == "trained" and not complete:
+        return "pruning"  # nothing else trains a rollout before its own end
+    return CAUSE_OF.get(ending)
 
 
 def _total(histograms: Iterable[Counter[int]]) -> Counter[int]:
@@ -115,7 +106,7 @@ class LengthBias:
     def __init__(self, groups_per_step: int) -> None:
         self._groups_per_step = groups_per_step
         self._open: dict[int, _Cohort] = {}
-        self._closed = _Histograms()
+        self._closed: _Histograms = defaultdict(Counter)
         self._closed_cohorts = 0
         self._closed_rollouts = 0
         self._admitted = 0
@@ -136,40 +127,32 @@ class LengthBias:
         """
         number = group // self._groups_per_step
         cohort = self._open[number]
-        cohort.lengths.add(ending, length, complete, count)
+        cohort.lengths[ending, complete][length] += count
         cohort.open -= count
         if cohort.open == 0 and cohort.groups == self._groups_per_step:
             del self._open[number]
-            self._closed.merge(cohort.lengths)
+            for key, histogram in cohort.lengths.items():
+                self._closed[key].update(histogram)
             self._closed_cohorts += 1
             self._closed_rollouts += cohort.rollouts
 
     def statistics(self) -> LengthBiasStatistics:
         """Compute all statistics. O(n log n) in distinct lengths."""
-        complete, cut = self._closed.complete, self._closed.cut
-        completed = _total(complete.values())
-        reached = _total([completed, *cut.values()])
-        trained = complete.get("trained", Counter[int]())
+        reached = _total(self._closed.values())
+        trained, completed = self._trained_and_completed()
         in_open = self._admitted - self._closed_rollouts
-        cut_rollouts = sum(histogram.total() for histogram in cut.values())
 
         def taken_by(cause: Cause) -> float:
-            endings: list[Ending] = [ending for ending, its_cause in CAUSE_OF.items() if its_cause == cause]
-            taken = _total(side.get(ending, Counter[int]()) for side in (complete, cut) for ending in endings)
-            if cause == "pruning":  # nothing else trains a rollout before its own end
-                taken.update(cut.get("trained", Counter[int]()))
-            if not taken:
-                return 0.0  # a multiset against itself: the usual case
-            return ks_statistic(reached - taken, reached)
+            taken = _total(lengths for key, lengths in self._closed.items() if _cause_of(*key) == cause)
+            return ks_statistic(reached - taken, reached) if taken else 0.0  # none taken: the usual case
 
         return LengthBiasStatistics(
             ks=ks_statistic(trained, completed),
             scheduling_ks=taken_by("scheduling"),
             filter_ks=taken_by("filter"),
             pruning_ks=taken_by("pruning"),
-            failure_ks=taken_by("failure"),
             censored_share=in_open / self._admitted if self._admitted else 0.0,
-            cut_share=cut_rollouts / self._closed_rollouts if self._closed_rollouts else 0.0,
+            cut_share=(reached.total() - completed.total()) / self._closed_rollouts if self._closed_rollouts else 0.0,
             closed_cohorts=self._closed_cohorts,
             trained=trained.total(),
             completed=completed.total(),
@@ -177,5 +160,9 @@ class LengthBias:
 
     def lengths(self) -> tuple[dict[int, int], dict[int, int]]:
         """(trained, completed) length histograms of the closed cohorts."""
-        trained = self._closed.complete.get("trained", Counter[int]())
-        return dict(trained), dict(_total(self._closed.complete.values()))
+        trained, completed = self._trained_and_completed()
+        return dict(trained), dict(completed)
+
+    def _trained_and_completed(self) -> tuple[Counter[int], Counter[int]]:
+        completed = _total(lengths for (_, complete), lengths in self._closed.items() if complete)
+        return self._closed["trained", True], completed

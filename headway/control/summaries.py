@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from headway.records.ledger import Distribution
 
 SOLVE_RATE_BINS = 11
+Record = TypeVar("Record")
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -27,6 +29,16 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
+def weighted_mean(
+    records: Iterable[Record], value: Callable[[Record], float], weight: Callable[[Record], float]
+) -> float:
+    """Mean of the finite values of ``records``; 0.0 where they weigh nothing."""
+    pairs = [(value(record), weight(record)) for record in records]
+    pairs = [(x, w) for x, w in pairs if math.isfinite(x) and w > 0]
+    total = sum(w for _, w in pairs)
+    return sum(x * w for x, w in pairs) / total if total else 0.0
+
+
 def distribution(weighted: Iterable[tuple[int, int]]) -> Distribution:
     """Mean, maximum and histogram of integers, from (value, count) pairs (staleness of trajectories: count 1
     each; of tokens: the spans' token counts)."""
@@ -40,6 +52,14 @@ def distribution(weighted: Iterable[tuple[int, int]]) -> Distribution:
     return Distribution(mean=mean, max=max(counts), histogram={str(v): counts[v] for v in sorted(counts)})
 
 
+def pooled(histograms: Iterable[Mapping[str, int] | Mapping[int, int]]) -> Counter[int]:
+    """Sum histograms (value -> count; values may be text, as a ledger has them); by value, ascending."""
+    total: Counter[int] = Counter()
+    for histogram in histograms:
+        total.update({int(value): count for value, count in histogram.items()})
+    return Counter(dict(sorted(total.items())))
+
+
 def length_histogram(lengths: Iterable[int]) -> dict[str, int]:
     """Count lengths by bucket: upper bound -> number of lengths; four buckets for every doubling (exact up to 8), so a
     bucket is at most a quarter as wide as its lower bound."""
@@ -50,6 +70,11 @@ def length_histogram(lengths: Iterable[int]) -> dict[str, int]:
 def bucket_width(length: int) -> int:
     """Width of the bucket of ``length_histogram`` that contains ``length``."""
     return 1 << max(0, (length - 1).bit_length() - 3)
+
+
+def bucket_middle(end: int) -> float:
+    """Middle of the bucket of ``length_histogram`` that ends with ``end``."""
+    return end - (bucket_width(end) - 1) / 2
 
 
 def _bucket_end(length: int) -> int:

@@ -47,9 +47,9 @@ def agreement(found: RunScenario, simulated: Sequence[LedgerLine], overrides: Se
     )
 
 
-def print_agreement(found: Agreement, console: Console | None = None) -> None:
-    """Print the table, and the parameters that the ledger doesn't identify."""
-    console = console or Console(highlight=False)
+def print_agreement(found: Agreement) -> None:
+    """Print the table of live and simulated figures."""
+    console = Console(highlight=False)
     live, simulated = found.live, found.simulated
     console.print()
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold underline")
@@ -68,11 +68,3 @@ def print_agreement(found: Agreement, console: Console | None = None) -> None:
     console.print(table)
     if found.changed:
         console.print(f"changed: {' '.join(found.changed)}", soft_wrap=True)
-    if found.unidentified:
-        console.print("\nNot in the ledger", style="bold underline")
-        rows = Table.grid(padding=(0, 3))
-        rows.add_column(no_wrap=True)
-        rows.add_column()
-        for name, why in found.unidentified.items():
-            rows.add_row(name, why)
-        console.print(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -207,9 +208,7 @@ class EnvironmentGenerator:
         self._live += 1  # one that starts counts: a provider's limit does so too
         counts.live_peak = max(counts.live_peak, self._live)
         life.live_since_s = asked_s = self._clock.now()
-        if self._starting is not None:
-            await self._starting.acquire()
-        try:
+        async with self._starting or contextlib.nullcontext():
             began_s = self._clock.now()
             counts.waiting_s += began_s - asked_s
             step = self.engine.version
@@ -217,9 +216,6 @@ class EnvironmentGenerator:
             seconds *= self._scenario.drifted("environment.start_s", step)
             await self._clock.sleep(max(0.0, seconds))
             counts.starting_s += self._clock.now() - began_s
-        finally:
-            if self._starting is not None:
-                self._starting.release()
         if environment.start_failure and uniform(mix(key, _START, 1)) < environment.start_failure:
             counts.start_failures += 1
             self.end_sandbox(life)
@@ -246,18 +242,16 @@ class EnvironmentGenerator:
         return ""
 
 
+@dataclass
 class _Turns:
     """A submission of a rollout: runs turn after turn until it ends or is cut."""
 
-    def __init__(
-        self, owner: EnvironmentGenerator, request: GenerationRequest, life: _Life, watch: Watch | None
-    ) -> None:
-        self._owner = owner
-        self._request = request
-        self._life = life
-        self._watch = watch
-        self._reprefills = 0
-        self._first_token_s = 0.0
+    _owner: EnvironmentGenerator
+    _request: GenerationRequest
+    _life: _Life
+    _watch: Watch | None
+    _reprefills: int = 0
+    _first_token_s: float = 0.0
 
     async def run(self) -> GenerationResult:
         """Run the rollout from its present turn to its end."""
@@ -291,7 +285,11 @@ class _Turns:
                 return "stop", ""
             position += turn.tokens + turn.reply_tokens
             if done < position:
-                reason, error = await self._tool_call(turn)
+                began_s = self._owner.now()
+                try:
+                    reason, error = await self._tool_call(turn)
+                finally:
+                    life.environment_s += self._owner.now() - began_s
                 if reason != "stop":
                     return reason, error
                 done = position
@@ -333,13 +331,6 @@ class _Turns:
         return result.finish_reason
 
     async def _tool_call(self, turn: TurnProfile) -> tuple[FinishReason, str]:
-        began_s = self._owner.now()
-        try:
-            return await self._replied_by(turn)
-        finally:
-            self._life.environment_s += self._owner.now() - began_s
-
-    async def _replied_by(self, turn: TurnProfile) -> tuple[FinishReason, str]:
         """Wait for the sandbox's reply; "abort" when the rollout was cancelled meanwhile, even if a reply came."""
         life = self._life
         if life.cut:

@@ -19,7 +19,8 @@ from headway.config.hooks import HOOKS
 from headway.config.load import overridden, validate
 from headway.config.schema import Experiment
 from headway.control.lengths import length_distribution
-from headway.control.summaries import bucket_width
+from headway.control.summaries import bucket_middle, bucket_width, pooled
+from headway.control.tuning.forecast import RunShape
 from headway.control.tuning.ledger_model import LedgerModel, estimate, shape_of, usable
 from headway.planner.figures import Figures, figures, steady
 from headway.planner.interference import InterferenceCosts, costs, costs_apart
@@ -57,10 +58,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     experiment: Experiment
     lines: list[LedgerLine]
-    replicas: int
-    lent_replicas: int  # replicas on devices of the trainer
-    ranks: int
-    verifiers: int
+    shape: RunShape
 
     @property
     def steps(self) -> list[StepRecord]:
@@ -70,12 +68,9 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def last_session(self) -> list[StepRecord]:
         """Informative steps since the run was last resumed, possibly with other settings."""
-        resumed = max((i for i, line in enumerate(self.lines) if _is_resume(line)), default=-1)
+        events = ((i, line) for i, line in enumerate(self.lines) if isinstance(line, EventRecord))
+        resumed = max((i for i, event in events if event.event == EVENT_RESUME), default=-1)
         return usable(undisturbed(self.lines[resumed + 1 :]))
-
-
-def _is_resume(line: LedgerLine) -> bool:
-    return isinstance(line, EventRecord) and line.event == EVENT_RESUME
 
 
 class RunScenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,24 +99,19 @@ def read_run(path: str | Path) -> Recorded:
                 "took: describe them in a scenario file ([workload] turns, turn_tokens, tool_s)"
             )
     devices, ranks = experiment.generator.devices, experiment.trainer.devices
-    lent, verifiers, trained_on = sum(lends(d, ranks) for d in devices), experiment.verifier.workers, len(ranks)
+    shape = shape_of(experiment, sum(lends(device, ranks) for device in devices))
     if is_simulated(folder):
         described = _described(folder / SCENARIO_FILE)
         if not described.workload.turns.fixed or described.workload.turns.at_normal(0.0) > 1:
             raise ConfigurationError(
                 f"{folder} simulates rollouts of several turns: a ledger doesn't say what they took"
             )
-        lent = len(devices) if described.hardware.generator.shares_devices else 0
-        verifiers, trained_on = described.hardware.verifiers, described.hardware.trainer.devices
-    return Recorded(
-        path=folder,
-        experiment=experiment,
-        lines=lines,
-        replicas=len(devices),
-        lent_replicas=lent,
-        ranks=trained_on,
-        verifiers=verifiers,
-    )
+        hardware = described.hardware
+        lent = len(devices) if hardware.generator.shares_devices else 0
+        shape = msgspec.structs.replace(
+            shape, verifiers=hardware.verifiers, ranks=hardware.trainer.devices, lent_replicas=lent
+        )
+    return Recorded(path=folder, experiment=experiment, lines=lines, shape=shape)
 
 
 def _described(path: Path) -> Scenario:
@@ -167,34 +157,34 @@ def scenario_from(
 ) -> RunScenario:
     """Estimate the scenario of ``run`` from its ``steps`` (``window``), with ``overrides``. ``beside``: another run of
     the same load on the same machine, from which interference is estimated. Raises ConfigurationError."""
-    shape = msgspec.structs.replace(
-        shape_of(run.experiment, run.lent_replicas), verifiers=run.verifiers, ranks=run.ranks
-    )
+    shape = run.shape
     model, live = estimate(steps, shape), figures(steps)
     if model is None or live is None:
         raise ConfigurationError(f"{run.path}: no response finished in steps {steps[0].step} to {steps[-1].step}")
     unidentified = dict(model.unidentified) | _left_out(run, steps, model)
     if beside is None:
-        found = costs(steps, run.replicas, shape.even_requests)
+        found = costs(steps, shape.replicas, shape.even_requests)
     else:
-        if beside[0].replicas != run.replicas:
+        other, others = beside
+        if other.shape.replicas != shape.replicas:
             raise ConfigurationError(
-                f"{beside[0].path} has {beside[0].replicas} replicas and {run.path} {run.replicas}: interference "
+                f"{other.path} has {other.shape.replicas} replicas and {run.path} {shape.replicas}: interference "
                 "can only be estimated from runs on the same machine"
             )
-        found = costs_apart(steps, beside[1], run.replicas, shape.even_requests)
+        found = costs_apart(steps, others, shape.replicas, shape.even_requests)
         del unidentified["interference"]
         if found.untold:
             unidentified["interference"] = (
                 f"{' and '.join(found.untold)} meets the other side about equally in both runs: what that costs is in "
                 "the rate as it was"
             )
-    raw = _kept_sections(run.experiment, unidentified)
-    raw["hardware"] = _hardware(run, steps, model, found)
-    raw["workload"] = _workload(run, steps, model, unidentified)
-    raw["run"] = {"seed": run.experiment.run.seed, "directory": _own_directory(run.path)}
-    raw["run"]["steps"] = _steps_to_simulate(run.experiment)
-    raw = {name: raw[name] for name in ("run", *(name for name in raw if name != "run"))}
+    seed, directory = run.experiment.run.seed, _own_directory(run.path)
+    raw = {
+        "run": {"seed": seed, "directory": directory, "steps": _steps_to_simulate(run.experiment)},
+        **_kept_sections(run.experiment, unidentified),
+        "hardware": _hardware(run, steps, model, found),
+        "workload": _workload(run, steps, model, unidentified),
+    }
     overridden(raw, overrides, Scenario)
     scenario = validate(raw, f"the scenario of {run.path}", Scenario)
     if Path(scenario.run.directory).resolve() == run.path.resolve():
@@ -265,10 +255,10 @@ def _left_out(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel) ->
         found["lengths"] = (
             "of discarded responses only the mean length so far is known: they are taken to go on from it"
         )
-    if 0 < run.lent_replicas < run.replicas:
+    if 0 < run.shape.lent_share < 1:
         found["shared devices"] = (
-            f"{run.lent_replicas} of {run.replicas} replicas stood still during training steps: "
-            f"{'all' if 2 * run.lent_replicas >= run.replicas else 'none'} of the simulated ones do"
+            f"{run.shape.lent_replicas} of {run.shape.replicas} replicas stood still during training steps: "
+            f"{'all' if run.shape.lent_share >= 0.5 else 'none'} of the simulated ones do"
         )
     begun, ended = run.lines.index(steps[0]), run.lines.index(steps[-1])
     evaluations = [line for line in run.lines[begun:ended] if isinstance(line, EvaluationRecord)]
@@ -287,16 +277,16 @@ def _hardware(
 ) -> dict[str, Any]:
     found, decode, train = model.model, taken.decode, taken.train
     generator: dict[str, Any] = {
-        "replicas": run.replicas,
+        "replicas": run.shape.replicas,
         "decode_fixed_s": _tidy(decode.fixed),
         "decode_request_s": _tidy(decode.slope),
         "update_s": _tidy(found.pause_s),
-        "shares_devices": 2 * run.lent_replicas >= run.replicas,
+        "shares_devices": run.shape.lent_share >= 0.5,
     }
     if taken.generator_beside > 1:
         generator["beside"] = _tidy(taken.generator_beside)
     trainer: dict[str, Any] = {
-        "devices": run.ranks,
+        "devices": run.shape.ranks,
         "step_fixed_s": _tidy(train.fixed),
         "token_s": _tidy(train.slope),
         "publish_s": _tidy(found.publish_s),
@@ -309,7 +299,7 @@ def _hardware(
     if flops and tokens and steps[-1].peak_flops_per_s:
         trainer["flops_per_token"] = _tidy(flops / tokens)
         trainer["peak_flops_per_s"] = _tidy(steps[-1].peak_flops_per_s)
-    return {"verifiers": run.verifiers, "generator": generator, "trainer": trainer}
+    return {"verifiers": run.shape.verifiers, "generator": generator, "trainer": trainer}
 
 
 def _workload(
@@ -344,12 +334,9 @@ def response_tokens(steps: Sequence[StepRecord], limit_tokens: int) -> Quantity:
     """Distribution of the lengths of finished responses: linear within the histogram's buckets, scaled to the exact
     mean; truncated ones count as a token longer than the limit. Discarded ones are taken to have been cut off at their
     mean length (control/lengths.py)."""
-    counts: Counter[int] = Counter()
-    for record in steps:
-        counts.update({int(end): count for end, count in record.length_histogram.items()})
-    total = sum(counts.values())
+    counts = pooled(record.length_histogram for record in steps)
     tokens = sum(r.length_mean * sum(r.length_histogram.values()) for r in steps)
-    cut = round(_truncated_share(steps) * total)
+    cut = round(_truncated_share(steps) * counts.total())
     tokens -= cut * limit_tokens
     left = cut
     for end in sorted(counts, reverse=True):  # the longest are those that were cut
@@ -357,7 +344,7 @@ def response_tokens(steps: Sequence[StepRecord], limit_tokens: int) -> Quantity:
         counts[end] -= taken
         left -= taken
     ends = [end for end in sorted(counts) if counts[end] > 0]
-    rough = sum((end - (bucket_width(end) - 1) / 2) * counts[end] for end in ends)
+    rough = sum(bucket_middle(end) * counts[end] for end in ends)
     factor = tokens / rough if rough else 1.0
     shares = _shares(steps, counts, cut)
     at: list[tuple[float, float]] = []

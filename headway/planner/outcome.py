@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from headway.control.summaries import weighted_mean
 from headway.planner.scenario import Scenario
 from headway.records.generation import EngineStatistics
 from headway.records.ledger import LedgerLine, RunSummary, StepRecord
@@ -53,19 +54,13 @@ def measure(
     generated = sum(engine.generated_tokens for engine in engines)
     trained = round(sum(step.trained_tokens_per_s * step.step_s for step in steps))
     hours = scenario.devices * summary.duration_s / 3600
-    finished = sum(sum(step.endings.values()) for step in steps)
-
-    def weighted(values: list[float], weights: list[float]) -> float:
-        total = sum(weights)
-        return sum(v * w for v, w in zip(values, weights, strict=True)) / total if total else 0.0
-
     return SimulationOutcome(
         summary=summary,
         samples_per_s=summary.trained_per_s,
         step_s=total_s / max(1, len(steps)),
         trainer_wait=summary.trainer_wait_ratio,
         generator_wait=summary.generator_wait_ratio,
-        staleness_mean=weighted([s.trajectory_staleness.mean for s in steps], [s.samples for s in steps]),
+        staleness_mean=weighted_mean(steps, lambda s: s.trajectory_staleness.mean, lambda s: s.samples),
         staleness_max=summary.max_trajectory_staleness,
         generated_tokens=generated,
         trained_tokens=trained,
@@ -73,15 +68,13 @@ def measure(
         model_calls=sum(engine.finished for engine in engines),
         prefilled_tokens=sum(engine.prefilled_tokens for engine in engines),
         preemptions=sum(engine.preemptions for engine in engines),
-        length_mean=weighted([s.length_mean for s in steps], [float(sum(s.length_histogram.values())) for s in steps])
-        if finished
-        else 0.0,
+        length_mean=weighted_mean(steps, lambda s: s.length_mean, lambda s: sum(s.length_histogram.values())),
         length_bias_ks=last.length_bias_ks,
         length_bias_scheduling_ks=last.length_bias_scheduling_ks,
         length_bias_filter_ks=last.length_bias_filter_ks,
         length_bias_pruning_ks=last.length_bias_pruning_ks,
-        mfu_step=weighted([s.mfu_step for s in steps], [s.step_s for s in steps]),
-        mfu_compute=weighted([s.mfu_compute for s in steps], [s.trainer_compute_s for s in steps]),
+        mfu_step=weighted_mean(steps, lambda s: s.mfu_step, lambda s: s.step_s),
+        mfu_compute=weighted_mean(steps, lambda s: s.mfu_compute, lambda s: s.trainer_compute_s),
         device_hours=hours,
         dollars=hours * scenario.hardware.dollars_per_device_hour,
         environment=environment,

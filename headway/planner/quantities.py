@@ -86,25 +86,6 @@ class Quantity(Section):
     def fixed(self) -> bool:
         return self.kind in ("constant", "steps")
 
-    def scaled(self, factor: float) -> Quantity:
-        """Every value times ``factor``; ``least`` and ``most`` stay."""
-        return self.model_copy(
-            update={
-                "value": None if self.value is None else self.value * factor,
-                "median": None if self.median is None else self.median * factor,
-                "p99": None if self.p99 is None else self.p99 * factor,
-                "at": tuple((share, value * factor) for share, value in self.at),
-                "values": tuple(value * factor for value in self.values),
-            }
-        )
-
-    def mean(self, points: int = 2000) -> float:
-        """Mean of the distribution, by numerical integration; for values by step, their plain mean."""
-        if self.kind == "steps":
-            return sum(self.values) / len(self.values)
-        scores = (_NORMAL.inv_cdf((index + 0.5) / points) for index in range(points))
-        return sum(map(self.at_normal, scores)) / points
-
     @cached_property
     def _sigma(self) -> float:
         assert self.median is not None

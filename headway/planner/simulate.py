@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from headway.orchestrator.assembly import Actors, assemble
 from headway.orchestrator.run import Run
 from headway.planner.environment import EnvironmentGenerator
 from headway.planner.outcome import SimulationOutcome, measure
-from headway.planner.scenario import GeneratorHardware, Scenario
+from headway.planner.scenario import Scenario
 from headway.planner.workload import WorkloadModel, numbered_tasks
 from headway.records.counted import CountedTokens
 from headway.records.errors import ConfigurationError
@@ -78,18 +77,16 @@ def _make_way(directory: RunDirectory) -> None:
     """Empty the folder of an earlier simulation. Raises ConfigurationError when it holds a live run, RunLocked while
     another simulation writes there."""
     path = directory.path
-    if directory.holds_run() and not is_simulated(path):
-        raise ConfigurationError(f"{path} holds a live run: choose another run.directory for the simulation")
-    if not is_simulated(path):
+    if not directory.holds_run():
         return
+    if not is_simulated(path):
+        raise ConfigurationError(f"{path} holds a live run: choose another run.directory for the simulation")
     directory.acquire()
     try:
         for entry in path.iterdir():
-            if entry == directory.lock:
-                continue
             if entry.is_dir():
                 shutil.rmtree(entry)
-            else:
+            elif entry != directory.lock:
                 entry.unlink()
     finally:
         directory.release()
@@ -114,19 +111,20 @@ async def _simulate(
         observe=observe,
     )
     run = assemble(scenario.experiment(), actors, clock, directory.buffer, stack)
-    run.context.meter.peak_flops_per_s = scenario.hardware.trainer.peak_flops_per_s
-    counts = {
-        "devices_per_replica": scenario.hardware.generator.devices_per_replica,
-        "trainer_devices": scenario.hardware.trainer.devices,
-    }
-    ledger.event(EVENT_SIMULATED, name, seed=scenario.run.seed, **counts)
+    generator, trainer = scenario.hardware.generator, scenario.hardware.trainer
+    run.context.meter.peak_flops_per_s = trainer.peak_flops_per_s
+    devices = {"devices_per_replica": generator.devices_per_replica, "trainer_devices": trainer.devices}
+    ledger.event(EVENT_SIMULATED, name, seed=scenario.run.seed, **devices)
     await drive(run)
-    data = {key: round(value, 6) for key, value in msgspec.to_builtins(world.environment.counts).items()}
+    counts = msgspec.to_builtins(world.environment.counts)
     if world.workload.multi_turn:
+        data = {key: round(value, 6) for key, value in counts.items()}
         ledger.event("environment", "what the sandboxes did", **data)
-    summary = summarise(read_ledger(directory.path))
+    lines = read_ledger(directory.path)
+    summary = summarise(lines)
     directory.write_json(directory.summary, summary)
-    return measure(scenario, summary, read_ledger(directory.path), await world.engine.statistics(), world.counts)
+    counts = {key: float(value) for key, value in counts.items()}
+    return measure(scenario, summary, lines, await world.engine.statistics(), counts)
 
 
 async def drive(run: Run) -> None:
@@ -154,10 +152,6 @@ class World:
             latency_s=lambda task, response: self.workload.verify_s(int(response)),
             workers=scenario.hardware.verifiers,
         )
-
-    @property
-    def counts(self) -> dict[str, float]:
-        return {key: float(value) for key, value in msgspec.to_builtins(self.environment.counts).items()}
 
     def actors(
         self,
@@ -216,16 +210,15 @@ class World:
         def length_of(request: GenerationRequest) -> int:
             return request.sampling.max_tokens if several else self.workload.plan(request).tokens
 
-        elsewhere = hardware.prefill_elsewhere and hardware.prefill_tokens_per_s is not None
+        rate = hardware.prefill_tokens_per_s
+        delay = _delay(rate) if rate and hardware.prefill_elsewhere else None
         return FakeGenerator(
             clock,
             slots=settings.slots,
             token_s=step_s,
             length_of=length_of,
-            prefill_s=_delay(hardware) if elsewhere else None,
-            prefill_token_s=0.0
-            if elsewhere or not hardware.prefill_tokens_per_s
-            else 1 / hardware.prefill_tokens_per_s,
+            prefill_s=delay,
+            prefill_token_s=1 / rate if rate and delay is None else 0.0,
             update_s=hardware.update_s,
             update_mode=settings.update_mode,
             shares_devices=hardware.shares_devices,
@@ -237,8 +230,8 @@ class World:
         )
 
 
-def _delay(hardware: GeneratorHardware) -> Callable[[GenerationRequest], float]:
-    rate = hardware.prefill_tokens_per_s or math.inf
+def _delay(rate: float) -> Callable[[GenerationRequest], float]:
+    """Make the duration of a request's prefill, at ``rate`` tokens a second."""
     return lambda request: (len(request.prompt_ids) + len(request.partial.ids)) / rate
 
 

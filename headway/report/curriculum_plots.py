@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from headway.records.curriculum import DRAW_REASONS, REGIONS, CurriculumStep
-from headway.report.plots import ALARM, GREY, THIRD, TRAINER, Plot, PlotData
+from headway.report.plots import ALARM, GREY, THIRD, TRAINER, Draw, Plot, PlotData, plots_of, stacked
 
 _COLOURS = {
     **{"unseen": "#d5d8dc", "unsolved": ALARM, "band": THIRD, "trivial": "#9ecae1"},
@@ -21,7 +19,7 @@ _COLOURS = {
 
 def _stack(
     labels: tuple[str, ...], values: Callable[[CurriculumStep], Mapping[str, float]], ylabel: str, *, shares: bool
-) -> Callable[[Axes, PlotData], bool]:
+) -> Draw:
     def draw(axes: Axes, evidence: PlotData) -> bool:
         series = evidence.series
         if not any(step.curriculum.tasks for step in series.steps):
@@ -32,31 +30,24 @@ def _stack(
         ]
         total = np.sum(rows, axis=0)
         drawn = [np.divide(row, total, out=np.zeros_like(row), where=total > 0) for row in rows] if shares else rows
-        axes.stackplot(series.x, *drawn, labels=labels, colors=[_COLOURS[name] for name in labels], linewidth=0)
-        axes.set_xlabel("version")
-        axes.set_ylabel(ylabel)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-        if shares:
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-        figure = axes.get_figure()
-        if isinstance(figure, Figure):
-            figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=len(labels))
+        parts = [(label, _COLOURS[label], row) for label, row in zip(labels, drawn, strict=True)]
+        stacked(axes, series, parts, ylabel, percent=shares)
         return True
 
     return draw
 
 
-CURRICULUM_PLOTS: tuple[Plot, ...] = (
-    Plot(
-        "Learning",
-        "Tasks by region",
-        "What the curriculum holds of them. Attempts of the band's tasks are likely to differ, which is what teaches.",
-        _stack(REGIONS, lambda step: step.tasks, "tasks", shares=False),
-    ),
-    Plot(
-        "Learning",
-        "Why tasks were drawn",
-        "Share of the groups opened. `headway explain-task` says more.",
-        _stack(DRAW_REASONS, lambda step: step.draws, "groups", shares=True),
-    ),
+CURRICULUM_PLOTS: tuple[Plot, ...] = plots_of(
+    {
+        "Learning": {
+            "Tasks by region": (
+                "What the curriculum holds of them. Attempts of the band's tasks are likely to differ: that teaches.",
+                _stack(REGIONS, lambda step: step.tasks, "tasks", shares=False),
+            ),
+            "Why tasks were drawn": (
+                "Share of the groups opened. `headway explain-task` says more.",
+                _stack(DRAW_REASONS, lambda step: step.draws, "groups", shares=True),
+            ),
+        }
+    }
 )

@@ -3,12 +3,12 @@ and the stored configuration."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from headway.config.load import validate_experiment
@@ -19,6 +19,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
 from headway.report.formats import duration, percent, quantity
 from headway.report.preview import BINDS
+from headway.report.printing import print_rows
 from headway.report.run_view import RunView, view_run
 from headway.runtime.devices import lends, parse_device
 from headway.telemetry.ledger import EVENT_SIMULATED
@@ -58,8 +59,7 @@ def examine(run_dir: str | Path, usd_per_device_hour: float | None = None) -> Re
     found = diagnose(undisturbed(view.lines), experiment, shape_of(experiment, lent), free)
     if isinstance(found, str):
         raise ConfigurationError(f"{view.path}: {found}")
-    simulated = next((event for event in view.events if event.event == EVENT_SIMULATED), None)
-    told = {} if simulated is None else simulated.data
+    told = next((event.data for event in view.events if event.event == EVENT_SIMULATED), {})
     per_replica, trained_on = (int(told.get(key, 0)) for key in ("devices_per_replica", "trainer_devices"))
     costs = costs_of(view.steps, experiment, usd_per_device_hour, per_replica or 1, trained_on or len(ranks))
     return Report(run=str(view.path), state=view.state, costs=costs, diagnosis=found)
@@ -96,8 +96,10 @@ def costs_of(
         "generator: has nothing to do": per_replica * sum(s.generator_wait_ratio * s.flow.generator_s for s in steps),
         "generator: stands still for updates": per_replica * sum(_paused_s(s) for s in steps),
     }
-    ended = {ending: sum(s.ended_tokens.get(ending, 0) for s in steps) for ending in _endings(steps)}
-    busy_s, tokens = sum(s.flow.generator_busy_s for s in steps), sum(ended.values())
+    ended = Counter[str]()
+    for step in steps:
+        ended.update(step.ended_tokens)
+    busy_s, tokens = sum(s.flow.generator_busy_s for s in steps), ended.total()
     for ending, count in ended.items():
         if ending != "trained" and tokens:
             lost[f"generator: rollouts that ended {ending}"] = per_replica * busy_s * count / tokens
@@ -116,10 +118,6 @@ def _paused_s(step: StepRecord) -> float:
     return max(0.0, step.flow.generator_s * (1 - known) - step.flow.generator_busy_s)
 
 
-def _endings(steps: Sequence[StepRecord]) -> list[str]:
-    return list(dict.fromkeys(ending for step in steps for ending in step.ended_tokens))
-
-
 # --- printing --------------------------------------------------------------------------------------------
 
 
@@ -129,30 +127,27 @@ def print_report(report: Report, usd_per_device_hour: float | None, console: Con
     found, costs = report.diagnosis, report.costs
     error = f"± {found.error:.0%}"
     model = found.simulated_per_s / found.samples_per_s - 1
-    rows = [
-        ("run", f"{report.run}, {report.state}; steps {found.first_step} to {found.last_step} are looked at"),
-        (
-            "rate",
+    rows = {
+        "run": f"{report.run}, {report.state}; steps {found.first_step} to {found.last_step} are looked at",
+        "rate": (
             f"{quantity(found.samples_per_s)} samples/s {error}, {quantity(found.useful_per_s)} of them useful "
-            f"(the model of the run says {model:+.0%})",
+            f"(the model of the run says {model:+.0%})"
         ),
-        ("bound by", f"{BINDS[found.binding]}: {found.reason}"),
-        (
-            "waits",
+        "bound by": f"{BINDS[found.binding]}: {found.reason}",
+        "waits": (
             f"trainer {percent(found.trainer_wait)} ({percent(found.straggler_wait)} for stragglers), generator "
-            f"{percent(found.generator_wait)}",
+            f"{percent(found.generator_wait)}"
         ),
-        (
-            "queue",
+        "queue": (
             f"mean staleness {found.staleness_mean:.1f}, {found.acceptance:.0%} of the groups trainable, "
-            f"{found.in_generation:.0f} rollouts in generation; the length tail needs η ≥ {found.needed_budget}",
+            f"{found.in_generation:.0f} rollouts in generation; the length tail needs η ≥ {found.needed_budget}"
         ),
-        ("costs", _cost_text(costs, usd_per_device_hour)),
-    ]
-    _print_rows(console, rows)
+        "costs": _cost_text(costs, usd_per_device_hour),
+    }
+    print_rows(rows, console=console)
     if costs.lost_h:
-        console.print(Text("\nDevice-hours lost", style="bold underline"))
-        _print_rows(console, [(cause, _lost_text(hours, costs)) for cause, hours in list(costs.lost_h.items())[:6]])
+        lost = {cause: _lost_text(hours, costs) for cause, hours in list(costs.lost_h.items())[:6]}
+        print_rows(lost, "Device-hours lost", console)
     console.print(Text("\nWhat would help most", style="bold underline"))
     if not found.changes:
         console.print("Nothing that was simulated gains 3 % or more.")
@@ -160,8 +155,7 @@ def print_report(report: Report, usd_per_device_hour: float | None, console: Con
         for line in _change_lines(number, change):
             console.print(Text(line), soft_wrap=True)
     if found.unidentified:
-        console.print(Text("\nNot in the ledger", style="bold underline"))
-        _print_rows(console, list(found.unidentified.items()))
+        print_rows(found.unidentified, "Not in the ledger", console)
 
 
 def _cost_text(costs: DeviceCosts, usd_per_device_hour: float | None) -> str:
@@ -186,12 +180,3 @@ def _change_lines(number: int, change: Recommendation) -> list[str]:
 def _quoted(value: str) -> str:
     """Quote a value for a shell."""
     return value if value.replace(".", "").isalnum() else f"'{value}'"
-
-
-def _print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
-    table = Table.grid(padding=(0, 3))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for label, value in rows:
-        table.add_row(label, Text(value))
-    console.print(table)

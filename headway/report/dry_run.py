@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from headway.config.schema import AlgorithmConfig, Experiment
 from headway.config.sources import TaskSource
 from headway.report.formats import duration
+from headway.report.printing import Rows
 
 
-def dry_run_rows(experiment: Experiment) -> list[tuple[str, str]]:
-    """(what, how) of the run, in the order things happen."""
+def dry_run_rows(experiment: Experiment) -> Rows:
+    """Rows with what the run does and how, in the order things happen."""
     run, rollout, queue = experiment.run, experiment.rollout, experiment.queue
     samples = queue.groups_per_step * rollout.group_size
     slots = experiment.generator.slots * len(experiment.generator.devices)
@@ -22,46 +19,33 @@ def dry_run_rows(experiment: Experiment) -> list[tuple[str, str]]:
     until = f"{run.steps:,} steps" + (f" or {duration(run.time_limit_s)}" if run.time_limit_s else "")
     if experiment.evaluation.stop_at_solve_rate is not None:
         until += f", or a validation solve rate of {experiment.evaluation.stop_at_solve_rate:g}"
-    return [
-        ("run", f"{run.directory}, seed {run.seed}, until {until}"),
-        ("model", f"{experiment.model.path} ({experiment.model.template} prompts)"),
-        ("train on", _sources(experiment.tasks.train, shares=True)),
-        ("evaluate on", _evaluation(experiment)),
-        (
-            "batch",
+    return {
+        "run": f"{run.directory}, seed {run.seed}, until {until}",
+        "model": f"{experiment.model.path} ({experiment.model.template} prompts)",
+        "train on": _sources(experiment.tasks.train, shares=True),
+        "evaluate on": _evaluation(experiment),
+        "batch": (
             f"{queue.groups_per_step} groups × {rollout.group_size} rollouts = {samples} samples a step, at most "
-            f"{rollout.max_prompt_tokens} + {rollout.max_response_tokens} tokens each",
+            f"{rollout.max_prompt_tokens} + {rollout.max_response_tokens} tokens each"
         ),
-        ("queue", f"{mode}; at most {queue.groups_per_step * (queue.budget + 1)} groups open before the first step"),
-        (
-            "generator",
+        "queue": f"{mode}; at most {queue.groups_per_step * (queue.budget + 1)} groups open before the first step",
+        "generator": (
             f"{', '.join(experiment.generator.devices)} ({experiment.generator.dtype}), {slots} slots, "
-            f"{experiment.concurrent_rollouts} rollouts at once, updates: {experiment.generator.update_mode}",
+            f"{experiment.concurrent_rollouts} rollouts at once, updates: {experiment.generator.update_mode}"
         ),
-        (
-            "trainer",
+        "trainer": (
             f"{', '.join(experiment.trainer.devices)} ({experiment.trainer.dtype}), learning rate "
             f"{experiment.trainer.learning_rate:g} ({experiment.trainer.schedule}), "
-            f"{_count(experiment.trainer.optimizer_steps_per_batch, 'optimiser step')} a batch",
+            f"{_count(experiment.trainer.optimizer_steps_per_batch, 'optimiser step')} a batch"
         ),
-        ("objective", _objective(experiment)),
-        ("weights", f"published every {_every(experiment.weights.steps_per_publish, 'step')}"),
-        (
-            "checkpoints",
+        "objective": _objective(experiment),
+        "weights": f"published every {_every(experiment.weights.steps_per_publish, 'step')}",
+        "checkpoints": (
             f"every {_every(experiment.checkpoint.every_steps, 'step')}, the last {experiment.checkpoint.keep_last} "
-            "kept",
+            "kept"
         ),
-        ("verifier", f"{experiment.verifier.name}, {experiment.verifier.timeout_s:g} s limit"),
-    ]
-
-
-def print_dry_run(experiment: Experiment, console: Console | None = None) -> None:
-    table = Table.grid(padding=(0, 3))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for what, how in dry_run_rows(experiment):
-        table.add_row(what, Text(how))
-    (console or Console(highlight=False)).print(table)
+        "verifier": f"{experiment.verifier.name}, {experiment.verifier.timeout_s:g} s limit",
+    }
 
 
 def _sources(sources: Sequence[TaskSource], *, shares: bool = False) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -16,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.config.schema import Experiment
+from headway.control.summaries import pooled, weighted_mean
 from headway.control.tuning.drift import environment_share
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, SourceScore, StepRecord
 from headway.records.rollout import ENDINGS
@@ -50,7 +50,7 @@ class LiveState:
         self.evaluations: deque[EvaluationRecord] = deque(maxlen=4)
         self.before: EvaluationRecord | None = None
         self.events: deque[EventRecord] = deque(maxlen=5)
-        self.endings: dict[str, int] = {}
+        self.endings = Counter[str]()
         self.worst_staleness = 0
         self.ended = False
 
@@ -61,8 +61,7 @@ class LiveState:
             if math.isfinite(line.measured_solve_rate):
                 self.solve_rates.append(line.solve_rate)
             self.worst_staleness = max(self.worst_staleness, int(line.trajectory_staleness.max))
-            for ending, count in line.endings.items():
-                self.endings[ending] = self.endings.get(ending, 0) + count
+            self.endings.update(line.endings)
         elif isinstance(line, EvaluationRecord):
             self.evaluations.append(line)
             if line.phase == "before" and line.samples:
@@ -73,8 +72,7 @@ class LiveState:
 
     def recent_mean(self, column: Callable[[StepRecord], float]) -> float:
         """Time-weighted mean of a column over the last WINDOW steps."""
-        total = sum(step.step_s for step in self.recent)
-        return sum(column(step) * step.step_s for step in self.recent) / total if total else 0.0
+        return weighted_mean(self.recent, column, lambda step: step.step_s)
 
     def left_s(self) -> float | None:
         """Seconds to the end, by steps or by the time limit, whichever comes first; None before and after the run."""
@@ -221,18 +219,15 @@ def _queue(step: StepRecord) -> Text:
 
 def _staleness(state: LiveState, step: StepRecord) -> Text:
     budget = state.experiment.queue.budget
-    pooled: dict[int, int] = {}
-    for record in state.recent:
-        for value, count in record.trajectory_staleness.histogram.items():
-            pooled[int(value)] = pooled.get(int(value), 0) + count
-    columns = range(min(24, max([budget, *pooled]) + 1))
-    peak = max(pooled.values(), default=1)
-    shape = " ".join(f"{value}{_BLOCKS[round(pooled.get(value, 0) / peak * 7)]}" for value in columns)
+    counts = pooled(record.trajectory_staleness.histogram for record in state.recent)
+    columns = range(min(24, max([budget, *counts]) + 1))
+    peak = max(counts.values(), default=1)
+    shape = " ".join(f"{value}{_BLOCKS[round(counts[value] / peak * 7)]}" for value in columns)
     style = "bold red" if state.worst_staleness > budget else ""
     return Text.assemble(
         f"mean {step.trajectory_staleness.mean:.1f} · ",
         (f"worst {state.worst_staleness} of {budget}", style),
-        f" · {shape if pooled else ''}",
+        f" · {shape if counts else ''}",
     )
 
 
@@ -324,13 +319,3 @@ class LiveView:
 
     def _print(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
-
-
-@contextlib.contextmanager
-def live_view(experiment: Experiment, *, enabled: bool = True) -> Iterator[Callable[[LedgerLine], None] | None]:
-    """Yield a view to subscribe to the run's ledger; None when it isn't ``enabled``."""
-    if not enabled:
-        yield None
-        return
-    with LiveView(experiment) as view:
-        yield view

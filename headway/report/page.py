@@ -122,7 +122,7 @@ def _state(view: RunView) -> str:
 
 def _verdict(view: RunView) -> str:
     rows = []
-    for question, answer in view.verdict.sentences:
+    for question, answer in view.verdict.sentences.items():
         bad = ' class="bad"' if answer.startswith(_BAD) else ""
         rows.append(f"<dt>{escape(question)}</dt><dd{bad}>{escape(answer)}</dd>")
     return '<section class="verdict"><dl>' + "".join(rows) + "</dl></section>"
@@ -130,26 +130,23 @@ def _verdict(view: RunView) -> str:
 
 def _tiles(view: RunView) -> str:
     s = view.summary
-    tiles = [
-        ("trainer waits", percent(s.trainer_wait_ratio)),
-        ("generator waits", percent(s.generator_wait_ratio)),
-        ("trained, samples/s", quantity(s.trained_per_s)),
-        ("consumption, samples/s", quantity(s.consumption_per_s)),
-        ("production, samples/s", quantity(s.production_per_s)),
-        ("effective production, samples/s", quantity(s.effective_production_per_s)),
-        ("worst staleness, versions", _of(s.max_trajectory_staleness, view.budget)),
-        ("length bias (KS)", f"{s.length_bias_ks:.3f}"),
-    ]
+    tiles = {
+        "trainer waits": percent(s.trainer_wait_ratio),
+        "generator waits": percent(s.generator_wait_ratio),
+        "trained, samples/s": quantity(s.trained_per_s),
+        "consumption, samples/s": quantity(s.consumption_per_s),
+        "production, samples/s": quantity(s.production_per_s),
+        "effective production, samples/s": quantity(s.effective_production_per_s),
+        "worst staleness, versions": _of(s.max_trajectory_staleness, view.budget),
+        "length bias (KS)": f"{s.length_bias_ks:.3f}",
+    }
     skipped = sum(step.skipped for step in view.steps)
     if skipped:
-        tiles.append(("steps skipped (not finite)", f"{skipped:,}"))
+        tiles["steps skipped (not finite)"] = f"{skipped:,}"
     if s.best_version is not None:
-        tiles.append(("best version", f"{s.best_version:,}"))
-    return (
-        '<div class="tiles">'
-        + "".join(f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for label, value in tiles)
-        + "</div>"
-    )
+        tiles["best version"] = f"{s.best_version:,}"
+    cells = [f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for label, value in tiles.items()]
+    return f'<div class="tiles">{"".join(cells)}</div>'
 
 
 def _of(value: int, limit: int | None) -> str:
@@ -160,10 +157,10 @@ def _evaluations(records: Sequence[EvaluationRecord]) -> str:
     if not records:
         return ""
     heads = ["phase", "split", "versions", "tasks", "samples", "solve rate", "reward", "length", "failed", "took"]
-    rows = []
+    rows: list[list[str]] = []
     for record in records:
         versions = f"{record.first_version}" if record.held else f"{record.first_version}–{record.last_version}"
-        cells = [
+        row = [
             record.phase,
             record.split,
             versions + (" (held)" if record.held else ""),
@@ -173,10 +170,10 @@ def _evaluations(records: Sequence[EvaluationRecord]) -> str:
             f"{record.failed:,}",
             duration(record.duration_s),
         ]
-        rows.append(_row(cells, text_columns=2))
+        rows.append(row)
         for label, source in record.by_source.items():
-            part = ["", label, "", f"{source.tasks:,}", f"{source.samples:,}", shown_score(source), "", "", "", ""]
-            rows.append(_row(part, text_columns=2))
+            solved = shown_score(source)
+            rows.append(["", label, "", f"{source.tasks:,}", f"{source.samples:,}", solved, "", "", "", ""])
     return "<h2>Evaluations</h2>" + _table(heads, rows, text_columns=2)
 
 
@@ -208,7 +205,7 @@ def _plots(view: RunView) -> list[str]:
 
 def _sandboxes(view: RunView) -> str:
     heads = ["", "times", "p50, ms", "p99, ms"]
-    rows = [_row(cells, text_columns=1) for cells in latency_rows(view.steps)]
+    rows = latency_rows(view.steps)
     said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sandbox_sentences(view.steps))
     return said + (_table(heads, rows, text_columns=1) if rows else "")
 
@@ -221,7 +218,7 @@ def _further_metrics(series: Series) -> list[Plot]:
 
 
 def _incidents(view: RunView) -> str:
-    rows = [_row(cells, text_columns=2) for cells in incident_rows(view.lines)[-MAX_EVENTS:]]
+    rows = incident_rows(view.lines)[-MAX_EVENTS:]
     return "<h2>Deaths, stalls, restarts, replays</h2>" + _table(HEADS, rows, text_columns=2) if rows else ""
 
 
@@ -231,7 +228,7 @@ def _events(events: Sequence[EventRecord]) -> str:
     rows = []
     for event in events[-MAX_EVENTS:]:
         data = ", ".join(f"{key} {value}" for key, value in event.data.items())
-        rows.append(_row([event.event, event.detail, data, f"{event.step:,}", duration(event.time_s)], text_columns=3))
+        rows.append([event.event, event.detail, data, f"{event.step:,}", duration(event.time_s)])
     heads = ["event", "detail", "data", "version", "time"]
     left_out = f"<p>The last {MAX_EVENTS} of {len(events):,}.</p>" if len(events) > MAX_EVENTS else ""
     return "<h2>Events</h2>" + left_out + _table(heads, rows, text_columns=3)
@@ -244,8 +241,9 @@ def _configuration(view: RunView) -> str:
     return f"<h2>Configuration</h2><details><summary>show</summary><pre>{text}</pre></details>"
 
 
-def _table(heads: Sequence[str], rows: Sequence[str], text_columns: int) -> str:
-    return f'<div class="wide"><table>{_row(heads, text_columns, "th")}{"".join(rows)}</table></div>'
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> str:
+    body = "".join(_row(row, text_columns) for row in rows)
+    return f'<div class="wide"><table>{_row(heads, text_columns, "th")}{body}</table></div>'
 
 
 def _row(cells: Sequence[str], text_columns: int, tag: str = "td") -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -13,9 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from headway.control.summaries import pooled
 from headway.records.ledger import EvaluationRecord
 from headway.records.rollout import ENDINGS
-from headway.report.series import Column, Floats, Series, pooled_histogram, smoothed
+from headway.report.series import Column, Floats, Series, metric, smoothed
 
 TRAINER, GENERATOR, THIRD, GREY, ALARM = "#2166ac", "#d6730f", "#2a8a55", "#8a8f98", "#c0392b"
 _ENDING_COLOURS = {
@@ -50,13 +51,21 @@ class PlotData(NamedTuple):
     budget: int | None
 
 
+Draw = Callable[[Axes, PlotData], bool]  # False: nothing to show
+
+
 class Plot(NamedTuple):
     """A plot of the page: its place, its caption and the function that draws it."""
 
     section: str
     title: str
     caption: str  # how to read it
-    draw: Callable[[Axes, PlotData], bool]  # False: nothing to show
+    draw: Draw
+
+
+def plots_of(sections: Mapping[str, Mapping[str, tuple[str, Draw]]]) -> tuple[Plot, ...]:
+    """Make plots from section -> title -> (caption, draw)."""
+    return tuple(Plot(section, title, *of) for section, plots in sections.items() for title, of in plots.items())
 
 
 def render(plot: Plot, evidence: PlotData) -> str | None:
@@ -113,18 +122,24 @@ def curves(
     *curves: tuple[str, str, Column],
     percent: bool = False,
     top: float | None = None,
+    bottom: float | None = 0.0,
     ylabel: str = "",
     skip_zero: bool = True,
-) -> Callable[[Axes, PlotData], bool]:
+    log: bool = False,
+) -> Draw:
     """Make a plot of the means of (label, colour, column). ``skip_zero``: leave out curves that are zero throughout."""
 
     def draw(axes: Axes, evidence: PlotData) -> bool:
         drawn = False
         for label, colour, column in curves:
             values = evidence.series.mean(column)
+            if log:
+                values = np.where(values > 0, values, math.nan)
             if not skip_zero or np.nan_to_num(values).any():
                 drawn |= _line(axes, evidence.series, values, colour, label)
-        _finish(axes, percent=percent, ylabel=ylabel)
+        if drawn and log:
+            axes.set_yscale("log")
+        _finish(axes, percent=percent, bottom=bottom, ylabel=ylabel)
         if top is not None:
             axes.set_ylim(top=top)
         return drawn
@@ -132,22 +147,30 @@ def curves(
     return draw
 
 
-def metric_plot(*curves: tuple[str, str, str], log: bool = False) -> Callable[[Axes, PlotData], bool]:
+def metric_plot(*curves_: tuple[str, str, str], log: bool = False) -> Draw:
     """Make a plot of trainer metrics (label, colour, metric name)."""
+    columns = ((label, colour, metric(name)) for label, colour, name in curves_)
+    return curves(*columns, bottom=None, skip_zero=False, log=log)
 
-    def draw(axes: Axes, evidence: PlotData) -> bool:
-        drawn = False
-        for label, colour, name in curves:
-            values = evidence.series.metric(name)
-            if log:
-                values = np.where(values > 0, values, math.nan)
-            drawn |= _line(axes, evidence.series, values, colour, label)
-        if drawn and log:
-            axes.set_yscale("log")
-        _finish(axes, bottom=None)
-        return drawn
 
-    return draw
+def stacked(axes: Axes, series: Series, parts: Sequence[tuple[str, str, Floats]], ylabel: str, **scale: bool) -> None:
+    """Draw (label, colour, values) on top of each other; ``scale``: see `_finish`."""
+    labels, colours, values = zip(*parts, strict=True)
+    axes.stackplot(series.x, *values, labels=labels, colors=colours, linewidth=0)
+    _finish(axes, ylabel=ylabel, **scale)
+
+
+def _bars(axes: Axes, *histograms: tuple[str, str, Mapping[int, int]]) -> bool:
+    """Draw two histograms (label, colour, value -> count) side by side, each as shares of its total. False (nothing
+    drawn) when both are empty."""
+    drawn = False
+    for offset, (label, colour, counts) in enumerate(histograms):
+        if total := sum(counts.values()):
+            drawn = True
+            places, shares = np.array(list(counts)), np.array(list(counts.values())) / total
+            axes.bar(places + 0.4 * offset - 0.2, shares, 0.4, color=colour, label=label)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    return drawn
 
 
 def _solve_rate(axes: Axes, evidence: PlotData) -> bool:
@@ -185,24 +208,22 @@ def _reward(axes: Axes, evidence: PlotData) -> bool:
 
 
 def _solve_rate_histogram(axes: Axes, evidence: PlotData) -> bool:
-    steps = [step for step in evidence.series.steps if step.solve_rate_histogram]
-    if not steps:
+    rows = [step.solve_rate_histogram for step in evidence.series.steps if step.solve_rate_histogram]
+    if not rows:
         return False
-    part = max(1, len(steps) // 5)
-    bins = len(steps[0].solve_rate_histogram)
-    for offset, (label, colour, rows) in enumerate(
-        (("first fifth of the steps", GREY, steps[:part]), ("last fifth", THIRD, steps[-part:]))
-    ):
-        counts = np.array([row.solve_rate_histogram for row in rows if len(row.solve_rate_histogram) == bins]).sum(0)
-        if counts.sum():
-            axes.bar(np.arange(bins) + 0.4 * offset - 0.2, counts / counts.sum(), 0.4, color=colour, label=label)
+    part, bins = max(1, len(rows) // 5), len(rows[0])
+    counts = [dict(enumerate(row)) for row in rows if len(row) == bins]
+    first, last = (
+        ("first fifth of the steps", GREY, pooled(counts[:part])),
+        ("last fifth", THIRD, pooled(counts[-part:])),
+    )
+    drawn = _bars(axes, first, last)
     labels = ["none", *(f"≤{i * 100 // (bins - 1)}%" for i in range(1, bins - 1)), "all"]
     axes.set_xticks(range(bins), labels, fontsize=7)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel("share of the group's rollouts that solve the task")
     axes.set_ylabel("groups")
     _legend(axes)
-    return True
+    return drawn
 
 
 def _queue(axes: Axes, evidence: PlotData) -> bool:
@@ -231,22 +252,15 @@ def _staleness(axes: Axes, evidence: PlotData) -> bool:
 
 
 def _staleness_histogram(axes: Axes, evidence: PlotData) -> bool:
-    drawn = False
-    for offset, (label, colour, tables) in enumerate(
-        (
-            ("trajectories", TRAINER, [step.trajectory_staleness.histogram for step in evidence.series.steps]),
-            ("tokens", THIRD, [step.token_staleness.histogram for step in evidence.series.steps]),
-        )
-    ):
-        pooled = pooled_histogram(tables)
-        if total := sum(pooled.values()):
-            drawn = True
-            places = np.array(list(pooled)) + 0.4 * offset - 0.2
-            axes.bar(places, np.array(list(pooled.values())) / total, 0.4, color=colour, label=label)
+    steps = evidence.series.steps
+    drawn = _bars(
+        axes,
+        ("trajectories", TRAINER, pooled(step.trajectory_staleness.histogram for step in steps)),
+        ("tokens", THIRD, pooled(step.token_staleness.histogram for step in steps)),
+    )
     if drawn and evidence.budget is not None:
         axes.axvline(evidence.budget + 0.5, color="black", linewidth=0.9, linestyle="--", label="budget")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel("staleness when trained (versions)")
     _legend(axes)
     return drawn
@@ -256,20 +270,15 @@ def _endings(axes: Axes, evidence: PlotData) -> bool:
     series = evidence.series
     known = [*ENDINGS, *sorted({e for step in series.steps for e in step.endings} - set(ENDINGS))]
     means = {ending: series.mean(lambda step, e=ending: step.endings.get(e, 0)) for ending in known}
-    shown = [ending for ending in known if means[ending].any()]
-    if not shown:
-        return False
-    colours = [_ENDING_COLOURS.get(ending, "black") for ending in shown]
-    axes.stackplot(series.x, *(means[ending] for ending in shown), labels=shown, colors=colours, linewidth=0)
-    _finish(axes, ylabel="rollouts per step")
-    return True
+    shown = [(ending, _ENDING_COLOURS.get(ending, "black"), mean) for ending, mean in means.items() if mean.any()]
+    if shown:
+        stacked(axes, series, shown, "rollouts per step")
+    return bool(shown)
 
 
 def _step_time(axes: Axes, evidence: PlotData) -> bool:
     series = evidence.series
     total = series.mean(lambda step: step.step_s)
-    if not np.nan_to_num(total).any():
-        return False
     parts: list[tuple[str, str, Floats]] = [
         ("compute", TRAINER, series.mean(lambda step: step.trainer_compute_s)),
         ("waiting for samples", "#9ecae1", series.mean(lambda step: step.trainer_wait_s)),
@@ -277,13 +286,10 @@ def _step_time(axes: Axes, evidence: PlotData) -> bool:
         ("checkpoint", "#bcbddc", series.mean(lambda step: step.checkpoint_s)),
     ]
     rest = np.maximum(total - np.sum([values for _, _, values in parts], axis=0), 0.0)
-    parts.append(("the rest", "#d5d8dc", rest))
-    parts = [part for part in parts if np.nan_to_num(part[2]).any()]
-    axes.stackplot(
-        series.x, *(p[2] for p in parts), labels=[p[0] for p in parts], colors=[p[1] for p in parts], linewidth=0
-    )
-    _finish(axes, ylabel="seconds per step")
-    return True
+    parts = [part for part in (*parts, ("the rest", "#d5d8dc", rest)) if np.nan_to_num(part[2]).any()]
+    if parts:
+        stacked(axes, series, parts, "seconds per step")
+    return bool(parts)
 
 
 def _ratio_quantiles(axes: Axes, evidence: PlotData) -> bool:
@@ -292,7 +298,7 @@ def _ratio_quantiles(axes: Axes, evidence: PlotData) -> bool:
     colours = [GREY, THIRD, ALARM, TRAINER, GENERATOR, "black"]
     drawn = False
     for name, colour in zip(names, colours * 2, strict=False):
-        drawn |= _line(axes, series, series.metric(name), colour, name.removeprefix("ratio_"))
+        drawn |= _line(axes, series, series.mean(metric(name)), colour, name.removeprefix("ratio_"))
     if drawn:
         axes.axhline(1.0, color="black", linewidth=0.6, linestyle=":")
     _finish(axes, bottom=None)
@@ -303,165 +309,142 @@ def _share(part: Column, whole: Column) -> Column:
     return lambda step: part(step) / whole(step) if whole(step) else math.nan
 
 
-PLOTS: tuple[Plot, ...] = (
-    Plot("Learning", "Solve rate", "Evaluations are what counts; training tasks come as sampled.", _solve_rate),
-    Plot("Learning", "Reward", "Mean and spread over the rollouts that finished since the last step.", _reward),
-    Plot(
-        "Learning",
-        "Groups by share solved",
-        "Groups at either end carry no signal: all their advantages are zero.",
-        _solve_rate_histogram,
-    ),
-    Plot(
-        "Learning",
-        "Groups without variance, truncated responses",
-        "Share of groups whose rewards are all equal; share of responses cut at the token limit.",
-        curves(
-            ("zero variance", GREY, lambda step: step.zero_variance_share),
-            ("truncated", ALARM, lambda step: step.truncated_share),
-            percent=True,
-            skip_zero=False,
-        ),
-    ),
-    Plot(
-        "Balance",
-        "Who waits",
-        "Share of each step that a side has nothing to do. The side that waits more is not the bottleneck.",
-        curves(
-            ("trainer", TRAINER, lambda step: step.trainer_wait_ratio),
-            ("generator", GENERATOR, lambda step: step.generator_wait_ratio),
-            percent=True,
-            top=1.0,
-            skip_zero=False,
-        ),
-    ),
-    Plot(
-        "Balance",
-        "Rates",
-        "Consumption: what the trainer would take if it never waited. Effective: the production that is accepted.",
-        curves(
-            ("consumption", TRAINER, lambda step: step.consumption_per_s),
-            ("production", GENERATOR, lambda step: step.production_per_s),
-            ("effective production", THIRD, lambda step: step.effective_production_per_s),
-            ylabel="samples/s",
-        ),
-    ),
-    Plot("Balance", "Queue depth", "Groups in the system at the end of each step.", _queue),
-    Plot(
-        "Balance",
-        "Oldest buffered group",
-        "Grows without end when the trainer can't keep up.",
-        curves(("age", TRAINER, lambda step: step.oldest_age_s), ylabel="seconds"),
-    ),
-    Plot("Balance", "Where a step's time goes", "Seen from the trainer.", _step_time),
-    Plot("Staleness", "Staleness", "Versions between sampling and the gradient.", _staleness),
-    Plot("Staleness", "Staleness, whole run", "Share of everything trained on.", _staleness_histogram),
-    Plot(
-        "Rollouts",
-        "Response lengths",
-        "Of the rollouts that finished since the last step.",
-        curves(
-            ("99th percentile", ALARM, lambda step: step.length_p99),
-            ("mean", THIRD, lambda step: step.length_mean),
-            ("median", TRAINER, lambda step: step.length_p50),
-            ylabel="tokens",
-        ),
-    ),
-    Plot(
-        "Rollouts",
-        "Length bias",
-        "Distance (KS) between the lengths trained on and all lengths, by cause. Zero: no bias.",
-        curves(
-            ("total", "black", lambda step: step.length_bias_ks),
-            ("scheduling", TRAINER, lambda step: step.length_bias_scheduling_ks),
-            ("filter", GENERATOR, lambda step: step.length_bias_filter_ks),
-            ("pruning", THIRD, lambda step: step.length_bias_pruning_ks),
-            ("censored share", GREY, lambda step: step.censored_share),
-        ),
-    ),
-    Plot("Rollouts", "Endings", "How rollouts ended; each ends exactly once.", _endings),
-    Plot("Optimiser", "Loss", "A policy-gradient loss need not fall.", metric_plot(("loss", TRAINER, "loss"))),
-    Plot(
-        "Optimiser",
-        "Entropy",
-        "A fall to zero means exploration has ended.",
-        metric_plot(("entropy", THIRD, "entropy")),
-    ),
-    Plot("Optimiser", "Gradient norm", "Before clipping.", metric_plot(("norm", GENERATOR, "grad_norm"), log=True)),
-    Plot("Optimiser", "Importance ratio quantiles", "Current over behaviour policy, per token.", _ratio_quantiles),
-    Plot(
-        "Optimiser",
-        "Clip fraction",
-        "Share of tokens whose gradient the clip removes.",
-        metric_plot(("clip fraction", ALARM, "clip_fraction")),
-    ),
-    Plot(
-        "Optimiser",
-        "Trainer against generator",
-        "Difference of the two log-probabilities of the same tokens: staleness and numerics together.",
-        metric_plot(("k3", TRAINER, "mismatch_k3"), ("max", ALARM, "mismatch_max"), log=True),
-    ),
-    Plot(
-        "Optimiser",
-        "Masked tokens",
-        "Share of the loss tokens that staleness or importance masks take.",
-        metric_plot(("masked", ALARM, "masked_share")),
-    ),
-    Plot(
-        "Optimiser",
-        "Distance from the reference",
-        "KL per token from the reference model, nats.",
-        metric_plot(("KL", THIRD, "kl_reference")),
-    ),
-    Plot("Optimiser", "Learning rate", "As applied.", metric_plot(("learning rate", TRAINER, "learning_rate"))),
-    Plot(
-        "Machine",
-        "Tokens per second",
-        "Trained: tokens that carry loss.",
-        curves(
-            ("generated", GENERATOR, lambda step: step.generated_tokens_per_s),
-            ("trained", TRAINER, lambda step: step.trained_tokens_per_s),
-        ),
-    ),
-    Plot(
-        "Machine",
-        "Model FLOP utilisation of the trainer",
-        "Against the measured matrix-multiplication peak of its device.",
-        curves(
-            ("over the step, waits included", TRAINER, lambda step: step.mfu_step),
-            ("over compute", THIRD, lambda step: step.mfu_compute),
-            percent=True,
-        ),
-    ),
-    Plot(
-        "Machine",
-        "Weight updates",
-        "Publish: by the trainer. Apply: until every replica has it. Pause: no token could be generated.",
-        curves(
-            ("publish", TRAINER, lambda step: step.publish_s * 1e3),
-            ("apply", GENERATOR, lambda step: step.apply_s * 1e3),
-            ("pause", ALARM, lambda step: step.apply_pause_s * 1e3),
-            ylabel="ms",
-        ),
-    ),
-    Plot(
-        "Machine",
-        "KV cache and slots in use",
-        "Share of capacity at the end of each step.",
-        curves(
-            ("KV tokens", TRAINER, _share(lambda s: s.kv_used_tokens, lambda s: s.kv_capacity_tokens)),
-            ("slots", GENERATOR, _share(lambda s: s.running_rollouts, lambda s: s.slots)),
-            percent=True,
-        ),
-    ),
-    Plot(
-        "Machine",
-        "Everything but the models",
-        "Share of one core: the orchestrator, and verification summed over its workers.",
-        curves(
-            ("orchestrator", GREY, _share(lambda s: s.orchestrator_cpu_s, lambda s: s.step_s)),
-            ("verification", THIRD, _share(lambda s: s.verify_s, lambda s: s.step_s)),
-            percent=True,
-        ),
-    ),
+PLOTS: tuple[Plot, ...] = plots_of(
+    {
+        "Learning": {
+            "Solve rate": ("Evaluations are what counts; training tasks come as sampled.", _solve_rate),
+            "Reward": ("Mean and spread over the rollouts that finished since the last step.", _reward),
+            "Groups by share solved": (
+                "Groups at either end carry no signal: all their advantages are zero.",
+                _solve_rate_histogram,
+            ),
+            "Groups without variance, truncated responses": (
+                "Share of groups whose rewards are all equal; share of responses cut at the token limit.",
+                curves(
+                    ("zero variance", GREY, lambda step: step.zero_variance_share),
+                    ("truncated", ALARM, lambda step: step.truncated_share),
+                    percent=True,
+                    skip_zero=False,
+                ),
+            ),
+        },
+        "Balance": {
+            "Who waits": (
+                "Share of each step that a side has nothing to do. The side that waits more is not the bottleneck.",
+                curves(
+                    ("trainer", TRAINER, lambda step: step.trainer_wait_ratio),
+                    ("generator", GENERATOR, lambda step: step.generator_wait_ratio),
+                    percent=True,
+                    top=1.0,
+                    skip_zero=False,
+                ),
+            ),
+            "Rates": (
+                "Consumption: what the trainer takes if it never waits. Effective: the production that is accepted.",
+                curves(
+                    ("consumption", TRAINER, lambda step: step.consumption_per_s),
+                    ("production", GENERATOR, lambda step: step.production_per_s),
+                    ("effective production", THIRD, lambda step: step.effective_production_per_s),
+                    ylabel="samples/s",
+                ),
+            ),
+            "Queue depth": ("Groups in the system at the end of each step.", _queue),
+            "Oldest buffered group": (
+                "Grows without end when the trainer can't keep up.",
+                curves(("age", TRAINER, lambda step: step.oldest_age_s), ylabel="seconds"),
+            ),
+            "Where a step's time goes": ("Seen from the trainer.", _step_time),
+        },
+        "Staleness": {
+            "Staleness": ("Versions between sampling and the gradient.", _staleness),
+            "Staleness, whole run": ("Share of everything trained on.", _staleness_histogram),
+        },
+        "Rollouts": {
+            "Response lengths": (
+                "Of the rollouts that finished since the last step.",
+                curves(
+                    ("99th percentile", ALARM, lambda step: step.length_p99),
+                    ("mean", THIRD, lambda step: step.length_mean),
+                    ("median", TRAINER, lambda step: step.length_p50),
+                    ylabel="tokens",
+                ),
+            ),
+            "Length bias": (
+                "Distance (KS) between the lengths trained on and all lengths, by cause. Zero: no bias.",
+                curves(
+                    ("total", "black", lambda step: step.length_bias_ks),
+                    ("scheduling", TRAINER, lambda step: step.length_bias_scheduling_ks),
+                    ("filter", GENERATOR, lambda step: step.length_bias_filter_ks),
+                    ("pruning", THIRD, lambda step: step.length_bias_pruning_ks),
+                    ("censored share", GREY, lambda step: step.censored_share),
+                ),
+            ),
+            "Endings": ("How rollouts ended; each ends exactly once.", _endings),
+        },
+        "Optimiser": {
+            "Loss": ("A policy-gradient loss need not fall.", metric_plot(("loss", TRAINER, "loss"))),
+            "Entropy": ("A fall to zero means exploration has ended.", metric_plot(("entropy", THIRD, "entropy"))),
+            "Gradient norm": ("Before clipping.", metric_plot(("norm", GENERATOR, "grad_norm"), log=True)),
+            "Importance ratio quantiles": ("Current over behaviour policy, per token.", _ratio_quantiles),
+            "Clip fraction": (
+                "Share of tokens whose gradient the clip removes.",
+                metric_plot(("clip fraction", ALARM, "clip_fraction")),
+            ),
+            "Trainer against generator": (
+                "Difference of the two log-probabilities of the same tokens: staleness and numerics together.",
+                metric_plot(("k3", TRAINER, "mismatch_k3"), ("max", ALARM, "mismatch_max"), log=True),
+            ),
+            "Masked tokens": (
+                "Share of the loss tokens that staleness or importance masks take.",
+                metric_plot(("masked", ALARM, "masked_share")),
+            ),
+            "Distance from the reference": (
+                "KL per token from the reference model, nats.",
+                metric_plot(("KL", THIRD, "kl_reference")),
+            ),
+            "Learning rate": ("As applied.", metric_plot(("learning rate", TRAINER, "learning_rate"))),
+        },
+        "Machine": {
+            "Tokens per second": (
+                "Trained: tokens that carry loss.",
+                curves(
+                    ("generated", GENERATOR, lambda step: step.generated_tokens_per_s),
+                    ("trained", TRAINER, lambda step: step.trained_tokens_per_s),
+                ),
+            ),
+            "Model FLOP utilisation of the trainer": (
+                "Against the measured matrix-multiplication peak of its device.",
+                curves(
+                    ("over the step, waits included", TRAINER, lambda step: step.mfu_step),
+                    ("over compute", THIRD, lambda step: step.mfu_compute),
+                    percent=True,
+                ),
+            ),
+            "Weight updates": (
+                "Publish: by the trainer. Apply: until every replica has it. Pause: no token could be generated.",
+                curves(
+                    ("publish", TRAINER, lambda step: step.publish_s * 1e3),
+                    ("apply", GENERATOR, lambda step: step.apply_s * 1e3),
+                    ("pause", ALARM, lambda step: step.apply_pause_s * 1e3),
+                    ylabel="ms",
+                ),
+            ),
+            "KV cache and slots in use": (
+                "Share of capacity at the end of each step.",
+                curves(
+                    ("KV tokens", TRAINER, _share(lambda s: s.kv_used_tokens, lambda s: s.kv_capacity_tokens)),
+                    ("slots", GENERATOR, _share(lambda s: s.running_rollouts, lambda s: s.slots)),
+                    percent=True,
+                ),
+            ),
+            "Everything but the models": (
+                "Share of one core: the orchestrator, and verification summed over its workers.",
+                curves(
+                    ("orchestrator", GREY, _share(lambda s: s.orchestrator_cpu_s, lambda s: s.step_s)),
+                    ("verification", THIRD, _share(lambda s: s.verify_s, lambda s: s.step_s)),
+                    percent=True,
+                ),
+            ),
+        },
+    }
 )

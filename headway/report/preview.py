@@ -12,6 +12,7 @@ from rich.text import Text
 from headway.config.schema import Experiment
 from headway.records.check_report import Calibration, CheckReport, Forecast, LengthSummary, MemoryPlace, MemoryUse
 from headway.report.formats import duration, quantity
+from headway.report.printing import Rows, print_rows
 
 BINDS = {
     "generator": "the generator",
@@ -21,8 +22,6 @@ BINDS = {
     "admission": "the staleness budget (admission)",
     "environment": "the environments",
 }
-
-Rows = list[tuple[str, str]]
 
 
 class CalibrationProgress:
@@ -44,19 +43,9 @@ def print_preview(report: CheckReport, experiment: Experiment, console: Console 
     if report.memory:
         console.print(memory_table(report.memory, report.places))
     if report.calibration is not None:
-        _print_rows(console, "Measured", calibration_rows(report.calibration, experiment))
+        print_rows(calibration_rows(report.calibration, experiment), "Measured", console)
     if report.forecast is not None:
-        _print_rows(console, "Predicted", forecast_rows(report.forecast, experiment))
-
-
-def _print_rows(console: Console, title: str, rows: Rows) -> None:
-    table = Table.grid(padding=(0, 3))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for label, value in rows:
-        table.add_row(label, Text(value))
-    console.print(Text(f"\n{title}", style="bold underline"))
-    console.print(table)
+        print_rows(forecast_rows(report.forecast, experiment), "Predicted", console)
 
 
 # --- memory ----------------------------------------------------------------------------------------------
@@ -109,26 +98,24 @@ def calibration_rows(measured: Calibration, experiment: Experiment) -> Rows:
     timed = (
         "a whole step" if measured.train_samples == full else f"{measured.train_samples} of {full} samples of a step"
     )
-    rows = [
-        ("took", f"{duration(measured.measured_s)}, after {duration(measured.start_s)} for starting the workers"),
-        ("responses", _lengths(measured.lengths)),
-        ("prompts", f"{measured.prompt_tokens:.0f} tokens, {quantity(measured.prefill_tokens_per_s)} tokens/s"),
-        ("decoding", decode),
-        ("training", f"{quantity(measured.train_tokens_per_s)} tokens/s, prompts included ({timed})"),
-        (
-            "measured",
+    rows = {
+        "took": f"{duration(measured.measured_s)}, after {duration(measured.start_s)} for starting the workers",
+        "responses": _lengths(measured.lengths),
+        "prompts": f"{measured.prompt_tokens:.0f} tokens, {quantity(measured.prefill_tokens_per_s)} tokens/s",
+        "decoding": decode,
+        "training": f"{quantity(measured.train_tokens_per_s)} tokens/s, prompts included ({timed})",
+        "measured": (
             "generator alone first, then both at once"
             if measured.at_once
-            else "one after the other: generator and trainer have devices in common",
+            else "one after the other: generator and trainer have devices in common"
         ),
-        (
-            "weights",
+        "weights": (
             f"publish {duration(measured.publish_s)}, apply {duration(measured.apply_s)}, of which decoding pauses "
-            f"{duration(measured.pause_s)}",
+            f"{duration(measured.pause_s)}"
         ),
-    ]
+    }
     if measured.verify_response_s:
-        rows.append(("verifying", f"{measured.verify_response_s * 1e3:.2f} ms a response"))
+        rows["verifying"] = f"{measured.verify_response_s * 1e3:.2f} ms a response"
     return rows
 
 
@@ -150,33 +137,29 @@ def _lengths(lengths: LengthSummary) -> str:
 def forecast_rows(predicted: Forecast, experiment: Experiment) -> Rows:
     """Rows with the forecast of the run."""
     outcome, budget = predicted.outcome, experiment.queue.budget
-    share = outcome.samples_per_s / max(predicted.ideal_per_s, 1e-9)
+    share, ideal = outcome.samples_per_s / max(predicted.ideal_per_s, 1e-9), quantity(predicted.ideal_per_s)
     if predicted.acceptance is None:
         effective = "filtering unknown (too few groups ended): taken as none"
     else:
         effective = f"effective {quantity(predicted.effective_per_s)} ({predicted.acceptance:.0%} of groups trainable)"
-    rows = [
-        ("production", f"{quantity(predicted.production_per_s)} samples/s; {effective}"),
-        ("consumption", f"{quantity(predicted.consumption_per_s)} samples/s if the trainer never waits"),
-        ("balance", _balance(predicted)),
-        (
-            "trained",
-            f"{quantity(outcome.samples_per_s)} samples/s, {share:.0%} of the ideal {quantity(predicted.ideal_per_s)}",
+    rows = {
+        "production": f"{quantity(predicted.production_per_s)} samples/s; {effective}",
+        "consumption": f"{quantity(predicted.consumption_per_s)} samples/s if the trainer never waits",
+        "balance": _balance(predicted),
+        "trained": f"{quantity(outcome.samples_per_s)} samples/s, {share:.0%} of the ideal {ideal}",
+        "waits": f"trainer {outcome.trainer_wait:.0%}, generator {outcome.generator_wait:.0%}",
+        "staleness": (
+            f"{outcome.staleness_mean:.1f} versions in the mean, {outcome.staleness_max} at most (budget {budget})"
         ),
-        ("waits", f"trainer {outcome.trainer_wait:.0%}, generator {outcome.generator_wait:.0%}"),
-        (
-            "staleness",
-            f"{outcome.staleness_mean:.1f} versions in the mean, {outcome.staleness_max} at most (budget {budget})",
-        ),
-        ("time", _time(predicted, experiment)),
-        ("budget", _budget(predicted, experiment)),
-        ("binds", f"{BINDS[predicted.binding]}: {predicted.reason}"),
-    ]
+        "time": _time(predicted, experiment),
+        "budget": _budget(predicted, experiment),
+        "binds": f"{BINDS[predicted.binding]}: {predicted.reason}",
+    }
     for number, change in enumerate(predicted.changes, start=1):
         needs = f"; needs {change.needs}" if change.needs else ""
-        rows.append((f"change {number}", f"{change.key} = {change.value}: {change.gain:+.0%} samples/s{needs}"))
+        rows[f"change {number}"] = f"{change.key} = {change.value}: {change.gain:+.0%} samples/s{needs}"
     if not predicted.changes:
-        rows.append(("change", "none of those tried alone gains 3 % or more"))
+        rows["change"] = "none of those tried alone gains 3 % or more"
     return rows
 
 

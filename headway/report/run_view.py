@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from headway.control.summaries import weighted_mean
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, RunSummary, StepRecord
 from headway.report.incidents import incidents
 from headway.report.verdict import Judgement, judge
@@ -81,26 +82,25 @@ def as_json(view: RunView) -> dict[str, Any]:
     """Convert a run to one JSON object: RunSummary's fields, the verdict, means over the run. NaN becomes null."""
     steps = view.steps
     trained = [step for step in steps if step.samples and not step.skipped]
-    last = view.steps[-1] if steps else StepRecord(step=0, version=0)
-    before, after = _errors(view)
+    last = steps[-1] if steps else StepRecord(step=0, version=0)
     result = {
         **msgspec.to_builtins(view.summary),
         "run": str(view.path),
         "state": view.state,
         "verdict": msgspec.to_builtins(view.verdict),
         "staleness_budget": view.budget,
-        "solve_rate_before_error": before,
-        "solve_rate_after_error": after,
-        "mean_trajectory_staleness": _weighted(trained, lambda s: s.trajectory_staleness.mean, lambda s: s.samples),
-        "mean_token_staleness": _weighted(trained, lambda s: s.token_staleness.mean, _trained_tokens),
+        "solve_rate_before_error": _error(view, "before"),
+        "solve_rate_after_error": _error(view, "after"),
+        "mean_trajectory_staleness": weighted_mean(trained, lambda s: s.trajectory_staleness.mean, lambda s: s.samples),
+        "mean_token_staleness": weighted_mean(trained, lambda s: s.token_staleness.mean, _trained_tokens),
         "length_bias_scheduling_ks": last.length_bias_scheduling_ks,
         "length_bias_filter_ks": last.length_bias_filter_ks,
         "length_bias_pruning_ks": last.length_bias_pruning_ks,
         "censored_share": last.censored_share,
-        "generated_tokens_per_s": _weighted(steps, lambda s: s.generated_tokens_per_s, lambda s: s.step_s),
-        "trained_tokens_per_s": _weighted(steps, lambda s: s.trained_tokens_per_s, lambda s: s.step_s),
-        "mfu_step": _weighted(steps, lambda s: s.mfu_step, lambda s: s.step_s),
-        "mfu_compute": _weighted(steps, lambda s: s.mfu_compute, lambda s: s.trainer_compute_s),
+        "generated_tokens_per_s": weighted_mean(steps, lambda s: s.generated_tokens_per_s, lambda s: s.step_s),
+        "trained_tokens_per_s": weighted_mean(steps, lambda s: s.trained_tokens_per_s, lambda s: s.step_s),
+        "mfu_step": weighted_mean(steps, lambda s: s.mfu_step, lambda s: s.step_s),
+        "mfu_compute": weighted_mean(steps, lambda s: s.mfu_compute, lambda s: s.trainer_compute_s),
         "skipped_steps": sum(step.skipped for step in steps),
         "resumes": sum(event.event == EVENT_RESUME for event in view.events),
         "failures": view.verdict.failures,
@@ -110,20 +110,13 @@ def as_json(view: RunView) -> dict[str, Any]:
     return _without_nan(result)
 
 
-def _errors(view: RunView) -> tuple[float | None, float | None]:
-    before, after = held_evaluation(view.lines, "before"), held_evaluation(view.lines, "after")
-    return (before.standard_error if before else None, after.standard_error if after else None)
+def _error(view: RunView, phase: str) -> float | None:
+    record = held_evaluation(view.lines, phase)
+    return record.standard_error if record else None
 
 
 def _trained_tokens(step: StepRecord) -> int:
     return sum(step.token_staleness.histogram.values())
-
-
-def _weighted(steps: list[StepRecord], column: Any, weight: Any) -> float:
-    pairs = [(float(column(step)), float(weight(step))) for step in steps]
-    pairs = [(value, w) for value, w in pairs if math.isfinite(value) and w > 0]
-    total = sum(w for _, w in pairs)
-    return sum(value * w for value, w in pairs) / total if total else 0.0
 
 
 def _without_nan(value: Any) -> Any:

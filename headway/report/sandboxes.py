@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from headway.records.ledger import StepRecord
 from headway.records.sandbox_statistics import Latencies, PoolStatistics, SandboxStatistics
 from headway.report.formats import percent
-from headway.report.plots import ALARM, GENERATOR, GREY, THIRD, TRAINER, Plot, curves
+from headway.report.plots import ALARM, GENERATOR, GREY, THIRD, TRAINER, Plot, curves, plots_of
 from headway.report.series import Column
 
 SECTION = "Sandboxes"
@@ -97,27 +97,27 @@ def _of_pool(name: str) -> Column:
     return lambda step: float(getattr(step.sandboxes.pool, name)) if step.sandboxes.any else math.nan
 
 
-SANDBOX_PLOTS: tuple[Plot, ...] = (
-    Plot(
-        SECTION,
-        "How long they take",
-        "p99 of each step, in ms: waiting for a place, making one, a command.",
-        curves(
-            ("waiting for a place", ALARM, _p99_ms("queue")),
-            ("start", TRAINER, _p99_ms("start")),
-            ("command", GENERATOR, _p99_ms("exec")),
-            ylabel="ms",
-        ),
-    ),
-    Plot(
-        SECTION,
-        "How many there are",
-        "At the end of each step. Who waits would have one if sandbox.live were higher.",
-        curves(
-            ("places", GREY, _of_pool("capacity")),
-            ("live", THIRD, _of_pool("live")),
-            ("paused", TRAINER, _of_pool("paused")),
-            ("waiting for one", ALARM, _of_pool("waiters")),
-        ),
-    ),
+SANDBOX_PLOTS: tuple[Plot, ...] = plots_of(
+    {
+        SECTION: {
+            "How long they take": (
+                "p99 of each step, in ms: waiting for a place, making one, a command.",
+                curves(
+                    ("waiting for a place", ALARM, _p99_ms("queue")),
+                    ("start", TRAINER, _p99_ms("start")),
+                    ("command", GENERATOR, _p99_ms("exec")),
+                    ylabel="ms",
+                ),
+            ),
+            "How many there are": (
+                "At the end of each step. Who waits would have one if sandbox.live were higher.",
+                curves(
+                    ("places", GREY, _of_pool("capacity")),
+                    ("live", THIRD, _of_pool("live")),
+                    ("paused", TRAINER, _of_pool("paused")),
+                    ("waiting for one", ALARM, _of_pool("waiters")),
+                ),
+            ),
+        }
+    }
 )

@@ -38,10 +38,6 @@ class Series:
     def max(self, column: Column) -> Floats:
         return self._reduce(column, lambda values: float(np.max(values)))
 
-    def metric(self, name: str) -> Floats:
-        """Mean of a trainer metric; NaN where it wasn't measured."""
-        return self.mean(lambda step: step.metrics.get(name, math.nan))
-
     def metric_names(self) -> list[str]:
         return sorted({name for step in self.steps for name in step.metrics})
 
@@ -54,6 +50,11 @@ class Series:
         return np.array(reduced, dtype=np.float64)
 
 
+def metric(name: str) -> Column:
+    """The column of a trainer metric; NaN where it wasn't measured."""
+    return lambda step: step.metrics.get(name, math.nan)
+
+
 def smoothed(values: Floats, window: int) -> Floats:
     """Centred moving mean of ``window`` points (fewer at the ends), of finite values; [B] -> [B]."""
     if window <= 1:
@@ -63,12 +64,3 @@ def smoothed(values: Floats, window: int) -> Floats:
     total = np.convolve(np.where(finite, values, 0.0), kernel, mode="same")
     count = np.convolve(finite.astype(np.float64), kernel, mode="same")
     return np.where(count > 0.5, total / np.maximum(count, 1.0), math.nan)
-
-
-def pooled_histogram(histograms: Sequence[dict[str, int]]) -> dict[int, int]:
-    """Sum value -> count tables; by value, ascending."""
-    pooled: dict[int, int] = {}
-    for histogram in histograms:
-        for value, count in histogram.items():
-            pooled[int(value)] = pooled.get(int(value), 0) + count
-    return dict(sorted(pooled.items()))

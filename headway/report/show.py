@@ -14,6 +14,7 @@ from rich.text import Text
 from headway.records.errors import ConfigurationError
 from headway.records.rollout import Pruned
 from headway.runtime.run_directory import RunDirectory
+from headway.telemetry.trace_file import decoded_lines
 
 
 class KeptSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,16 +61,12 @@ def read_samples(run_dir: str | Path) -> list[KeptSample]:
     """
     path = RunDirectory(run_dir).samples
     try:
-        lines = path.read_bytes().split(b"\n")
+        data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         hint = "ledger.samples_per_step may be 0, or nothing was trained yet"
         raise ConfigurationError(f"{run_dir} holds no samples: there is no {path} ({hint})") from None
     samples: dict[tuple[int, int, int], KeptSample] = {}
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is torn, or empty
-        try:
-            sample = msgspec.json.decode(line, type=KeptSample)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"{path}, line {number} is damaged: {error}") from None
+    for sample in decoded_lines(path, data, msgspec.json.Decoder(KeptSample).decode):
         samples.pop((sample.step, sample.group, sample.member), None)
         samples[(sample.step, sample.group, sample.member)] = sample
     return list(samples.values())

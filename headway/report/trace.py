@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -22,8 +22,6 @@ GROUPS = 20_000  # the newest; a browser gets slow beyond
 
 _TRAINER, _GENERATOR, _VERIFIERS, _OTHER, _QUEUE = "trainer", "generator", "verifiers", "weights, evaluation", "queue"
 _PROCESSES = {"trainer": _TRAINER, "generator": _GENERATOR, "verifier": _VERIFIERS}
-
-Line = TypeVar("Line", Span, StepTrace, Pulse, Mark)
 
 
 @dataclass
@@ -98,7 +96,7 @@ def timeline_of(lines: Sequence[TraceLine]) -> Timeline:
             offset, session_s = line.unix_s - line.clock_s, line.unix_s
             timeline.end_s = max(timeline.end_s, session_s)
         elif isinstance(line, GroupTrace):
-            life = timeline.groups[line.index] = GroupLife.finished(line, offset, session_s)
+            life = timeline.groups[line.index] = GroupLife.of(line, offset, session_s)
             timeline.end_s = max(timeline.end_s, life.end_s)
         elif isinstance(line, GroupEnd):
             _end_group(timeline, line, offset, session_s)
@@ -116,7 +114,7 @@ def _end_group(timeline: Timeline, line: GroupEnd, offset: float, session_s: flo
     if life is None:
         if line.finished:
             return  # its GroupTrace was in a part of the trace that has been deleted
-        life = timeline.groups[line.index] = GroupLife.cut(line, offset, session_s)
+        life = timeline.groups[line.index] = GroupLife.of(line, offset, session_s)
     life.ending, life.step, life.end_s = line.ending, line.step, max(life.start_s, line.time_s + offset)
 
 
@@ -124,14 +122,8 @@ def _place(timeline: Timeline, line: Span | StepTrace | Pulse | Mark, offset: fl
     moved = {name: getattr(line, name) + offset for name in ("start_s", "end_s", "time_s") if hasattr(line, name)}
     placed = msgspec.structs.replace(line, **moved)
     timeline.end_s = max([timeline.end_s, *moved.values()])
-    if isinstance(placed, StepTrace):
-        timeline.steps.append(placed)
-    elif isinstance(placed, Span):
-        timeline.spans.append(placed)
-    elif isinstance(placed, Pulse):
-        timeline.pulses.append(placed)
-    else:
-        timeline.marks.append(placed)
+    lists: dict[type, list[Any]] = {StepTrace: timeline.steps, Span: timeline.spans, Pulse: timeline.pulses}
+    lists.get(type(placed), timeline.marks).append(placed)
 
 
 def _window(timeline: Timeline, first: int | None, last: int | None) -> tuple[list[StepTrace], float, float]:

@@ -26,21 +26,13 @@ class GroupLife:
     step: int = -1  # the step that trained it
 
     @classmethod
-    def finished(cls, line: GroupTrace, offset: float, session_s: float) -> GroupLife:
-        """Make the life of a group that has finished. ``session_s``: start of the session; a group admitted in an
-        earlier one was generated anew, so it starts there."""
-        finished_s = line.finished_s + offset
-        start_s = min(max(line.admitted_s + offset, session_s), finished_s)
-        return cls(
-            index=line.index, start_s=start_s, finished_s=finished_s, end_s=finished_s, trace=line, offset=offset
-        )
-
-    @classmethod
-    def cut(cls, line: GroupEnd, offset: float, session_s: float) -> GroupLife:
-        """Make the life of a group that ended before it finished."""
-        end_s = line.time_s + offset
-        start_s = min(max(line.admitted_s + offset, session_s), end_s)
-        return cls(index=line.index, start_s=start_s, finished_s=None, end_s=end_s, trace=None, offset=offset)
+    def of(cls, line: GroupTrace | GroupEnd, offset: float, session_s: float) -> GroupLife:
+        """Make the life of a group that has finished (GroupTrace), or ended before it did. ``session_s``: start of the
+        session; a group admitted in an earlier one was generated anew, so it starts there."""
+        trace = line if isinstance(line, GroupTrace) else None
+        end_s = (line.finished_s if isinstance(line, GroupTrace) else line.time_s) + offset
+        start_s, finished_s = min(max(line.admitted_s + offset, session_s), end_s), end_s if trace else None
+        return cls(index=line.index, start_s=start_s, finished_s=finished_s, end_s=end_s, trace=trace, offset=offset)
 
     @property
     def staleness(self) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -49,17 +50,17 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     pruning_text: str = ""  # "": nothing was pruned
 
     @property
-    def sentences(self) -> list[tuple[str, str]]:
-        """(question, answer), in reading order."""
-        answers = [
-            ("Who waits for whom?", self.balance_text),
-            ("How stale?", self.staleness_text),
-            ("Is it learning?", self.learning_text),
-            ("Do the books balance?", self.books_text),
-            ("What failed?", self.failures_text),
-            ("What was pruned?", self.pruning_text),
-        ]
-        return [(question, answer) for question, answer in answers if answer]
+    def sentences(self) -> dict[str, str]:
+        """Question -> answer, in reading order."""
+        answers = {
+            "Who waits for whom?": self.balance_text,
+            "How stale?": self.staleness_text,
+            "Is it learning?": self.learning_text,
+            "Do the books balance?": self.books_text,
+            "What failed?": self.failures_text,
+            "What was pruned?": self.pruning_text,
+        }
+        return {question: answer for question, answer in answers.items() if answer}
 
 
 def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) -> Judgement:
@@ -212,10 +213,9 @@ def _training_trend(lines: Sequence[LedgerLine]) -> str:
 
 
 def _failures(steps: Sequence[StepRecord]) -> dict[str, int]:
-    totals: dict[str, int] = {}
+    totals = Counter[str]()
     for step in steps:
-        for boundary, count in step.failures.items():
-            totals[boundary] = totals.get(boundary, 0) + count
+        totals.update(step.failures)
     return {boundary: count for boundary, count in totals.items() if count}
 
 

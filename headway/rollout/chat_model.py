@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import random
 import time
 import urllib.error
@@ -16,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+from headway.records.errors import ConfigurationError
 from headway.runtime.backoff import backoff_s
 
 T = TypeVar("T")
@@ -149,6 +151,15 @@ class ChatModel:
 def completions_url(base: str) -> str:
     """The chat completions URL under an endpoint's base, say https://api.openai.com/v1."""
     return base.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+
+
+def api_key(variable: str, key: str) -> str:
+    """The API key in an environment variable; "" where none is named. Raises ConfigurationError, naming the
+    configuration's ``key``, for one that isn't set."""
+    found = os.environ.get(variable, "") if variable else ""
+    if variable and not found:
+        raise ConfigurationError(f"{key}: the environment has no {variable}")
+    return found
 
 
 def quoted(text: str) -> str:

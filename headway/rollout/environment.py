@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from headway.records.environment import NextTurn
 from headway.records.task import Task
 from headway.rollout.episode_sandbox import EpisodeSandbox
@@ -146,15 +148,7 @@ class Episode:
         """The next turn to sample, with all messages that its speaker hasn't seen yet."""
         said = self._pending.pop(self.speaker, [])
         self.messages.setdefault(self.speaker, []).extend(said)
-        asked = self._next
-        return NextTurn(
-            said=tuple(said),
-            speaker=asked.speaker,
-            tools=asked.tools,
-            learned=asked.learned,
-            stop=asked.stop,
-            max_tokens=asked.max_tokens,
-        )
+        return msgspec.structs.replace(self._next, said=tuple(said))
 
     def take_reward(self) -> float | None:
         """Take the last answered turn's reward. None before the first answer: a reward given by then waits for it."""

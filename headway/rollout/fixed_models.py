@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headway.config.fixed_models import FixedModelConfig
 from headway.records.errors import ConfigurationError
-from headway.rollout.chat_model import ChatModel, Spent, completions_url
+from headway.rollout.chat_model import ChatModel, Spent, api_key, completions_url
 from headway.rollout.lane import Lane
 
 KEY = "environment.models"
@@ -53,14 +52,11 @@ def require_models(settings: Mapping[str, FixedModelConfig], wanted: Sequence[st
 
 
 def _model(name: str, settings: FixedModelConfig) -> ChatModel:
-    key = os.environ.get(settings.api_key_env, "") if settings.api_key_env else ""
-    if settings.api_key_env and not key:
-        raise ConfigurationError(f"{KEY}.{name}.api_key_env: the environment has no {settings.api_key_env}")
     said = {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
     return ChatModel(
         url=completions_url(settings.address),
         model=settings.model,
-        key=key,
+        key=api_key(settings.api_key_env, f"{KEY}.{name}.api_key_env"),
         called=f"the model {name}",
         timeout_s=settings.timeout_s,
         retries=settings.retries,

@@ -53,8 +53,15 @@ class Tool:
                 return await function(**given)
             return await asyncio.to_thread(function, **given)
 
-        function_schema = {"name": name, "description": " ".join(description.split()), "parameters": parameters}
-        return cls(name=name, schema={"type": "function", "function": function_schema}, call=call)
+        return cls.described(name, " ".join(description.split()), parameters, call)
+
+    @classmethod
+    def described(
+        cls, name: str, description: str, parameters: dict[str, Any], call: Callable[[str, Any], Any]
+    ) -> Tool:
+        """A tool whose ``parameters`` are described by a JSON schema; ``call``: as of `Tool`."""
+        function = {"name": name, "description": description, "parameters": parameters}
+        return cls(name=name, schema={"type": "function", "function": function}, call=call)
 
 
 def tools_by_name(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:

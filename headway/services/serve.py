@@ -107,12 +107,8 @@ def _keys(file: str) -> tuple[str, ...]:
     return keys
 
 
-def serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Callable[[str, str], None]) -> None:
+async def serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Callable[[str, str], None]) -> None:
     """Serve until Ctrl-C or SIGTERM. ``on_ready(address)`` is called once; ``on_event(name, detail)`` at problems."""
-    asyncio.run(_serve(wanted, on_ready, on_event))
-
-
-async def _serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Callable[[str, str], None]) -> None:
     experiment, clock = wanted.experiment, RealClock()
     async with _until_interrupted() as stopped, AsyncExitStack() as stack:
         listener = stack.enter_context(closing(listening(experiment.endpoint.address)))
@@ -127,11 +123,7 @@ async def _serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Cal
         if wanted.record is not None:
             file = stack.enter_context(LineFile(wanted.record))
             record = stack.enter_context(SessionRecord(file, on_event))
-
-        def over(session: Session) -> None:
-            if record is not None:
-                record.add(session)
-
+        over = _ignore if record is None else record.add
         stack.push_async_callback(pool.stop)
         await pool.start()
         served = served_pool(experiment, pool, tokenizer, clock, wanted.keys, over, listener)
@@ -148,6 +140,10 @@ async def _serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Cal
                     record.write()
 
 
+def _ignore(session: Session) -> None:
+    """Do nothing with an ended session: it isn't recorded."""
+
+
 @asynccontextmanager
 async def served_pool(
     experiment: Experiment,
@@ -155,7 +151,7 @@ async def served_pool(
     tokenizer: Tokenizer,
     clock: Clock,
     keys: tuple[str, ...] = (),
-    on_over: Callable[[Session], object] = lambda session: None,
+    on_over: Callable[[Session], object] = _ignore,
     listener: socket.socket | None = None,
 ) -> AsyncIterator[tuple[str, ServedSessions]]:
     """Serve the endpoint over a started pool inside the block; yields its address and its sessions. Callers are
@@ -267,7 +263,7 @@ class ServedSessions:
         sample_of: Callable[[str], SampleTurn],
         clock: Clock,
         keys: tuple[str, ...] = (),
-        on_over: Callable[[Session], object] = lambda session: None,
+        on_over: Callable[[Session], object] = _ignore,
     ) -> None:
         """``sample_of``: as `sampling` returns it. ``keys``: accepted API keys; (): none is needed."""
         self._chat = chat

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from headway.config.sources import SftSource
 from headway.records.errors import ConfigurationError
-from headway.tasks.rows import Rows, require_column, require_messages, short
+from headway.tasks.rows import Rows, require_messages, short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,8 @@ def read_demonstrations(source: SftSource) -> Iterator[tuple[str, Pair | Convers
     for where, raw in Rows(source):
         if columns.messages in raw:
             messages = require_messages(raw[columns.messages], columns.messages, where)
-            yield (
-                where,
-                Conversation(messages=messages, tools=_tools_from(raw.get(columns.tools), columns.tools, where)),
-            )
+            tools = _tools_from(raw.get(columns.tools), columns.tools, where)
+            yield where, Conversation(messages=messages, tools=tools)
         elif columns.prompt in raw and columns.solution in raw:
             prompt, solution = (_text(raw, key, where) for key in (columns.prompt, columns.solution))
             yield where, Pair(prompt=prompt, solution=solution)
@@ -52,7 +50,7 @@ def read_demonstrations(source: SftSource) -> Iterator[tuple[str, Pair | Convers
 
 
 def _text(raw: Mapping[str, Any], key: str, where: str) -> str:
-    value = require_column(raw, key, where)
+    value = raw[key]
     if not isinstance(value, str):
         raise ConfigurationError(f"{where}: \"{key}\" = {short(value)}: must be a string; 'convert' can make one")
     return value
@@ -63,7 +61,6 @@ def _tools_from(value: Any, key: str, where: str) -> tuple[dict[str, Any], ...] 
         return None
     items = cast("list[Any]", value) if isinstance(value, list) else [value]
     if not all(isinstance(item, dict) for item in items):
-        raise ConfigurationError(
-            f"{where}: \"{key}\" = {short(value)}: must be a list of objects; 'convert' can make one"
-        )
+        valid = "must be a list of objects; 'convert' can make one"
+        raise ConfigurationError(f'{where}: "{key}" = {short(value)}: {valid}')
     return tuple(items)

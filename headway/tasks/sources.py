@@ -8,7 +8,8 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from itertools import combinations
+from typing import Any
 
 import msgspec
 from pydantic import ValidationError
@@ -27,7 +28,6 @@ class TaskSet(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # the sources' labels, for errors
     tasks: tuple[Task, ...]  # at least one; no two with equal task_id
     duplicates: int = 0  # tasks dropped because an earlier one had the same content
-    limited: int = 0  # tasks left out by the sources' ``limit``
     left_out: int = 0  # rows for which ``convert`` returned None
 
 
@@ -44,32 +44,28 @@ def read_tasks(sources: TaskSource | Sequence[TaskSource], seed: int = 0) -> Tas
     unknown generator (with the nearest names), bad parameters, a source without a task of its own.
     """
     unique: dict[str, Task] = {}
-    count = left_out = limited = 0
-    chosen = [sources] if isinstance(sources, TaskSource) else sources
-    for source in chosen:
-        read = _read(source, seed)
-        left_out += read.left_out
-        limited += read.limited
-        count += len(read.tasks) + read.duplicates
+    sets = [_read(source, seed) for source in ([sources] if isinstance(sources, TaskSource) else sources)]
+    for read in sets:
         before = len(unique)
         for task in read.tasks:
             unique.setdefault(task.task_id, task)
         if len(unique) == before:
-            raise ConfigurationError(f"{source.called} holds no task that isn't in the sources before it")
+            raise ConfigurationError(f"{read.name} holds no task that isn't in the sources before it")
     tasks = tuple(unique.values())
     return TaskSet(
-        name=", ".join(source.called for source in chosen),
+        name=", ".join(read.name for read in sets),
         tasks=tasks,
-        duplicates=count - len(tasks),
-        limited=limited,
-        left_out=left_out,
+        duplicates=sum(len(read.tasks) + read.duplicates for read in sets) - len(tasks),
+        left_out=sum(read.left_out for read in sets),
     )
 
 
 def _read(source: TaskSource, seed: int) -> TaskSet:
     """The distinct tasks of one source."""
     rows = Rows(source)
-    read = _generate(source) if source.source == "reasoning-gym" else _tasks_from(source, rows)
+    read = (_task_from(raw, where, source) for where, raw in rows)
+    if source.source == "reasoning-gym":
+        read = _generate(source)
     unique: dict[str, Task] = {}
     count = 0
     for task in read:
@@ -86,7 +82,6 @@ def _read(source: TaskSource, seed: int) -> TaskSet:
         name=source.called,
         tasks=kept,
         duplicates=count - len(tasks),
-        limited=len(tasks) - len(kept),
         left_out=rows.left_out,
     )
 
@@ -97,39 +92,22 @@ def task_id(prompt: str, answer: str, metadata: Mapping[str, Any] | None = None)
     text = f"{len(prompt)}:{prompt}{answer}"
     if metadata:
         text = f"{len(text)}:{text}{json.dumps(metadata, sort_keys=True)}"
-    return _digest(text).hex()
-
-
-def prompt_hash(prompt: str) -> bytes:
-    """Content hash of a prompt alone, 8 bytes, by which train and held-out sets are compared."""
-    return _digest(prompt)
-
-
-def _digest(text: str) -> bytes:
     # a lone surrogate (legal in JSON) has no UTF-8 form of its own
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 # --- rows ------------------------------------------------------------------------------------------------
 
 
-def _tasks_from(source: TaskSource, rows: Rows) -> Iterator[Task]:
-    for where, raw in rows:
-        yield _task_from(raw, source.columns, where, source)
-
-
-def _task_from(raw: dict[str, Any], columns: TaskColumns, where: str, source: TaskSource) -> Task:
+def _task_from(raw: dict[str, Any], where: str, source: TaskSource) -> Task:
+    columns = source.columns
     prompt, messages = _prompt_from(raw, columns.prompt, where)
     answer = _answer_from(raw, columns.answer, where, exact=source.source == "jsonl")
     own = _verifier_key(raw.get("verifier"), where)
     everything = _metadata_from(raw, columns, where)
-    hashed = everything
-    if messages:
-        hashed = {**hashed, "messages": messages}
-    if own:
-        hashed = {**hashed, "verifier": own}
+    further = {"messages": messages, "verifier": own}
     return Task(
-        task_id=task_id(prompt, answer, hashed),
+        task_id=task_id(prompt, answer, everything | {key: value for key, value in further.items() if value}),
         prompt=prompt,
         messages=messages,
         answer=answer,
@@ -263,18 +241,15 @@ def build_generator(name: str, parameters: Mapping[str, Any]) -> Any:
     valid = sorted(field.name for field in dataclasses.fields(DATASETS[name][1]))
     for key in parameters:
         if key not in valid:
-            _refuse_parameter(name, key, [v for v in valid if v not in ("seed", "size")])
+            near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+            ours = ", ".join(one for one in valid if one not in ("seed", "size"))
+            hint = f"did you mean {near[0]!r}?" if near else f"valid: {ours}"
+            raise ConfigurationError(f"reasoning-gym {name} has no parameter {key!r}; {hint}")
     try:
         return create_dataset(name, **parameters)
     except Exception as error:  # its validation raises whatever its author chose (mostly AssertionError)
         detail = str(error) or type(error).__name__
         raise ConfigurationError(f"reasoning-gym {name} refuses parameters {dict(parameters)}: {detail}") from error
-
-
-def _refuse_parameter(name: str, key: str, valid: Sequence[str]) -> NoReturn:
-    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else "valid: " + ", ".join(valid)
-    raise ConfigurationError(f"reasoning-gym {name} has no parameter {key!r}; {hint}")
 
 
 # --- disjoint sets ---------------------------------------------------------------------------------------
@@ -291,14 +266,12 @@ class TaskOverlap(msgspec.Struct, frozen=True, kw_only=True):
 
 def overlap(named_sets: Mapping[str, Iterable[Task]]) -> list[TaskOverlap]:
     """Every pair of sets that share a prompt, in the order of the mapping."""
-    hashed = [(name, {prompt_hash(t.prompt): t.prompt for t in tasks}) for name, tasks in named_sets.items()]
-    found: list[TaskOverlap] = []
-    for i, (first, prompts) in enumerate(hashed):
-        for second, others in hashed[i + 1 :]:
-            shared = [key for key in others if key in prompts]
-            if shared:
-                found.append(TaskOverlap(first=first, second=second, prompts=len(shared), example=prompts[shared[0]]))
-    return found
+    prompts = {name: dict.fromkeys(task.prompt for task in tasks) for name, tasks in named_sets.items()}
+    return [
+        TaskOverlap(first=first, second=second, prompts=len(shared), example=shared[0])
+        for first, second in combinations(prompts, 2)
+        if (shared := [prompt for prompt in prompts[second] if prompt in prompts[first]])
+    ]
 
 
 def require_disjoint(named_sets: Mapping[str, Iterable[Task]]) -> None:
@@ -314,5 +287,5 @@ def require_disjoint(named_sets: Mapping[str, Iterable[Task]]) -> None:
 
 def without_prompts_of(tasks: Iterable[Task], held_out: Iterable[Task]) -> list[Task]:
     """``tasks`` without those whose prompt is in ``held_out``: makes generated sets disjoint."""
-    taken = {prompt_hash(task.prompt) for task in held_out}
-    return [task for task in tasks if prompt_hash(task.prompt) not in taken]
+    taken = {task.prompt for task in held_out}
+    return [task for task in tasks if task.prompt not in taken]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headway.records.errors import ConfigurationError, HeadwayError
+from headway.records.errors import ConfigurationError
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine
+from headway.runtime.line_file import LineFile
 
 if TYPE_CHECKING:
     from headway.runtime.clock import Clock
@@ -55,7 +56,9 @@ class Ledger:
         self._clock = clock
         self._opened_s = clock.now()
         self._subscribers: list[Subscriber] = []
-        self._fd: int | None = _open_for_append(self.path)
+        with contextlib.suppress(OSError):  # there is none yet, or none that can be opened, which LineFile reports
+            _truncate_torn_end(self.path)
+        self._file: LineFile | None = LineFile(self.path)
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Call ``subscriber`` with every line recorded from now on, after it is written."""
@@ -63,7 +66,9 @@ class Ledger:
 
     def record(self, line: LedgerLine) -> None:
         """Append ``line``, then call the subscribers with it. Raises HeadwayError on a full disk."""
-        self._append(_encoder.encode(line) + b"\n")
+        if self._file is None:
+            raise ValueError(f"{self.path} is closed")
+        self._file.append(_encoder.encode(line))
         for subscriber in tuple(self._subscribers):
             try:
                 subscriber(line)
@@ -79,29 +84,14 @@ class Ledger:
 
     def close(self) -> None:
         """Close the file; a second call is a no-op."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def _append(self, data: bytes) -> None:
-        if self._fd is None:
-            raise ValueError(f"{self.path} is closed")
-        before = os.fstat(self._fd).st_size
-        try:
-            written = os.write(self._fd, data)
-            reason = "no space left" if written < len(data) else ""
-        except OSError as error:
-            reason = error.strerror or str(error)
-        if reason:
-            os.ftruncate(self._fd, before)
-            raise HeadwayError(f"{self.path} can't be written: {reason}")
+        file, self._file = self._file, None
+        if file is not None:
+            file.__exit__(None, None, None)
 
     def __enter__(self) -> Ledger:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -185,17 +175,9 @@ def _nulls_to_nan(value: Any) -> Any:
     return value
 
 
-def _open_for_append(path: Path) -> int:
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise ConfigurationError(f"{path} can't be opened: {error.strerror}") from None
-    try:
-        data = path.read_bytes()
-        _, length = _parse(data, path)
-        if length < len(data):
-            os.ftruncate(fd, length)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+def _truncate_torn_end(path: Path) -> None:
+    """Cut off a torn last line. Raises ConfigurationError when a line before it is damaged."""
+    data = path.read_bytes()
+    _, length = _parse(data, path)
+    if length < len(data):
+        os.truncate(path, length)

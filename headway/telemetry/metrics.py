@@ -165,13 +165,11 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
 
 def router_metrics(router: RouterStatistics) -> Iterator[tuple[str, float]]:
     """(name, value) of all counters and figures of a router."""
-    for name in ROUTER_COUNTERS:
+    for name in (*ROUTER_COUNTERS, *_ROUTER_LOAD, "breakers_open"):
         yield f"router/{name}", float(getattr(router, name))
-    for name in ("used_tokens", "capacity_tokens", "peak_tokens", "open_requests", "waiters", "oldest_age_s"):
-        yield f"router/{name}", float(getattr(router, name))
-    yield "router/breakers_open", float(router.breakers_open)
 
 
+_ROUTER_LOAD = ("used_tokens", "capacity_tokens", "peak_tokens", "open_requests", "waiters", "oldest_age_s")
 _PLACES = ("used", "capacity", "peak", "waiters", "oldest_wait_s", "starting", "live", "paused", "leaked")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, RunSummary, StepRecord
@@ -148,11 +149,10 @@ def _endings(steps: Sequence[StepRecord], books: EventRecord | None) -> dict[str
     """Counts by ending: from the closed books where they have them, else summed over the steps."""
     if books is not None and any(ending in books.data for ending in ENDINGS):
         return {ending: int(books.data.get(ending, 0)) for ending in ENDINGS if books.data.get(ending, 0)}
-    totals: dict[str, int] = {}
+    totals = Counter[str]()
     for step in steps:
-        for ending, count in step.endings.items():
-            totals[ending] = totals.get(ending, 0) + count
-    return totals
+        totals.update(step.endings)
+    return dict(totals)
 
 
 def _share(part: float, whole: float) -> float:

@@ -7,8 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -25,6 +24,8 @@ OLD_NAME = "trace.old.jsonl"  # the previous file: the two have the newest part 
 SEGMENT_BYTES = 64 << 20
 TICK_S = 0.5  # between two writes: the most that a kill may cost a trace
 EVENT_TRACE_FAILED = "trace_failed"
+
+Line = TypeVar("Line")
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(TraceLine)
@@ -113,9 +114,7 @@ class TraceFile:
     def __enter__(self) -> TraceFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -134,15 +133,17 @@ def read_trace(run_dir: str | Path) -> list[TraceLine]:
         what = "no trace" if (folder / "ledger.jsonl").exists() else "no run"
         hint = "; ledger.trace may be false" if what == "no trace" else ""
         raise ConfigurationError(f"{run_dir} holds {what}: there is no {path}{hint}")
-    return [line for name, text in data.items() for line in _lines(name, text)]
+    return [line for name, text in data.items() for line in decoded_lines(name, text, _decoder.decode)]
 
 
-def _lines(path: Path, data: bytes) -> list[TraceLine]:
-    lines: list[TraceLine] = []
+def decoded_lines(path: Path, data: bytes, decode: Callable[[bytes], Line]) -> list[Line]:
+    """Decode the lines of a file's ``data``, without a torn last one. Raises ConfigurationError naming a damaged
+    one."""
+    lines: list[Line] = []
     whole = data.split(b"\n")[:-1]  # what follows the last line break is torn, or empty
     for number, text in enumerate(whole, start=1):
         try:
-            lines.append(_decoder.decode(text))
+            lines.append(decode(text))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"{path}, line {number} is damaged: {error}") from None
     return lines

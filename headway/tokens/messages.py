@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from headway.records.conversations import RequestRefused
 
@@ -65,38 +65,31 @@ def normal_messages(raw: Any) -> tuple[Message, ...]:
     """The messages of a request's body in normal form. Raises RequestRefused naming the invalid field: content that
     isn't text, an unknown role, a tool's answer to a missing call."""
     if not isinstance(raw, Sequence) or isinstance(raw, str | bytes) or not raw:
-        raise RequestRefused("messages: a list of one or more messages is needed", param="messages")
+        raise _refused("messages", ": a list of one or more messages is needed")
     messages = tuple(normal_message(entry, f"messages[{number}]") for number, entry in enumerate(raw))
     asked: set[str] = set()  # call ids of the assistant message whose answers are read
     for number, message in enumerate(messages):
         if message.role == "assistant":
             asked = {call.call_id for call in message.calls}
         elif message.role == "tool" and message.tool_call_id and message.tool_call_id not in asked and "" not in asked:
-            raise RequestRefused(
-                f"messages[{number}].tool_call_id = {message.tool_call_id!r}: the assistant's message before it has "
-                f"{', '.join(map(repr, sorted(asked))) or 'no tool calls'}",
-                param=f"messages[{number}].tool_call_id",
-            )
+            has = f"the assistant's message before it has {', '.join(map(repr, sorted(asked))) or 'no tool calls'}"
+            raise _refused(f"messages[{number}].tool_call_id", f" = {message.tool_call_id!r}: {has}")
     return messages
 
 
 def normal_message(raw: Any, field: str) -> Message:
     """Normal form of a single message; ``field`` names it in errors. Raises RequestRefused."""
-    if not isinstance(raw, Mapping):
-        raise RequestRefused(f"{field}: an object is needed, not {_kind(raw)}", param=field)
-    entry = cast("Mapping[str, Any]", raw)
+    entry = _object(raw, field)
     said = entry.get("role")
     role = _ROLES.get(said) if isinstance(said, str) else None
     if role is None:
-        raise RequestRefused(
-            f"{field}.role = {said!r}: valid are {', '.join(map(repr, _ROLES))}", param=f"{field}.role"
-        )
+        raise _refused(f"{field}.role", f" = {said!r}: valid are {', '.join(map(repr, _ROLES))}")
     content = _text(entry.get("content"), f"{field}.content")
     name = _optional_text(entry, "name", field)
     if role != "assistant":
         return Message(role=role, content=content, name=name, tool_call_id=_optional_text(entry, "tool_call_id", field))
     if entry.get("function_call") is not None:
-        raise RequestRefused(f"{field}.function_call: write tool_calls instead", param=f"{field}.function_call")
+        raise _refused(f"{field}.function_call", ": write tool_calls instead")
     given = _optional_text(entry, "reasoning_content", field) or _optional_text(entry, "reasoning", field)
     return assistant_message(content, given, _calls(entry.get("tool_calls"), f"{field}.tool_calls"), name)
 
@@ -119,18 +112,14 @@ def normal_tools(raw: Any) -> list[dict[str, Any]] | None:
     """The tools of a request's body as chat templates take them; None when there are none. Raises RequestRefused."""
     if not raw:
         return None
-    if not isinstance(raw, Sequence) or isinstance(raw, str | bytes):
-        raise RequestRefused(f"tools: a list is needed, not {_kind(raw)}", param="tools")
     tools: list[dict[str, Any]] = []
-    for number, entry in enumerate(cast("Sequence[Any]", raw)):
-        tool = dict(cast("Mapping[str, Any]", entry)) if isinstance(entry, Mapping) else {}
-        function: Any = tool.get("function")
-        name = cast("Mapping[str, Any]", function).get("name") if isinstance(function, Mapping) else None
+    for number, entry in enumerate(_list(raw, "tools")):
+        tool = dict(entry) if isinstance(entry, Mapping) else {}
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
         if tool.get("type") != "function" or not isinstance(name, str):
-            raise RequestRefused(
-                f"tools[{number}]: valid is an object with type = 'function' and a function that has a name",
-                param=f"tools[{number}]",
-            )
+            what = ": valid is an object with type = 'function' and a function that has a name"
+            raise _refused(f"tools[{number}]", what)
         tools.append(tool)
     return tools
 
@@ -142,8 +131,7 @@ def template_form(messages: Iterable[Message], *, reasoning_field: bool) -> list
 
 
 def _template_message(message: Message, reasoning_field: bool) -> dict[str, Any]:
-    entry: dict[str, Any] = {"role": message.role}
-    entry["content"] = message.content if reasoning_field else message.inline
+    entry: dict[str, Any] = {"role": message.role, "content": message.content if reasoning_field else message.inline}
     if message.reasoning and reasoning_field:
         entry["reasoning_content"] = message.reasoning
     if message.calls:
@@ -155,11 +143,8 @@ def _template_message(message: Message, reasoning_field: bool) -> dict[str, Any]
             }
             for call in message.calls
         ]
-    if message.tool_call_id:
-        entry["tool_call_id"] = message.tool_call_id
-    if message.name:
-        entry["name"] = message.name
-    return entry
+    named = {"tool_call_id": message.tool_call_id, "name": message.name}
+    return entry | {key: value for key, value in named.items() if value}
 
 
 def same_answer(one: Message, other: Message) -> bool:
@@ -219,19 +204,12 @@ def _text(value: Any, field: str) -> str:
     """A content's text; parts stand on lines of their own, as vLLM joins them."""
     if value is None or isinstance(value, str):
         return require_encodable(value or "", field)
-    if not isinstance(value, Sequence) or isinstance(value, bytes):
-        raise RequestRefused(f"{field}: a text or a list of parts is needed, not {_kind(value)}", param=field)
     texts: list[str] = []
-    for number, part in enumerate(cast("Sequence[Any]", value)):
-        kind = cast("Mapping[str, Any]", part).get("type") if isinstance(part, Mapping) else None
-        text = cast("Mapping[str, Any]", part).get(_TEXT_PARTS.get(str(kind), "")) if kind is not None else None
-        if isinstance(part, str):
-            text = part
+    for number, part in enumerate(_list(value, field, "a text or a list of parts")):
+        text = part.get(_TEXT_PARTS.get(str(part.get("type")), "")) if isinstance(part, Mapping) else part
         if not isinstance(text, str):
-            raise RequestRefused(
-                f"{field}[{number}]: valid is a part with type = 'text' and its text; this model reads text alone",
-                param=f"{field}[{number}]",
-            )
+            what = ": valid is a part with type = 'text' and its text; this model reads text alone"
+            raise _refused(f"{field}[{number}]", what)
         texts.append(text)
     return require_encodable("\n".join(texts), field)
 
@@ -245,8 +223,7 @@ def require_encodable(text: str, field: str) -> str:
     """The ``text`` as it is. Raises RequestRefused naming ``field`` where no tokenizer can encode it."""
     half = None if text.isascii() else _HALVES.search(text)
     if half is not None:
-        what = f"{field}: character {half.start()} is half of a surrogate pair, which no tokenizer can encode"
-        raise RequestRefused(what, param=field)
+        raise _refused(field, f": character {half.start()} is half of a surrogate pair, which no tokenizer can encode")
     return text
 
 
@@ -254,31 +231,23 @@ def _optional_text(entry: Mapping[str, Any], key: str, field: str) -> str:
     value = entry.get(key)
     if value is None or isinstance(value, str):
         return require_encodable(value or "", f"{field}.{key}")
-    raise RequestRefused(f"{field}.{key}: a text is needed, not {_kind(value)}", param=f"{field}.{key}")
+    raise _refused(f"{field}.{key}", f": a text is needed, not {_kind(value)}")
 
 
 def _calls(raw: Any, field: str) -> tuple[ToolCall, ...]:
     if not raw:
         return ()
-    if not isinstance(raw, Sequence) or isinstance(raw, str | bytes):
-        raise RequestRefused(f"{field}: a list is needed, not {_kind(raw)}", param=field)
-    return tuple(_call(entry, f"{field}[{number}]") for number, entry in enumerate(cast("Sequence[Any]", raw)))
+    return tuple(_call(entry, f"{field}[{number}]") for number, entry in enumerate(_list(raw, field)))
 
 
 def _call(raw: Any, field: str) -> ToolCall:
-    entry: Mapping[str, Any] = cast("Mapping[str, Any]", raw) if isinstance(raw, Mapping) else {}
-    function: Any = entry.get("function")
-    if not isinstance(function, Mapping):
-        raise RequestRefused(f"{field}.function: an object is needed, not {_kind(function)}", param=f"{field}.function")
-    named = cast("Mapping[str, Any]", function)
-    arguments = named.get("arguments")
+    entry: Mapping[str, Any] = raw if isinstance(raw, Mapping) else {}
+    function = _object(entry.get("function"), f"{field}.function")
+    name, arguments = function.get("name"), function.get("arguments")
     if isinstance(arguments, Mapping):
         arguments = json_text(arguments)
-    name = named.get("name")
     if not isinstance(name, str) or not isinstance(arguments, str | None):
-        raise RequestRefused(
-            f"{field}.function: its name is a text, and so are its arguments (JSON)", param=f"{field}.function"
-        )
+        raise _refused(f"{field}.function", ": its name is a text, and so are its arguments (JSON)")
     name = require_encodable(name, f"{field}.function.name")
     arguments = require_encodable(arguments or "", f"{field}.function.arguments")
     return ToolCall(name=name, arguments=arguments, call_id=_optional_text(entry, "id", field))
@@ -292,6 +261,22 @@ def _object_or_text(arguments: str) -> Any:
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
+
+
+def _object(value: Any, field: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _refused(field, f": an object is needed, not {_kind(value)}")
+    return value
+
+
+def _list(value: Any, field: str, what: str = "a list") -> Sequence[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise _refused(field, f": {what} is needed, not {_kind(value)}")
+    return value
+
+
+def _refused(field: str, what: str) -> RequestRefused:
+    return RequestRefused(field + what, param=field)
 
 
 def _kind(value: Any) -> str:

@@ -62,8 +62,8 @@ def parse_output(text: str, written: OutputFormat, *, calls: bool, opened: bool,
     that the caller can name the mistake (as vLLM's parser of this format does).
     """
     reasoning, rest = _reasoning(text, opened) if written.reasoning else ("", text)
-    found = _PARSERS[written.tools](rest) if calls else None
-    content, unnamed = (rest, ()) if found is None else found
+    parser = _PARSERS.get(written.tools) if calls else None
+    content, unnamed = (parser(rest) if parser else None) or (rest, ())
     tool_calls = tuple(replace(call, call_id=f"{call_prefix}{number}") for number, call in enumerate(unnamed))
     if not written.reasoning:
         return assistant_message(content, calls=tool_calls)
@@ -91,9 +91,8 @@ def certain(text: str, written: OutputFormat, *, calls: bool, opened: bool) -> t
         if _THINK.startswith(begun):
             return "", ""  # or it is the beginning of one
         if begun.startswith(_THINK) or opened:
-            thought, closed, text = (begun.removeprefix(_THINK) if begun.startswith(_THINK) else text).partition(
-                _THOUGHT
-            )
+            inside = begun.removeprefix(_THINK) if begun.startswith(_THINK) else text
+            thought, closed, text = inside.partition(_THOUGHT)
             if not closed:
                 return _before(thought.lstrip(), _THOUGHT), ""
             reasoning = thought.strip()
@@ -119,10 +118,6 @@ def overlap(text: str, tag: str) -> int:
     """Length of the longest suffix of ``text`` that is a proper prefix of ``tag``."""
     lengths = range(min(len(tag) - 1, len(text)), 0, -1)
     return next((length for length in lengths if text.endswith(tag[:length])), 0)
-
-
-def _no_calls(text: str) -> None:
-    return None
 
 
 def _hermes(text: str) -> tuple[str, tuple[ToolCall, ...]] | None:
@@ -195,7 +190,7 @@ def client_form(message: Message, written: OutputFormat) -> dict[str, Any]:
     return entry
 
 
-_PARSERS = {"hermes": _hermes, "llama_json": _llama_json, "none": _no_calls}
+_PARSERS = {"hermes": _hermes, "llama_json": _llama_json}
 
 
 def response_text(tokenizer: Tokenizer, ids: Sequence[int], written: OutputFormat, stop: Sequence[str] = ()) -> str:

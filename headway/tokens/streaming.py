@@ -57,12 +57,9 @@ class AnswerStream:
     def _tell(self, *whole: str) -> tuple[str, str]:
         pieces: list[str] = []
         for place, text in enumerate(whole):
-            told = self._told[place]
-            if not text.startswith(told):  # a shorter one: nothing new is certain
-                pieces.append("")
-                continue
-            pieces.append(text[len(told) :])
-            self._told[place] = text
+            known = text if text.startswith(self._told[place]) else self._told[place]  # shorter: nothing new is certain
+            pieces.append(known.removeprefix(self._told[place]))
+            self._told[place] = known
         return pieces[0], pieces[1]
 
     def _before_stop(self, text: str) -> str:

@@ -42,10 +42,8 @@ class Tokenizer:
         origin: str = "tokenizer",
     ) -> None:
         if not eos_ids:
-            raise ConfigurationError(
-                f"{origin}: no end-of-sequence token; set eos_token in tokenizer_config.json, "
-                "or eos_token_id in generation_config.json or config.json"
-            )
+            where = "eos_token in tokenizer_config.json, or eos_token_id in generation_config.json or config.json"
+            raise ConfigurationError(f"{origin}: no end-of-sequence token; set {where}")
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -140,10 +138,6 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
-    @property
     def chat_template(self) -> str | None:
         """Source of the folder's chat template; None without one."""
         return self._template
@@ -183,13 +177,13 @@ class Tokenizer:
         marked = self._rendered(messages, tools, False, marks=True)
         spans: list[tuple[int, int]] = []
         plain, opened = 0, -1
-        for position, piece in enumerate(_MARK.split(marked)):
-            if position % 2 == 0:
-                plain += len(piece)
-            elif piece == _OPEN:
+        for piece in _MARK.split(marked):
+            if piece == _OPEN:
                 opened = plain
-            else:
+            elif piece == _CLOSE:
                 spans.append((opened, plain))
+            else:
+                plain += len(piece)
         if _MARK.sub("", marked) != text:
             raise ConfigurationError(
                 f"{self._origin}: the chat template changes what its {{% generation %}} blocks hold after they end (a "

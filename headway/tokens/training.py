@@ -30,6 +30,15 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
+_SETTINGS = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": BOS,
+    "eos_token": EOS,
+    "pad_token": PAD,
+    "clean_up_tokenization_spaces": False,
+    "model_max_length": 1_000_000,
+    "chat_template": CHAT_TEMPLATE,
+}
 
 
 def train_byte_fallback_tokenizer(
@@ -59,7 +68,7 @@ def train_byte_fallback_tokenizer(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
-    settings = json.dumps(_settings(), indent=2, ensure_ascii=False)
+    settings = json.dumps(_SETTINGS, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(settings + "\n", encoding="utf-8")
     return Tokenizer.load(folder)
 
@@ -90,15 +99,3 @@ def _assemble(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Back
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in RESERVED_TOKENS])
     return backend
-
-
-def _settings() -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "pad_token": PAD,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 1_000_000,
-        "chat_template": CHAT_TEMPLATE,
-    }

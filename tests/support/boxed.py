@@ -81,7 +81,9 @@ class Boxed:
             Call(name=name, arguments=json.dumps(arguments), call_id=str(index))
             for index, (name, arguments) in enumerate(commands)
         )
-        asyncio.run(self.environment.reply(self.episode, Answer(text="", message={}, calls=calls)))
+        answer = Answer(text="", message={}, calls=calls)
+        self.episode.hear(answer)
+        asyncio.run(self.environment.reply(self.episode, answer))
         return [said["content"] for said in self.episode.take_next().said if said["role"] == "tool"]
 
     def score(self) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -194,7 +194,11 @@ class SourceCurriculum:
         return float(self.alpha[task]), float(self.beta[task])
 
     def region(self, task: int) -> Region:
-        return self._region(float(self.signal[task]), float(self.alpha[task]), float(self.beta[task]))
+        if self.signal[task] < 0:
+            return "unseen"
+        if self.signal[task] >= self._band.limit:
+            return "band"
+        return "trivial" if self.alpha[task] >= self.beta[task] else "unsolved"
 
     def regions(self) -> dict[Region, int]:
         """Number of tasks in each region."""
@@ -274,13 +278,6 @@ class SourceCurriculum:
         )
         return TaskChoice(task, draw)
 
-    def _region(self, signal: float, alpha: float, beta: float) -> Region:
-        if signal < 0:
-            return "unseen"
-        if signal >= self._band.limit:
-            return "band"
-        return "trivial" if alpha >= beta else "unsolved"
-
     def _unknown_weight(self) -> int:
         """Weight of all tasks that were never drawn: their expected signal, where that reaches the band's limit."""
         if not self.undrawn:
@@ -356,11 +353,10 @@ class Curriculum:
 
     def regions(self) -> dict[str, int]:
         """Tasks in each region, all sources together."""
-        totals: dict[str, int] = {}
+        totals = Counter[str]()
         for source in self.sources:
-            for region, count in source.regions().items():
-                totals[region] = totals.get(region, 0) + count
-        return totals
+            totals.update(source.regions())
+        return dict(totals)
 
 
 def _random64(seed: int | str, index: int) -> int:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import NamedTuple
 
 from headway.control.lengths import LengthDistribution
 from headway.records.ledger import PrunerFigures
-from headway.records.rollout import FinishedGroup, Rollout
+from headway.records.rollout import FinishedGroup, Pruned, Rollout
 
 AGREE = 1e-9  # rewards that differ by no more are the same
 
@@ -110,50 +110,24 @@ def pruner_figures(groups: Iterable[FinishedGroup]) -> dict[str, PrunerFigures]:
     task. Its *bias* is its reward less what pruning would have put in its place: ``cut_reward``, or the mean reward of
     the group's other valid members. A rollout that failed, or would have left a group without others, is no audit.
     """
-    ended: dict[str, list[Rollout]] = {}
-    audits: dict[str, list[_Audit]] = {}
+    found: defaultdict[str, list[PrunerFigures]] = defaultdict(list)
     for group in groups:
         for rollout in group.rollouts:
-            pruned = rollout.pruned
-            if pruned is None:
-                continue
-            if not pruned.audited:
-                ended.setdefault(pruned.pruner, []).append(rollout)
-            elif (found := _audit(rollout, group)) is not None:
-                audits.setdefault(pruned.pruner, []).append(found)
-    return {
-        pruner: PrunerFigures(
-            rollouts=len(ended.get(pruner, ())),
-            dropped=sum(r.left == "pruned" for r in ended.get(pruner, ())),
-            saved_tokens=sum(r.pruned.saved_tokens for r in ended.get(pruner, ()) if r.pruned is not None),
-            audits=len(audits.get(pruner, ())),
-            audited_tokens=sum(audit.tokens for audit in audits.get(pruner, ())),
-            wrong=sum(audit.wrong for audit in audits.get(pruner, ())),
-            reward_bias=_mean([audit.bias for audit in audits.get(pruner, ())]),
-        )
-        for pruner in sorted(ended.keys() | audits.keys())
-    }
+            if rollout.pruned is not None and (figures := _figures(rollout, rollout.pruned, group)) is not None:
+                found[rollout.pruned.pruner].append(figures)
+    return {pruner: PrunerFigures.total(figures) for pruner, figures in sorted(found.items())}
 
 
-class _Audit(NamedTuple):
-    """The result of one audited rollout."""
-
-    wrong: bool
-    bias: float  # its reward less what pruning would have put in its place
-    tokens: int  # response tokens after the hit
-
-
-def _audit(rollout: Rollout, group: FinishedGroup) -> _Audit | None:
-    """Evaluate an audited rollout; None: it gives no evidence."""
-    assert rollout.pruned is not None
-    if not rollout.valid:
-        return None
-    instead, tokens = rollout.pruned.cut_reward, len(rollout.response_ids) - rollout.pruned.at_tokens
-    if instead is not None:
-        return _Audit(abs(rollout.reward - instead) > AGREE, rollout.reward - instead, tokens)
+def _figures(rollout: Rollout, pruned: Pruned, group: FinishedGroup) -> PrunerFigures | None:
+    """Figures of one rollout that was hit; None: an audit without evidence."""
+    if not pruned.audited:
+        dropped = int(rollout.left == "pruned")
+        return PrunerFigures(rollouts=1, dropped=dropped, saved_tokens=pruned.saved_tokens)
     others = [other.reward for other in group.valid if other.member != rollout.member]
-    return _Audit(rollout.solved, rollout.reward - _mean(others), tokens) if others else None
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    if not rollout.valid or (pruned.cut_reward is None and not others):
+        return None
+    instead = sum(others) / len(others) if pruned.cut_reward is None else pruned.cut_reward
+    bias = rollout.reward - instead
+    wrong = rollout.solved if pruned.cut_reward is None else abs(bias) > AGREE
+    tokens = len(rollout.response_ids) - pruned.at_tokens
+    return PrunerFigures(audits=1, audited_tokens=tokens, wrong=int(wrong), reward_bias=bias)

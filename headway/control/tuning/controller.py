@@ -234,37 +234,20 @@ def _measured(
     )
     if ratio > 1.0 - max(LEAST_GAIN, 2 * noise) or ratio > trial.predicted - 2 * noise:
         return Decision(state=done, actions=(said,))
-    there = {name: limits.value(state.knobs, name) for name in KNOBS}
-    before = {name: limits.value(trial.before, name) for name in KNOBS}
-    allowed = _allowed(state, evidence, limits)
-    back: list[KnobName] = [
-        name for name in KNOBS if before[name] != there[name] and allowed(name, there[name], before[name])
-    ]
-    if not back:
-        return Decision(state=done, actions=(said,))
-    refused = tuple((name, 1 if there[name] > before[name] else -1) for name in back)
-    knobs = state.knobs
-    for name in back:
-        knobs = limits.with_value(knobs, name, before[name])
-    actions = [
-        Action(
-            kind="rollback",
-            reason=f"the rate fell to {ratio:.2f} of what it was, {trial.predicted:.2f} was predicted",
-            knob=name,
-            old=there[name],
-            new=before[name],
-            predicted=trial.predicted,
-            measured=ratio,
-        )
-        for name in back
-    ]
-    done = msgspec.structs.replace(
-        done,
-        knobs=knobs,
-        decided_step=window[-1].version,
-        refused=tuple(dict.fromkeys((*state.refused, *refused))),
-    )
-    return Decision(state=done, actions=(said, *actions))
+    allowed, actions = _allowed(state, evidence, limits), [said]
+    knobs, refused = state.knobs, dict.fromkeys(state.refused)
+    reason = f"the rate fell to {ratio:.2f} of what it was, {trial.predicted:.2f} was predicted"
+    for name in KNOBS:
+        there, before = limits.value(state.knobs, name), limits.value(trial.before, name)
+        if before != there and allowed(name, there, before):
+            knobs = limits.with_value(knobs, name, before)
+            refused[name, 1 if there > before else -1] = None
+            back = msgspec.structs.replace(said, kind="rollback", reason=reason, knob=name, old=there, new=before)
+            actions.append(back)
+    if len(actions) > 1:
+        version = window[-1].version
+        done = msgspec.structs.replace(done, knobs=knobs, decided_step=version, refused=tuple(refused))
+    return Decision(state=done, actions=tuple(actions))
 
 
 def _settling(window: Sequence[StepRecord]) -> int:
@@ -343,10 +326,11 @@ def _by_model(
     fresh = settled and spare and younger >= strict * max(LEAST_YOUNGER, LEAST_YOUNGER_SHARE * now.staleness_mean)
     if not worth and not (fresh and gain >= 1.0 - limits.tolerance - 1e-9):
         return Decision(state=idle)
-    useful = found.samples_per_s * found.useful_share
-    reason = f"predicted {useful * gain:.3g} useful samples/s for {useful:.3g}"
-    reason += f", mean staleness {then.staleness_mean:.1f} for {now.staleness_mean:.1f}"
-    reason += f" (the trainer waits {evidence.wait:.0%}, the generator {evidence.idle:.0%})"
+    reason = (
+        f"predicted {found.useful_per_s * gain:.3g} useful samples/s for {found.useful_per_s:.3g}, mean staleness "
+        f"{then.staleness_mean:.1f} for {now.staleness_mean:.1f} (the trainer waits {evidence.wait:.0%}, the generator "
+        f"{evidence.idle:.0%})"
+    )
     return _set(state, target, window, limits, reason, gain, found)
 
 

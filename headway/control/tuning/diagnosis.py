@@ -23,7 +23,7 @@ from headway.control.tuning.drift import RECENT, environment_share, find_drift
 from headway.control.tuning.forecast import RANK_ERROR, WORTH_IT, RunShape, binding_constraint, token_s_with
 from headway.control.tuning.ledger_model import LedgerModel, as_recorded, estimate, training_s, usable
 from headway.control.tuning.queue_model import QueueModel, needed_budget, simulate_or_still
-from headway.records.check_report import Change, Constraint, QueueOutcome
+from headway.records.check_report import Constraint, QueueOutcome
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import StepRecord
 
@@ -111,16 +111,13 @@ def diagnose(
         found.unidentified[next(iter(one.settings))] = (
             f"{one.samples_per_s:.3g} samples/s would be predicted: the run's devices have shown {shown:.3g} at most"
         )
-    relieving = [
-        Change(key=next(iter(one.settings)), value="", constraint=one.relieves, gain=one.gain) for one in changes
-    ]
     measured = msgspec.structs.replace(
         now[0],
         trainer_wait=found.trainer_wait,
         straggler_wait=found.straggler_wait,
         generator_wait=found.generator_wait,
     )
-    binding, reason = binding_constraint(shape, found.model, measured, relieving)
+    binding, reason = binding_constraint(shape, found.model, measured, [(one.relieves, one.gain) for one in changes])
     return Diagnosis(
         first_step=steps[0].step,
         last_step=steps[-1].step,

@@ -7,11 +7,11 @@ larger than it looks, hence the high scores.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 
 from headway.control.length_bias import ks_statistic
+from headway.control.summaries import pooled
 from headway.control.tuning.ledger_model import decode_line, decode_point, length_correlation, training_s
 from headway.records.ledger import StepRecord
 
@@ -92,7 +92,7 @@ def _length_drift(before: Sequence[StepRecord], recent: Sequence[StepRecord]) ->
     """Describe a drift of response lengths, by a two-sample Kolmogorov-Smirnov test; "": none. Lengths in a group are
     correlated: n of them weigh as n / (1 + (group size - 1) x intraclass correlation) independent ones (Kish's design
     effect)."""
-    then, now = _lengths(before), _lengths(recent)
+    then, now = (pooled(r.length_histogram for r in records) for records in (before, recent))
     if min(then.total(), now.total()) < 20:
         return ""
     distance = ks_statistic(then, now)
@@ -104,13 +104,6 @@ def _length_drift(before: Sequence[StepRecord], recent: Sequence[StepRecord]) ->
         return ""
     means = [sum(end * count for end, count in lengths.items()) / lengths.total() for lengths in (now, then)]
     return f"response length: {means[0] / means[1]:.2f} times what it was (KS {distance:.2f})"
-
-
-def _lengths(records: Sequence[StepRecord]) -> Counter[int]:
-    found = Counter[int]()
-    for record in records:
-        found.update({int(end): count for end, count in record.length_histogram.items()})
-    return found
 
 
 def _acceptance_drift(before: Sequence[StepRecord], recent: Sequence[StepRecord]) -> str:

@@ -5,15 +5,14 @@ staleness, and the binding constraint. Pure arithmetic; the queue between the tw
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Literal
 
 import msgspec
 
 from headway.control.lengths import LengthDistribution
-from headway.control.staleness import OverduePolicy
-from headway.control.tuning.queue_model import QueueModel, needed_budget, simulate
+from headway.control.tuning.queue_model import QueueModel, QueueShape, needed_budget, queue_shape, simulate
 from headway.records.check_report import BudgetShare, Calibration, Change, Constraint, Forecast, QueueOutcome
 
 LEAST_GROUPS = 8  # with fewer finished groups the share that will be filtered is unknown
@@ -25,30 +24,19 @@ EVEN_REQUESTS = 16.0  # of our engine on a core (benchmarks/results/engine-2-cor
 RANK_EFFICIENCY, RANK_ERROR = 0.7, 0.1
 
 
-class RunShape(msgspec.Struct, frozen=True, kw_only=True):
+class RunShape(QueueShape, frozen=True, kw_only=True):
     """The parts of an experiment that the forecast needs."""
 
-    groups_per_step: int
-    group_size: int  # of all groups; where a curriculum adapts it, rollout.group_size or the mean of a ledger
-    budget: int
-    overdue: OverduePolicy
-    steps_per_publish: int
-    slots: int  # of one replica
-    replicas: int
     ranks: int
-    concurrent_rollouts: int
     kv_tokens: int  # capacity of one replica
     max_sequence_tokens: int
     max_response_tokens: int
-    verifiers: int
     lent_replicas: int  # of ``replicas``: the trainer computes on their devices, and they pause meanwhile
     steps: int
     time_limit_s: float | None
     evaluated_samples: int  # held evaluations before and after, together
     evaluated_per_step: float = 0.0  # validation samples inside the run, per training step ...
     evaluated_per_s: float = 0.0  # ... and per second
-    open_groups: int | None = None  # most open at once, within what admission allows; None: all of it
-    surplus_groups: int = 0  # open beyond admission, because surplus is discarded
     free_devices: int = 0  # of the generator's and trainer's kind that neither of them uses
     even_requests: float = EVEN_REQUESTS  # at which half of a decode step grows with them, where it wasn't measured
 
@@ -83,7 +71,7 @@ def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution
         mean_tokens=lengths.mean_tokens,
     )
     changes = _changes(shape, model, lengths, needed, outcome)
-    binding, reason = binding_constraint(shape, model, outcome, changes)
+    binding, reason = binding_constraint(shape, model, outcome, [(one.constraint, one.gain) for one in changes])
     steps_per_s = outcome.samples_per_s / shape.samples_per_step
     training_s = min(shape.steps / steps_per_s, math.inf if shape.time_limit_s is None else shape.time_limit_s)
     evaluation_s = shape.evaluated_samples / production
@@ -120,17 +108,9 @@ def queue_model(shape: RunShape, measured: Calibration, lengths: LengthDistribut
     together = beside is not None and beside > 0
     factor = max(1.0, measured.decode_tokens_per_s / beside) if beside is not None and together else 1.0
     accepted = measured.accepted_groups / measured.groups if measured.groups >= LEAST_GROUPS else 1.0
+    slots = min(shape.slots, kv_slots(shape, measured.prompt_tokens + lengths.mean_tokens))
     return QueueModel(
-        groups_per_step=shape.groups_per_step,
-        group_size=shape.group_size,
-        budget=shape.budget,
-        overdue=shape.overdue,
-        steps_per_publish=shape.steps_per_publish,
-        open_groups=shape.open_groups,
-        surplus_groups=shape.surplus_groups,
-        slots=min(shape.slots, kv_slots(shape, measured.prompt_tokens + lengths.mean_tokens)),
-        replicas=shape.replicas,
-        concurrent_rollouts=shape.concurrent_rollouts,
+        **queue_shape(shape, slots=slots),
         length_at=lengths.at,
         group_correlation=measured.lengths.group_correlation,
         prompt_tokens=measured.prompt_tokens,
@@ -144,7 +124,6 @@ def queue_model(shape: RunShape, measured: Calibration, lengths: LengthDistribut
         apply_s=measured.apply_s,
         pause_s=measured.pause_s,
         verify_response_s=measured.verify_response_s,
-        verifiers=shape.verifiers,
         acceptance=max(accepted, 0.05),  # a run in which every group is filtered gives up; it has no rate
     )
 
@@ -219,12 +198,7 @@ def _budget_shares(
 # --- the binding constraint, and changes that would help -------------------------------------------------
 
 
-class _Candidate(msgspec.Struct, frozen=True):
-    key: str
-    value: str
-    constraint: Constraint
-    model: QueueModel
-    needs: str = ""
+_Candidate = tuple[str, str, Constraint, QueueModel, str]  # key, value, what it relieves, the model then, its needs
 
 
 def _changes(
@@ -232,10 +206,10 @@ def _changes(
 ) -> list[Change]:
     """Simulate every candidate alone; return those worth making, the largest gain first."""
     found: list[Change] = []
-    for one in _candidates(shape, model, lengths, needed):
-        gain = simulate(one.model).samples_per_s / now.samples_per_s - 1.0
+    for key, value, relieved, then, needs in _candidates(shape, model, lengths, needed):
+        gain = simulate(then).samples_per_s / now.samples_per_s - 1.0
         if gain >= WORTH_IT:
-            found.append(Change(key=one.key, value=one.value, constraint=one.constraint, gain=gain, needs=one.needs))
+            found.append(Change(key=key, value=value, constraint=relieved, gain=gain, needs=needs))
     return sorted(found, key=lambda change: -change.gain)
 
 
@@ -248,38 +222,34 @@ def _candidates(shape: RunShape, model: QueueModel, lengths: LengthDistribution,
     with_ = partial(msgspec.structs.replace, model)
     device = "" if shape.free_devices else "another device: all of this kind are in use"
     deeper = max(needed, shape.budget + 1) if shape.budget < needed else 2 * shape.budget
-    yield _Candidate("queue.budget", str(deeper), "admission", with_(budget=deeper))
+    yield "queue.budget", str(deeper), "admission", with_(budget=deeper), ""
     rollouts = shape.concurrent_rollouts + shape.slots * shape.replicas
     if model.slots < shape.slots:
         kv = shape.slots * shape.max_sequence_tokens
-        yield _Candidate("generator.kv_capacity_tokens", str(kv), "kv", with_(slots=shape.slots), "memory for the KV")
+        yield "generator.kv_capacity_tokens", str(kv), "kv", with_(slots=shape.slots), "memory for the KV"
     else:
         more = with_(slots=2 * shape.slots, concurrent_rollouts=rollouts)
-        yield _Candidate("generator.slots", str(2 * shape.slots), "generator", more, "memory for the KV")
+        yield "generator.slots", str(2 * shape.slots), "generator", more, "memory for the KV"
     if not shape.lent_replicas:
         replicas = shape.replicas + 1
         more = with_(replicas=replicas, concurrent_rollouts=shape.concurrent_rollouts + shape.slots)
-        yield _Candidate("generator.devices", f"{replicas} devices", "generator", more, device)
+        yield "generator.devices", f"{replicas} devices", "generator", more, device
         more = with_(train_token_s=token_s_with(model, shape.ranks, shape.ranks + 1))
-        yield _Candidate("trainer.devices", f"{shape.ranks + 1} devices", "trainer", more, device)
+        yield "trainer.devices", f"{shape.ranks + 1} devices", "trainer", more, device
     if model.verify_response_s:
-        yield _Candidate("verifier.workers", str(2 * shape.verifiers), "verifier", with_(verifiers=2 * shape.verifiers))
+        workers = 2 * shape.verifiers
+        yield "verifier.workers", str(workers), "verifier", with_(verifiers=workers), ""
     p99 = lengths.at(0.99)
     if p99 < shape.max_response_tokens * 3 // 4:
-        cut = lengths.capped(p99)
-        yield _Candidate(
-            "rollout.max_response_tokens",
-            str(p99),
-            "admission",
-            with_(length_at=cut.at),
-            "cutting 1 % of the responses: it changes what is learnt",
-        )
+        needs = "cutting 1 % of the responses: it changes what is learnt"
+        yield "rollout.max_response_tokens", str(p99), "admission", with_(length_at=lengths.capped(p99).at), needs
 
 
 def binding_constraint(
-    shape: RunShape, model: QueueModel, outcome: QueueOutcome, changes: list[Change]
+    shape: RunShape, model: QueueModel, outcome: QueueOutcome, gains: Sequence[tuple[Constraint, float]]
 ) -> tuple[Constraint, str]:
-    """The binding constraint of a run, and a sentence that explains it.
+    """The binding constraint of a run, and a sentence that explains it. ``gains``: (constraint, gain) of the changes
+    that would relieve it.
 
     In this order: a trainer that hardly waits; the budget, when the trainer waits mostly for stragglers or slots stay
     empty for want of credit; else the constraint whose relief gains most.
@@ -287,22 +257,19 @@ def binding_constraint(
     waits = f"the trainer would wait {outcome.trainer_wait:.0%} of the time"
     if outcome.trainer_wait < BUSY:
         return "trainer", f"{waits}: it is what the others wait for"
-    best = {change.constraint: change.gain for change in reversed(changes)}  # the largest of each
-    if outcome.straggler_wait > outcome.trainer_wait / 2 or (
-        best.get("admission", 0.0) >= max(best.values(), default=0.0) > 0
-    ):
+    most = max((gain for _, gain in gains), default=0.0)
+    relieved = {constraint for constraint, gain in gains if gain >= most > 0}
+    if outcome.straggler_wait > outcome.trainer_wait / 2 or "admission" in relieved:
         stragglers = f", {outcome.straggler_wait:.0%} for the longest responses at the edge of the budget"
         return "admission", f"{waits}{stragglers}; {outcome.slots_filled:.0%} of the slots are filled"
-    if best.get("verifier", 0.0) >= max(best.values(), default=0.0) > 0:
+    if "verifier" in relieved:
         capacity = shape.verifiers / model.verify_response_s
         return "verifier", f"{waits}: the verifiers score {capacity:.3g} samples/s at most"
-    if best.get("environment", 0.0) >= max(best.values(), default=0.0) > 0:
-        return (
-            "environment",
-            f"{waits}, {outcome.slots_filled:.0%} of the slots are filled: rollouts are with their tools",
-        )
+    filled = f"{outcome.slots_filled:.0%} of the slots are filled"
+    if "environment" in relieved:
+        return "environment", f"{waits}, {filled}: rollouts are with their tools"
     if model.slots < shape.slots:
         return "kv", f"{waits}: the KV cache holds about {model.slots} of {shape.slots} requests at once"
     if shape.lent_replicas:
         return "generator", f"{waits} while the generator has the devices: they take turns"
-    return "generator", f"{waits}, {outcome.slots_filled:.0%} of the slots are filled"
+    return "generator", f"{waits}, {filled}"

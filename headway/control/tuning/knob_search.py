@@ -23,6 +23,7 @@ _CAREFUL = (0.8, 1.25)  # where the model is far from what was measured
 _FAR = 0.3  # |ln(simulated / measured)|
 _ROLLOUTS = 1500  # of one simulation
 _RESERVE = 1.1  # factor by which the generator is simulated slower than measured
+_OF_THE_GENERATOR = ("decode_fixed_s", "decode_request_s", "delay_s", "environment_s")
 _CLIMB = 0.01  # relative: least difference at which a simulated rate counts as higher
 
 
@@ -68,9 +69,7 @@ class ControlLimits(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.structs.replace(knobs, open_groups=None if kept >= self.most_open else kept)
         if name == "resting":
             return msgspec.structs.replace(knobs, resting=self.shared[len(self.shared) - kept :])
-        if name == "concurrent_rollouts":
-            return msgspec.structs.replace(knobs, concurrent_rollouts=kept)
-        return msgspec.structs.replace(knobs, steps_per_publish=kept)
+        return msgspec.structs.replace(knobs, **{name: kept})
 
     def resumed(self, knobs: Knobs, first: Knobs, before: Mapping[KnobName, int]) -> Knobs:
         """Knobs of an earlier session under these limits. Pinned knobs are as the experiment sets them now (``first``),
@@ -122,13 +121,8 @@ class Search:
 
     def __init__(self, found: LedgerModel, present: Knobs, allowed: Allowed, limits: ControlLimits) -> None:
         model = found.model
-        self._model = msgspec.structs.replace(
-            model,
-            decode_fixed_s=model.decode_fixed_s * _RESERVE,
-            decode_request_s=model.decode_request_s * _RESERVE,
-            delay_s=model.delay_s * _RESERVE,
-            environment_s=model.environment_s * _RESERVE,
-        )
+        slowed = {name: getattr(model, name) * _RESERVE for name in _OF_THE_GENERATOR}
+        self._model = msgspec.structs.replace(model, **slowed)
         self._present, self._limits, self._allowed = present, limits, allowed
         self._outcomes: dict[tuple[Knobs, int], QueueOutcome] = {}
         now = self.outcome(present).samples_per_s
@@ -140,7 +134,8 @@ class Search:
 
     def outcome(self, knobs: Knobs, seed: int = 0) -> QueueOutcome:
         if (knobs, seed) not in self._outcomes:
-            self._outcomes[knobs, seed] = simulate_or_still(self._with(knobs), seed=seed, rollouts=_ROLLOUTS)
+            model = with_knobs(self._model, knobs, self._limits.shape)
+            self._outcomes[knobs, seed] = simulate_or_still(model, seed=seed, rollouts=_ROLLOUTS)
         return self._outcomes[knobs, seed]
 
     def best(self) -> Knobs:
@@ -163,9 +158,6 @@ class Search:
         rate, best = (sum(self.outcome(one, seed).samples_per_s for seed in (1, 2)) for one in (knobs, top))
         return rate >= (1.0 - self._limits.tolerance) * best
 
-    def _with(self, knobs: Knobs) -> QueueModel:
-        return with_knobs(self._model, knobs, self._limits.shape)
-
     def _rate(self, knobs: Knobs) -> float:
         return self.outcome(knobs).samples_per_s
 
@@ -179,12 +171,8 @@ class Search:
         low, high = limits.bounds(name)
         found = {max(low, min(high, value)) for value in wanted}
         near = [v for v in sorted(found) if v != centre and (small or present <= 2 * v <= 4 * present)]
-        kept = [v for v in near if self._fits(name, v)]
+        kept = [v for v in near if v == present or self._allowed(name, present, v)]
         return [limits.with_value(around, name, value) for value in kept]
-
-    def _fits(self, name: KnobName, value: int) -> bool:
-        present = self._limits.value(self._present, name)
-        return value == present or self._allowed(name, present, value)
 
 
 def with_knobs(model: QueueModel, knobs: Knobs, shape: RunShape) -> QueueModel:

@@ -17,9 +17,9 @@ import msgspec
 
 from headway.config.schema import Experiment
 from headway.control.lengths import LengthDistribution, length_distribution
-from headway.control.summaries import bucket_width
+from headway.control.summaries import bucket_middle, pooled
 from headway.control.tuning.forecast import EVEN_REQUESTS, RunShape, kv_slots
-from headway.control.tuning.queue_model import QueueModel
+from headway.control.tuning.queue_model import QueueModel, queue_shape
 from headway.records.ledger import Flow, StepRecord
 
 LEAST_STEPS = 2
@@ -53,18 +53,14 @@ class LedgerModel(msgspec.Struct, frozen=True, kw_only=True):
 
     model: QueueModel
     lengths: LengthDistribution
-    steps: int  # records it was estimated from
-    seconds: float  # ... total time of these
     samples_per_s: float  # trained, measured
     noise: float  # standard error of samples_per_s, relative
     useful_share: float  # of the trained samples: advantage not 0
     staleness_mean: float  # of trajectories, measured
-    acceptance_error: float  # standard error of the share of groups accepted
     decode: Line  # seconds of a decode step over the requests of one replica
     train: Line  # seconds of a training step over its tokens
     running: float  # requests that decoded together, one replica, in the mean
     in_generation: float  # rollouts between admission and last token, all replicas, in the mean
-    verifier_load: float  # share of the verifiers' time that is used
     trainer_wait: float  # share of the time ...
     straggler_wait: float  # ... of it while a whole batch had finished
     generator_wait: float  # share of the time the replicas had nothing to do
@@ -157,26 +153,19 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
     flow = steps[-1].flow
     awake = max(1, shape.replicas - flow.resting)
     environment_s = sum(r.flow.environment_s for r in steps)
-    held = _held(steps, slots * awake, in_generation - environment_s / seconds, running)
-    decode = msgspec.structs.replace(
-        decode, slope=decode.slope / held.per_decoding, x_mean=decode.x_mean * held.per_decoding
-    )
-    verify_s = sum(r.verify_s for r in steps)
+    per_decoding, other_s = _held(steps, slots * awake, in_generation - environment_s / seconds, running)
+    decode = msgspec.structs.replace(decode, slope=decode.slope / per_decoding, x_mean=decode.x_mean * per_decoding)
+    knobs = {
+        "steps_per_publish": flow.steps_per_publish or shape.steps_per_publish,
+        "concurrent_rollouts": flow.concurrent_rollouts or shape.concurrent_rollouts,
+        "open_groups": flow.open_groups or None,
+    }
     model = QueueModel(
-        groups_per_step=shape.groups_per_step,
-        group_size=shape.group_size,
-        budget=shape.budget,
-        overdue=shape.overdue,
-        steps_per_publish=flow.steps_per_publish or shape.steps_per_publish,
-        slots=slots,
-        replicas=awake,
-        concurrent_rollouts=flow.concurrent_rollouts or shape.concurrent_rollouts,
-        open_groups=flow.open_groups or None,
-        surplus_groups=shape.surplus_groups,
+        **queue_shape(shape, slots=slots, replicas=awake, **knobs),
         length_at=lengths.at,
         group_correlation=length_correlation(steps, shape.group_size),
         prompt_tokens=prompt,
-        delay_s=held.other_s / responses,
+        delay_s=other_s / responses,
         environment_s=environment_s / responses,
         decode_fixed_s=decode.fixed,
         decode_request_s=decode.slope,
@@ -186,26 +175,21 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
         publish_s=_of_one(r.publish_s for r in steps),
         apply_s=_of_one(r.apply_s for r in steps),
         pause_s=_of_one(r.apply_pause_s for r in steps),
-        verify_response_s=verify_s / responses,
-        verifiers=shape.verifiers,
+        verify_response_s=sum(r.verify_s for r in steps) / responses,
         acceptance=acceptance,
     )
     rate = samples / seconds
     return LedgerModel(
         model=model,
         lengths=lengths,
-        steps=len(steps),
-        seconds=seconds,
         samples_per_s=rate,
         noise=relative_noise(steps, rate),
         useful_share=sum(r.flow.useful_samples for r in steps) / samples,
         staleness_mean=sum(r.trajectory_staleness.mean * r.samples for r in steps) / samples,
-        acceptance_error=math.sqrt(acceptance * (1 - acceptance) / max(1, finished)),
         decode=decode,
         train=train,
         running=running,
         in_generation=in_generation,
-        verifier_load=verify_s / (seconds * shape.verifiers),
         trainer_wait=sum(r.trainer_wait_s for r in steps) / seconds,
         straggler_wait=sum(r.flow.straggler_wait_s for r in steps) / seconds,
         generator_wait=sum(r.generator_wait_ratio * r.step_s for r in steps) / seconds,
@@ -309,21 +293,14 @@ def _decode_s(flow: Flow) -> float:
     return max(0.0, flow.decode_s - flow.environment_s)
 
 
-class _Held(msgspec.Struct, frozen=True, kw_only=True):
-    """Occupied slots, in request-seconds while the generator computed."""
+def _held(steps: Sequence[StepRecord], slots: int, in_engines: float, running: float) -> tuple[float, float]:
+    """Split the occupied slots (all, when as many rollouts are with the engines) into decoding and other use, in
+    request-seconds while the generator computed. Returns (all of them for each that decodes, the others: prefills
+    outside of decode steps, and anything else before the first token).
 
-    decoding_s: float
-    other_s: float  # prefills outside of decode steps, and anything else before the first token
-
-    @property
-    def per_decoding(self) -> float:
-        return (self.decoding_s + self.other_s) / self.decoding_s if self.decoding_s else 1.0
-
-
-def _held(steps: Sequence[StepRecord], slots: int, in_engines: float, running: float) -> _Held:
-    """Split the occupied slots (all, when as many rollouts are with the engines) into decoding and other use. Decoding
-    is known from the engines (requests x time) and from the rollouts (tokens x time between two); the larger figure is
-    taken, so that other use is rather under- than overestimated."""
+    Decoding is known from the engines (requests x time) and from the rollouts (tokens x time between two); the larger
+    figure is taken, so that other use is rather under- than overestimated.
+    """
     busy_s = sum(r.flow.generator_busy_s for r in steps)
     with_work_s = sum(r.flow.generator_s * (1.0 - r.generator_wait_ratio) for r in steps)
     active = min(1.0, busy_s / with_work_s) if with_work_s > 0 else 1.0
@@ -331,8 +308,8 @@ def _held(steps: Sequence[StepRecord], slots: int, in_engines: float, running: f
     token_s = sum(_decode_s(r.flow) for r in steps) / timed if timed else 0.0
     decoding_s = max(running * busy_s, tokens * token_s * active)
     held_s = min(in_engines, slots) * sum(r.step_s for r in steps) * active
-    other_s = held_s - decoding_s
-    return _Held(decoding_s=decoding_s, other_s=other_s if other_s > _LEAST_OTHER * held_s else 0.0)
+    other_s = held_s - decoding_s if held_s - decoding_s > _LEAST_OTHER * held_s else 0.0
+    return (decoding_s + other_s) / decoding_s if decoding_s else 1.0, other_s
 
 
 # --- the rest --------------------------------------------------------------------------------------------
@@ -340,24 +317,12 @@ def _held(steps: Sequence[StepRecord], slots: int, in_engines: float, running: f
 
 def ledger_lengths(steps: Sequence[StepRecord], limit_tokens: int) -> LengthDistribution:
     """Lengths of the responses that finished: the middle of each histogram bucket, scaled to the exact mean."""
-    counts: dict[float, int] = {}
-    total = tokens = 0.0
-    for record in steps:
-        inside = sum(record.length_histogram.values())
-        total += inside
-        tokens += record.length_mean * inside
-        for end, count in record.length_histogram.items():
-            middle = _middle(int(end))
-            counts[middle] = counts.get(middle, 0) + count
+    counts = {bucket_middle(end): count for end, count in pooled(r.length_histogram for r in steps).items()}
+    tokens = sum(r.length_mean * sum(r.length_histogram.values()) for r in steps)
     rough = sum(middle * count for middle, count in counts.items())
     factor = tokens / rough if rough else 1.0
     ended = ((max(1, round(middle * factor)), True) for middle, count in counts.items() for _ in range(count))
     return length_distribution(ended, limit_tokens)
-
-
-def _middle(end: int) -> float:
-    """Middle of the bucket of ``summaries.length_histogram`` that ends with ``end``."""
-    return end - (bucket_width(end) - 1) / 2
 
 
 def length_correlation(steps: Sequence[StepRecord], group_size: float) -> float:

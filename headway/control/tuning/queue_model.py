@@ -12,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from statistics import NormalDist
+from typing import Any
 
 import msgspec
 
@@ -30,11 +31,11 @@ class Standstill(ValueError):
     """The model reached a state in which nothing would ever be trained again."""
 
 
-class QueueModel(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of a run that the simulation needs. Times in seconds, lengths in tokens."""
+class QueueShape(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters of a queue that its run's experiment and knobs set."""
 
     groups_per_step: int
-    group_size: int
+    group_size: int  # of all groups; where a curriculum adapts it, rollout.group_size or the mean of a ledger
     budget: int
     overdue: OverduePolicy = "wait"
     steps_per_publish: int = 1
@@ -43,6 +44,17 @@ class QueueModel(msgspec.Struct, frozen=True, kw_only=True):
     concurrent_rollouts: int  # that may run or wait for a slot
     surplus_groups: int = 0  # open beyond admission: unfinished groups are discarded at a full batch; 0: they are kept
     open_groups: int | None = None  # most open at once, within what admission allows; None: all of it
+    verifiers: int = 1
+
+
+def queue_shape(shape: QueueShape, **changes: Any) -> dict[str, Any]:
+    """The fields of ``shape`` that are those of any QueueShape, with ``changes``."""
+    return {name: getattr(shape, name) for name in QueueShape.__struct_fields__} | changes
+
+
+class QueueModel(QueueShape, frozen=True, kw_only=True):
+    """The parameters of a run that the simulation needs. Times in seconds, lengths in tokens."""
+
     length_at: Callable[[float], int]  # quantile function of the response lengths
     group_correlation: float = 0.0  # of the lengths in a group (Gaussian copula)
     prompt_tokens: float = 0.0
@@ -58,7 +70,6 @@ class QueueModel(msgspec.Struct, frozen=True, kw_only=True):
     apply_s: float = 0.0
     pause_s: float = 0.0
     verify_response_s: float = 0.0
-    verifiers: int = 1
     acceptance: float = 1.0  # share of finished groups that may be trained
 
 

@@ -35,13 +35,8 @@ class Scorer:
         self._tokenizer = Tokenizer.load(experiment.model.path)
         self._launcher = launcher = LocalLauncher(self._clock, start_timeout_s=experiment.run.worker_start_timeout_s)
         self.generator = GeneratorPool(launcher, experiment, self._clock)
-        self._verifier = VerifierPool(
-            launcher,
-            experiment.verifier,
-            self._clock,
-            named=named_verifiers(experiment, {split: self._tasks}),
-            retries=experiment.rollout.retries,
-        )
+        named, retries = named_verifiers(experiment, {split: self._tasks}), experiment.rollout.retries
+        self._verifier = VerifierPool(launcher, experiment.verifier, self._clock, named=named, retries=retries)
         self._rollouts: RolloutMaker | None = None
 
     async def start(self, stack: AsyncExitStack) -> None:
@@ -74,14 +69,13 @@ class Scorer:
             version=step,
             concurrent=self._experiment.concurrent_rollouts,
         )
-        duration_s = self._clock.now() - started
         return evaluation_record(
             rollouts,
             split=self._split,
             phase=phase,
             step=step,
             tasks=self._tasks,
-            duration_s=duration_s,
+            duration_s=self._clock.now() - started,
             time_s=0.0,
         )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from headway.buffer.history import read_history
 from headway.config.schema import Experiment
 from headway.control.curriculum.beta import group_size, interval, known_limits, mixed_probability
+from headway.control.curriculum.curriculum import SourceCurriculum
 from headway.orchestrator.task_selection import AdaptiveSelector
 from headway.orchestrator.task_sets import load_task_sets, training_weights
 from headway.records.curriculum import (
@@ -43,13 +44,6 @@ class RunHistory:
         self.groups = read_history(directory.buffer)
         self.tasks = load_task_sets(self.experiment)["train"] if tasks is None else tasks
         self.adaptive = self.experiment.curriculum.mode == "adaptive"
-        self._evidence_order = sorted((g for g in self.groups if g.evidence is not None), key=lambda g: g.finished_as)
-
-    def drawing(self) -> AdaptiveSelector:
-        """The selector in the state that the run has now."""
-        drawing = self._fresh()
-        drawing.replay(self.groups)
-        return drawing
 
     def _fresh(self) -> AdaptiveSelector:
         return AdaptiveSelector(self.experiment, self.tasks, training_weights(self.experiment))
@@ -80,65 +74,49 @@ class RunHistory:
         posteriors: dict[int, tuple[Posterior, Posterior]] = {}  # group -> before and after what it showed
         place = drawing.place(task.task_id)
         assert place is not None
-        source = drawing.curriculum.sources[place[0]]
-
-        def state() -> Posterior:
-            alpha, beta = source.posterior(place[1])
-            return self._posterior(alpha, beta)
-
-        mine = {group.index for group in self.groups if group.task_id == task.task_id}
+        source, number = drawing.curriculum.sources[place[0]], place[1]
         for group in drawing.replaying(self.groups):
-            if group.index in mine:
-                before = state()
+            if group.task_id == task.task_id:
+                before = self._posterior(source, number)
                 drawing.learn_of(group)
-                posteriors[group.index] = (before, state())
+                posteriors[group.index] = (before, self._posterior(source, number))
             else:
                 drawing.learn_of(group)
-        draws = [
-            _explained(group, posteriors.get(group.index), self.experiment)
-            for group in self.groups
-            if group.index in mine
-        ]
-        alpha, beta = source.posterior(place[1])
-        settings = self.experiment.curriculum
-        due = int(source.due[place[1]])
-        last = int(source.drawn_at[place[1]])
+        mine = [group for group in self.groups if group.task_id == task.task_id]
+        due, last = int(source.due[number]), int(source.drawn_at[number])
         rests = max(0, last + self.experiment.task_rest_groups[1] - drawing.next_index) if last >= 0 else 0
-        probability = source.band_probability(place[1], drawing.next_index)
+        smallest, largest = self.experiment.smallest_group, self.experiment.largest_group
         return TaskExplanation(
             task_id=task.task_id,
             source=task.source if len(self.experiment.tasks.train) > 1 else "",
             prompt=task.prompt,
             answer=task.answer,
             adaptive=self.adaptive,
-            region=source.region(place[1]),
-            now=self._posterior(alpha, beta),
+            region=source.region(number),
+            now=self._posterior(source, number),
             min_signal=drawing.curriculum.band.limit,
-            size=group_size(
-                alpha, beta, self.experiment.smallest_group, self.experiment.largest_group, settings.member_gain
-            ),
+            size=group_size(*source.posterior(number), smallest, largest, self.experiment.curriculum.member_gain),
             rests_groups=rests,
             due_groups=max(0, due - drawing.next_index) if due > last and due >= 0 else None,
-            band_probability=probability,
+            band_probability=source.band_probability(number, drawing.next_index),
             next_index=drawing.next_index,
-            draws=draws,
+            draws=[_explained(group, posteriors.get(group.index), self.experiment) for group in mine],
         )
 
     # -- the whole run -------------------------------------------------------------------------------
 
     def overview(self) -> CurriculumExplanation:
         """Regions, band, draws by reason, and what would be drawn next if no group finished meanwhile."""
-        drawing = self.drawing()
-        by_id = {task.task_id: task for task in self.tasks}
+        drawing = self._fresh()
+        drawing.replay(self.groups)
         rates = [0] * 10
         for source in drawing.curriculum.sources:
             seen = source.signal >= 0
-            means = source.alpha[seen] / (source.alpha[seen] + source.beta[seen])
-            for mean in means:
+            for mean in source.alpha[seen] / (source.alpha[seen] + source.beta[seen]):
                 rates[min(9, int(mean * 10))] += 1
-        reasons = Counter(group.draw.reason if group.draw is not None else "cursor" for group in self.groups)
-        flat = Counter(_reason(g) for g in self._evidence_order if g.evidence is not None and g.evidence.zero_variance)
-        finished = Counter(_reason(group) for group in self._evidence_order)
+        reasons = Counter(map(_reason, self.groups))
+        finished = Counter(_reason(group) for group in self.groups if group.evidence is not None)
+        flat = Counter(_reason(group) for group in self.groups if group.evidence and group.evidence.zero_variance)
         limit = drawing.curriculum.band.limit
         regions, moves = drawing.curriculum.regions(), list(drawing.curriculum.band.moves)
         following: list[DrawExplanation] = []
@@ -147,7 +125,7 @@ class RunHistory:
             planned = DrawnGroup(
                 index=index, task_id=task.task_id, size=size, admitted_version=-1, draw=draw, ending=None
             )
-            following.append(_explained(planned, None, self.experiment, by_id[task.task_id].prompt))
+            following.append(_explained(planned, None, self.experiment, task.prompt))
         return CurriculumExplanation(
             adaptive=self.adaptive,
             tasks=len(self.tasks),
@@ -165,11 +143,11 @@ class RunHistory:
             following=following,
         )
 
-    def _posterior(self, alpha: float, beta: float) -> Posterior:
-        return posterior_of(alpha, beta, self.experiment.rollout.group_size)
+    def _posterior(self, source: SourceCurriculum, number: int) -> Posterior:
+        return _posterior_of(*source.posterior(number), self.experiment.rollout.group_size)
 
 
-def posterior_of(alpha: float, beta: float, size: int) -> Posterior:
+def _posterior_of(alpha: float, beta: float, size: int) -> Posterior:
     """A Beta distribution in the numbers people read."""
     low, high = interval(alpha, beta)
     return Posterior(
@@ -202,7 +180,7 @@ def _explained(
         why=_why(draw, experiment),
         size=group.size,
         size_why=_size_why(draw, group.size, experiment),
-        posterior=posterior_of(draw.alpha, draw.beta, size) if draw is not None else None,
+        posterior=_posterior_of(draw.alpha, draw.beta, size) if draw is not None else None,
         outcome=_outcome(group),
         solved=evidence.solved if evidence is not None else None,
         valid=evidence.valid if evidence is not None else None,

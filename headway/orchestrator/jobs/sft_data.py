@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,18 +24,6 @@ class SftTokens:
     counts: dict[str, float]  # kept, dropped_too_long, dropped_empty, too_long_share, longest, mean, learned_share
 
 
-@dataclass
-class _Kept:
-    """Arrays that grow: a list of Python integers would take ten times the memory."""
-
-    ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    learned: list[npt.NDArray[np.bool_]] = field(default_factory=list)
-
-    def add(self, demonstration: Demonstration) -> None:
-        self.ids.append(np.asarray(demonstration.ids, np.int32))
-        self.learned.append(np.asarray(demonstration.learned, np.bool_))
-
-
 def read_sft_tokens(experiment: Experiment) -> SftTokens:
     """Read ``sft.data`` and tokenise it for the model. Sequences longer than ``sft.max_tokens`` and those with nothing
     to learn are dropped and counted (``longest`` and ``too_long_share`` count all).
@@ -48,7 +36,8 @@ def read_sft_tokens(experiment: Experiment) -> SftTokens:
         tokenizer = Tokenizer.load(experiment.model.path)
     except ConfigurationError as error:
         raise ConfigurationError(f"model.path, which sft begins with: {error}") from None
-    kept = _Kept()
+    kept_ids: list[npt.NDArray[np.int32]] = []  # arrays: lists of Python integers would take ten times the memory
+    kept_learned: list[npt.NDArray[np.bool_]] = []
     too_long = empty = longest = 0
     for where, row in read_demonstrations(settings.data):
         try:
@@ -62,18 +51,19 @@ def read_sft_tokens(experiment: Experiment) -> SftTokens:
         if len(demonstration.ids) > settings.max_tokens:
             too_long += 1
             continue
-        kept.add(demonstration)
-    total = len(kept.ids) + too_long + empty
-    if not kept.ids:
+        kept_ids.append(np.asarray(demonstration.ids, np.int32))
+        kept_learned.append(np.asarray(demonstration.learned, np.bool_))
+    total = len(kept_ids) + too_long + empty
+    if not kept_ids:
         what = "no rows; pairs or conversations are needed" if not total else (
             f"no row is left ({too_long} longer than sft.max_tokens = {settings.max_tokens}, {empty} with an empty "
             "prompt or answer)"
         )  # fmt: skip
         raise ConfigurationError(f"sft.data = {settings.data.called!r}: {what}")
-    lengths_s = np.fromiter(map(len, kept.ids), np.int64, len(kept.ids))
-    learned_n = np.concatenate(kept.learned)
+    lengths_s = np.fromiter(map(len, kept_ids), np.int64, len(kept_ids))
+    learned_n = np.concatenate(kept_learned)
     counts = {
-        "kept": len(kept.ids),
+        "kept": len(kept_ids),
         "dropped_too_long": too_long,
         "dropped_empty": empty,
         "too_long_share": too_long / total,
@@ -81,7 +71,7 @@ def read_sft_tokens(experiment: Experiment) -> SftTokens:
         "mean": float(lengths_s.mean()),
         "learned_share": float(learned_n.mean()),
     }
-    return SftTokens(token_ids_n=np.concatenate(kept.ids), learned_n=learned_n, lengths_s=lengths_s, counts=counts)
+    return SftTokens(token_ids_n=np.concatenate(kept_ids), learned_n=learned_n, lengths_s=lengths_s, counts=counts)
 
 
 def _encode(row: Pair | Conversation, tokenizer: Tokenizer, experiment: Experiment) -> Demonstration | None:

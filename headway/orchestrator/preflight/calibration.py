@@ -10,7 +10,6 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 
 from headway.config.schema import Experiment
 from headway.control.lengths import LengthDistribution, group_correlation, length_distribution
@@ -34,6 +33,7 @@ from headway.trainer.client import TrainerClient
 from headway.weights.leftovers import reap
 
 OnProgress = Callable[[str], None]
+_Snapshot = tuple[float, list[EngineStatistics]]  # when, and the counters of each replica then
 
 SECONDS = 10.0  # of measuring, the start of the workers not counted
 _PATIENCE = 6.0  # a model so slow that measuring takes so many times longer is given up
@@ -118,22 +118,10 @@ class _Calibrating:
         launcher = LocalLauncher(self._clock, start_timeout_s=experiment.run.worker_start_timeout_s)
         self._generator = GeneratorPool(launcher, experiment, self._clock, on_event=self._on_event)
         self._trainer = TrainerClient(launcher, experiment, identity)
-        self._verifier = VerifierPool(
-            launcher,
-            experiment.verifier,
-            self._clock,
-            named=named_verifiers(experiment, {"train": tasks}),
-            retries=0,
-        )
-        self._load = Load(
-            experiment,
-            self._generator,
-            self._verifier,
-            Tokenizer.load(experiment.model.path),
-            tasks,
-            self._clock,
-            self._generator.cancel,
-        )
+        named = named_verifiers(experiment, {"train": tasks})
+        self._verifier = VerifierPool(launcher, experiment.verifier, self._clock, named=named, retries=0)
+        tokenizer = Tokenizer.load(experiment.model.path)
+        self._load = Load(experiment, self._generator, self._verifier, tokenizer, tasks, self._clock)
         self._dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._start_s = 0.0
 
@@ -177,10 +165,10 @@ class _Calibrating:
         self._on_progress(doing)
 
     async def _measure(self) -> tuple[Calibration, LengthDistribution]:
-        started, everything = self._clock.now(), self._experiment.concurrent_rollouts
+        started, everything, load = self._clock.now(), self._experiment.concurrent_rollouts, self._load
         self._say("computes prompts")
-        prefill = await self._prefill()
-        running = asyncio.ensure_future(self._load.run())
+        prefill_tokens_per_s = await self._prefill()
+        running = asyncio.ensure_future(load.run())
         running.add_done_callback(self._on_load_ended)
         try:
             self._say("decodes a few responses")
@@ -190,16 +178,43 @@ class _Calibrating:
             self._require_tokens(alone)
             beside, times = await self._train()
             self._say("publishes the weights")
-            update = await self._update(times.version)
-            await self._load.stop()
+            publish_s, apply_s, pause_s = await self._update(times.version)
+            await load.stop()
             self._say("verifies")
             verify_s = await self._verify()
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-        decoding = _Decoding(prefill_tokens_per_s=prefill, few=few, alone=alone, beside=beside)
-        lengths = self._lengths()
-        return self._calibration(started, lengths, decoding, times, update, verify_s), lengths
+        lengths, prompts = self._lengths(), load.prompt_tokens or [1]
+        whole = load.groups if len(load.groups) >= LEAST_GROUPS else []
+        fixed_s, request_s = decode_cost(few, alone)
+        found = Calibration(
+            measured_s=self._clock.now() - started,
+            start_s=self._start_s,
+            at_once=beside is not None,
+            lengths=lengths.summary(group_correlation(whole)),
+            prompt_tokens=sum(prompts) / len(prompts),
+            prefill_tokens_per_s=prefill_tokens_per_s,
+            decode_running=alone.running,
+            decode_tokens_per_s=alone.tokens_per_s,
+            decode_beside_tokens_per_s=None if beside is None else beside.tokens_per_s,
+            decode_fixed_s=fixed_s,
+            decode_request_s=request_s,
+            train_tokens_per_s=times.tokens_per_s,
+            train_samples=times.samples,
+            train_fixed_s=times.fixed_s,
+            train_token_s=times.token_s,
+            publish_s=publish_s,
+            apply_s=apply_s,
+            pause_s=pause_s,
+            verify_response_s=verify_s,
+            groups=len(load.groups),
+            accepted_groups=load.accepted,
+            failed_rollouts=len(load.failures),
+            failure_cause=load.failures[0] if load.failures else "",
+            resident_bytes=self._resident_bytes(),
+        )
+        return found, lengths
 
     async def _train(self) -> tuple[CalibrationInterval | None, StepTimes]:
         """Time training steps beside the generator, and what it does meanwhile; on shared devices with it at rest."""
@@ -208,55 +223,9 @@ class _Calibrating:
             await self._load.stop()
         self._say("trains beside it" if at_once else "trains, with the generator at rest")
         before = await self._snapshot()
-        times = await time_steps(
-            self._trainer,
-            self._experiment,
-            self._load.responses,
-            self._lengths(),
-            self._clock,
-            self._seconds * _BESIDE,
-        )
+        seen, seconds = self._load.responses, self._seconds * _BESIDE
+        times = await time_steps(self._trainer, self._experiment, seen, self._lengths(), self._clock, seconds)
         return _interval(before, await self._snapshot()) if at_once else None, times
-
-    def _calibration(
-        self,
-        started: float,
-        lengths: LengthDistribution,
-        decoding: _Decoding,
-        times: StepTimes,
-        update: _Update,
-        verify_s: float,
-    ) -> Calibration:
-        load = self._load
-        whole = load.groups if len(load.groups) >= LEAST_GROUPS else []
-        prompts = load.prompt_tokens or [1]
-        fixed_s, request_s = decode_cost(decoding.few, decoding.alone)
-        return Calibration(
-            measured_s=self._clock.now() - started,
-            start_s=self._start_s,
-            at_once=decoding.beside is not None,
-            lengths=lengths.summary(group_correlation(whole)),
-            prompt_tokens=sum(prompts) / len(prompts),
-            prefill_tokens_per_s=decoding.prefill_tokens_per_s,
-            decode_running=decoding.alone.running,
-            decode_tokens_per_s=decoding.alone.tokens_per_s,
-            decode_beside_tokens_per_s=None if decoding.beside is None else decoding.beside.tokens_per_s,
-            decode_fixed_s=fixed_s,
-            decode_request_s=request_s,
-            train_tokens_per_s=times.tokens_per_s,
-            train_samples=times.samples,
-            train_fixed_s=times.fixed_s,
-            train_token_s=times.token_s,
-            publish_s=update.publish_s,
-            apply_s=update.apply_s,
-            pause_s=update.pause_s,
-            verify_response_s=verify_s,
-            groups=len(load.groups),
-            accepted_groups=load.accepted,
-            failed_rollouts=len(load.failures),
-            failure_cause=load.failures[0] if load.failures else "",
-            resident_bytes=self._resident_bytes(),
-        )
 
     # --- the generator --------------------------------------------------------------------------------------
 
@@ -289,7 +258,7 @@ class _Calibrating:
         await self._clock.sleep(self._seconds * share * 4 / 5)
         return _interval(before, await self._snapshot())
 
-    async def _snapshot(self) -> tuple[float, list[EngineStatistics]]:
+    async def _snapshot(self) -> _Snapshot:
         statistics = await self._generator.statistics()
         return self._clock.now(), statistics
 
@@ -311,8 +280,9 @@ class _Calibrating:
 
     # --- trainer, weights, verifier -------------------------------------------------------------------------
 
-    async def _update(self, version: int) -> _Update:
-        """Publish a version and apply it, the generator at work. The second time: the first pays for new memory."""
+    async def _update(self, version: int) -> tuple[float, float, float]:
+        """Publish a version and apply it, the generator at work: seconds of both, and of its pause in the latter. The
+        second time: the first pays for new memory."""
         publish_s = apply_s = pause_s = 0.0
         for _ in range(2):
             started = self._clock.now()
@@ -321,7 +291,7 @@ class _Calibrating:
             applied = await self._generator.update_weights(weights)
             apply_s = self._clock.now() - started - publish_s
             pause_s = max(report.pause_s for report in applied)
-        return _Update(publish_s=publish_s, apply_s=apply_s, pause_s=pause_s)
+        return publish_s, apply_s, pause_s
 
     async def _verify(self) -> float:
         """Seconds a response costs one worker; where no group ended whole, of a few responses that did. 0: of none."""
@@ -335,29 +305,8 @@ class _Calibrating:
     def _resident_bytes(self) -> dict[str, int]:
         pids = {f"generator-{index}": pid for index, pid in enumerate(self._generator.pids)}
         pids |= {worker.name: worker.pid for worker in self._trainer.workers}
-        found = {name: peak_resident_bytes(pid) for name, pid in pids.items()} | {
-            "orchestrator": peak_resident_bytes(os.getpid())
-        }
-        return {name: size for name, size in found.items() if size is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Decoding:
-    """The generator's rates, phase by phase."""
-
-    prefill_tokens_per_s: float
-    few: CalibrationInterval
-    alone: CalibrationInterval
-    beside: CalibrationInterval | None  # the trainer; None: it was at rest
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Update:
-    """Seconds a new version takes."""
-
-    publish_s: float
-    apply_s: float
-    pause_s: float
+        pids["orchestrator"] = os.getpid()
+        return {name: size for name, pid in pids.items() if (size := peak_resident_bytes(pid)) is not None}
 
 
 class CalibrationInterval:
@@ -370,9 +319,7 @@ class CalibrationInterval:
         self.step_s = busy_s / steps if steps else 0.0
 
 
-def _interval(
-    before: tuple[float, list[EngineStatistics]], after: tuple[float, list[EngineStatistics]]
-) -> CalibrationInterval:
+def _interval(before: _Snapshot, after: _Snapshot) -> CalibrationInterval:
     def growth(name: str) -> float:
         return sum(getattr(b, name) - getattr(a, name) for a, b in zip(before[1], after[1], strict=True))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -16,8 +16,9 @@ from headway.config.load import require_resumable
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
 from headway.orchestrator.preflight.conversations import conversation_findings
-from headway.orchestrator.preflight.engine import engine_problems
-from headway.orchestrator.preflight.functions import function_problems
+from headway.orchestrator.preflight.engine import engine_findings
+from headway.orchestrator.preflight.findings import Findings
+from headway.orchestrator.preflight.functions import function_findings
 from headway.orchestrator.preflight.memory import existing, memory_findings, memory_places, memory_uses
 from headway.orchestrator.preflight.sandboxes import sandbox_findings
 from headway.orchestrator.task_sets import SPLITS, generated_apart, named_verifiers, require_template
@@ -52,9 +53,8 @@ def check(experiment: Experiment, *, resume: bool = False, smoke_test: bool = Tr
     Reads the model's configuration, the tokenizer and every task; ``smoke_test`` also starts a verifier process and
     scores one response. Writes nothing. Never raises for bad input: that is what it reports.
     """
-    inputs = _Inputs(experiment, resume)
-    findings: list[Finding] = []
-    for one in (
+    inputs, findings = _Inputs(experiment, resume), Findings()
+    for look in (
         _model,
         _reference,
         _tokenizer,
@@ -68,99 +68,70 @@ def check(experiment: Experiment, *, resume: bool = False, smoke_test: bool = Tr
         _run_directory,
         _exporters,
         _environment,
+        *([_verifier] if smoke_test else []),
     ):
-        findings += _guarded(one, inputs)
-    if smoke_test and inputs.tasks:
-        findings += _guarded(_verifier, inputs)
-    order = {"error": 0, "warning": 1, "info": 2}
-    return sorted(findings, key=lambda finding: order[finding.level])
-
-
-def _guarded(one: Callable[[_Inputs], Iterator[Finding]], inputs: _Inputs) -> list[Finding]:
-    found: list[Finding] = []
-    try:
-        for finding in one(inputs):
-            found.append(finding)
-    except HeadwayError as error:
-        found.append(_error(one.__name__.strip("_"), str(error)))
-    return found
-
-
-def _error(key: str, message: str) -> Finding:
-    return Finding(level="error", key=key, message=message)
-
-
-def _warning(key: str, message: str) -> Finding:
-    return Finding(level="warning", key=key, message=message)
-
-
-def _info(key: str, message: str) -> Finding:
-    return Finding(level="info", key=key, message=message)
+        try:
+            look(inputs, findings)
+        except HeadwayError as error:
+            findings.error(look.__name__.strip("_"), str(error))
+    return findings.by_level()
 
 
 # --- model and tokenizer ---------------------------------------------------------------------------------
 
 
-def _model(inputs: _Inputs) -> Iterator[Finding]:
+def _model(inputs: _Inputs, findings: Findings) -> None:
     folder = Path(inputs.experiment.model.path)
-    try:
+    with findings.refused("model.path"):
         inputs.model = DecoderConfig.from_pretrained(folder)
-    except ConfigurationError as error:
-        yield _error("model.path", str(error))
+    if inputs.model is None:
         return
     if not any(folder.glob("*.safetensors")):
-        yield _error("model.path", f"{folder} holds no *.safetensors file")
+        findings.error("model.path", f"{folder} holds no *.safetensors file")
     longest = inputs.experiment.max_sequence_tokens
     if longest > inputs.model.max_positions:
-        yield _error(
+        findings.error(
             "rollout.max_response_tokens",
             f"max_prompt_tokens + max_response_tokens = {longest} is beyond the model's context of "
             f"{inputs.model.max_positions} tokens",
         )
 
 
-def _reference(inputs: _Inputs) -> Iterator[Finding]:
+def _reference(inputs: _Inputs, findings: Findings) -> None:
     folder, algorithm = inputs.experiment.model.reference, inputs.experiment.algorithm
     if not folder:
         return  # the model itself
     if algorithm.kl_coefficient == 0:
-        yield _warning("model.reference", "has no effect without algorithm.kl_coefficient")
+        findings.warning("model.reference", "has no effect without algorithm.kl_coefficient")
         return
-    try:
-        reference = DecoderConfig.from_pretrained(Path(folder))
-    except ConfigurationError as error:
-        yield _error("model.reference", str(error))
-        return
-    if inputs.model is not None and reference.vocabulary_size != inputs.model.vocabulary_size:
-        yield _error(
-            "model.reference",
-            f"{folder} has a vocabulary of {reference.vocabulary_size}, the model one of "
-            f"{inputs.model.vocabulary_size}: they must be equal",
-        )
+    with findings.refused("model.reference"):
+        size = DecoderConfig.from_pretrained(Path(folder)).vocabulary_size
+        if inputs.model is not None and size != inputs.model.vocabulary_size:
+            known = f"the model one of {inputs.model.vocabulary_size}"
+            findings.error("model.reference", f"{folder} has a vocabulary of {size}, {known}: they must be equal")
 
 
-def _tokenizer(inputs: _Inputs) -> Iterator[Finding]:
+def _tokenizer(inputs: _Inputs, findings: Findings) -> None:
     folder = Path(inputs.experiment.model.path)
     if not folder.is_dir():
         return  # said already
-    try:
-        inputs.tokenizer = tokenizer = Tokenizer.load(folder)
-    except ConfigurationError as error:
-        yield _error("model.path", str(error))
+    with findings.refused("model.path"):
+        inputs.tokenizer = Tokenizer.load(folder)
+    if (tokenizer := inputs.tokenizer) is None:
         return
     if inputs.model is not None and tokenizer.vocabulary_size > inputs.model.vocabulary_size:
-        yield _error(
+        findings.error(
             "model.path",
             f"the tokenizer has {tokenizer.vocabulary_size} ids, the model only {inputs.model.vocabulary_size}: "
             "they don't belong together",
         )
-    if inputs.experiment.model.template == "chat" and not tokenizer.has_chat_template:
-        yield _error("model.template", f"'chat' needs a chat template, and {folder} has none; use 'raw'")
+    if inputs.experiment.model.template == "chat" and tokenizer.chat_template is None:
+        findings.error("model.template", f"'chat' needs a chat template, and {folder} has none; use 'raw'")
     special = [token for i in sorted(tokenizer.special_ids) if (token := tokenizer.token(i))]
     for stop in inputs.experiment.rollout.stop:
         named = next((token for token in special if token in stop), None)
         if named is not None:
-            yield _error(
+            findings.error(
                 "rollout.stop",
                 f"{stop!r} holds the special token {named}, which is no part of the text that is searched: it would "
                 "never be found. Special tokens end a response by their ids (eos_token_id in generation_config.json)",
@@ -170,58 +141,59 @@ def _tokenizer(inputs: _Inputs) -> Iterator[Finding]:
 # --- tasks -----------------------------------------------------------------------------------------------
 
 
-def _tasks(inputs: _Inputs) -> Iterator[Finding]:
+def _tasks(inputs: _Inputs, findings: Findings) -> None:
     sections = inputs.experiment.tasks
     tasks: dict[str, list[Task]] = {}
     for split in SPLITS:
         sources = getattr(sections, split)
         if sources is None:
             continue
-        try:
+        key = f"tasks.{split}"
+        with findings.refused(key):
             read = read_tasks(sources, inputs.experiment.run.seed)
             require_template(inputs.experiment, split, read.tasks)
-        except ConfigurationError as error:
-            yield _error(f"tasks.{split}", str(error))
-            continue
-        tasks[split] = list(read.tasks)
-        if read.duplicates:
-            yield _info(f"tasks.{split}", f"{read.duplicates:,} tasks were repeats of earlier ones and are left out")
-        if read.left_out:
-            yield _info(f"tasks.{split}", f"{read.left_out:,} rows were left out by 'convert'")
+            tasks[split] = list(read.tasks)
+            if read.duplicates:
+                findings.info(key, f"{read.duplicates:,} tasks were repeats of earlier ones and are left out")
+            if read.left_out:
+                findings.info(key, f"{read.left_out:,} rows were left out by 'convert'")
     inputs.tasks = tasks
     if "train" in tasks:  # as the run does: generated sets are made disjoint
         held_out = [task for split in tasks if split != "train" for task in tasks[split]]
         kept = generated_apart(sections.train, tasks["train"], held_out)
         if left_out := len(tasks["train"]) - len(kept):
             message = f"{left_out:,} tasks are left out because their prompts are in a held-out set"
-            yield _info("tasks.train", message) if kept else _error("tasks.train", message + "; none remains")
-            for source in sections.train:
-                if kept and source.called not in {task.source for task in kept}:
-                    yield _error("tasks.train", f"{source.called}: all its tasks are in a held-out set; none remains")
+            if kept:
+                findings.info("tasks.train", message)
+            else:
+                findings.error("tasks.train", message + "; none remains")
+            for source in sections.train if kept else ():
+                if source.called not in {task.source for task in kept}:
+                    findings.error("tasks.train", f"{source.called}: all its tasks are in a held-out set; none remains")
         tasks["train"] = kept
     for pair in overlap({f"tasks.{split}": found for split, found in tasks.items()}):
         shared = "1 prompt" if pair.prompts == 1 else f"{pair.prompts:,} prompts"
-        yield _error(
+        findings.error(
             pair.second,
             f"shares {shared} with {pair.first}, for example {_shortened(pair.example)!r}: "
             "a score on tasks that were trained on means nothing",
         )
-    yield from _evaluation(inputs)
+    _evaluation(inputs, findings)
 
 
-def _evaluation(inputs: _Inputs) -> Iterator[Finding]:
+def _evaluation(inputs: _Inputs, findings: Findings) -> None:
     sections, evaluation = inputs.experiment.tasks, inputs.experiment.evaluation
     if sections.validation is None and (evaluation.every_steps or evaluation.every_s is not None):
-        yield _warning("tasks.validation", "evaluation during the run is on, but there are no validation tasks")
+        findings.warning("tasks.validation", "evaluation during the run is on, but there are no validation tasks")
     if sections.validation is None and evaluation.stop_at_solve_rate is not None:
-        yield _warning("evaluation.stop_at_solve_rate", "has no effect without tasks.validation")
+        findings.warning("evaluation.stop_at_solve_rate", "has no effect without tasks.validation")
     elif evaluation.stop_at_solve_rate is not None and not (evaluation.every_steps or evaluation.every_s):
-        yield _warning("evaluation.stop_at_solve_rate", "has no effect without evaluation.every_steps or every_s")
+        findings.warning("evaluation.stop_at_solve_rate", "has no effect without evaluation.every_steps or every_s")
     if sections.test is None and (evaluation.before or evaluation.after):
-        yield _info("tasks.test", "no test tasks: there will be no score before and after training")
+        findings.info("tasks.test", "no test tasks: there will be no score before and after training")
 
 
-def _prompts(inputs: _Inputs) -> Iterator[Finding]:
+def _prompts(inputs: _Inputs, findings: Findings) -> None:
     """Tokenize every prompt: those that are too long fail their group at run time, so they are refused here."""
     if inputs.tokenizer is None or not inputs.tasks:
         return
@@ -235,13 +207,13 @@ def _prompts(inputs: _Inputs) -> Iterator[Finding]:
         too_long = sum(length > limit for length in lengths)
         if too_long:
             worst = max(range(len(tasks)), key=lambda i: lengths[i])
-            yield _error(
+            findings.error(
                 "rollout.max_prompt_tokens",
                 f"{too_long:,} of {len(tasks):,} prompts of tasks.{split} are longer than {limit} tokens; the longest "
                 f"has {lengths[worst]:,} (task {tasks[worst].task_id}, {_shortened(tasks[worst].prompt)!r})",
             )
         if not min(lengths):
-            yield _error(f"tasks.{split}", f"{lengths.count(0):,} prompts have no token at all")
+            findings.error(f"tasks.{split}", f"{lengths.count(0):,} prompts have no token at all")
 
 
 def _shortened(text: str) -> str:
@@ -251,78 +223,77 @@ def _shortened(text: str) -> str:
 # --- queue, batch, functions -----------------------------------------------------------------------------
 
 
-def _sizes(inputs: _Inputs) -> Iterator[Finding]:
+def _sizes(inputs: _Inputs, findings: Findings) -> None:
     experiment = inputs.experiment
     rollout, generator, queue, trainer = experiment.rollout, experiment.generator, experiment.queue, experiment.trainer
-    yield from _deadlocks(experiment)
+    _deadlocks(experiment, findings)
     slots = generator.slots * len(generator.devices)
     admissible = queue.groups_per_step * (queue.budget + 1) * experiment.largest_group
     fill = min(experiment.concurrent_rollouts, admissible)
     if queue.budget and fill < slots:
-        yield _warning(
+        findings.warning(
             "generator.slots",
             f"at most {fill} rollouts can run at once (concurrency {experiment.concurrent_rollouts}, admission "
             f"{admissible}): {slots - fill} of {slots} slots will stay empty",
         )
     ranks, parts = len(trainer.devices), trainer.optimizer_steps_per_batch
     if parts > queue.groups_per_step:
-        yield _error("trainer.optimizer_steps_per_batch", f"{parts} steps can't share {queue.groups_per_step} groups")
+        findings.error("trainer.optimizer_steps_per_batch", f"{parts} steps can't share {queue.groups_per_step} groups")
     elif queue.groups_per_step % parts:
-        yield _warning(
+        findings.warning(
             "trainer.optimizer_steps_per_batch",
             f"{queue.groups_per_step} groups don't divide into {parts} equal parts: their gradients weigh differently",
         )
     if ranks > queue.groups_per_step * rollout.group_size:
-        yield _error("trainer.devices", f"{ranks} ranks, but a batch has fewer samples")
+        findings.error("trainer.devices", f"{ranks} ranks, but a batch has fewer samples")
     if trainer.micro_batch_tokens < experiment.max_sequence_tokens:
-        yield _warning(
+        findings.warning(
             "trainer.micro_batch_tokens",
             f"{trainer.micro_batch_tokens} is less than the longest sample ({experiment.max_sequence_tokens} tokens), "
             "which will be a micro-batch of its own",
         )
     if experiment.algorithm.proximal == "current" and parts > 1:
-        yield _warning("algorithm.proximal", "'current' with several optimiser steps per batch clips nothing")
+        findings.warning("algorithm.proximal", "'current' with several optimiser steps per batch clips nothing")
     if trainer.warmup_steps >= experiment.run.steps:
-        yield _warning("trainer.warmup_steps", "the run ends before the learning rate has warmed up")
+        findings.warning("trainer.warmup_steps", "the run ends before the learning rate has warmed up")
     train = (inputs.tasks or {}).get("train")
     if train is not None and len(train) < queue.groups_per_step:
-        yield _warning("tasks.train", f"{len(train)} tasks: some will be in a batch of {queue.groups_per_step} twice")
+        findings.warning("tasks.train", f"{len(train)} tasks: some will be in a batch of {queue.groups_per_step} twice")
     trained = experiment.run.steps * queue.groups_per_step
     if train is not None and experiment.curriculum.mode == "adaptive" and len(train) > trained:
-        yield _warning(
+        findings.warning(
             "curriculum.mode",
             f"'adaptive' chooses among tasks it has seen, and {trained} groups are trained of {len(train)} tasks: most "
             "will be drawn once, in turn, if at all",
         )
 
 
-def _deadlocks(experiment: Experiment) -> Iterator[Finding]:
+def _deadlocks(experiment: Experiment, findings: Findings) -> None:
     """Settings under which the run could never make its first, or some later, step."""
     kv = experiment.generator.kv_capacity_tokens
     if kv is not None and kv < experiment.max_sequence_tokens:
-        yield _error(
+        findings.error(
             "generator.kv_capacity_tokens",
             f"{kv} can't hold one rollout of {experiment.max_sequence_tokens} tokens: it would wait for ever",
         )
     if experiment.rollout.group_size < 2 and experiment.algorithm.advantage != "batch_mean_std":
-        yield _error(
+        findings.error(
             "rollout.group_size",
             "1: advantages compare the members of a group, so all would be 0 and nothing be learnt; valid: 2 or more, "
             "or algorithm.advantage = 'batch_mean_std'",
         )
 
 
-def _functions(inputs: _Inputs) -> Iterator[Finding]:
+def _functions(inputs: _Inputs, findings: Findings) -> None:
     """The user's own functions."""
     train = (inputs.tasks or {}).get("train")
-    for key, message in function_problems(inputs.experiment, train[0] if train else None):
-        yield _error(key, message)
+    findings += function_findings(inputs.experiment, train[0] if train else None)
 
 
 # --- devices and space -----------------------------------------------------------------------------------
 
 
-def _devices(inputs: _Inputs) -> Iterator[Finding]:
+def _devices(inputs: _Inputs, findings: Findings) -> None:
     experiment = inputs.experiment
     devices: list[tuple[str, Device]] = []
     for key, names in (
@@ -330,22 +301,21 @@ def _devices(inputs: _Inputs) -> Iterator[Finding]:
         ("trainer.devices", experiment.trainer.devices),
     ):
         if not names:
-            yield _error(key, "at least one device is needed")
+            findings.error(key, "at least one device is needed")
         for name in names:
-            try:
+            with findings.refused(key):
                 device = parse_device(name)
                 device.check()
-            except ConfigurationError as error:
-                yield _error(key, str(error))
-            else:
                 devices.append((key, device))
     ranks = [device for key, device in devices if key == "trainer.devices"]
     slow = experiment.trainer.dtype == "bfloat16" and not cpu_multiplies_bfloat16()
     if slow and any(device.kind == "cpu" for device in ranks):
-        yield _warning("trainer.dtype", "this CPU has no instructions for bfloat16: float32 is many times faster here")
+        findings.warning(
+            "trainer.dtype", "this CPU has no instructions for bfloat16: float32 is many times faster here"
+        )
     if len({device.kind for device in ranks}) > 1:
         names = ", ".join(map(str, ranks))
-        yield _error("trainer.devices", f"{names}: ranks sum their gradients, so all must be GPUs, or all CPU cores")
+        findings.error("trainer.devices", f"{names}: ranks sum their gradients, so all must be GPUs, or all CPU cores")
     for (first_key, first), (second_key, second) in combinations(devices, 2):
         if not first.shares_with(second):
             continue
@@ -353,102 +323,99 @@ def _devices(inputs: _Inputs) -> Iterator[Finding]:
         shared = f"{second} shares {what} with {first} of {first_key}"
         if first_key != second_key:  # a replica lends its device while the trainer computes
             if first.kind == "cuda":
-                yield _warning(second_key, f"{shared}: both must fit its memory")
+                findings.warning(second_key, f"{shared}: both must fit its memory")
         elif first.kind == "cpu":
-            yield _warning(second_key, f"{shared}: two busy processes on one core collapse")
+            findings.warning(second_key, f"{shared}: two busy processes on one core collapse")
         elif second_key == "trainer.devices":
-            yield _error(second_key, f"{second} twice: each rank needs a GPU of its own")
+            findings.error(second_key, f"{second} twice: each rank needs a GPU of its own")
         else:
-            yield _warning(second_key, f"{shared}: both must fit its memory")
+            findings.warning(second_key, f"{shared}: both must fit its memory")
 
 
-def _engine(inputs: _Inputs) -> Iterator[Finding]:
+def _engine(inputs: _Inputs, findings: Findings) -> None:
     """Whether the generator's engine is installed, and computes this model on these devices."""
-    for key, message in engine_problems(inputs.experiment, inputs.model):
-        yield _error(key, message)
+    findings += engine_findings(inputs.experiment, inputs.model)
 
 
-def _space(inputs: _Inputs) -> Iterator[Finding]:
+def _space(inputs: _Inputs, findings: Findings) -> None:
     if inputs.model is None:
         return
     try:
         uses = memory_uses(inputs.experiment, inputs.model)
     except ConfigurationError:
         uses = []  # a device or a reference model that isn't there: said already
-    yield from memory_findings(uses, memory_places(uses))
+    findings += memory_findings(uses, memory_places(uses))
     folder = existing(Path(inputs.experiment.run.directory))
     if not os.access(folder, os.W_OK):
-        yield _error("run.directory", f"{folder} can't be written to")
+        findings.error("run.directory", f"{folder} can't be written to")
 
 
 # --- run directory and verifier --------------------------------------------------------------------------
 
 
-def _run_directory(inputs: _Inputs) -> Iterator[Finding]:
+def _run_directory(inputs: _Inputs, findings: Findings) -> None:
     directory = RunDirectory(inputs.experiment.run.directory)
     holder = directory.holder()
     if holder is not None:
-        yield _error("run.directory", f"{directory.path} is in use by process {holder}")
+        findings.error("run.directory", f"{directory.path} is in use by process {holder}")
     if directory.path.exists() and not directory.path.is_dir():
-        yield _error("run.directory", f"{directory.path} is a file; a folder is needed")
+        findings.error("run.directory", f"{directory.path} is a file; a folder is needed")
     elif not inputs.resume and directory.holds_run():
-        yield _error(
+        findings.error(
             "run.directory",
             f"{directory.path} already holds a run: continue it with --resume, or choose another directory",
         )
     elif inputs.resume and not directory.holds_run():
-        yield _error("run.directory", f"{directory.path} holds no run to resume: start it without --resume")
+        findings.error("run.directory", f"{directory.path} holds no run to resume: start it without --resume")
     elif inputs.resume:
-        try:
+        with findings.refused("run.directory"):
             require_resumable(directory.read_experiment(), inputs.experiment)
-        except ConfigurationError as error:
-            yield _error("run.directory", str(error))
 
 
-def _exporters(inputs: _Inputs) -> Iterator[Finding]:
+def _exporters(inputs: _Inputs, findings: Findings) -> None:
     """Packages of the trackers and the address of `/metrics`; the trackers' own servers are not asked."""
     address = inputs.experiment.ledger.prometheus
     for problem in missing_packages(inputs.experiment):
         key, _, message = problem.partition(": ")
-        yield _error(key, message)
+        findings.error(key, message)
     if address:
-        try:
+        with findings.refused("ledger.prometheus"):
             require_free(address)
-        except ConfigurationError as error:
-            yield _error("ledger.prometheus", str(error))
         if not is_loopback(address):
-            yield _warning("ledger.prometheus", f"{address}: whoever reaches this machine can read the run's metrics")
+            findings.warning("ledger.prometheus", f"{address}: whoever reaches this machine can read the run's metrics")
 
 
-def _environment(inputs: _Inputs) -> Iterator[Finding]:
+def _environment(inputs: _Inputs, findings: Findings) -> None:
     """Findings on what rollouts of several turns need. Sandboxes are tried: a later failure would waste the samples."""
-    has_template = inputs.tokenizer is None or inputs.tokenizer.has_chat_template
-    yield from conversation_findings(inputs.experiment, has_template)
-    yield from sandbox_findings(inputs.experiment)
+    has_template = inputs.tokenizer is None or inputs.tokenizer.chat_template is not None
+    findings += conversation_findings(inputs.experiment, has_template)
+    findings += sandbox_findings(inputs.experiment)
 
 
-def _verifier(inputs: _Inputs) -> Iterator[Finding]:
+def _verifier(inputs: _Inputs, findings: Findings) -> None:
     """Score the reference answer and a wrong one to one task of each split, in the process the run would use."""
+    if not inputs.tasks:
+        return
     tasks: dict[tuple[str, str, str], Task] = {}  # (split, source, verifier) -> its first task
-    for split, found in (inputs.tasks or {}).items():
+    for split, found in inputs.tasks.items():
         for task in found:
             tasks.setdefault((split, task.source, task.verifier), task)
     asked = {name for _, _, name in tasks}
     for name in inputs.experiment.verifiers:
         if name not in asked:
-            yield _warning(f"verifiers.{name}", "no task asks for it: its source or its row names it as 'verifier'")
+            findings.warning(f"verifiers.{name}", "no task asks for it: its source or its row names it as 'verifier'")
     try:
         verdicts = asyncio.run(_smoke_test(inputs.experiment, tasks))
     except TimeoutError:
-        yield _error(
+        findings.error(
             "verifier.name", f"{inputs.experiment.verifier.name!r} didn't start within {_START_VERIFIER_S:g} s"
         )
         return
     except RemoteError as error:  # the worker's own words, without the names of the process and the exception
-        yield _error("verifier.name", error.error.partition("ConfigurationError: ")[2] or error.error)
+        findings.error("verifier.name", error.error.partition("ConfigurationError: ")[2] or error.error)
         return
     except HeadwayError as error:
-        yield _error("verifier.name" if set(asked) <= {""} else "verifiers", str(error))
+        findings.error("verifier.name" if set(asked) <= {""} else "verifiers", str(error))
         return
     for (split, source, name), found in verdicts.items():
         key = f"tasks.{split}.verifier" if name else "verifier.name"
@@ -457,11 +424,11 @@ def _verifier(inputs: _Inputs) -> Iterator[Finding]:
         broken = [verdict.failure for verdict in found if verdict.failure is not None]
         if broken and len(found) == 1 and _may_reward(inputs.experiment):  # it may never be asked
             why = "; so do rollouts that nothing else rewards"
-            yield _info(key, f"fails on the first task {whose}: {broken[0].cause}{why}")
+            findings.info(key, f"fails on the first task {whose}: {broken[0].cause}{why}")
         elif broken:
-            yield _error(key, f"fails on the first task {whose}: {broken[0].cause}")
+            findings.error(key, f"fails on the first task {whose}: {broken[0].cause}")
         elif len(found) > 1 and not found[0].solved:
-            yield _info(
+            findings.info(
                 key,
                 f"doesn't accept the bare reference answer of the first task {whose}; fine if it wants more around it",
             )

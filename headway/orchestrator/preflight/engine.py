@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from headway.config.engines import engine_missing, head_size_refused
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
+from headway.orchestrator.preflight.findings import Findings
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import parse_device
 
 
-def engine_problems(experiment: Experiment, model: DecoderConfig | None) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong with it); ``model``: None where it couldn't be read."""
-    generator = experiment.generator
+def engine_findings(experiment: Experiment, model: DecoderConfig | None) -> Findings:
+    """Errors of the engine and its devices; ``model``: None where it couldn't be read."""
+    findings, generator = Findings(), experiment.generator
     if missing := engine_missing(generator.engine):
-        yield "generator.engine", missing
+        findings.error("generator.engine", missing)
     if model is not None and (refused := head_size_refused(generator.engine, generator.devices, model.head_dim)):
-        yield "generator.engine", refused
+        findings.error("generator.engine", refused)
     ranks = generator.engine_arguments.get("tensor_parallel_size", 1)
     if generator.engine == "vllm" and ranks > 1:
-        problem = _ranks_meet(experiment, ranks)
-        if problem:
-            yield "generator.devices", problem
+        with findings.refused("generator.devices"):
+            _require_ranks(experiment, ranks)
+    return findings
 
 
-def _ranks_meet(experiment: Experiment, ranks: int) -> str:
-    """The error where a replica of several ranks lacks a GPU: it takes the named one and those after it. "": none."""
+def _require_ranks(experiment: Experiment, ranks: int) -> None:
+    """Raise ConfigurationError where a replica of several ranks lacks a GPU: it takes the named one and those after."""
     taken: dict[int, str] = {}
     for name in experiment.trainer.devices:
         if (device := parse_device(name)).kind == "cuda":
@@ -38,8 +37,7 @@ def _ranks_meet(experiment: Experiment, ranks: int) -> str:
             try:
                 parse_device(f"cuda:{index}").check()
             except ConfigurationError as error:
-                return f"{what}: {error}"
+                raise ConfigurationError(f"{what}: {error}") from None
             if index in taken:
-                return f"{what} needs cuda:{index} as well, which is taken: {taken[index]}"
+                raise ConfigurationError(f"{what} needs cuda:{index} as well, which is taken: {taken[index]}")
             taken[index] = name
-    return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from headway.algorithms.groups.filters import GroupFilters
 from headway.config.schema import Experiment
@@ -23,8 +23,6 @@ from headway.tokens.tokenizer import Tokenizer
 
 _KEPT = 256  # responses
 
-Cancel = Callable[[str], None]  # ends a request: its `generate` returns with the tokens so far
-
 
 class Load:
     """Keeps ``limit`` rollouts running, in groups, the way the dispatch loop does: a group opens when all its members
@@ -41,7 +39,6 @@ class Load:
         tokenizer: Tokenizer,
         tasks: Sequence[Task],
         clock: Clock,
-        cancel: Cancel,
     ) -> None:
         self.limit = 0
         self.ended: list[int] = []  # tokens of responses that ended
@@ -59,7 +56,6 @@ class Load:
         self._tokenizer = tokenizer
         self._cursor = TaskCursor(tasks, experiment.run.seed, training_weights(experiment))
         self._clock = clock
-        self._cancel = cancel
         self._leaving = GroupFilters(experiment, lambda rollout: tokenizer.decode(rollout.judged_ids))
         self._open: set[str] = set()
         self._unfinished = 0
@@ -98,7 +94,7 @@ class Load:
         self._stopping = True
         while self._open:
             for request_id in tuple(self._open):
-                self._cancel(request_id)
+                self._generator.cancel(request_id)
             await self._changed.wait(self._changed.count)
 
     def texts(self) -> list[tuple[Task, list[str]]]:
@@ -114,13 +110,11 @@ class Load:
 
     def _next(self, index: int) -> Group:
         task = self._cursor.next()
-        prompt_ids = self._tokenizer.render(task.shown, self._experiment.model.template)
-        size = self._experiment.rollout.group_size
         return Group(
             index=index,
             task=task,
-            prompt_ids=prompt_ids,
-            size=size,
+            prompt_ids=self._tokenizer.render(task.shown, self._experiment.model.template),
+            size=self._experiment.rollout.group_size,
             admitted_version=0,
             admitted_s=self._clock.now(),
         )

@@ -23,12 +23,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
-from headway.records.check_report import Finding, MemoryPlace, MemoryUse
+from headway.orchestrator.preflight.findings import Findings
+from headway.records.check_report import MemoryPlace, MemoryUse
 from headway.runtime.devices import cpu_multiplies_bfloat16, parse_device
 from headway.weights.leftovers import SHARED_MEMORY
 
@@ -59,11 +61,6 @@ _TOKEN_BYTES_ON_DISK = 14
 def bytes_of(dtype: str) -> int:
     """Bytes of one number."""
     return 2 if dtype in ("bfloat16", "float16") else 4
-
-
-def parameter_count(model: DecoderConfig) -> int:
-    """Number of weights, norms left out."""
-    return model.matrix_parameters()
 
 
 def _packed_count(model: DecoderConfig) -> int:
@@ -115,28 +112,25 @@ def _keys_of_layers(model: DecoderConfig, longest_tokens: int) -> list[int]:
 
 def memory_uses(experiment: Experiment, model: DecoderConfig) -> list[MemoryUse]:
     """Bytes that each process and kind of file needs, and in which place."""
-    uses = [*_generators(experiment, model), *_trainers(experiment, model)]
-    queue, run = experiment.queue, Path(experiment.run.directory)
+    queue, run, weights = experiment.queue, experiment.run.directory, model.matrix_parameters()
     open_rollouts = queue.groups_per_step * (queue.budget + 1) * experiment.largest_group
     open_tokens = open_rollouts * experiment.max_sequence_tokens
-    parts = {"base": BASE_BYTES["orchestrator"], "open rollouts": open_tokens * _TOKEN_BYTES_IN_MEMORY}
-    uses.append(MemoryUse(name="orchestrator", place="memory", parts=parts))
-    workers = experiment.verifier.workers
-    parts = {"base": workers * BASE_BYTES["verifier"]}
-    uses.append(MemoryUse(name=f"{workers} verifier" + "s" * (workers > 1), place="memory", parts=parts))
-    if experiment.control.mode != "off":
-        uses.append(MemoryUse(name="controller", place="memory", parts={"base": BASE_BYTES["controller"]}))
-    parameters = parameter_count(model)
-    parts = {"versions": _PUBLISHED_VERSIONS * parameters * bytes_of(experiment.generator.dtype)}
-    uses.append(MemoryUse(name="published weights", place=str(SHARED_MEMORY), parts=parts))
-    kept = experiment.checkpoint.keep_last + 1
-    parts = {"checkpoints": kept * 12 * parameters, "best": 2 * 4 * parameters}
-    uses.append(MemoryUse(name="checkpoints", place=str(run), parts=parts))
+    workers, kept = experiment.verifier.workers, experiment.checkpoint.keep_last + 1
     steps = min(experiment.run.steps, experiment.checkpoint.every_steps * kept)
     trained = steps * queue.groups_per_step * experiment.largest_group * experiment.max_sequence_tokens
-    parts = {"payloads": (trained + open_tokens) * _TOKEN_BYTES_ON_DISK}
-    uses.append(MemoryUse(name="buffer", place=str(run), parts=parts))
-    return uses
+    published = _PUBLISHED_VERSIONS * weights * bytes_of(experiment.generator.dtype)
+    base, open_bytes = BASE_BYTES["orchestrator"], open_tokens * _TOKEN_BYTES_IN_MEMORY
+    controller = ("controller", "memory", {"base": BASE_BYTES["controller"]})
+    uses: list[tuple[str, str, dict[str, int]]] = [
+        ("orchestrator", "memory", {"base": base, "open rollouts": open_bytes}),
+        (f"{workers} verifier" + "s" * (workers > 1), "memory", {"base": workers * BASE_BYTES["verifier"]}),
+        *([] if experiment.control.mode == "off" else [controller]),
+        ("published weights", str(SHARED_MEMORY), {"versions": published}),
+        ("checkpoints", run, {"checkpoints": kept * 12 * weights, "best": 2 * 4 * weights}),
+        ("buffer", run, {"payloads": (trained + open_tokens) * _TOKEN_BYTES_ON_DISK}),
+    ]
+    others = (MemoryUse(name=name, place=place, parts=parts) for name, place, parts in uses)
+    return [*_generators(experiment, model), *_trainers(experiment, model), *others]
 
 
 def _generators(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUse]:
@@ -148,7 +142,7 @@ def _generators(experiment: Experiment, model: DecoderConfig) -> Iterator[Memory
 
 def _generator(experiment: Experiment, model: DecoderConfig, name: str, device: str, width: int) -> Iterator[MemoryUse]:
     """``width``: bytes of a number it computes with, which KV and weights are kept as."""
-    settings, weights = experiment.generator, parameter_count(model)
+    settings, weights = experiment.generator, model.matrix_parameters()
     if settings.engine == "vllm-server":
         size = weights * bytes_of(settings.dtype)
         parts = {"base": BASE_BYTES["generator"], "update buffer": size, "written for the server": size}
@@ -176,7 +170,7 @@ def _vllm(experiment: Experiment, model: DecoderConfig, name: str, device: str) 
     """Memory of a vLLM replica. Each rank is a process on a GPU of its own, and reads new weights whole."""
     settings, width = experiment.generator, bytes_of(experiment.generator.dtype)
     own, ranks = settings.engine_arguments, settings.engine_arguments.get("tensor_parallel_size", 1)
-    weights = parameter_count(model) * width
+    weights = model.matrix_parameters() * width
     per_slot = min(experiment.max_sequence_tokens, model.max_positions)
     tokens = settings.kv_capacity_tokens or settings.slots * per_slot
     kv = 2 * model.layers * -(-model.kv_heads // ranks) * tokens * model.head_dim * width
@@ -194,10 +188,9 @@ def _vllm(experiment: Experiment, model: DecoderConfig, name: str, device: str) 
     if on_cpu:
         yield from _on_device(name, device, on_device, on_host)
         return
-    first = parse_device(device).first
     for rank in range(ranks):
         whose = f"{name} rank {rank}" if rank else name
-        yield from _on_device(whose, f"cuda:{first + rank}", on_device, on_host)
+        yield from _on_device(whose, f"cuda:{parse_device(device).first + rank}", on_device, on_host)
 
 
 def _step_bytes(experiment: Experiment, model: DecoderConfig, width: int) -> int:
@@ -216,34 +209,26 @@ def _step_bytes(experiment: Experiment, model: DecoderConfig, width: int) -> int
 
 
 def _trainers(experiment: Experiment, model: DecoderConfig) -> Iterator[MemoryUse]:
-    settings, weights = experiment.trainer, parameter_count(model)
-    tokens = max(settings.micro_batch_tokens, experiment.max_sequence_tokens)
-    ranks = len(settings.devices)
+    settings, weights = experiment.trainer, model.matrix_parameters()
+    tokens, ranks = max(settings.micro_batch_tokens, experiment.max_sequence_tokens), len(settings.devices)
     samples = experiment.queue.groups_per_step * experiment.largest_group
     tokens = min(tokens, -(-samples // max(1, ranks)) * experiment.max_sequence_tokens)
     logits = min(_CHUNK_LOGITS, tokens * model.vocabulary_size)
+    dtype, again = settings.dtype, settings.gradient_checkpointing
     on_device = {
         "weights": 4 * weights,
         "gradients": 4 * weights * (2 if ranks > 1 else 1),
         "AdamW": 8 * weights,
-        "activations": activation_bytes(model, tokens, settings.dtype, checkpointing=settings.gradient_checkpointing)
-        + score_bytes(
-            model,
-            tokens,
-            experiment.max_sequence_tokens,
-            settings.dtype,
-            checkpointing=settings.gradient_checkpointing,
-        ),
+        "activations": activation_bytes(model, tokens, dtype, checkpointing=again)
+        + score_bytes(model, tokens, experiment.max_sequence_tokens, dtype, checkpointing=again),
         "logits": 4 * logits * _LOGIT_COPIES,
     }
     if experiment.algorithm.kl_coefficient > 0:
-        reference = model
-        if experiment.model.reference:
-            reference = DecoderConfig.from_pretrained(Path(experiment.model.reference))
-        on_device["reference"] = parameter_count(reference) * bytes_of(settings.dtype)
-    on_host = {"base": BASE_BYTES["trainer"]}
+        folder = experiment.model.reference
+        reference = DecoderConfig.from_pretrained(Path(folder)) if folder else model
+        on_device["reference"] = reference.matrix_parameters() * bytes_of(dtype)
     for rank, device in enumerate(settings.devices):
-        yield from _on_device(f"trainer-{rank}", device, on_device, on_host)
+        yield from _on_device(f"trainer-{rank}", device, on_device, {"base": BASE_BYTES["trainer"]})
 
 
 def _on_device(name: str, device: str, on_device: dict[str, int], on_host: dict[str, int]) -> Iterator[MemoryUse]:
@@ -259,11 +244,11 @@ def _on_device(name: str, device: str, on_device: dict[str, int], on_host: dict[
 
 def memory_places(uses: list[MemoryUse]) -> list[MemoryPlace]:
     """Each place's needed, total and available bytes; None where the latter two are unknown."""
-    needed: dict[str, int] = {}
+    needed: Counter[str] = Counter()
     for use in uses:
-        needed[use.place] = needed.get(use.place, 0) + use.total_bytes
+        needed[use.place] += use.total_bytes
     if "memory" in needed:  # where files in /dev/shm are, too
-        needed["memory"] += needed.get(str(SHARED_MEMORY), 0)
+        needed["memory"] += needed[str(SHARED_MEMORY)]
     places: list[MemoryPlace] = []
     for name, total in needed.items():
         if name == "memory":
@@ -339,54 +324,47 @@ def existing(path: Path) -> Path:
 # --- findings --------------------------------------------------------------------------------------------
 
 
-def memory_findings(uses: list[MemoryUse], places: list[MemoryPlace]) -> Iterator[Finding]:
+def memory_findings(uses: list[MemoryUse], places: list[MemoryPlace]) -> Findings:
     """Findings on places: an error for what can't fit, a warning for more than ``FULL`` of what is free now."""
+    findings = Findings()
     for place in places:
         if place.capacity_bytes is not None and place.available_bytes is not None:
             there = [use for use in uses if use.place == place.name]
             if place.name == str(SHARED_MEMORY):
-                yield from _shared_memory_finding(place, place.available_bytes)
+                _look_at_shared_memory(place, place.available_bytes, findings)
             elif place.name == "memory" or place.name.startswith("cuda:"):
-                yield from _memory_finding(there, place, place.capacity_bytes, place.available_bytes)
+                _look_at_memory(there, place, place.capacity_bytes, place.available_bytes, findings)
             else:
-                yield from _disk_finding(there, place, place.available_bytes)
+                _look_at_disk(there, place, place.available_bytes, findings)
+    return findings
 
 
-def _shared_memory_finding(place: MemoryPlace, free: int) -> Iterator[Finding]:
+def _look_at_shared_memory(place: MemoryPlace, free: int, findings: Findings) -> None:
     if place.needed_bytes > free:
-        yield Finding(
-            level="warning",
-            key="weights.transport",
-            message=f"{place.name} has no room for {gibibytes(place.needed_bytes)} of published weights: the temporary "
-            "folder will be used, which is slower",
-        )
+        room = f"{place.name} has no room for {gibibytes(place.needed_bytes)} of published weights"
+        findings.warning("weights.transport", f"{room}: the temporary folder will be used, which is slower")
 
 
-def _memory_finding(uses: list[MemoryUse], place: MemoryPlace, capacity: int, free: int) -> Iterator[Finding]:
+def _look_at_memory(uses: list[MemoryUse], place: MemoryPlace, capacity: int, free: int, findings: Findings) -> None:
     largest = max(uses, key=lambda use: use.total_bytes)
     purpose = max(largest.parts, key=lambda part: largest.parts[part])
     needs = f"up to {gibibytes(place.needed_bytes)} of {place.name} needed (most by {largest.name}: {purpose})"
     if place.needed_bytes > capacity:
-        message = f"{needs}, but there are only {gibibytes(capacity)}"
-        yield Finding(level="error", key=_key(largest, purpose), message=message)
+        findings.error(_key(largest, purpose), f"{needs}, but there are only {gibibytes(capacity)}")
     elif place.needed_bytes > FULL * free:
-        message = f"{needs}, and {gibibytes(free)} are free now"
-        yield Finding(level="warning", key=_key(largest, purpose), message=message)
+        findings.warning(_key(largest, purpose), f"{needs}, and {gibibytes(free)} are free now")
 
 
-def _disk_finding(uses: list[MemoryUse], place: MemoryPlace, free: int) -> Iterator[Finding]:
+def _look_at_disk(uses: list[MemoryUse], place: MemoryPlace, free: int, findings: Findings) -> None:
     """Checkpoints are sure to come; the buffer is as large as stated only if every response is as long as allowed."""
     checkpoints = sum(use.total_bytes for use in uses if use.name == "checkpoints")
-    at = existing(Path(place.name))
+    at, needed = existing(Path(place.name)), gibibytes(checkpoints)
     if checkpoints > free:
-        message = f"{gibibytes(free)} free at {at}, but checkpoints need {gibibytes(checkpoints)}"
-        yield Finding(level="error", key="run.directory", message=message)
+        findings.error("run.directory", f"{gibibytes(free)} free at {at}, but checkpoints need {needed}")
     elif place.needed_bytes > FULL * free:
-        message = (
-            f"only {gibibytes(free)} free at {at}; checkpoints need {gibibytes(checkpoints)}, the buffer up to "
-            f"{gibibytes(place.needed_bytes - checkpoints)}"
-        )
-        yield Finding(level="warning", key="run.directory", message=message)
+        buffer = gibibytes(place.needed_bytes - checkpoints)
+        message = f"only {gibibytes(free)} free at {at}; checkpoints need {needed}, the buffer up to {buffer}"
+        findings.warning("run.directory", message)
 
 
 def _key(use: MemoryUse, purpose: str) -> str:

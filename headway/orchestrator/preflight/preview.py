@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,13 +13,13 @@ from headway.control.tuning.ledger_model import shape_of
 from headway.models.configuration import DecoderConfig
 from headway.orchestrator.preflight.calibration import SECONDS, OnProgress, calibrate, lent_replicas
 from headway.orchestrator.preflight.check import check
+from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.memory import gibibytes, memory_places, memory_uses
 from headway.orchestrator.task_sets import load_task_sets
 from headway.records.check_report import Calibration, CheckReport, Finding, Forecast, MemoryUse
 from headway.records.task import Task
 from headway.runtime.devices import cuda_device_count, machine_cores, parse_device
 
-_RANK = {"error": 0, "warning": 1, "info": 2}
 _SHARE = 0.95  # of the ideal rate: a budget that reaches less is worth a warning
 
 
@@ -33,7 +33,7 @@ def preview(
 ) -> CheckReport:
     """Check, size, calibrate (None seconds: don't), forecast. ``on_findings`` gets what is found before any worker is
     started. With an error among it nothing is started. Raises what ``calibrate`` raises when a worker fails."""
-    findings = check(experiment, resume=resume)
+    findings = Findings(check(experiment, resume=resume))
     on_findings(findings)
     if any(finding.level == "error" for finding in findings):
         return CheckReport(findings=findings)
@@ -45,10 +45,11 @@ def preview(
     measured, lengths = calibrate(experiment, sets["train"], seconds=seconds, on_progress=on_progress)
     on_progress("forecasts the run")
     predicted = forecast(run_shape(experiment, sets), measured, lengths)
-    more = [*calibration_findings(experiment, measured, predicted), *_task_finding(experiment, len(sets["train"]))]
+    more = calibration_findings(experiment, measured, predicted)
+    _look_at_tasks(experiment, len(sets["train"]), more)
     on_findings(more)
     return CheckReport(
-        findings=sorted(findings + more, key=lambda finding: _RANK[finding.level]),
+        findings=Findings(findings + more).by_level(),
         memory=_measured(uses, measured),
         places=places,
         calibration=measured,
@@ -89,48 +90,50 @@ def _free_devices(experiment: Experiment) -> int:
     return max(0, len(machine_cores()) - len(cores))
 
 
-def calibration_findings(experiment: Experiment, measured: Calibration, predicted: Forecast) -> Iterator[Finding]:
+def calibration_findings(experiment: Experiment, measured: Calibration, predicted: Forecast) -> Findings:
     """Findings on the configuration from the calibration's measurements."""
-    yield from _budget_finding(experiment, measured, predicted)
+    findings = Findings()
+    _look_at_budget(experiment, measured, predicted, findings)
     lengths, limit = measured.lengths, experiment.rollout.max_response_tokens
     if not lengths.finished:
-        yield _warning(
+        findings.warning(
             "rollout.max_response_tokens",
             f"no response ended in the calibration (the longest had {lengths.longest_tokens} tokens): all are taken to "
             f"grow to {limit} tokens, so every rate is a lower bound",
         )
     elif lengths.mean_most_tokens > 1.5 * lengths.mean_least_tokens:
-        yield _warning(
+        findings.warning(
             "rollout.max_response_tokens",
             f"the mean response has between {lengths.mean_least_tokens:.0f} and {lengths.mean_most_tokens:.0f} tokens: "
             f"{lengths.censored:,} of {lengths.finished + lengths.censored:,} still grew when the calibration ended; "
             "rates are as uncertain as that. A longer one: --calibrate-s",
         )
     if measured.failed_rollouts:
-        yield _warning("rollout", f"{measured.failed_rollouts:,} rollouts failed: {measured.failure_cause}")
+        findings.warning("rollout", f"{measured.failed_rollouts:,} rollouts failed: {measured.failure_cause}")
     if predicted.acceptance is not None and predicted.acceptance == 0.0:
-        yield _warning(
+        findings.warning(
             "queue.filter_zero_variance",
             f"none of {measured.groups} groups could be trained: all their rewards are equal; easier or harder tasks, "
             "a larger rollout.group_size, or a model that was taught the format first",
         )
-    yield from memory_overruns(experiment, measured)
+    look_at_residents(experiment, measured, findings)
+    return findings
 
 
-def memory_overruns(experiment: Experiment, measured: Calibration) -> Iterator[Finding]:
+def look_at_residents(experiment: Experiment, measured: Calibration, findings: Findings) -> None:
     """Processes that already hold more than was predicted for their whole run."""
     model = DecoderConfig.from_pretrained(Path(experiment.model.path))
     for use in memory_uses(experiment, model):
         resident = measured.resident_bytes.get(use.name, 0) if use.place == "memory" else 0
         if resident > 1.3 * use.total_bytes:
-            yield _warning(
+            findings.warning(
                 "model.path",
                 f"{use.name} already held {gibibytes(resident)} while it was calibrated; {gibibytes(use.total_bytes)} "
                 "were predicted for the run",
             )
 
 
-def _budget_finding(experiment: Experiment, measured: Calibration, predicted: Forecast) -> Iterator[Finding]:
+def _look_at_budget(experiment: Experiment, measured: Calibration, predicted: Forecast, findings: Findings) -> None:
     budget, needed = experiment.queue.budget, predicted.needed_budget
     share = next((entry.share for entry in predicted.budgets if entry.budget == budget), 1.0)
     if experiment.queue.overdue != "wait" or budget >= needed or share >= _SHARE:
@@ -138,7 +141,7 @@ def _budget_finding(experiment: Experiment, measured: Calibration, predicted: Fo
     reached = next((entry.share for entry in predicted.budgets if entry.budget == needed), None)
     longest = "max_response_tokens" if predicted.longest_is == "limit" else "p99"
     better = f" ({needed} would reach {reached:.0%})" if reached is not None and reached > share else ""
-    yield _warning(
+    findings.warning(
         "queue.budget",
         f"{budget} is less than the {needed} that the longest responses need ({predicted.longest_tokens} tokens, "
         f"{longest}, at a mean of {measured.lengths.mean_tokens:.0f}): the trainer will wait for them, and the run is "
@@ -147,7 +150,7 @@ def _budget_finding(experiment: Experiment, measured: Calibration, predicted: Fo
     )
 
 
-def _task_finding(experiment: Experiment, tasks: int) -> Iterator[Finding]:
+def _look_at_tasks(experiment: Experiment, tasks: int, findings: Findings) -> None:
     """Few tasks limit no rate (a task comes again in the next pass), but what is learnt from one step."""
     queue = experiment.queue
     open_groups = min(
@@ -155,15 +158,5 @@ def _task_finding(experiment: Experiment, tasks: int) -> Iterator[Finding]:
         queue.groups_per_step + experiment.concurrent_rollouts // experiment.rollout.group_size,
     )
     if tasks < open_groups:
-        yield Finding(
-            level="info",
-            key="tasks.train",
-            message=f"{tasks:,} task"
-            + "s" * (tasks != 1)
-            + f" for about {open_groups} groups open at once: the same task will be in the queue "
-            "more than once, at different versions",
-        )
-
-
-def _warning(key: str, message: str) -> Finding:
-    return Finding(level="warning", key=key, message=message)
+        few = f"{tasks:,} task" + "s" * (tasks != 1) + f" for about {open_groups} groups open at once"
+        findings.info("tasks.train", f"{few}: the same task will be in the queue more than once, at different versions")

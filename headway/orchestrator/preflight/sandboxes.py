@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from headway.config.schema import Experiment
-from headway.records.check_report import Finding
+from headway.orchestrator.preflight.findings import Findings
 from headway.records.errors import ConfigurationError
 from headway.records.sandbox import SandboxFinding
 from headway.rollout.hosting.service import load_environment
@@ -17,22 +17,21 @@ KEY = "sandbox"
 FOLDER = "sandboxes"  # of a run's: parked ones
 
 
-def sandbox_findings(experiment: Experiment) -> list[Finding]:
+def sandbox_findings(experiment: Experiment) -> Findings:
     """Findings, as of `preflight.findings`, on the experiment's sandboxes; none where its environment uses none.
     Raises ConfigurationError where the backend isn't installed."""
+    findings = Findings()
     if not uses_sandboxes(experiment):
-        return []
-    settings, needed = experiment.sandbox, experiment.concurrent_rollouts
-    found = [
-        Finding(level="error" if finding.fatal else "warning", key=KEY, message=str(finding))
-        for finding in asyncio.run(_look(experiment))
-    ]
+        return findings
+    for found in asyncio.run(_look(experiment)):
+        (findings.error if found.fatal else findings.warning)(KEY, str(found))
     if too_few := _too_few(experiment):
-        found.append(Finding(level="error", key="sandbox.live", message=too_few))
-    if needed > settings.live:
-        message = f"{needed} rollouts may run at once, and {settings.live} sandboxes: the others wait for one"
-        found.append(Finding(level="warning", key="sandbox.live", message=message))
-    return found
+        findings.error("sandbox.live", too_few)
+    live, needed = experiment.sandbox.live, experiment.concurrent_rollouts
+    if needed > live:
+        message = f"{needed} rollouts may run at once, and {live} sandboxes: the others wait for one"
+        findings.warning("sandbox.live", message)
+    return findings
 
 
 def require_shares(experiment: Experiment) -> None:

@@ -20,7 +20,7 @@ import json
 import pickle
 import zlib
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -53,16 +53,13 @@ def code_tests(metadata: Mapping[str, Any]) -> CodeTests:
             function = function or _function_of(metadata.get("metadata"))
             tests = _livecodebench(metadata, function)
         elif isinstance(given, dict):
-            form = cast("dict[str, Any]", given)
-            function = str(form.get("fn_name") or function)
-            tests = _pairs(form, function, int(metadata.get("public_tests", 0)))
+            function = str(given.get("fn_name") or function)
+            tests = _pairs(given, function, int(metadata.get("public_tests", 0)))
         elif isinstance(given, list):
-            tests = [_own(entry, function) for entry in cast("list[Any]", given)]
+            tests = [_own(entry, function) for entry in given]
         else:
             raise ValueError("there are none: valid: 'tests', 'input_output', 'public_test_cases'")
-        limits = {
-            name: None if metadata.get(name) is None else float(metadata[name]) for name in ("timeout_s", "tolerance")
-        }
+        limits = {name: float(metadata[name]) for name in ("timeout_s", "tolerance") if metadata.get(name) is not None}
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the task's tests can't be read: {type(error).__name__}: {error}") from None
     if not tests:
@@ -92,11 +89,8 @@ def _pairs(form: dict[str, Any], function: str, public: int) -> list[CodeTest]:
         raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
     tests: list[CodeTest] = []
     for index, (given, expected) in enumerate(zip(inputs, outputs, strict=True)):
-        if not function:
-            tests.append(CodeTest(stdin=_text(given), stdout=_text(expected), public=index < public))
-            continue
-        if isinstance(given, str):  # LiveCodeBench: an argument a line
-            tests.append(_call(given, expected, index < public))
+        if not function or isinstance(given, str):
+            tests.append(_written(given, expected, function, index < public))
             continue
         arguments = tuple(given) if isinstance(given, list) else (given,)
         right = (expected, expected[0]) if isinstance(expected, list) and len(expected) == 1 else (expected,)
@@ -110,10 +104,7 @@ def _livecodebench(metadata: Mapping[str, Any], function: str) -> list[CodeTest]
         for entry in _cases(metadata.get(name)):
             if entry.get("testtype") == "functional" and not function:
                 raise ValueError("its tests call a function, and func_name doesn't say which")
-            if function:
-                tests.append(_call(entry["input"], entry["output"], public))
-            else:
-                tests.append(CodeTest(stdin=_text(entry["input"]), stdout=_text(entry["output"]), public=public))
+            tests.append(_written(entry["input"], entry["output"], function, public))
     return tests
 
 
@@ -138,17 +129,20 @@ class _Texts(pickle.Unpickler):
 
 def _function_of(value: Any) -> str:
     found = _opened(value)
-    return str(cast("dict[str, Any]", found).get("func_name") or "") if isinstance(found, dict) else ""
+    return str(found.get("func_name") or "") if isinstance(found, dict) else ""
 
 
-def _call(given: str, expected: str, public: bool) -> CodeTest:
+def _written(given: Any, expected: Any, function: str, public: bool) -> CodeTest:
+    """A test in texts: of a program, or as LiveCodeBench has it of a function, an argument a line."""
+    if not function:
+        return CodeTest(stdin=_text(given), stdout=_text(expected), public=public)
     arguments = tuple(json.loads(line) for line in given.split("\n") if line.strip())
     return CodeTest(arguments=arguments, returns=(json.loads(expected),), public=public)
 
 
 def _text(value: Any) -> str:
     if isinstance(value, list):
-        return "\n".join(map(str, cast("list[Any]", value)))
+        return "\n".join(map(str, value))
     if not isinstance(value, str):
         raise ValueError(f"a text is expected, not {type(value).__name__}")
     return value

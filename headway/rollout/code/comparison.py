@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from decimal import Context, Decimal
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 Compare = Literal["tokens", "lines"]
 
@@ -23,9 +23,7 @@ def same_text(printed: str, expected: str, compare: Compare, tolerance: float) -
     if compare == "tokens":
         return _same_words(printed.split(), expected.split(), tolerance)
     ours, theirs = _lines(printed), _lines(expected)
-    if len(ours) != len(theirs):
-        return False
-    return all(
+    return len(ours) == len(theirs) and all(
         a == b or (_same_blanks(a, b) and _same_words(a.split(), b.split(), tolerance))
         for a, b in zip(ours, theirs, strict=True)
     )
@@ -56,15 +54,13 @@ def _same(value: Any, expected: Any, tolerance: float) -> bool:
         except OverflowError:  # an integer that no float can hold
             return False
     if isinstance(expected, (list, tuple)):
-        if type(value) is not type(expected) or len(cast("Sequence[Any]", value)) != len(
-            cast("Sequence[Any]", expected)
-        ):
+        if type(value) is not type(expected) or len(value) != len(expected):
             return False
         return all(_same(a, b, tolerance) for a, b in zip(value, expected, strict=True))
     if isinstance(expected, dict):
         if not isinstance(value, dict) or value.keys() != expected.keys():
             return False
-        return all(_same(value[key], each, tolerance) for key, each in cast("dict[Any, Any]", expected).items())
+        return all(_same(value[key], each, tolerance) for key, each in expected.items())
     return value == expected
 
 
@@ -77,9 +73,8 @@ def _same_blanks(a: str, b: str) -> bool:
 
 
 def _same_words(ours: Sequence[str], theirs: Sequence[str], tolerance: float) -> bool:
-    if len(ours) != len(theirs):
-        return False
-    return all(a == b or _same_number(a, b, tolerance) for a, b in zip(ours, theirs, strict=True))
+    pairs = zip(ours, theirs, strict=True)
+    return len(ours) == len(theirs) and all(a == b or _same_number(a, b, tolerance) for a, b in pairs)
 
 
 def _same_number(word: str, expected: str, tolerance: float) -> bool:

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -64,7 +64,7 @@ def questions_of(source: str, name: str, tolerance: float = 0.0) -> Questions:
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
-        raise ValueError(f"hidden test {name}, line {error.lineno}: {error.msg}") from None
+        raise _refused(name, error.lineno, str(error.msg)) from None
     answers: list[HiddenAnswer] = []
     tests: list[str] = []
     body: list[ast.stmt] = []
@@ -76,11 +76,11 @@ def questions_of(source: str, name: str, tolerance: float = 0.0) -> Questions:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
             if node.name in tests or node.decorator_list or ast.unparse(node.args):
                 what = "is there twice" if node.name in tests else "has decorators or arguments, which nobody gives it"
-                raise ValueError(f"hidden test {name}, line {node.lineno}: {node.name} {what}")
+                raise _refused(name, node.lineno, f"{node.name} {what}")
             before = len(answers)
             node.body = _split(node.body, answers, node.name, name)
             if len(answers) == before:
-                raise ValueError(f"hidden test {name}, line {node.lineno}: {node.name} expects nothing")
+                raise _refused(name, node.lineno, f"{node.name} expects nothing")
             node.body.append(_ask(_ASKED, len(answers), ast.Constant(value=None)))
             answers.append(HiddenAnswer(test=node.name, line=node.lineno, end=True))
             tests.append(node.name)
@@ -121,22 +121,23 @@ def _expected(node: ast.Assert, name: str) -> tuple[ast.expr, Any]:
     """An assert's question and its right value. Raises ValueError where a comparison isn't ``QUESTION == LITERAL``."""
     test = node.test
     if isinstance(test, ast.Compare):
-        if len(test.ops) == 1 and isinstance(test.ops[0], (ast.Eq, ast.Is)):
-            try:
-                value = ast.literal_eval(test.comparators[0])
-            except (ValueError, TypeError):
-                pass
-            else:
-                if not _can_be_said(value):
-                    told = f"{ast.unparse(test.comparators[0])[:80]}, which no answer can be; valid: texts, numbers, "
-                    told += f"tuples, lists, sets and dictionaries, of at most {_MOST_ENTRIES} entries the last two"
-                    raise ValueError(f"hidden test {name}, line {node.lineno}: it expects {told}")
-                return test.left, value
-        told = "valid: assert QUESTION == LITERAL"
-        raise ValueError(f"hidden test {name}, line {node.lineno}: what is expected must be a literal; {told}")
+        literal, refused = test.comparators[0], "what is expected must be a literal; valid: assert QUESTION == LITERAL"
+        if len(test.ops) > 1 or not isinstance(test.ops[0], (ast.Eq, ast.Is)):
+            raise _refused(name, node.lineno, refused)
+        try:
+            value = ast.literal_eval(literal)
+        except (ValueError, TypeError):
+            raise _refused(name, node.lineno, refused) from None
+        if not _can_be_said(value):
+            told = (
+                f"{ast.unparse(literal)[:80]}, which no answer can be; valid: texts, numbers, tuples, lists, sets and "
+            )
+            told += f"dictionaries, of at most {_MOST_ENTRIES} entries the last two"
+            raise _refused(name, node.lineno, f"it expects {told}")
+        return test.left, value
     no = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
     subject = test.operand if no and isinstance(test, ast.UnaryOp) else test
-    return ast.Call(func=ast.Name(id="bool", ctx=ast.Load()), args=[subject], keywords=[]), not no
+    return _call("bool", subject), not no
 
 
 def _raises(node: ast.With, name: str) -> str:
@@ -145,7 +146,7 @@ def _raises(node: ast.With, name: str) -> str:
     if not isinstance(call, ast.Call) or _last_name(call.func) != "raises":
         return ""
     if more or item.optional_vars or call.keywords or len(call.args) != 1 or not _last_name(call.args[0]):
-        raise ValueError(f"hidden test {name}, line {node.lineno}: valid: with pytest.raises(EXCEPTION):")
+        raise _refused(name, node.lineno, "valid: with pytest.raises(EXCEPTION):")
     return _last_name(call.args[0])
 
 
@@ -164,8 +165,11 @@ def _attempt(node: ast.With, number: int) -> ast.Try:
 
 
 def _ask(function: str, number: int, subject: ast.expr) -> ast.Expr:
-    call = ast.Call(func=ast.Name(id=function, ctx=ast.Load()), args=[ast.Constant(value=number), subject], keywords=[])
-    return ast.Expr(value=call)
+    return ast.Expr(value=_call(function, ast.Constant(value=number), subject))
+
+
+def _call(function: str, *arguments: ast.expr) -> ast.Call:
+    return ast.Call(func=ast.Name(id=function, ctx=ast.Load()), args=[*arguments], keywords=[])
 
 
 def _refuse_asserts(node: ast.stmt, name: str) -> None:
@@ -173,7 +177,7 @@ def _refuse_asserts(node: ast.stmt, name: str) -> None:
     for inner in ast.walk(node):
         if isinstance(inner, ast.Assert) or (isinstance(inner, ast.With) and _raises(inner, name)):
             what = "an assert must stand in a test itself, not in a loop, a condition or a function of its own"
-            raise ValueError(f"hidden test {name}, line {inner.lineno}: {what}")
+            raise _refused(name, inner.lineno, what)
 
 
 def _refuse_pytest(body: Sequence[ast.stmt], gone: set[str], name: str) -> None:
@@ -186,21 +190,23 @@ def _refuse_pytest(body: Sequence[ast.stmt], gone: set[str], name: str) -> None:
             elif isinstance(inner, ast.ImportFrom):
                 used = (inner.module or "").partition(".")[0] == "pytest"
             if used:
-                what = (
-                    f"{ast.unparse(inner)} is pytest's, which isn't there; valid: import pytest at the top, on a line "
-                )
-                what += "of its own, and with pytest.raises(EXCEPTION)"
-                raise ValueError(f"hidden test {name}, line {getattr(inner, 'lineno', 0)}: {what}")
+                valid = "import pytest at the top, on a line of its own, and with pytest.raises(EXCEPTION)"
+                what = f"{ast.unparse(inner)} is pytest's, which isn't there; valid: {valid}"
+                raise _refused(name, getattr(inner, "lineno", 0), what)
+
+
+def _refused(name: str, line: int | None, what: str) -> ValueError:
+    return ValueError(f"hidden test {name}, line {line}: {what}")
 
 
 def _can_be_said(value: Any) -> bool:
     """Whether the driver can encode ``value``, and `decoded` would read it."""
+    if isinstance(value, (set, dict)) and len(value) > _MOST_ENTRIES:
+        return False
     if isinstance(value, dict):
-        entries = cast("dict[Any, Any]", value)
-        return len(entries) <= _MOST_ENTRIES and _can_be_said([*entries.keys(), *entries.values()])
+        return _can_be_said([*value.keys(), *value.values()])
     if isinstance(value, (list, tuple, set)):
-        few = not isinstance(value, set) or len(cast("set[Any]", value)) <= _MOST_ENTRIES
-        return few and all(_can_be_said(one) for one in cast("Sequence[Any]", value))
+        return all(map(_can_be_said, value))
     return value is None or isinstance(value, (bool, int, float, str, bytes))
 
 
@@ -265,9 +271,7 @@ def judged(questions: Questions, said: bytes, tolerance: float) -> HiddenTestRes
     with an unknown value, counts as wrong."""
     given: dict[int, Any] = {}
     spoilt: set[int] = set()
-    for line in said.split(b"\n"):
-        if not line:
-            continue
+    for line in filter(None, said.split(b"\n")):
         number, value = _answer_of(line)
         if number in given:
             spoilt.add(number)
@@ -278,11 +282,8 @@ def judged(questions: Questions, said: bytes, tolerance: float) -> HiddenTestRes
             state[answer.test] = "unanswered" if state[answer.test] == "passed" else state[answer.test]
         elif number in spoilt or not _right(answer, given[number], tolerance):
             state[answer.test] = "wrong"
-    by_state = {
-        kind: tuple(test for test, each in state.items() if each == kind)
-        for kind in HiddenTestResults.__struct_fields__
-    }
-    return HiddenTestResults(**by_state)
+    kinds = HiddenTestResults.__struct_fields__
+    return HiddenTestResults(**{kind: tuple(test for test in state if state[test] == kind) for kind in kinds})
 
 
 def decoded(value: Any) -> Any:
@@ -291,19 +292,21 @@ def decoded(value: Any) -> Any:
         return value
     if not isinstance(value, dict) or len(value) != 1:
         raise ValueError("not an encoded value")
-    (kind, inner), *_ = cast("Mapping[str, Any]", value).items()
-    if kind == "int":
-        return int(inner, 16)
-    if kind == "float":
-        return float.fromhex(inner)
-    if kind == "bytes":
-        return bytes.fromhex(inner)
-    if kind == "dict" and len(inner) <= _MOST_ENTRIES:
-        return {decoded(key): decoded(one) for key, one in inner}
-    if kind == "set" and len(inner) > _MOST_ENTRIES:
+    ((kind, inner),) = value.items()
+    if kind in ("set", "dict") and len(inner) > _MOST_ENTRIES:
         raise ValueError("too many entries")
-    kinds: dict[str, Any] = {"tuple": tuple, "list": list, "set": set}
-    return kinds[kind]([decoded(one) for one in inner])
+    return _DECODERS[kind](inner)
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": float.fromhex,
+    "bytes": bytes.fromhex,
+    "tuple": lambda entries: tuple(map(decoded, entries)),
+    "list": lambda entries: [*map(decoded, entries)],
+    "set": lambda entries: {*map(decoded, entries)},
+    "dict": lambda entries: {decoded(key): decoded(one) for key, one in entries},
+}
 
 
 _UNKNOWN = object()  # equal to nothing
@@ -319,7 +322,7 @@ def _answer_of(line: bytes) -> tuple[int, Any]:
 
 def _right(answer: HiddenAnswer, given: Any, tolerance: float) -> bool:
     if answer.raises:
-        return isinstance(given, list) and answer.raises in cast("list[Any]", given)
+        return isinstance(given, list) and answer.raises in given
     try:
         return same_value(decoded(given), answer.value, tolerance)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):

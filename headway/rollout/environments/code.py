@@ -7,19 +7,19 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 
-from headway.records.errors import ConfigurationError
 from headway.records.sandbox import ExecResult, SandboxError
 from headway.rollout.code.code_tests import CodeTest, CodeTests, code_tests
 from headway.rollout.code.comparison import Compare, same_text, same_value
 from headway.rollout.environment import Answer, Environment, Episode
-from headway.rollout.environments.commands import AnswerTime, Interpreter
+from headway.rollout.environments.commands import AnswerTime, Ending, Interpreter, ended_badly
+from headway.rollout.parameters import require_choice
 from headway.rollout.tools import ToolError
 
-Outcome = Literal["passed", "wrong", "error", "timeout", "out of memory", "truncated output", "not run"]
+Outcome = Ending | Literal["passed", "wrong", "not run"]
 Reward = Literal["all", "share"]
 
 PROGRAM = "solution.py"
@@ -100,10 +100,8 @@ class Code(Environment):
         ``total_s``: of all tests of an answer, those left then count as "timeout": less than environment.timeout_s.
         ``compare``: "tokens" or "lines". ``tolerance``: of numbers with a decimal point. ``output_bytes``: of a test,
         more is a failure. ``interpreter``: in the sandbox. ``preamble``: what functions find imported."""
-        if reward not in get_args(Reward):
-            raise ConfigurationError(f"environment.parameters: reward = {reward!r}: valid: all, share")
-        if compare not in get_args(Compare):
-            raise ConfigurationError(f"environment.parameters: compare = {compare!r}: valid: tokens, lines")
+        require_choice("environment.parameters.reward", reward, Reward)
+        require_choice("environment.parameters.compare", compare, Compare)
         self.system = system
         self._reward = reward
         self._feedback_turns = feedback_turns
@@ -132,7 +130,6 @@ class Code(Environment):
         await super().begin(episode)
 
     async def reply(self, episode: Episode, answer: Answer) -> None:
-        self._time.begin(episode)
         if await self.call_tools(episode, answer):
             if episode.state.get("final"):
                 episode.end()
@@ -237,17 +234,11 @@ class Code(Environment):
 
     def _judged(self, result: ExecResult, tests: CodeTests, test: CodeTest) -> ProgramResult:
         got, errors = result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace")
-        outcome: Outcome = "wrong"
-        if not result.ok and (result.oom or errors.rstrip().endswith("MemoryError")):
+        outcome: Outcome | None = ended_badly(result)
+        if not result.ok and errors.rstrip().endswith("MemoryError"):
             outcome = "out of memory"
-        elif result.timed_out:
-            outcome = "timeout"
-        elif result.truncated:
-            outcome = "truncated output"
-        elif not result.ok:
-            outcome = "error"
-        elif self._right(got, tests, test):
-            outcome = "passed"
+        if outcome is None:
+            outcome = "passed" if self._right(got, tests, test) else "wrong"
         return ProgramResult(outcome=outcome, got=got, errors=errors)
 
     def _right(self, got: str, tests: CodeTests, test: CodeTest) -> bool:

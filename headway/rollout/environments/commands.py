@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from headway.records.sandbox import ExecResult, SandboxError, environment_failure
 from headway.rollout.environment import Episode
 from headway.rollout.tools import ToolError
 
-_LEFT = "answer_s"  # of an episode's state
+Ending = Literal["out of memory", "timeout", "truncated output", "error"]
+
+_LEFT = "answer_s"  # of an episode's state: number of the answer, seconds left for it
 _RAN = "ran"  # likewise: whether its sandbox has been used
 
 
@@ -25,18 +27,17 @@ class AnswerTime:
         self.total_s = total_s
 
     def begin(self, episode: Episode) -> None:
-        """Start a new answer with the whole time."""
-        episode.state[_LEFT] = self.total_s
+        """Give what follows the whole time, as every answer has it by itself."""
+        episode.state[_LEFT] = [episode.turns, self.total_s]
 
     def left(self, episode: Episode) -> float:
         """Seconds left for commands of this answer. Raises ToolError where there are none."""
-        left_s: float = episode.state.get(_LEFT, self.total_s)
+        if episode.state.get(_LEFT, [-1])[0] != episode.turns:
+            self.begin(episode)
+        left_s: float = episode.state[_LEFT][1]
         if left_s <= 0:
             raise ToolError(f"the commands of one answer have {self.total_s:g} s together, and these are over")
         return left_s
-
-    def spend(self, episode: Episode, seconds: float) -> None:
-        episode.state[_LEFT] = episode.state.get(_LEFT, self.total_s) - seconds
 
     async def exec(
         self, episode: Episode, argv: Sequence[str], *, timeout_s: float, **options: Any
@@ -44,7 +45,7 @@ class AnswerTime:
         """How a command ended, and the limit that it had: ``timeout_s``, or what is left of the answer's time."""
         limit_s = min(timeout_s, self.left(episode))
         result = await episode.sandbox.exec(argv, timeout_s=limit_s, **options)
-        self.spend(episode, result.duration_s)
+        episode.state[_LEFT][1] -= result.duration_s
         return result, limit_s
 
 
@@ -67,6 +68,17 @@ class Interpreter:
             how = result.stderr.decode(errors="replace").strip()[-200:] or f"exit code {result.exit_code}"
             raise SandboxError(environment_failure(f"{' '.join(self.argv)} doesn't run in the sandbox: {how}"))
         self._works = True
+
+
+def ended_badly(result: ExecResult) -> Ending | None:
+    """How a program failed; None: it ended well."""
+    if result.oom and not result.ok:
+        return "out of memory"
+    if result.timed_out:
+        return "timeout"
+    if result.truncated:
+        return "truncated output"
+    return None if result.ok else "error"
 
 
 @contextmanager

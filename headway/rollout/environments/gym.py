@@ -7,12 +7,14 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from headway.records.errors import ConfigurationError
 from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.environments.actions import Reading, actions_of, find_action
 from headway.rollout.lane import Lane
+from headway.rollout.parameters import require_choice
 from headway.rollout.tools import Tool, ToolError, read_object
 from headway.runtime.imports import import_extra, import_function
 
@@ -39,12 +41,12 @@ class OtherGame(OSError):
     """A game that came back as another one: not the policy's doing."""
 
 
+@dataclass
 class _Game:
     """A game in play, in a thread of its own."""
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
-        self.env: Any = None
+    lane: Lane
+    env: Any = None
 
 
 class Gym(Environment):
@@ -74,11 +76,8 @@ class Gym(Environment):
         ``invalid``: an answer without an action is told so, or ends the game; ``invalid_reward``: of its turn.
         ``solved_at``: rewards together from which the task counts as solved. ``deterministic``: the same actions on
         the same seed lead to the same place: a parked game is played again in another process."""
-        for name, value, kind in (("reads", reads, Reading), ("invalid", invalid, Invalid)):
-            if value not in get_args(kind):
-                raise ConfigurationError(
-                    f"environment.parameters.{name} = {value!r}: valid: {', '.join(get_args(kind))}"
-                )
+        require_choice("environment.parameters.reads", reads, Reading)
+        require_choice("environment.parameters.invalid", invalid, Invalid)
         self._make = maker_of(env)
         self._arguments = dict(arguments or {})
         self._reads: Reading = reads
@@ -87,7 +86,7 @@ class Gym(Environment):
         self._solved_at = solved_at
         self._deterministic = deterministic
         self._games: dict[str, _Game] = {}
-        tried = self._made(self._arguments)
+        tried = self._make(**self._arguments)
         try:
             self._actions = actions_of(getattr(tried, "action_space", None), actions)
         finally:
@@ -98,8 +97,7 @@ class Gym(Environment):
         if self._reads != "tool":
             return ()
         described = {"type": "object", "properties": {"action": self._actions.schema}, "required": ["action"]}
-        function = {"name": "act", "description": "Take an action.", "parameters": described}
-        return (Tool(name="act", schema={"type": "function", "function": function}, call=self._act),)
+        return (Tool.described("act", "Take an action.", described, self._act),)
 
     async def begin(self, episode: Episode) -> None:
         episode.state.update(seed=seed_of(episode.task), actions=[], seen="", rewards=[])
@@ -109,12 +107,10 @@ class Gym(Environment):
             episode.hold("its game")
         if self.system:
             episode.say(self.system, "system")
-        if episode.task.messages:
-            for message in episode.task.messages:
-                episode.add(message)
-            episode.say(seen)
-        else:
-            episode.say(f"{episode.task.prompt}\n\n{seen}" if episode.task.prompt else seen)
+        for message in episode.task.messages:
+            episode.add(message)
+        alone = episode.task.prompt and not episode.task.messages
+        episode.say(f"{episode.task.prompt}\n\n{seen}" if alone else seen)
 
     async def reply(self, episode: Episode, answer: Answer) -> None:
         episode.state["rewards"].append(0.0)
@@ -123,8 +119,7 @@ class Gym(Environment):
         if self._reads == "tool":
             told = self._refused(episode, "call the tool act")
         else:
-            written = find_action(answer.text, self._reads)
-            told = await self._stepped(episode, written)
+            told = await self._stepped(episode, find_action(answer.text, self._reads))
         if not episode.over:
             episode.say(told)
 
@@ -188,7 +183,7 @@ class Gym(Environment):
         options = {"options": own["options"]} if own.get("options") else {}
 
         def start() -> str:
-            game.env = self._made({**self._arguments, **(own.get("arguments") or {})})
+            game.env = self._make(**{**self._arguments, **(own.get("arguments") or {})})
             observation, info = game.env.reset(seed=episode.state["seed"], **options)
             return self._shows(observation, info, game.env)
 
@@ -204,9 +199,6 @@ class Gym(Environment):
             return self._shows(observation, info, game.env), float(reward), ended
 
         return await game.lane.run(step)
-
-    def _made(self, arguments: Mapping[str, Any]) -> Any:
-        return self._make(**arguments)
 
 
 def seed_of(task: Any) -> int:
@@ -271,9 +263,7 @@ def _reward(episode: Episode, value: float) -> None:
 
 
 def _closed(env: Any) -> None:
-    close = getattr(env, "close", None)
-    if close is not None:
-        close()
+    getattr(env, "close", lambda: None)()
 
 
 def _plain(value: Any) -> Any:

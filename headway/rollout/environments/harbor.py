@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.records.sandbox import ExecResult, SandboxError
-from headway.rollout.environment import Answer, Environment, Episode
+from headway.rollout.environment import Environment, Episode
 from headway.rollout.environments.commands import AnswerTime, fills
 from headway.rollout.environments.harbor_tasks import COLUMN, HarborTask, read_task, reward_of
 from headway.rollout.environments.python_tool import shown
@@ -53,10 +53,6 @@ class Harbor(Environment):
         if not made.ok:
             raise RuntimeError(f"{task.workdir} and /logs can't be made: {made.stderr.decode(errors='replace')[:200]}")
         await super().begin(episode)
-
-    async def reply(self, episode: Episode, answer: Answer) -> None:
-        self._time.begin(episode)
-        await super().reply(episode, answer)
 
     async def bash(self, command: str, episode: Episode) -> str:
         """Run a command in a shell, and see what it prints.

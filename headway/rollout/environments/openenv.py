@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 from urllib.parse import urlsplit
 
 from headway.records.errors import ConfigurationError
@@ -17,6 +17,7 @@ from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.environments.actions import Reading, find_action
 from headway.rollout.environments.gym import seed_of
 from headway.rollout.environments.openenv_server import LocalServer, fetched, free_port
+from headway.rollout.parameters import require_choice
 from headway.rollout.tools import Tool, ToolError, read_object
 from headway.runtime.imports import import_extra
 
@@ -58,8 +59,7 @@ class OpenEnv(Environment):
         which the task counts as solved."""
         self._client = import_extra("websockets.asyncio.client", "openenv", "environment.name = 'openenv'")
         self._package = import_extra("websockets.exceptions", "openenv", "environment.name = 'openenv'")
-        if reads not in get_args(Reading):
-            raise ConfigurationError(f"{KEY}.reads = {reads!r}: valid: {', '.join(get_args(Reading))}")
+        require_choice(f"{KEY}.reads", reads, Reading)
         if bool(address) == bool(command):
             raise ConfigurationError(f"{KEY}: either address = 'http://...' or command = ['program', ...] is needed")
         self.system = system
@@ -88,8 +88,7 @@ class OpenEnv(Environment):
             return ()
         fields = {key: one for key, one in self._schema.items() if key not in self._fixed}
         parameters = {"type": "object", "properties": fields, "required": self._needed}
-        function = {"name": "act", "description": "Take an action.", "parameters": parameters}
-        return (Tool(name="act", schema={"type": "function", "function": function}, call=self._act),)
+        return (Tool.described("act", "Take an action.", parameters, self._act),)
 
     async def begin(self, episode: Episode) -> None:
         episode.hold("its session with an OpenEnv server")
@@ -106,14 +105,10 @@ class OpenEnv(Environment):
         episode.state["rewards"].append(0.0)
         if await self.call_tools(episode, answer):
             return
-        written = find_action(answer.text, self._reads) if self._reads != "tool" else None
-        if written is None:
-            told = "error: call the tool act" if self._reads == "tool" else "error: there is no action in this answer"
-        else:
-            try:
-                told = await self._stepped(episode, {self._field: self._value(written)})
-            except ToolError as error:
-                told = f"error: {error}"
+        try:
+            told = await self._stepped(episode, {self._field: self._written(answer.text)})
+        except ToolError as error:
+            told = f"error: {error}"
         if not episode.over:
             episode.say(told)
 
@@ -154,8 +149,13 @@ class OpenEnv(Environment):
             episode.end("done")
         return self._seen(data)
 
-    def _value(self, written: str) -> Any:
-        """The written action in the type of its field. Raises ToolError for what is no JSON."""
+    def _written(self, text: str) -> Any:
+        """The action in an answer, in the type of its field. Raises ToolError where there is none."""
+        if self._reads == "tool":
+            raise ToolError("call the tool act")
+        written = find_action(text, self._reads)
+        if written is None:
+            raise ToolError("there is no action in this answer")
         kind = self._schema[self._field].get("type")
         if kind in (None, "string"):
             return written

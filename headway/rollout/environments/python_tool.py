@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headway.records.sandbox import ExecResult
-from headway.rollout.environment import Answer, Environment, Episode
+from headway.rollout.environment import Environment, Episode
 from headway.rollout.environments.commands import AnswerTime, Interpreter
 
 _SHOWN_BYTES = 16_000  # of each of a program's outputs; the environment's own limit cuts them further
@@ -31,10 +31,6 @@ class PythonTool(Environment):
 
     def tools(self) -> Sequence[Callable[..., Any]]:
         return (self.python,)
-
-    async def reply(self, episode: Episode, answer: Answer) -> None:
-        self._time.begin(episode)
-        await super().reply(episode, answer)
 
     async def python(self, code: str, episode: Episode) -> str:
         """Run a Python program, and see what it prints.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -13,9 +13,10 @@ from headway.records.errors import ConfigurationError
 from headway.records.sandbox import ExecResult, SandboxError
 from headway.rollout.code.hidden_tests import DRIVER, HiddenTestResults, Questions, asked, judged, questions_of
 from headway.rollout.code.repositories import files_of
-from headway.rollout.environment import Answer, Environment, Episode
-from headway.rollout.environments.commands import AnswerTime, Interpreter, fills
+from headway.rollout.environment import Environment, Episode
+from headway.rollout.environments.commands import AnswerTime, Interpreter, ended_badly, fills
 from headway.rollout.environments.python_tool import shown
+from headway.rollout.parameters import require_choice
 from headway.rollout.tools import ToolError
 
 REPOSITORY = "/work/repository"
@@ -59,8 +60,7 @@ class Repair(Environment):
         ``hidden_timeout_s``: of all hidden tests; these two less than environment.timeout_s. ``tolerance``: of numbers
         with a decimal point. ``numbered``: lines are shown with their numbers. ``interpreter``: of the hidden tests, in
         the sandbox. ``test_command``: of tasks that don't say."""
-        if reward not in get_args(Reward):
-            raise ConfigurationError(f"environment.parameters: reward = {reward!r}: valid: all, share")
+        require_choice("environment.parameters.reward", reward, Reward)
         known = {tool.__name__: tool for tool in self._all_tools()}
         if unknown := [name for name in tools if name not in known]:
             valid = ", ".join(known)
@@ -87,10 +87,6 @@ class Repair(Environment):
         self._hidden(episode)  # or it fails before anything is sampled
         files_of(episode.task.metadata)
         await super().begin(episode)
-
-    async def reply(self, episode: Episode, answer: Answer) -> None:
-        self._time.begin(episode)
-        await super().reply(episode, answer)
 
     # --- tools --------------------------------------------------------------------------------------------------
 
@@ -228,7 +224,7 @@ class Repair(Environment):
             for name, questions in hidden.items():
                 result = await self._ask(episode, questions, max(left_s, _LEAST_S))
                 left_s -= result.duration_s
-                how = _how(result)
+                how = ended_badly(result)
                 told = HiddenTestResults(passed=(), wrong=(), unanswered=questions.tests)
                 if not result.truncated:
                     told = judged(questions, result.stdout, self._tolerance)
@@ -285,17 +281,6 @@ async def _told(work: Any) -> Any:
         if not error.failure.reward_valid:
             raise
         raise ToolError(error.failure.what.removeprefix(f"{REPOSITORY}/")) from None
-
-
-def _how(result: ExecResult) -> str:
-    """How a hidden test's process failed; "": it ended well."""
-    if result.oom and not result.ok:
-        return "out of memory"
-    if result.timed_out:
-        return "timeout"
-    if result.truncated:
-        return "truncated output"
-    return "" if result.ok else "error"
 
 
 def _as_told(result: ExecResult, timeout_s: float) -> str:

@@ -52,15 +52,6 @@ class _Seat:
         self._seen = SandboxStatistics()  # of the worker, at the last look
         self._gone = SandboxStatistics()  # counted by those that died
 
-    @property
-    def worker(self) -> Worker | None:
-        return self.slot.worker
-
-    @property
-    def live(self) -> Worker | None:
-        """The seat's worker; None while it is dead."""
-        return self.slot.live
-
     async def _take(self, worker: Worker) -> None:
         self._gone = SandboxStatistics.total([self._gone, self._seen.counted()])
         self._seen = SandboxStatistics()  # the new one counts from zero
@@ -81,14 +72,14 @@ class _Seat:
 
     async def sandboxes(self) -> SandboxStatistics:
         """Sandbox statistics of this seat's worker and its predecessors."""
-        worker = self.live
+        worker = self.slot.live
         if worker is not None:
             with contextlib.suppress(EnvironmentDied, TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     seen = await self._submit(worker, "submit_sandboxes")
-                if worker is self.worker:
+                if worker is self.slot.worker:
                     self._seen = seen
-        return SandboxStatistics.total([self._gone, self._seen if self.live else self._seen.counted()])
+        return SandboxStatistics.total([self._gone, self._seen if self.slot.live else self._seen.counted()])
 
     async def _submit(self, worker: Worker, method: str, *arguments: Any) -> Any:
         number = next(self._numbers)
@@ -281,10 +272,10 @@ class EnvironmentPool:
             seat = self._best()
             seat.episodes += 1
             try:
-                if seat.live is None:
+                if seat.slot.live is None:
                     await seat.slot.restart(timeout_s=_SOON_S)
                 seat.late = seat.slot.restarting
-                if (worker := seat.live) is not None:
+                if (worker := seat.slot.live) is not None:
                     yield seat, worker
                     return
             finally:
@@ -295,14 +286,16 @@ class EnvironmentPool:
         is none. Restarts dead workers in the background. Raises WorkerDied where none lives and none can be started."""
         if self._stopped:
             raise EnvironmentDied("the workers of environments are stopped")
-        if not any(seat.live for seat in self._seats):
+        if not any(seat.slot.live for seat in self._seats):
             seat = min(self._seats, key=lambda one: one.slot.failures)
             if seat.slot.exhausted:
                 raise seat.slot.lose(f"gave up after {_STARTS} starts; last: {seat.slot.fault}") from seat.slot.fault
         for seat in self._seats:
-            if seat.live is None:
+            if seat.slot.live is None:
                 seat.slot.begin_restart()
-        sound = [seat for seat in self._seats if seat.live is not None or not (seat.slot.failures > 1 or seat.late)]
+        sound = [
+            seat for seat in self._seats if seat.slot.live is not None or not (seat.slot.failures > 1 or seat.late)
+        ]
         return min(sound or self._seats, key=lambda one: one.episodes)
 
 

@@ -82,9 +82,19 @@ class EnvironmentService:
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
         self._thread.start()
         folder = Path(snapshots).resolve() if snapshots else None
-        opening = self._begin(settings, played, SandboxConfig.model_validate(sandbox), sandboxes, run, folder, seed)
+        clock, boxes = RealClock(), SandboxConfig.model_validate(sandbox)
+
+        async def begin() -> tuple[Episodes, GuardedPool]:
+            guarded = import_function(sandboxes, "sandboxes", ())(boxes, clock, run=run, snapshots=folder, seed=seed)
+            pool: GuardedPool = await self._open.enter_async_context(guarded)
+            spec = await spec_of(boxes) if played.uses_sandbox else boxes.spec
+            episodes = Episodes(played, settings, pool.pool, boxes, spec, clock, snapshots=folder or Path())
+            self._open.push_async_callback(episodes.shut_down)
+            await episodes.start()
+            return episodes, pool
+
         try:
-            self._episodes, self._sandboxes = asyncio.run_coroutine_threadsafe(opening, self._loop).result()
+            self._episodes, self._sandboxes = asyncio.run_coroutine_threadsafe(begin(), self._loop).result()
         except BaseException:
             asyncio.run_coroutine_threadsafe(self._open.aclose(), self._loop).result(_CLOSE_S)
             raise
@@ -97,25 +107,6 @@ class EnvironmentService:
                 self._loop.run_forever()
             except (SystemExit, KeyboardInterrupt):
                 traceback.print_exc()
-
-    async def _begin(
-        self,
-        settings: EnvironmentConfig,
-        played: Environment,
-        boxes: SandboxConfig,
-        sandboxes: str,
-        run: str,
-        snapshots: Path | None,
-        seed: int,
-    ) -> tuple[Episodes, GuardedPool]:
-        clock = RealClock()
-        guarded = import_function(sandboxes, "sandboxes", ())(boxes, clock, run=run, snapshots=snapshots, seed=seed)
-        pool: GuardedPool = await self._open.enter_async_context(guarded)
-        spec = await spec_of(boxes) if played.uses_sandbox else boxes.spec
-        episodes = Episodes(played, settings, pool.pool, boxes, spec, clock, snapshots=snapshots or Path())
-        self._open.push_async_callback(episodes.shut_down)
-        await episodes.start()
-        return episodes, pool
 
     def submit(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
         """Call a method of `Episodes`; its end is emitted."""
@@ -183,8 +174,7 @@ class Episodes:
 
     async def start(self) -> None:
         """Have the tools of ``environment.mcp`` offered. Raises ConfigurationError."""
-        own = list(self._environment.offered.values())
-        self._environment.offered = await self._servers.beside(own)
+        self._environment.offered = await self._servers.beside(list(self._environment.offered.values()))
 
     @property
     def uses_sandbox(self) -> bool:
@@ -193,11 +183,7 @@ class Episodes:
     async def begin(self, name: str, task: Task, seed: int) -> Reply:
         """Begin a new rollout."""
         episode = self._episode(name, task, seed, None)
-
-        async def work() -> None:
-            await self._environment.begin(episode)
-
-        return await self._replied(episode, work)
+        return await self._replied(episode, lambda: self._environment.begin(episode))
 
     async def restore(
         self,
@@ -289,10 +275,9 @@ class Episodes:
 
     async def _cancelled(self, name: str) -> None:
         """Cancel a rollout's tasks that nobody awaits any more: they would use what `close` has closed."""
-        working = self._working.get(name, set()) - {asyncio.current_task()}
-        for task in working:
-            task.cancel()
-        if working:
+        if working := self._working.get(name, set()) - {asyncio.current_task()}:
+            for task in working:
+                task.cancel()
             await asyncio.wait(working, timeout=_CANCEL_S)
 
     async def shut_down(self) -> None:
@@ -339,30 +324,16 @@ class Episodes:
         self, work: Callable[[], Coroutine[Any, Any, Any]], name: str = ""
     ) -> tuple[Failure | None, Any]:
         """The environment's boundary: what it raises is a Failure. ``name``: of the rollout whose end cancels it."""
-        task = asyncio.current_task()
+        task, episode = asyncio.current_task(), self._open.get(name)
         assert task is not None
-        if name:
-            self._working.setdefault(name, set()).add(task)
-        try:
-            return await self._bounded(work, task, self._open.get(name))
-        finally:
-            if name:
-                self._working[name].discard(task)
-                if not self._working[name]:
-                    del self._working[name]
-
-    async def _bounded(
-        self, work: Callable[[], Coroutine[Any, Any, Any]], task: asyncio.Task[Any], episode: Episode | None
-    ) -> tuple[Failure | None, Any]:
         limit = asyncio.timeout(self._settings.timeout_s)
         limits = set[asyncio.Timeout]() if episode is None else episode.sandbox.limits
+        working = self._working.setdefault(name, set())
+        working.add(task)
         try:
             async with limit:
                 limits.add(limit)
-                try:
-                    return None, await work()
-                finally:
-                    limits.discard(limit)
+                return None, await work()
         except (asyncio.CancelledError, SystemExit) as error:
             if isinstance(error, asyncio.CancelledError) and task.cancelling():
                 raise  # by `end`
@@ -372,6 +343,11 @@ class Episodes:
                 what = f"no answer within environment.timeout_s = {self._settings.timeout_s:g} s"
                 return Failure(boundary="environment", cause=what, infrastructure=True), None
             return failure_of(error), None
+        finally:
+            limits.discard(limit)
+            working.discard(task)
+            if not working:
+                del self._working[name]
 
 
 async def _within(seconds: float, *ends: Coroutine[Any, Any, Any]) -> None:
@@ -389,16 +365,14 @@ def sandbox_statistics(guarded: GuardedPool) -> SandboxStatistics:
 def failure_of(error: BaseException) -> Failure:
     """The rollout's failure for an exception of its environment: boundary, cause, and whether infrastructure failed."""
     detail = _storable("".join(traceback.format_exception(error)))[-_LONGEST_DETAIL:]
-    if isinstance(error, SandboxError) and error.failure.cause == "model_code":
-        what = _storable(error.failure.what)[:300]
-        return Failure(boundary="model", cause=what, infrastructure=False, detail=detail)
-    if isinstance(error, SandboxError):
-        infrastructure = error.failure.cause == "infrastructure"
-        cause = _storable(f"{error.failure.what} ({error.failure.cause.replace('_', ' ')})")
-        return Failure(boundary="sandbox", cause=cause[:300], infrastructure=infrastructure, detail=detail)
-    cause = _storable(f"{type(error).__name__}: {error}")[:300]
+    boundary, cause = "environment", f"{type(error).__name__}: {error}"
     infrastructure = isinstance(error, OSError)  # TimeoutError and ConnectionError among them
-    return Failure(boundary="environment", cause=cause, infrastructure=infrastructure, detail=detail)
+    if isinstance(error, SandboxError):
+        boundary, cause = "model", error.failure.what
+        infrastructure = error.failure.cause == "infrastructure"
+        if error.failure.cause != "model_code":
+            boundary, cause = "sandbox", f"{cause} ({error.failure.cause.replace('_', ' ')})"
+    return Failure(boundary=boundary, cause=_storable(cause)[:300], infrastructure=infrastructure, detail=detail)
 
 
 def _storable(text: str) -> str:

@@ -6,37 +6,21 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from headway.config.endpoint import EndpointConfig, EnvironmentConfig
 from headway.records.conversations import Conversations
 from headway.records.rollout import Failure, Group
 from headway.records.task import Task
-from headway.rollout.hosting.agents.processes import Exit
+from headway.rollout.hosting.agents.processes import AgentProcesses, Exit
 from headway.rollout.makers.conversation import ConversationAttempt, ConversationRollouts, RolloutFailed
 from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.rollout.verifiers_environment import COLUMN
 
 _TEMPORARY = 75  # exit code that says: try anew (sysexits.h, EX_TEMPFAIL)
-
-
-class Processes(Protocol):
-    """Starts agents' processes (rollout/hosting/agents/processes.py)."""
-
-    def scratch(self, name: str) -> Path: ...
-
-    async def run(
-        self,
-        name: str,
-        argv: Sequence[str],
-        task: Mapping[str, Any],
-        env: Mapping[str, str],
-        scratch: Path,
-        reward: tuple[str, str] = ("", ""),
-    ) -> Exit: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +30,7 @@ class Agents:
     environment: EnvironmentConfig
     endpoint: EndpointConfig
     conversations: Conversations
-    processes: Processes
+    processes: AgentProcesses
 
 
 class AgentRollouts(ConversationRollouts):

@@ -80,10 +80,9 @@ class Attempt:
 
     async def run(self) -> None:
         """Call the function."""
-        hook = self._hook
-        result = await hook.function(self)
+        result = await self._hook.function(self)
         if result is not None:
-            raise hook.failed(f"returned {shown(result)}: the attempt keeps what was sampled, so None is needed")
+            raise self._hook.failed(f"returned {shown(result)}: the attempt keeps what was sampled, so None is needed")
 
     async def generate(self, max_tokens: int | None = None) -> str:
         """Sample a turn of at most ``max_tokens``; its text, special tokens left out. Raises RolloutOver."""
@@ -222,9 +221,8 @@ class CustomRollouts:
     def _failure_of(self, error: Exception) -> Failure | None:
         if isinstance(error, RolloutOver):
             return None
-        if isinstance(error, HookFailed):
-            return _raised(error, infrastructure=False)
-        return _raised(self._hook.raised(error), infrastructure=isinstance(error, OSError))
+        raised = error if isinstance(error, HookFailed) else self._hook.raised(error)
+        return Failure(boundary="environment", cause=str(raised)[:300], infrastructure=isinstance(error, OSError))
 
 
 def load_rollout_function(name: str) -> Hook:
@@ -233,7 +231,3 @@ def load_rollout_function(name: str) -> Hook:
     if not inspect.iscoroutinefunction(hook.function):
         raise ConfigurationError(f"{KEY} = {name!r}: must be an async function: it waits for what is sampled")
     return hook
-
-
-def _raised(error: HookFailed, infrastructure: bool) -> Failure:
-    return Failure(boundary="environment", cause=str(error)[:300], infrastructure=infrastructure)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -34,14 +36,13 @@ class _Job(msgspec.Struct, kw_only=True, eq=False):
     verdicts: asyncio.Future[list[Verdict]]
 
 
+@dataclass(eq=False)
 class _Died(Exception):
     """The worker died under a job. ``hung``: because the job took too long."""
 
-    def __init__(self, cause: str, hung: bool, elapsed_s: float) -> None:
-        super().__init__(cause)
-        self.cause = cause
-        self.hung = hung
-        self.elapsed_s = elapsed_s
+    cause: str
+    hung: bool
+    elapsed_s: float
 
 
 class VerifierPool:
@@ -84,29 +85,18 @@ class VerifierPool:
             "verifier": verifier.model_dump(),
             "named": {name: settings.model_dump() for name, settings in self._named.items()},
         }
-        names = [f"verifier-{index}" for index in range(verifier.workers)]
-        specs = [
-            WorkerSpec(
+        self._scoring: dict[str, int] = {}  # worker -> responses it is given and hasn't answered
+        self._slots: list[WorkerSlot] = []
+        for name in (f"verifier-{index}" for index in range(verifier.workers)):
+            spec = WorkerSpec(
                 name=name,
                 factory=_FACTORY,
                 arguments=arguments,
                 device=device or every_core(),
                 log_path=str(log_folder / f"{name}.log") if log_folder else None,
             )
-            for name in names
-        ]
-        self._scoring: dict[str, int] = {}  # worker -> responses it is given and hasn't answered
-        self._slots = [
-            WorkerSlot(
-                spec,
-                launcher,
-                clock,
-                on_event,
-                limit=retries + 1,
-                held=lambda name=spec.name: self._scoring.get(name, 0),
-            )
-            for spec in specs
-        ]
+            held = functools.partial(self._scoring.get, name, 0)
+            self._slots.append(WorkerSlot(spec, launcher, clock, on_event, limit=retries + 1, held=held))
         self._feeders: list[asyncio.Task[None]] = []
         self._open: set[asyncio.Future[list[Verdict]]] = set()
 
@@ -229,9 +219,8 @@ class VerifierPool:
                 verdicts = await worker.call("score", task, responses)
             self._scoring[slot.name] = 0
             if self._observe is not None:
-                ended = self._clock.now()
-                name = f"score {len(responses)}"
-                self._observe(Span(track=worker.name, name=name, start_s=round(started, 6), end_s=round(ended, 6)))
+                start_s, end_s = round(started, 6), round(self._clock.now(), 6)
+                self._observe(Span(track=worker.name, name=f"score {len(responses)}", start_s=start_s, end_s=end_s))
             return verdicts
         except TimeoutError:
             elapsed_s = self._clock.now() - started

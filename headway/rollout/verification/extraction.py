@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections import deque
 from decimal import Context, Decimal, InvalidOperation
-from typing import Literal, get_args
+from typing import Literal
 
 Extract = Literal["all", "last_line", "answer_tag", "boxed"]
-EXTRACTS: tuple[Extract, ...] = get_args(Extract)
 
 # a sign counts only where no digit, letter or bracket precedes it: "5-3" ends in 3, "= -3" in -3
 _NUMBER = re.compile(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from headway.records.rollout import Failure, Verdict
 from headway.records.task import Task
@@ -40,49 +37,26 @@ class Judge:
     a failure of infrastructure, never a reward.
     """
 
-    url: str  # .../chat/completions
-    model: str
-    key: str = field(default="", repr=False)
-    prompt: str = DEFAULT_PROMPT
-    system: str = ""
+    chat: ChatModel
+    prompt: str
+    system: str  # "": none
     pattern: re.Pattern[str]  # its first group, or all of its last match, is the score
-    lowest: float = 0.0
-    highest: float = 10.0
-    solved_at: float = 1.0  # reward from which the task counts as solved
-    concurrency: int = 8  # requests at once
-    timeout_s: float = 30.0  # of one request
-    retries: int = 2
-    retry_s: float = 1.0
-    price_prompt: float = 0.0  # of a million tokens
-    price_completion: float = 0.0
-    body: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further keys of the request
-    sleep: Callable[[float], None] = time.sleep
-    draw: Callable[[], float] = random.random
+    lowest: float
+    highest: float
+    solved_at: float  # reward from which the task counts as solved
+    concurrency: int  # requests at once
+    price_prompt: float  # of a million tokens
+    price_completion: float
 
     @property
     def longest_s(self) -> float:
         """The longest it takes over one response."""
-        return self._model.longest_s
-
-    @property
-    def _model(self) -> ChatModel:
-        return ChatModel(
-            url=self.url,
-            model=self.model,
-            key=self.key,
-            called="the judge",
-            timeout_s=self.timeout_s,
-            retries=self.retries,
-            retry_s=self.retry_s,
-            body=self.body,
-            sleep=self.sleep,
-            draw=self.draw,
-        )
+        return self.chat.longest_s
 
     def __call__(self, task: Task, response: str) -> Verdict:
         spent = Spent()
         try:
-            return self._verdict(self._model.ask(self._messages(task, response), self._score, spent), spent)
+            return self._verdict(self.chat.ask(self._messages(task, response), self._score, spent), spent)
         except ModelFailed as error:
             return self._verdict(None, spent, Failure(boundary="reward", cause=str(error), infrastructure=True))
 

@@ -15,19 +15,20 @@ import importlib.util
 import inspect
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from typing import Any, cast
+from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
+from headway.config.section import NonNegative, Positive, Seconds, Section
 from headway.config.sources import VerifierSettings
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
-from headway.rollout.chat_model import completions_url
-from headway.rollout.verification.extraction import EXTRACTS, Extract, close, extract_answer, last_match, last_number
+from headway.rollout.chat_model import ChatModel, api_key, completions_url
+from headway.rollout.parameters import NonNegativeNumber, call_checked, explained
+from headway.rollout.verification.extraction import Extract, close, extract_answer, last_match, last_number
 from headway.rollout.verification.judge import DEFAULT_PATTERN, DEFAULT_PROMPT, Judge
 from headway.rollout.verification.math_answers import math_scorer
 from headway.rollout.verification.scorers import Scorer, longest_s
@@ -66,7 +67,7 @@ def resolve_verifier(verifier: VerifierSettings) -> Scorer:
         _require_parameters(name, function, (None, ""), parameters)
         return functools.partial(function, **parameters)
     _require_parameters(name, builder, (), parameters)
-    scorer = builder(**parameters)
+    scorer = call_checked(builder, parameters, "verifier.parameters")
     if longest_s(scorer) > verifier.timeout_s:
         raise ConfigurationError(
             f"verifier.timeout_s = {verifier.timeout_s:g} would kill {name!r} at work: by its timeouts, retries and "
@@ -114,7 +115,6 @@ def _require_parameters(
 def exact(*, extract: Extract = "all", strip: bool = True) -> Scorer:
     """1 when the extracted answer equals ``task.answer`` (both stripped of outer blanks with ``strip``), else 0. A task
     without an answer fails the response, naming the task: an empty response would be right."""
-    _require_extract(extract)
 
     def score(task: Task, response: str) -> float:
         wanted = task.answer.strip() if strip else task.answer
@@ -127,13 +127,11 @@ def exact(*, extract: Extract = "all", strip: bool = True) -> Scorer:
 
 
 @register("numeric")
-def numeric(*, extract: Extract = "all", marker: str = "", tolerance: float = 0.0) -> Scorer:
+def numeric(*, extract: Extract = "all", marker: str = "", tolerance: NonNegativeNumber = 0.0) -> Scorer:
     """1 when the last number of the extracted answer is within ``tolerance`` of ``task.answer``, else 0.
 
     With ``marker`` (for example "####" or "=") the first number after the marker's last occurrence counts.
     """
-    _require_extract(extract)
-    _require_number("tolerance", tolerance)
 
     def score(task: Task, response: str) -> float:
         reference = _reference_number(task)
@@ -151,7 +149,6 @@ def regex(*, pattern: str, group: int | str | None = None, extract: Extract = "a
     ``group`` defaults to the first group, or to the whole match when the pattern has none. Where the task has no
     answer, a match is enough. Flags go into the pattern: ``(?s)``, ``(?i)``.
     """
-    _require_extract(extract)
     compiled = _compiled(pattern)
     chosen = group if group is not None else min(1, compiled.groups)
     names: list[int | str] = [*range(compiled.groups + 1), *compiled.groupindex]
@@ -169,7 +166,7 @@ def regex(*, pattern: str, group: int | str | None = None, extract: Extract = "a
 
 
 @register("math")
-def mathematics(*, extract: Extract = "all", float_rounding: int = 6, strict: bool = True) -> Scorer:
+def mathematics(*, extract: Extract = "all", float_rounding: NonNegative = 6, strict: bool = True) -> Scorer:
     """1 when the answer equals ``task.answer`` as mathematics (the package math-verify), else 0 and the reason.
 
     Both may be LaTeX ("\\frac{1}{2}", in dollars or \\boxed or bare) or plain ("1/2", "0.5", "50%"); of a response the
@@ -177,11 +174,6 @@ def mathematics(*, extract: Extract = "all", float_rounding: int = 6, strict: bo
     ``float_rounding``: decimals that must agree where a side is no exact number. ``strict``: variables must have the
     same names, and sets and tuples differ. A reference that can't be parsed fails the response, naming the task.
     """
-    _require_extract(extract)
-    if isinstance(float_rounding, bool) or not isinstance(float_rounding, int) or float_rounding < 0:
-        raise ConfigurationError(f"verifier.parameters.float_rounding = {float_rounding!r}: must be an integer >= 0")
-    if not isinstance(strict, bool):
-        raise ConfigurationError(f"verifier.parameters.strict = {strict!r}: must be true or false")
     return math_scorer(extract, float_rounding, strict)
 
 
@@ -191,7 +183,6 @@ def reasoning_gym(*, extract: Extract = "all") -> Scorer:
 
     Needs tasks of ``source = "reasoning-gym"``; their metadata carries the generator's name and the whole entry.
     """
-    _require_extract(extract)
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ConfigurationError("verifier.name = 'reasoning-gym': the package reasoning-gym is not installed")
     datasets: dict[str, Any] = {}  # by generator and parameters: building one can read data files
@@ -220,9 +211,9 @@ def weighted(*, parts: list[dict[str, Any]], solved_by: str = "") -> Scorer:
     ``parts``: tables of ``name``, ``parameters``, ``weight`` (default 1, may be negative) and ``label`` (default: the
     name). ``solved_by``: the label of the part that says whether the task is solved; default: the first.
     """
-    if not isinstance(parts, list) or not parts:
+    if not parts:
         raise ConfigurationError(f"verifier.parameters.parts = {parts!r}: a list of tables is needed")
-    built = tuple(_part(index, given) for index, given in enumerate(parts))
+    built = tuple(_part(given, f"verifier.parameters.parts[{index}]") for index, given in enumerate(parts))
     labels = [part.label for part in built]
     if len(set(labels)) < len(labels):
         raise ConfigurationError(f"verifier.parameters.parts: {labels}: give those of equal name a 'label' each")
@@ -232,27 +223,26 @@ def weighted(*, parts: list[dict[str, Any]], solved_by: str = "") -> Scorer:
     return WeightedScorer(parts=built, solved_by=solved_by or labels[0])
 
 
-def _part(index: int, given: object) -> Part:
-    where = f"verifier.parameters.parts[{index}]"
-    known = ("name", "parameters", "weight", "label")
-    fields = dict(cast("Mapping[str, Any]", given)) if isinstance(given, Mapping) else {}
-    unknown = [key for key in fields if key not in known]
-    if unknown or not isinstance(fields.get("name"), str):
-        what = f"unknown key {unknown[0]!r}" if unknown else f"{given!r} has no 'name'"
-        raise ConfigurationError(f"{where}: {what}; valid: {', '.join(known)}")
-    weight, label = fields.get("weight", 1.0), fields.get("label", fields["name"])
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-        raise ConfigurationError(f"{where}.weight = {weight!r}: must be a finite number")
-    if not isinstance(label, str):
-        raise ConfigurationError(f"{where}.label = {label!r}: must be a text")
+class _PartSettings(Section):
+    model_config = ConfigDict(strict=True)
+
+    name: str
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    weight: float = 1.0
+    label: str = ""
+
+
+def _part(given: object, where: str) -> Part:
     try:
-        settings = VerifierSettings(name=fields["name"], parameters=fields.get("parameters", {}))
+        part = _PartSettings.model_validate(given)
+        settings = VerifierSettings(name=part.name, parameters=part.parameters)
         scorer = resolve_verifier(settings.model_copy(update={"timeout_s": math.inf}))
-    except ValidationError:
-        raise ConfigurationError(f"{where}.parameters = {fields.get('parameters')!r}: must be a table") from None
+    except ValidationError as error:
+        valid = ", ".join(_PartSettings.model_fields)
+        raise ConfigurationError(f"{explained(error, where)}; valid: {valid}") from None
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}.{str(error).removeprefix('verifier.')}") from None
-    return Part(label=label, scorer=scorer, weight=float(weight))
+    return Part(label=part.label or part.name, scorer=scorer, weight=part.weight)
 
 
 @register("judge")
@@ -266,13 +256,13 @@ def judge(
     pattern: str = DEFAULT_PATTERN,
     lowest: float = 0.0,
     highest: float = 10.0,
-    solved_at: float = 1.0,
-    concurrency: int = 8,
-    timeout_s: float = 30.0,
-    retries: int = 2,
-    retry_s: float = 1.0,
-    price_prompt: float = 0.0,
-    price_completion: float = 0.0,
+    solved_at: NonNegativeNumber = 1.0,
+    concurrency: Positive = 8,
+    timeout_s: Seconds = 30.0,
+    retries: NonNegative = 2,
+    retry_s: NonNegativeNumber = 1.0,
+    price_prompt: NonNegativeNumber = 0.0,
+    price_completion: NonNegativeNumber = 0.0,
     body: dict[str, Any] | None = None,
 ) -> Scorer:
     """A language model's score, as a reward from 0 to 1 (rollout/verification/judge.py).
@@ -282,32 +272,23 @@ def judge(
     the answer is the score. ``concurrency`` requests at once in each verifier process. ``price_*``: of a million
     tokens. ``body``: further keys of the request, say {temperature = 0, max_tokens = 512}.
     """
-    for name, text in (("url", url), ("model", model), ("api_key_env", api_key_env), ("prompt", prompt)):
-        if not isinstance(text, str):
-            raise ConfigurationError(f"verifier.parameters.{name} = {text!r}: must be a text")
     if not url.startswith(("http://", "https://")) or not model:
         raise ConfigurationError(f"verifier.parameters: url = {url!r}, model = {model!r}: an http(s) address, a name")
     if "{response}" not in prompt:
         raise ConfigurationError("verifier.parameters.prompt doesn't say {response}: the judge would see nothing of it")
-    key = os.environ.get(api_key_env, "") if api_key_env else ""
-    if api_key_env and not key:
-        raise ConfigurationError(f"verifier.parameters.api_key_env: the environment has no {api_key_env}")
-    for name, value in (("timeout_s", timeout_s), ("retry_s", retry_s), ("solved_at", solved_at)):
-        _require_number(name, value)
-    for name, value in (("price_prompt", price_prompt), ("price_completion", price_completion)):
-        _require_number(name, value)
-    for name, value, least in (("concurrency", concurrency, 1), ("retries", retries, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigurationError(f"verifier.parameters.{name} = {value!r}: must be an integer >= {least}")
-    if timeout_s == 0 or not lowest < highest:
-        raise ConfigurationError(
-            f"verifier.parameters: timeout_s = {timeout_s}, lowest = {lowest}, highest = {highest}: needed are a limit "
-            "above 0, and lowest below highest"
-        )
+    if not lowest < highest:
+        raise ConfigurationError(f"verifier.parameters: lowest = {lowest}, highest = {highest}: lowest below highest")
     return Judge(
-        url=completions_url(url),
-        model=model,
-        key=key,
+        chat=ChatModel(
+            url=completions_url(url),
+            model=model,
+            key=api_key(api_key_env, "verifier.parameters.api_key_env"),
+            called="the judge",
+            timeout_s=timeout_s,
+            retries=retries,
+            retry_s=retry_s,
+            body=body or {},
+        ),
         prompt=prompt,
         system=system,
         pattern=_compiled(pattern),
@@ -315,12 +296,8 @@ def judge(
         highest=highest,
         solved_at=solved_at,
         concurrency=concurrency,
-        timeout_s=timeout_s,
-        retries=retries,
-        retry_s=retry_s,
         price_prompt=price_prompt,
         price_completion=price_completion,
-        body=body or {},
     )
 
 
@@ -329,16 +306,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except (re.error, TypeError) as error:
         raise ConfigurationError(f"verifier.parameters.pattern = {pattern!r}: {error}") from None
-
-
-def _require_extract(extract: str) -> None:
-    if extract not in EXTRACTS:
-        raise ConfigurationError(f"verifier.parameters.extract = {extract!r}: valid: {', '.join(EXTRACTS)}")
-
-
-def _require_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ConfigurationError(f"verifier.parameters.{name} = {value!r}: must be a finite number >= 0")
 
 
 def _reference_number(task: Task) -> Decimal:

@@ -24,19 +24,9 @@ _STALENESS_LIMITS = [0, 1, 2, 3, 4, 6, 8, 12, 16, 32]  # steps
 _LENGTH_LIMITS = [2**power for power in range(21)]  # tokens
 _COUNTED = re.compile(r"^(endings|failures)/(\w+)_rollouts$")
 _LABELS = {"endings": "ending", "failures": "boundary"}
-# Pulse -> gauge of the same name as in the ledger's step records, fresher
-_LIVE = {
-    "open_groups": "queue/open_groups",
-    "running_groups": "queue/running_groups",
-    "parked_groups": "queue/parked_groups",
-    "buffered_groups": "queue/buffered_groups",
-    "oldest_age_s": "queue/oldest_age_s",
-    "slots": "queue/slots",
-    "running_rollouts": "queue/running_rollouts",
-    "waiting_rollouts": "queue/waiting_rollouts",
-    "kv_used_tokens": "queue/kv_used_tokens",
-    "kv_capacity_tokens": "queue/kv_capacity_tokens",
-}
+# Fields of a pulse that refresh the gauges of the same names, which the ledger's step records set
+_LIVE_GROUPS = ("open_groups", "running_groups", "parked_groups", "buffered_groups", "oldest_age_s")
+_LIVE_SLOTS = ("slots", "running_rollouts", "waiting_rollouts", "kv_used_tokens", "kv_capacity_tokens")
 
 
 def metric_name(name: str) -> str:
@@ -99,7 +89,9 @@ class Prometheus(Exporter, Collector):
 
     def pulse(self, pulse: Pulse) -> None:
         self._pulse = pulse
-        self._gauges = self._gauges | {name: float(getattr(pulse, field)) for field, name in _LIVE.items()}
+        self._gauges = self._gauges | {
+            f"queue/{field}": float(getattr(pulse, field)) for field in (*_LIVE_GROUPS, *_LIVE_SLOTS)
+        }
 
     def finish(self, status: Status) -> None:
         self._server.shutdown()
@@ -130,15 +122,11 @@ class Prometheus(Exporter, Collector):
         yield events
         for name, counts in list(self._shapes.items()):
             yield _histogram(name, counts, self._sums[name])
-        yield from self._workers()
-
-    def _workers(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        pulse = self._pulse
-        if pulse is None:
-            return
-        yield GaugeMetricFamily("headway_version", "completed training steps", pulse.version)
-        yield GaugeMetricFamily("headway_applied_version", "lowest that a replica samples with", pulse.applied_version)
-        yield from worker_families(pulse.workers)
+        if (pulse := self._pulse) is not None:
+            lowest = "lowest that a replica samples with"
+            yield GaugeMetricFamily("headway_version", "completed training steps", pulse.version)
+            yield GaugeMetricFamily("headway_applied_version", lowest, pulse.applied_version)
+            yield from worker_families(pulse.workers)
 
 
 def worker_families(workers: Iterable[WorkerState]) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:

@@ -55,15 +55,20 @@ def test_worked_example_of_the_docstring():
         ("discarded", "scheduling_ks"),
         ("filtered", "filter_ks"),
         ("pruned", "pruning_ks"),
-        ("failed", "failure_ks"),
     ],
 )
 def test_each_cause_shows_under_its_own_name_only(ending, field):
     statistics = filled([("trained", 2, True), ("trained", 3, True), (ending, 9, True), (ending, 8, True)])
     assert getattr(statistics, field) == 0.5
     assert statistics.ks == 0.5
-    others = {"scheduling_ks", "filter_ks", "pruning_ks", "failure_ks"} - {field}
+    others = {"scheduling_ks", "filter_ks", "pruning_ks"} - {field}
     assert all(getattr(statistics, name) == 0.0 for name in others)
+
+
+def test_failures_show_under_no_cause():
+    statistics = filled([("trained", 2, True), ("trained", 3, True), ("failed", 9, True), ("failed", 8, True)])
+    assert statistics.ks == 0.5
+    assert (statistics.scheduling_ks, statistics.filter_ks, statistics.pruning_ks) == (0.0, 0.0, 0.0)
 
 
 def test_a_cohort_counts_only_once_it_is_closed():

@@ -17,7 +17,7 @@ from headway.algorithms.groups.hooks import ARGUMENTS, resolve_hooks
 from headway.config.hooks import HOOKS, HooksConfig
 from headway.config.load import validate_experiment
 from headway.config.sources import VerifierSettings
-from headway.orchestrator.preflight.functions import function_problems
+from headway.orchestrator.preflight.functions import function_findings
 from headway.rollout.makers.custom import load_rollout_function
 from headway.rollout.verification.verifiers import resolve_verifier
 from headway.tasks.sources import load_tasks
@@ -71,7 +71,7 @@ def test_the_examples_keep_their_contracts(tmp_path: Path) -> None:
     given = experiment(tmp_path)
     tasks = load_tasks(given.tasks.train)
     assert (len(tasks), tasks[7].prompt, tasks[7].answer) == (100, "7+7=", "14")
-    assert list(function_problems(given, tasks[0])) == []
+    assert function_findings(given, tasks[0]) == []
     assert list(hook_violations(resolve_hooks(given.hooks), tasks[0])) == []
     assert list(loss_violations(resolve_loss(given.algorithm.loss))) == []
     resolve_advantage(given.algorithm.advantage)

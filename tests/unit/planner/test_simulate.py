@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 from functools import partial
 from pathlib import Path
@@ -313,10 +314,9 @@ def test_quantities_draw_their_distributions():
     drawn = sorted(lognormal.draw(key) for key in range(4000))
     assert drawn[2000] == pytest.approx(100, rel=0.1)
     assert drawn[3960] == pytest.approx(800, rel=0.25)
-    assert sum(drawn) / 4000 == pytest.approx(lognormal.mean(), rel=0.06)
+    assert sum(drawn) / 4000 == pytest.approx(100 * math.exp((math.log(8) / 2.3263) ** 2 / 2), rel=0.06)
     empirical = Quantity(kind="quantiles", at=((0, 0.0), (0.5, 10.0), (1, 20.0)))
     assert [empirical.at_normal(z) for z in (-9.0, 0.0, 9.0)] == pytest.approx([0.0, 10.0, 20.0], abs=1e-3)
-    assert lognormal.scaled(2.0).median == 200
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from synthetic_run import evaluation, step_record, synthetic_lines, write_run
 
+from headway.control.summaries import pooled
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.ledger import Distribution, EventRecord, Flow, LedgerLine, PrunerFigures, StepRecord
 from headway.report import live
@@ -23,7 +24,7 @@ from headway.report.formats import duration, quantity
 from headway.report.page import report
 from headway.report.plots import PLOTS, PlotData, render
 from headway.report.run_view import as_json, view_run
-from headway.report.series import Series, pooled_histogram, smoothed
+from headway.report.series import Series, metric, smoothed
 from headway.report.tables import summary_rows
 from headway.report.verdict import judge, judge_balance, judge_learning
 from headway.runtime.run_directory import RunDirectory
@@ -214,7 +215,7 @@ def test_series_thins_to_bins_and_ignores_what_is_not_finite() -> None:
     assert series.x.tolist() == [2.0, 5.0, 8.0, 10.0]
     assert series.mean(lambda step: step.solve_rate).tolist() == [1.0, 4.0, 7.0, 9.0]
     assert series.max(lambda step: step.solve_rate).tolist() == [2.0, 5.0, 8.0, 9.0]
-    assert all(math.isnan(value) for value in series.metric("loss"))
+    assert all(math.isnan(value) for value in series.mean(metric("loss")))
 
 
 def test_smoothing_keeps_constants_and_bridges_gaps() -> None:
@@ -226,7 +227,7 @@ def test_smoothing_keeps_constants_and_bridges_gaps() -> None:
 
 
 def test_histograms_pool_in_numeric_order() -> None:
-    assert list(pooled_histogram([{"10": 1, "2": 3}, {"2": 1}]).items()) == [(2, 4), (10, 1)]
+    assert list(pooled([{"10": 1, "2": 3}, {"2": 1}]).items()) == [(2, 4), (10, 1)]
 
 
 def test_numbers_read_well() -> None:
@@ -449,8 +450,8 @@ def test_what_was_pruned_is_said_where_something_was() -> None:
         "of what would have been generated. Of 3 audited ones, which ran to their own end, pruning would have been "
         "wrong about 1 (33%); their reward is +0.250 off what it would have given."
     )
-    assert verdict.sentences[-1] == ("What was pruned?", verdict.pruning_text)
-    assert "What was pruned?" not in dict(judge(plain, summarise(plain), 2).sentences)
+    assert list(verdict.sentences.items())[-1] == ("What was pruned?", verdict.pruning_text)
+    assert "What was pruned?" not in judge(plain, summarise(plain), 2).sentences
 
 
 def test_deaths_stalls_and_restarts_are_listed_with_who_why_and_what_they_cost(tmp_path: Path) -> None:
@@ -495,6 +496,6 @@ def test_a_solve_rate_without_data_is_a_dash_everywhere() -> None:
     lines = [step_record(step, solve_rate=0.5) for step in range(20)]
     lines += [msgspec.structs.replace(none_finished, step=step, version=step + 1) for step in range(20, 40)]
     assert "from 0.500 (first fifth of the steps) to 0.500 (last fifth)" in judge_learning(lines)[3]
-    rows = dict(summary_rows(summarise([*lines, EventRecord(event="end")])))
+    rows = summary_rows(summarise([*lines, EventRecord(event="end")]))
     assert rows["solve rate"] == "– before → – after"
     assert rows["best version"] == "none was judged: best/ holds the last"

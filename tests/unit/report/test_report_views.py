@@ -11,15 +11,17 @@ import pytest
 from rich.console import Console
 from synthetic_run import evaluation, step_record, synthetic_lines
 
+from headway.cli.printing import print_json
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import Distribution, EventRecord, StepRecord
 from headway.report.dry_run import dry_run_rows
-from headway.report.live import LiveState, LiveView, bar, live_view, screen, sparkline, step_line
+from headway.report.live import LiveState, LiveView, bar, evaluation_line, screen, sparkline, step_line
+from headway.report.printing import print_rows
 from headway.report.progress import SftProgress
 from headway.report.show import SampleSelection, read_samples, select, show_samples, visible
-from headway.report.tables import print_evaluation, print_mapping, print_summary
+from headway.report.tables import mapping_rows, print_summary
 from headway.telemetry.summary import summarise
 
 
@@ -146,11 +148,6 @@ def test_on_a_terminal_it_redraws_at_most_twice_a_second_and_leaves_the_last_sta
     assert "step 20/200" in out.text.rpartition("headway · runs/x")[2]
 
 
-def test_no_view_when_it_is_not_wanted() -> None:
-    with live_view(experiment(), enabled=False) as view:
-        assert view is None
-
-
 # --- show ------------------------------------------------------------------------------------------------
 
 
@@ -252,36 +249,35 @@ def test_a_response_cannot_drive_the_terminal(kept: Path) -> None:
 # --- tables ----------------------------------------------------------------------------------------------
 
 
-def test_summary_table_and_json() -> None:
+def test_summary_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     summary = summarise(synthetic_lines(20))
     out = Screen()
-    print_summary(summary, console=out.console, run_dir="runs/x")
+    print_summary(summary, "runs/x", out.console)
     for words in ("0.452 before → 0.930 after", "trainer 25.0%", "balanced", "headway report runs/x", "1,280 trained"):
         assert words in out.text
-    out = Screen(width=40)
-    print_summary(summary, as_json=True, console=out.console)
-    assert json.loads(out.text)["solve_rate_after"] == 0.93
+    print_json(summary)
+    assert json.loads(capsys.readouterr().out)["solve_rate_after"] == 0.93
 
 
 def test_evaluation_and_mapping() -> None:
     out = Screen()
-    print_evaluation(evaluation("after", 9, 0.75, failed=2), console=out.console)
-    print_mapping({"final_loss": 0.123456, "dropped": 3}, console=out.console)
-    assert "solve rate 0.750 ± 0.019 (500 tasks, version 9, 2 failed)" in out.text
+    print_rows(mapping_rows({"final_loss": 0.123456, "dropped": 3}), console=out.console)
+    line = evaluation_line(evaluation("after", 9, 0.75, failed=2))
+    assert "solve rate 0.750 ± 0.019 (500 tasks, version 9, 2 failed)" in line
     assert "final loss   0.1235" in out.text
 
 
 def test_plan_names_the_numbers_that_matter() -> None:
-    rows = dict(dry_run_rows(experiment(groups_per_step=16, budget=3)))
+    rows = dry_run_rows(experiment(groups_per_step=16, budget=3))
     assert "16 groups × 8 rollouts = 128 samples a step" in rows["batch"]
     assert "at most 64 groups open" in rows["queue"]
-    assert "synchronous" in dict(dry_run_rows(experiment(budget=0)))["queue"]
+    assert "synchronous" in dry_run_rows(experiment(budget=0))["queue"]
 
 
 def test_plan_says_what_a_preset_came_to() -> None:
     def objective(**algorithm: object) -> str:
         raw = experiment().model_dump(exclude_unset=True) | {"algorithm": algorithm}
-        return dict(dry_run_rows(validate_experiment(raw, "test")))["objective"]
+        return dry_run_rows(validate_experiment(raw, "test"))["objective"]
 
     assert objective() == (
         "decoupled_ppo, advantage group_mean_std, clip 0.8 to 1.28, weights at most 2, token_mean, "

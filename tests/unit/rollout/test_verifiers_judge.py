@@ -32,8 +32,8 @@ def judge(endpoint: Endpoint, waits: list[float] | None = None, **parameters: An
     built = resolve_verifier(VerifierSettings(name="judge", parameters=settings, timeout_s=1000.0))
     assert isinstance(built, Judge)
     kept: list[float] = [] if waits is None else waits
-    object.__setattr__(built, "sleep", kept.append)
-    object.__setattr__(built, "draw", lambda: 0.5)
+    object.__setattr__(built.chat, "sleep", kept.append)
+    object.__setattr__(built.chat, "draw", lambda: 0.5)
     return built
 
 
@@ -133,7 +133,7 @@ def test_a_request_that_hangs_is_given_up(endpoint: Endpoint) -> None:
 
 def test_a_server_that_is_not_there_is_infrastructure(endpoint: Endpoint) -> None:
     gone = judge(endpoint)
-    object.__setattr__(gone, "url", "http://127.0.0.1:9/chat/completions")
+    object.__setattr__(gone.chat, "url", "http://127.0.0.1:9/chat/completions")
     found = gone(TASK, "11")
     assert found.failure is not None
     assert found.failure.infrastructure
@@ -167,13 +167,16 @@ def test_the_worker_scores_with_it_under_its_watchdog(endpoint: Endpoint) -> Non
     [
         ({}, "missing a required"),
         ({"url": "localhost", "model": "m"}, "url = 'localhost', model = 'm': an http"),
-        ({"url": 3, "model": "m"}, "url = 3: must be a text"),
+        ({"url": 3, "model": "m"}, "url = 3: Input should be a valid string"),
         ({"url": "http://h", "model": ""}, "a name"),
         ({"url": "http://h", "model": "m", "prompt": "Judge!"}, "doesn't say {response}"),
         ({"url": "http://h", "model": "m", "api_key_env": "HEADWAY_NO_SUCH"}, "the environment has no HEADWAY_NO_SUCH"),
-        ({"url": "http://h", "model": "m", "concurrency": 0}, "concurrency = 0: must be an integer >= 1"),
-        ({"url": "http://h", "model": "m", "retries": -1}, "retries = -1: must be an integer >= 0"),
-        ({"url": "http://h", "model": "m", "timeout_s": 0}, "a limit above 0"),
+        (
+            {"url": "http://h", "model": "m", "concurrency": 0},
+            "concurrency = 0: Input should be greater than or equal to 1",
+        ),
+        ({"url": "http://h", "model": "m", "retries": -1}, "retries = -1: Input should be greater than or equal to 0"),
+        ({"url": "http://h", "model": "m", "timeout_s": 0}, "timeout_s = 0: Input should be greater than 0"),
         ({"url": "http://h", "model": "m", "lowest": 5, "highest": 5}, "lowest below highest"),
         ({"url": "http://h", "model": "m", "pattern": "("}, "pattern = '\\(': "),
         ({"url": "http://h", "model": "m", "price_prompt": -1}, "price_prompt = -1"),
@@ -264,9 +267,9 @@ def test_rewards_by_turn_are_added_by_turn() -> None:
     ("parts", "message"),
     [
         ([], r"parts = \[\]: a list of tables is needed"),
-        ([{"weight": 1}], r"parts\[0\]: {'weight': 1} has no 'name'; valid: name, parameters, weight, label"),
-        ([{"name": "exact", "wieght": 1}], r"parts\[0\]: unknown key 'wieght'"),
-        ([{"name": "exact", "weight": "1"}], r"parts\[0\].weight = '1': must be a finite number"),
+        ([{"weight": 1}], r"parts\[0\].name = {'weight': 1}: Field required; valid: name, parameters, weight, label"),
+        ([{"name": "exact", "wieght": 1}], r"parts\[0\].wieght = 1: .*; valid: name, parameters, weight, label"),
+        ([{"name": "exact", "weight": "1"}], r"parts\[0\].weight = '1': Input should be a valid number"),
         ([{"name": "exact"}, {"name": "exact"}], "give those of equal name a 'label' each"),
         ([{"name": "exact"}, {"name": "exat"}], r"parts\[1\].name = 'exat' is unknown; did you mean 'exact'"),
         ([{"name": "exact", "parameters": {"extract": "x"}}], r"parts\[0\].parameters.extract = 'x': valid"),

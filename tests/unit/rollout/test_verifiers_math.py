@@ -139,9 +139,9 @@ def test_the_last_box(response: str, inside: str | None) -> None:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"extract": "box"}, "extract = 'box': valid: all, last_line, answer_tag, boxed"),
-        ({"float_rounding": -1}, "float_rounding = -1: must be an integer"),
-        ({"strict": "no"}, "strict = 'no': must be true or false"),
+        ({"extract": "box"}, "extract = 'box': valid: 'all', 'last_line', 'answer_tag' or 'boxed'"),
+        ({"float_rounding": -1}, "float_rounding = -1: Input should be greater than or equal to 0"),
+        ({"strict": "no"}, "strict = 'no': Input should be a valid boolean"),
     ],
 )
 def test_parameters_that_cannot_be(parameters: dict[str, Any], message: str) -> None:

@@ -90,7 +90,7 @@ class TestJsonl:
         assert picks[0] == picks[1] != picks[2]
         assert all(len(set(pick)) == 10 for pick in picks)
         assert picks[0] != tuple(map(str, range(10)))
-        assert read_tasks(limited).limited == 90
+        assert len(read_tasks(limited).tasks) == 10
         assert len(load_tasks(source.model_copy(update={"limit": 1000}))) == 100
 
     @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def own(name: str, **fields: object) -> TaskSource:
 
 def test_a_function_yields_rows():
     found = read_tasks(own("sums", parameters={"count": 3, "start": 5}, limit=2))
-    assert (len(found.tasks), found.limited) == (2, 1)
+    assert len(found.tasks) == 2
     assert {(t.prompt, t.answer, t.metadata["level"]) for t in found.tasks} <= {
         ("5+1=", "6", 1), ("6+1=", "7", 0), ("7+1=", "8", 1),
     }  # fmt: skip

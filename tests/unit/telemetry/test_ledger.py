@@ -318,4 +318,4 @@ def test_steps_whose_own_lines_are_lost_have_no_rate() -> None:
     assert (summary.steps, summary.untimed_steps) == (25, 22)
     assert summary.samples_trained == 25 * 16
     assert summary.trained_per_s == pytest.approx(20.0)
-    assert dict(summary_rows(summary))["steps"] == "25 in 2.8 s and the time of 22 that the ledger has lost"
+    assert summary_rows(summary)["steps"] == "25 in 2.8 s and the time of 22 that the ledger has lost"

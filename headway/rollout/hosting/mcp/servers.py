@@ -53,10 +53,8 @@ class ToolServerConnection:
         except BaseException as error:
             await self.stop()
             if isinstance(error, TimeoutError):
-                limit = self._settings.start_timeout_s
-                raise ServerFailed(
-                    f"{self._settings.name} did not start within start_timeout_s = {limit:g} s"
-                ) from None
+                limit = f"start_timeout_s = {self._settings.start_timeout_s:g} s"
+                raise ServerFailed(f"{self._settings.name} did not start within {limit}") from None
             raise
 
     async def stop(self) -> None:
@@ -170,7 +168,9 @@ class Shared:
             return self._connection
         if self._starting is None or self._starting.done():
             self._starting = asyncio.create_task(self._start(), name=f"starting {self._settings.name}")
-            self._starting.add_done_callback(_heard)
+            self._starting.add_done_callback(
+                lambda start: start.cancelled() or start.exception()
+            )  # if nobody awaits it
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> ToolServerConnection:
@@ -246,8 +246,7 @@ class ToolServers:
             connection = await self._connection(server, episode)
             return await connection.call(listed.name, arguments)
 
-        function = {"name": listed.name, "description": listed.description or "", "parameters": listed.input_schema}
-        return Tool(name=listed.name, schema={"type": "function", "function": function}, call=call)
+        return Tool.described(listed.name, listed.description or "", listed.input_schema, call)
 
     async def _connection(self, server: str, episode: Episode) -> ToolServerConnection:
         if self._settings[server].per == "worker":
@@ -289,10 +288,9 @@ def environment_of(settings: ToolServerConfig) -> dict[str, str]:
 
 def key_of(settings: ToolServerConfig) -> str:
     """A server's bearer token. Raises ServerFailed where it isn't set."""
-    key = os.environ.get(settings.api_key_env, "")
-    if not key:
-        raise ServerFailed(f"{KEY}: api_key_env: the environment has no {settings.api_key_env}")
-    return key
+    if key := os.environ.get(settings.api_key_env, ""):
+        return key
+    raise ServerFailed(f"{KEY}: api_key_env: the environment has no {settings.api_key_env}")
 
 
 def told(result: Any) -> str:
@@ -311,12 +309,6 @@ def _part(block: Any) -> str:
     if block.type == "resource_link":
         return f"[{block.uri}]"
     return f"[{block.type}: {block.mime_type}]"
-
-
-def _heard(start: asyncio.Task[ToolServerConnection]) -> None:
-    """Retrieve the start's exception: perhaps nobody awaits it any more, and asyncio would log it."""
-    if not start.cancelled():
-        start.exception()
 
 
 def _cause(error: BaseException) -> str:

@@ -1,0 +1,38 @@
+"""Checks the parameters of built-in verifiers and environments against their declared types and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar, get_args
+
+from pydantic import ConfigDict, Field, ValidationError, validate_call
+
+from headway.records.errors import ConfigurationError
+from headway.runtime.hooks import shown
+
+T = TypeVar("T")
+
+NonNegativeNumber = Annotated[float, Field(ge=0)]
+
+
+def call_checked(function: Callable[..., T], parameters: Mapping[str, Any], key: str) -> T:
+    """``function(**parameters)``. Raises ConfigurationError, naming the parameter below ``key``, where one isn't of the
+    type that ``function`` declares: nothing is converted but whole numbers to floats."""
+    try:
+        return validate_call(config=ConfigDict(strict=True, allow_inf_nan=False))(function)(**parameters)
+    except ValidationError as error:
+        raise ConfigurationError(explained(error, key)) from None
+
+
+def explained(error: ValidationError, key: str) -> str:
+    """The first thing that is wrong below ``key``: where, its value, and what would be valid."""
+    first = error.errors()[0]
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    valid = f"valid: {first.get('ctx', {})['expected']}" if first["type"] == "literal_error" else first["msg"]
+    return f"{key}{place} = {shown(first['input'])}: {valid}"
+
+
+def require_choice(key: str, value: str, choices: Any) -> None:
+    """Raise ConfigurationError where the parameter ``key`` is none of ``choices``, a Literal."""
+    if value not in get_args(choices):
+        raise ConfigurationError(f"{key} = {value!r}: valid: {', '.join(get_args(choices))}")
