@@ -1,8 +1,9 @@
 """Faults planted one at a time in the rules that must hold, and whether the tests catch them.
 
 ``python tests/support/mutations.py`` plants 15 chosen and 15 drawn faults in copies of the checkout. Each runs against
-the unit tests of its package; what survives them runs against all fast tests. Prints a line for each and, last, one
-JSON object: ``caught``, ``planted``, ``survivors``, ``minutes``. ``--list`` shows the faults without running them.
+the unit tests of its package; what survives them runs against all fast tests. A copy without a fault has to pass
+first. Prints a line for each and, last, one JSON object: ``caught``, ``planted``, ``survivors``, ``minutes``,
+``cpu_minutes``. ``--list`` shows the faults without running them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ast
 import json
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -236,8 +238,8 @@ CHOSEN: tuple[tuple[str, str, str, str], ...] = (
 )
 
 
-def caught(fault: Fault, tests: list[str], processes: int) -> bool:
-    """Whether ``tests`` fail on a copy of the checkout with ``fault`` in it."""
+def caught(fault: Fault | None, tests: list[str], processes: int) -> bool:
+    """Whether ``tests`` fail on a copy of the checkout with ``fault`` in it; None: without any."""
     with tempfile.TemporaryDirectory(prefix="headway-mutation-") as folder:
         copy = Path(folder) / "headway"
         shutil.copytree(
@@ -246,8 +248,9 @@ def caught(fault: Fault, tests: list[str], processes: int) -> bool:
             ignore=shutil.ignore_patterns(".git", ".venv*", "runs", ".*_cache", ".hypothesis"),
             symlinks=True,
         )
-        target = copy / fault.module
-        target.write_text(fault.planted(target.read_text(encoding="utf-8")), encoding="utf-8")
+        if fault is not None:
+            target = copy / fault.module
+            target.write_text(fault.planted(target.read_text(encoding="utf-8")), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", *tests, "-x", "-q", "-p", "no:cacheprovider"]
         command += ["--numprocesses", str(processes), "--dist", "loadfile"] if processes > 1 else ["-p", "no:xdist"]
         try:
@@ -259,6 +262,12 @@ def caught(fault: Fault, tests: list[str], processes: int) -> bool:
         return ended.returncode != 0
 
 
+def _cpu_s() -> float:
+    """CPU seconds of the children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--list", action="store_true", help="show the faults and stop")
@@ -268,10 +277,13 @@ def main() -> int:
         for fault in faults:
             print(f"{fault.module}:{fault.line} {fault.what}: {fault.before!r} -> {fault.after!r}")
         return 0
-    began = time.monotonic()
+    if caught(None, ["tests/unit", "tests/golden"], 2):
+        print("the fast tests fail without any fault: mend them first (make test-fast)", file=sys.stderr)
+        return 2
+    began, cpu_s = time.monotonic(), _cpu_s()
+    survivors: list[str] = []
     with ThreadPoolExecutor(2) as two:  # one for each core
         found = list(two.map(lambda fault: caught(fault, [MODULES[fault.module]], 1), faults))
-    survivors = []
     for fault, died in zip(faults, found, strict=True):
         where = "its package's tests"
         if not died:
@@ -282,7 +294,8 @@ def main() -> int:
         print(f"{verdict}: {fault.module}:{fault.line} {fault.what}: {fault.before!r} -> {fault.after!r}", flush=True)
     minutes = (time.monotonic() - began) / 60
     figures = {"caught": len(faults) - len(survivors), "planted": len(faults), "survivors": survivors}
-    print(json.dumps({**figures, "minutes": round(minutes, 1)}))
+    spent = {"minutes": round(minutes, 1), "cpu_minutes": round((_cpu_s() - cpu_s) / 60, 1)}
+    print(json.dumps(figures | spent))
     return 1 if len(survivors) > len(faults) // 15 else 0
 
 
