@@ -8,7 +8,7 @@ included. Solved for the number of open groups this is
 
 and that is why it is enough: the new group's first token has version >= v, so it may be trained up to step
 v + budget, and from now to that step there are exactly ``v + budget + 1 - completed steps`` batches: all that is
-open, the new group included, fits into them. ``staleness.select_batch`` keeps that so from step to step.
+open, the new group included, fits into them. ``staleness.OpenGroups.select`` keeps that so from step to step.
 """
 
 from __future__ import annotations
@@ -41,23 +41,3 @@ def credit(
         raise ValueError(f"applied version {applied_version} is not within 0..{completed_steps} (completed steps)")
     room = groups_per_step * (applied_version + budget + 1 - completed_steps)
     return max(0, room + surplus_groups - open_groups)
-
-
-def may_open(
-    *, open_groups: int, completed_steps: int, applied_version: int, groups_per_step: int, budget: int
-) -> bool:
-    """Whether one more group may open. Arguments and errors as for ``credit``.
-
-    Example: groups_per_step = 2, budget = 1, version 0 everywhere: four groups may be open, a fifth may not
-    (N = 5, floor(4 / 2) = 2 > 0 + 1).
-    """
-    return (
-        credit(
-            open_groups=open_groups,
-            completed_steps=completed_steps,
-            applied_version=applied_version,
-            groups_per_step=groups_per_step,
-            budget=budget,
-        )
-        > 0
-    )

@@ -1,4 +1,4 @@
-"""Ending a group everywhere at once: books, length statistics and buffer say the same."""
+"""Ending a group's rollouts in the books and the length statistics, as its row in the buffer says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def end_leavers(run: RunContext, group: FinishedGroup) -> None:
 
 
 def end_finished(run: RunContext, group: FinishedGroup, ending: Ending, reason: str) -> None:
-    """End the valid members of a finished group as ``ending``; the others ended when it finished."""
+    """End the valid members of a finished group as ``ending``; the others ended when it finished. The caller ends its
+    row in the buffer."""
     for rollout in group.valid:
         run.state.books.end(group.group.index, rollout.member, ending, reason)
         _enter_length(run, rollout, ending)

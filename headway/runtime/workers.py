@@ -36,6 +36,7 @@ class WorkerSpec:
     device: str = "cpu:0"  # cuda:N, cpu:N, cpu:N-M
     log_path: str | Path | None = None  # its output is appended here; None: kept only for the cause of death
     environment: dict[str, str] = field(default_factory=dict)  # added to the parent's, and to the device's
+    longest_silence_s: float = 0.0  # its work may hold the interpreter's lock so long: health checks wait for it
 
 
 class Worker(Protocol):
@@ -174,7 +175,8 @@ class LocalLauncher:
             with contextlib.suppress(asyncio.CancelledError):
                 await worker.died
             raise
-        worker.watch(self._clock, self._heartbeat_interval_s, self._heartbeat_timeout_s, self._on_event)
+        silence_s = max(self._heartbeat_timeout_s, spec.longest_silence_s)
+        worker.watch(self._clock, self._heartbeat_interval_s, silence_s, self._on_event)
         return worker
 
 

@@ -85,6 +85,20 @@ def test_a_hang_is_killed_at_the_limit_and_siblings_are_scored(tmp_path: Path, g
     run(main)
 
 
+def test_a_hang_that_holds_the_interpreter_is_the_responses_own_fault_however_long_its_limit(tmp_path: Path):
+    """Such a worker answers no health check either: they must leave its watchdog the time."""
+
+    async def main() -> None:
+        impatient = LocalLauncher(RealClock(), heartbeat_interval_s=0.1, heartbeat_timeout_s=0.5)
+        async with pool(tmp_path, launcher=impatient) as verifiers:
+            verdicts = await verifiers.verify(TASK, ["good", "regex"])
+            assert failed(verdicts) == [False, True]
+            assert verdicts[1].failure.cause == "timed out after 1 s; job killed"
+            assert not verdicts[1].failure.infrastructure
+
+    run(main)
+
+
 def test_what_a_verifier_started_is_killed_with_it(tmp_path: Path):
     async def main() -> None:
         async with pool(tmp_path) as verifiers:

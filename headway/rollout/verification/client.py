@@ -25,6 +25,7 @@ from headway.runtime.worker_slots import WorkerSlot, live_pids, start_all, stop_
 from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec
 
 _FACTORY = "headway.rollout.verification.service:VerifierService"
+_WATCHDOG = 1.1  # times a response's limit: when the worker's watchdog ends a hang, at the latest
 _BACKSTOP_GRACE_S = 5.0  # the worker's own watchdog comes first; the parent's limit is for a worker that is stuck
 _STOP_GRACE_S = 1.0
 _RETRY_S = 0.5  # before what infrastructure failed is scored again; doubles each time
@@ -85,6 +86,7 @@ class VerifierPool:
             "verifier": verifier.model_dump(),
             "named": {name: settings.model_dump() for name, settings in self._named.items()},
         }
+        limits_s = [verifier.timeout_s, *(settings.timeout_s for settings in self._named.values())]
         self._scoring: dict[str, int] = {}  # worker -> responses it is given and hasn't answered
         self._slots: list[WorkerSlot] = []
         for name in (f"verifier-{index}" for index in range(verifier.workers)):
@@ -94,6 +96,7 @@ class VerifierPool:
                 arguments=arguments,
                 device=device or every_core(),
                 log_path=str(log_folder / f"{name}.log") if log_folder else None,
+                longest_silence_s=_WATCHDOG * max(limits_s) + _BACKSTOP_GRACE_S,
             )
             held = functools.partial(self._scoring.get, name, 0)
             self._slots.append(WorkerSlot(spec, launcher, clock, on_event, limit=retries + 1, held=held))
@@ -212,7 +215,7 @@ class VerifierPool:
         """Score on this slot's worker. Raises _Died; the next call then starts another."""
         worker = await self._worker(slot)
         started = self._clock.now()
-        backstop_s = 1.1 * self._timeout_s(task) * len(responses) + _BACKSTOP_GRACE_S
+        backstop_s = _WATCHDOG * self._timeout_s(task) * len(responses) + _BACKSTOP_GRACE_S
         self._scoring[slot.name] = len(responses)
         try:
             async with asyncio.timeout(backstop_s):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.admission import credit, may_open
+from headway.control.admission import credit
 
 
 @settings(deadline=None, max_examples=300)
@@ -16,7 +16,6 @@ def test_credit_is_equation_3_counted_one_group_at_a_time(open_groups, steps, la
         admitted += 1
     given_state = {"completed_steps": steps, "applied_version": applied, "groups_per_step": per_step, "budget": budget}
     assert credit(open_groups=open_groups, **given_state) == admitted
-    assert may_open(open_groups=open_groups, **given_state) == (admitted > 0)
 
 
 def test_synchronous_budget_opens_one_batch_and_nothing_beyond_it():
@@ -28,8 +27,8 @@ def test_synchronous_budget_opens_one_batch_and_nothing_beyond_it():
 
 def test_worked_example_of_the_docstring():
     state = {"completed_steps": 0, "applied_version": 0, "groups_per_step": 2, "budget": 1}
-    assert may_open(open_groups=3, **state)
-    assert not may_open(open_groups=4, **state)
+    assert credit(open_groups=3, **state) == 1
+    assert credit(open_groups=4, **state) == 0
 
 
 @pytest.mark.parametrize(
