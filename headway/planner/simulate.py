@@ -166,7 +166,7 @@ class World:
             trainer=self.trainer,
             verifier=self.verifier,
             tokenizer=CountingTokenizer(self.workload),
-            train_tasks=self.workload.tasks(),
+            train_tasks=numbered_tasks(self.scenario.workload.tasks),
             record=record,
             keep_sample=keep_sample,
             observe=observe,

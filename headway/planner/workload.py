@@ -51,9 +51,6 @@ class WorkloadModel:
         correlation = self._workload.group_correlation
         self._common, self._own = math.sqrt(correlation), math.sqrt(1.0 - correlation)
 
-    def tasks(self) -> list[Task]:
-        return numbered_tasks(self._workload.tasks)
-
     def prompt(self, index: int) -> CountedTokens:
         """The prompt of the task with this index."""
         key = mix(self._seed, _PROMPT, index)

@@ -74,8 +74,7 @@ class LedgerModel(msgspec.Struct, frozen=True, kw_only=True):
     def variants(self) -> list[QueueModel]:
         """Variants of the model with each uncertain parameter moved by a standard deviation, one at a time: predictions
         are repeated with them to measure their uncertainty."""
-        replace = msgspec.structs.replace
-        found: list[QueueModel] = []
+        replace, found = msgspec.structs.replace, list[QueueModel]()
         for sign in (-1.0, 1.0):
             decode, train = self.decode.tilted(sign), self.train.tilted(sign)
             found.append(replace(self.model, decode_fixed_s=decode.fixed, decode_request_s=decode.slope))
