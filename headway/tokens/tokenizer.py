@@ -161,45 +161,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        marks: bool = False,
     ) -> str:
-        """The chat template's text for ``messages``; ``variables``: additional template variables. Raises
-        ConfigurationError when there is no template or it fails."""
-        return self._rendered(messages, tools, add_generation_prompt, marks=False, variables=variables)
-
-    def render_marked(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a whole conversation, and the spans of the template's ``{% generation %}`` blocks in it:
-        [first character, behind the last). Without blocks: an empty list."""
-        text = self._rendered(messages, tools, False, marks=False)
-        if "generation" not in (self._template or ""):
-            return text, []
-        marked = self._rendered(messages, tools, False, marks=True)
-        spans: list[tuple[int, int]] = []
-        plain, opened = 0, -1
-        for piece in _MARK.split(marked):
-            if piece == _OPEN:
-                opened = plain
-            elif piece == _CLOSE:
-                spans.append((opened, plain))
-            else:
-                plain += len(piece)
-        if _MARK.sub("", marked) != text:
-            raise ConfigurationError(
-                f"{self._origin}: the chat template changes what its {{% generation %}} blocks hold after they end (a "
-                "filter around them?), so it can't be told what the assistant wrote: put the filter inside"
-            )
-        return text, [span for span in spans if span[0] < span[1]]
-
-    def _rendered(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        *,
-        marks: bool,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
+        """The chat template's text for ``messages``; ``variables``: additional template variables; ``marks``: around
+        its ``{% generation %}`` blocks. Raises ConfigurationError when there is no template or it fails."""
         if self._template is None:
             raise ConfigurationError(
                 f"{self._origin}: no chat template (chat_template in tokenizer_config.json, or chat_template.jinja); "
@@ -223,6 +188,31 @@ class Tokenizer:
             if "strftime_now" in str(error):
                 message += "; templates get no date, or a resumed run's prompts would differ: write a fixed one into it"
             raise ConfigurationError(message) from None
+
+    def render_marked(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a whole conversation, and the spans of the template's ``{% generation %}`` blocks in it:
+        [first character, behind the last). Without blocks: an empty list."""
+        text = self.render_messages(messages, tools=tools, add_generation_prompt=False)
+        if "generation" not in (self._template or ""):
+            return text, []
+        marked = self.render_messages(messages, tools=tools, add_generation_prompt=False, marks=True)
+        spans: list[tuple[int, int]] = []
+        plain, opened = 0, -1
+        for piece in _MARK.split(marked):
+            if piece == _OPEN:
+                opened = plain
+            elif piece == _CLOSE:
+                spans.append((opened, plain))
+            else:
+                plain += len(piece)
+        if _MARK.sub("", marked) != text:
+            raise ConfigurationError(
+                f"{self._origin}: the chat template changes what its {{% generation %}} blocks hold after they end (a "
+                "filter around them?), so it can't be told what the assistant wrote: put the filter inside"
+            )
+        return text, [span for span in spans if span[0] < span[1]]
 
     def is_open(self, token_id: int) -> bool:
         """Whether the text of this token may change with the next: it is part of a character."""

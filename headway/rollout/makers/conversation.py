@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 import msgspec
 
 from headway.records.clients import Stop, Watch
-from headway.records.conversations import OnTokens, RecordedConversation, TurnRequest, rollout_of
+from headway.records.conversations import OnTokens, OpenConversation, RecordedConversation, TurnRequest, rollout_of
 from headway.records.environment import PartialRollout
 from headway.records.generation import GenerationResult, PartialResponse
 from headway.records.rollout import Failure, Group, Pruned, Rollout
@@ -69,6 +69,7 @@ class ConversationAttempt(ABC):
         self.stopped: Failure | Pruned | None = None
         self.parkings = 0  # of all its open calls at once
         self._sampler = sampler
+        self._opened: list[OpenConversation] = []
         self._recorded = RecordedConversation()
         self._oldest_version = -1  # of its answers
         self._gate: asyncio.Future[Resumption] | None = None
@@ -80,9 +81,24 @@ class ConversationAttempt(ABC):
         self._idle_since_s: float | None = None  # no call is sampled; None: one is, or none was yet
         self._environment_s = 0.0
 
-    @abstractmethod
     async def run(self) -> None:
         """Hold the conversation and seal it. Raises RolloutFailed."""
+        playing = asyncio.create_task(self._play(), name=f"play-{self.name}")
+        try:
+            await asyncio.wait((playing, self._failed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            playing.cancel()
+            sealed = [conversation.seal() for conversation in self._opened]
+            self._recorded = next(iter(sealed), self._recorded)  # at once: who is stopped twice isn't waited for
+            self.note(0)
+            await asyncio.wait((playing,))
+        if self._failed.done():
+            raise RolloutFailed(self._failed.result())
+        playing.result()
+
+    @abstractmethod
+    async def _play(self) -> None:
+        """Hold the conversation, and those beside it, in ``_opened``; the first is the rollout."""
 
     def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
         """The rollout that was recorded, ended at ``now`` (clock seconds); ``failure``: why it failed."""

@@ -56,8 +56,6 @@ class VerifierPool:
 
     ``named``: the verifiers that tasks choose, by ``Task.verifier``; ``verifier`` scores the others. Every worker can
     score with all of them.
-
-    ``device`` pins every worker (``cpu:N-M``); None leaves them on all cores this process may use.
     """
 
     def __init__(
@@ -67,7 +65,6 @@ class VerifierPool:
         clock: Clock,
         *,
         named: Mapping[str, VerifierSettings] | None = None,
-        device: str | None = None,
         log_folder: Path | None = None,
         retries: int = 2,
         queue_groups: int | None = None,
@@ -92,7 +89,7 @@ class VerifierPool:
                 name=name,
                 factory=_FACTORY,
                 arguments=arguments,
-                device=device or every_core(),
+                device=every_core(),
                 log_path=str(log_folder / f"{name}.log") if log_folder else None,
             )
             held = functools.partial(self._scoring.get, name, 0)

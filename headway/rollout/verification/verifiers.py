@@ -22,14 +22,13 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from headway.config.section import NonNegative, Positive, Seconds, Section
+from headway.config.section import NonNegative, Section
 from headway.config.sources import VerifierSettings
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
-from headway.rollout.chat_model import ChatModel, api_key, completions_url
 from headway.rollout.parameters import NonNegativeNumber, call_checked, explained
 from headway.rollout.verification.extraction import Extract, close, extract_answer, last_match, last_number
-from headway.rollout.verification.judge import DEFAULT_PATTERN, DEFAULT_PROMPT, Judge
+from headway.rollout.verification.judge import Judge
 from headway.rollout.verification.math_answers import math_scorer
 from headway.rollout.verification.scorers import Scorer, longest_s
 from headway.rollout.verification.weighted import Part, WeightedScorer
@@ -245,60 +244,7 @@ def _part(given: object, where: str) -> Part:
     return Part(label=part.label or part.name, scorer=scorer, weight=part.weight)
 
 
-@register("judge")
-def judge(
-    *,
-    url: str,
-    model: str,
-    api_key_env: str = "",
-    prompt: str = DEFAULT_PROMPT,
-    system: str = "",
-    pattern: str = DEFAULT_PATTERN,
-    lowest: float = 0.0,
-    highest: float = 10.0,
-    solved_at: NonNegativeNumber = 1.0,
-    concurrency: Positive = 8,
-    timeout_s: Seconds = 30.0,
-    retries: NonNegative = 2,
-    retry_s: NonNegativeNumber = 1.0,
-    price_prompt: NonNegativeNumber = 0.0,
-    price_completion: NonNegativeNumber = 0.0,
-    body: dict[str, Any] | None = None,
-) -> Scorer:
-    """A language model's score, as a reward from 0 to 1 (rollout/verification/judge.py).
-
-    ``url``: the endpoint's base, say https://api.openai.com/v1. ``api_key_env``: the environment variable that holds
-    its key. ``prompt`` may say {prompt}, {answer}, {response}, {lowest} and {highest}; the last match of ``pattern`` in
-    the answer is the score. ``concurrency`` requests at once in each verifier process. ``price_*``: of a million
-    tokens. ``body``: further keys of the request, say {temperature = 0, max_tokens = 512}.
-    """
-    if not url.startswith(("http://", "https://")) or not model:
-        raise ConfigurationError(f"verifier.parameters: url = {url!r}, model = {model!r}: an http(s) address, a name")
-    if "{response}" not in prompt:
-        raise ConfigurationError("verifier.parameters.prompt doesn't say {response}: the judge would see nothing of it")
-    if not lowest < highest:
-        raise ConfigurationError(f"verifier.parameters: lowest = {lowest}, highest = {highest}: lowest below highest")
-    return Judge(
-        chat=ChatModel(
-            url=completions_url(url),
-            model=model,
-            key=api_key(api_key_env, "verifier.parameters.api_key_env"),
-            called="the judge",
-            timeout_s=timeout_s,
-            retries=retries,
-            retry_s=retry_s,
-            body=body or {},
-        ),
-        prompt=prompt,
-        system=system,
-        pattern=_compiled(pattern),
-        lowest=lowest,
-        highest=highest,
-        solved_at=solved_at,
-        concurrency=concurrency,
-        price_prompt=price_prompt,
-        price_completion=price_completion,
-    )
+register("judge")(Judge)
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
