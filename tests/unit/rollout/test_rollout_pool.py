@@ -119,7 +119,7 @@ def play(main: Callable[[VerifierPool, ScriptedLauncher, Clock], Any], workers: 
         result = await main(pool, launcher, clock)
         await pool.stop()
         assert all(worker.stopped or not worker.alive for worker in launcher.workers)
-        assert pool.pids == []
+        assert not any(state.up for state in pool.worker_states)
         return result
 
     return run_virtual(with_pool, limit_s=100_000)
