@@ -15,7 +15,8 @@ from headway.records.conversations import Conversations
 from headway.records.rollout import Failure, Group
 from headway.records.task import Task
 from headway.rollout.hosting.agents.processes import AgentProcesses, Exit
-from headway.rollout.makers.conversation import ConversationAttempt, ConversationRollouts, RolloutFailed
+from headway.rollout.makers.attempts import RetryingRollouts, RolloutFailed
+from headway.rollout.makers.conversation import ConversationAttempt
 from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.rollout.verifiers_environment import COLUMN
 
@@ -32,7 +33,7 @@ class Agents:
     processes: AgentProcesses
 
 
-class AgentRollouts(ConversationRollouts):
+class AgentRollouts(RetryingRollouts):
     """Makes rollouts out of an agent's model calls, token-exact, however it makes them: one key for each attempt.
 
     An agent's process that ends with an error fails its rollout at the boundary "environment" (or counts as it stands:

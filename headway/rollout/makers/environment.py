@@ -22,7 +22,8 @@ from headway.records.errors import WorkerDied
 from headway.records.generation import GenerationResult, PartialResponse
 from headway.records.rollout import Failure, Group, Rollout, Verdict
 from headway.rollout.hosting.client import EnvironmentDied, EnvironmentPool, WorkerLease
-from headway.rollout.makers.conversation import ConversationAttempt, ConversationRollouts, RolloutFailed
+from headway.rollout.makers.attempts import RetryingRollouts, RolloutFailed
+from headway.rollout.makers.conversation import ConversationAttempt
 from headway.rollout.makers.turn_sampler import Resumption, TurnSampler
 from headway.rollout.seeds import rollout_seed
 from headway.rollout.verification.verdicts import apply_verdict
@@ -47,7 +48,7 @@ class Resumed(NamedTuple):
     again: bool = False  # its worker died before it resumed: one more is tried, then it is made anew
 
 
-class EnvironmentRollouts(ConversationRollouts):
+class EnvironmentRollouts(RetryingRollouts):
     """Makes rollouts in environments (`RolloutMaker`). A parked one resumes where it was, with its environment's state
     and files, in another process too; one that wasn't parked is made anew."""
 
