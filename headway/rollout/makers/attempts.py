@@ -107,6 +107,8 @@ class RetryingRollouts(ABC):
         except Exception as error:  # the boundary to what isn't ours
             own = isinstance(error, TimeoutError) and limit.expired()
             failure = timed_out(self.sampler.settings) if own else self.failure_of(error)
+        if failure is None and isinstance(attempt.stopped, Failure):
+            failure = attempt.stopped
         return attempt.rollout(self.sampler.clock.now(), failure)
 
     async def _stoppable(self, attempt: RolloutAttempt, work: Coroutine[Any, Any, None]) -> None:

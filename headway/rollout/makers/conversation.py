@@ -59,8 +59,6 @@ class ConversationAttempt(ABC):
 
     def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
         """The rollout that was recorded, ended at ``now`` (clock seconds); ``failure``: why it failed."""
-        if failure is None and isinstance(self.stopped, Failure):
-            failure = self.stopped
         rollout = rollout_of(self._recorded, self.group, self.member, now, failure)
         return msgspec.structs.replace(
             rollout, environment_s=self._environment_s, environment_version=self._held_version

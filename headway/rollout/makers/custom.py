@@ -145,8 +145,6 @@ class Attempt:
 
     def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
         """The rollout of all turns so far (`RolloutAttempt.rollout`)."""
-        if failure is None and isinstance(self.stopped, Failure):
-            failure = self.stopped
         if not self._turns:
             cause = f"{KEY} = {self._hook.name!r} sampled nothing"
             failure = failure or Failure(boundary="environment", cause=cause, infrastructure=False)

@@ -17,12 +17,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from decimal import Decimal
 from typing import Any
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from headway.config.section import NonNegative, Section
+from headway.config.section import Section
 from headway.config.sources import VerifierSettings
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
@@ -37,20 +36,6 @@ from headway.tasks.entries import unpack_entry
 from headway.tasks.sources import build_generator
 
 PRUNER_KEY = "pruning."  # and a pruner: the verifier of half a response that it asks
-
-VERIFIERS: dict[str, Callable[..., Scorer]] = {}  # name -> builder: parameters in, scorer out; checks parameters
-
-
-def register(name: str) -> Callable[[Callable[..., Scorer]], Callable[..., Scorer]]:
-    """Register a builder (keyword parameters -> scorer) under ``name``."""
-
-    def add(builder: Callable[..., Scorer]) -> Callable[..., Scorer]:
-        if name in VERIFIERS:
-            raise ValueError(f"verifier {name!r} is already registered")
-        VERIFIERS[name] = builder
-        return builder
-
-    return add
 
 
 def resolve_verifier(verifier: VerifierSettings) -> Scorer:
@@ -110,7 +95,6 @@ def _require_parameters(
 # --- the built-in verifiers ------------------------------------------------------------------------------
 
 
-@register("exact")
 def exact(*, extract: Extract = "all", strip: bool = True) -> Scorer:
     """1 when the extracted answer equals ``task.answer`` (both stripped of outer blanks with ``strip``), else 0. A task
     without an answer fails the response, naming the task: an empty response would be right."""
@@ -125,7 +109,6 @@ def exact(*, extract: Extract = "all", strip: bool = True) -> Scorer:
     return score
 
 
-@register("numeric")
 def numeric(*, extract: Extract = "all", marker: str = "", tolerance: NonNegativeNumber = 0.0) -> Scorer:
     """1 when the last number of the extracted answer is within ``tolerance`` of ``task.answer``, else 0.
 
@@ -133,7 +116,9 @@ def numeric(*, extract: Extract = "all", marker: str = "", tolerance: NonNegativ
     """
 
     def score(task: Task, response: str) -> float:
-        reference = _reference_number(task)
+        reference = last_number(task.answer)
+        if reference is None:
+            raise ValueError(f"task {task.task_id}: its answer {task.answer!r} is not a number")
         found = extract_answer(response, extract)
         number = None if found is None else last_number(found, marker)
         return float(number is not None and close(number, reference, tolerance))
@@ -141,7 +126,6 @@ def numeric(*, extract: Extract = "all", marker: str = "", tolerance: NonNegativ
     return score
 
 
-@register("regex")
 def regex(*, pattern: str, group: int | str | None = None, extract: Extract = "all") -> Scorer:
     """1 when ``group`` of the last match of ``pattern`` equals ``task.answer`` (outer blanks stripped), else 0.
 
@@ -164,19 +148,6 @@ def regex(*, pattern: str, group: int | str | None = None, extract: Extract = "a
     return score
 
 
-@register("math")
-def mathematics(*, extract: Extract = "all", float_rounding: NonNegative = 6, strict: bool = True) -> Scorer:
-    """1 when the answer equals ``task.answer`` as mathematics (the package math-verify), else 0 and the reason.
-
-    Both may be LaTeX ("\\frac{1}{2}", in dollars or \\boxed or bare) or plain ("1/2", "0.5", "50%"); of a response the
-    last boxed expression counts, or else what math-verify takes for the final answer in its last 4,000 characters.
-    ``float_rounding``: decimals that must agree where a side is no exact number. ``strict``: variables must have the
-    same names, and sets and tuples differ. A reference that can't be parsed fails the response, naming the task.
-    """
-    return math_scorer(extract, float_rounding, strict)
-
-
-@register("reasoning-gym")
 def reasoning_gym(*, extract: Extract = "all") -> Scorer:
     """The reward of the task's own generator (0 to 1, its partial credit included) for the stripped answer.
 
@@ -203,7 +174,6 @@ def reasoning_gym(*, extract: Extract = "all") -> Scorer:
     return score
 
 
-@register("weighted")
 def weighted(*, parts: list[dict[str, Any]], solved_by: str = "") -> Scorer:
     """The weighted sum of other verifiers' rewards.
 
@@ -244,9 +214,6 @@ def _part(given: object, where: str) -> Part:
     return Part(label=part.label or part.name, scorer=scorer, weight=part.weight)
 
 
-register("judge")(Judge)
-
-
 def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
@@ -254,8 +221,12 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise ConfigurationError(f"verifier.parameters.pattern = {pattern!r}: {error}") from None
 
 
-def _reference_number(task: Task) -> Decimal:
-    number = last_number(task.answer)
-    if number is None:
-        raise ValueError(f"task {task.task_id}: its answer {task.answer!r} is not a number")
-    return number
+VERIFIERS: dict[str, Callable[..., Scorer]] = {  # name -> builder: parameters in, scorer out; it declares their types
+    "exact": exact,
+    "numeric": numeric,
+    "regex": regex,
+    "math": math_scorer,
+    "reasoning-gym": reasoning_gym,
+    "weighted": weighted,
+    "judge": Judge,
+}
