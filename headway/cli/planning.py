@@ -15,21 +15,6 @@ if TYPE_CHECKING:
     from headway.planner.outcome import SimulationOutcome
     from headway.planner.scenario import Scenario
 
-SCENARIO = typer.Argument(
-    ..., metavar="SCENARIO|RUN", help="A scenario file (TOML), or the folder of a run.", show_default=False
-)
-STEPS = typer.Option(
-    "", "--steps", metavar="A:B", help="Of a run: the steps to look at, B left out. Default: the last half."
-)
-BESIDE = typer.Option(
-    "",
-    "--beside",
-    metavar="RUN2",
-    help="Of a run: another one of the same load and machine in which the two sides met more or less (say, a "
-    "synchronous one): tells what they cost each other.",
-)
-WRITE = typer.Option("", "--write", metavar="FILE", help="Of a run: save the scenario found, as TOML.")
-
 
 def add_commands(app: typer.Typer) -> None:
     described = "headway simulate examples/scenarios/long_tail.toml --queue.budget=8 --run.seed=3"
@@ -39,10 +24,20 @@ def add_commands(app: typer.Typer) -> None:
 
 def simulate(
     context: typer.Context,
-    scenario: str = SCENARIO,
-    steps: str = STEPS,
-    beside: str = BESIDE,
-    write: str = WRITE,
+    scenario: str = typer.Argument(
+        ..., metavar="SCENARIO|RUN", help="A scenario file (TOML), or the folder of a run.", show_default=False
+    ),
+    steps: str = typer.Option(
+        "", "--steps", metavar="A:B", help="Of a run: the steps to look at, B left out. Default: the last half."
+    ),
+    beside: str = typer.Option(
+        "",
+        "--beside",
+        metavar="RUN2",
+        help="Of a run: another one of the same load and machine in which the two sides met more or less (say, a "
+        "synchronous one): tells what they cost each other.",
+    ),
+    write: str = typer.Option("", "--write", metavar="FILE", help="Of a run: save the scenario found, as TOML."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as one JSON object."),
 ) -> None:
     """Run the real orchestrator in virtual time over described hardware, workload and sandboxes.

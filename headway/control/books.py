@@ -93,8 +93,7 @@ class Books:
         """Enter the rollouts of a buffer when a run is resumed. Raises BooksUnbalanced unless the books are empty."""
         if self.admitted:
             raise BooksUnbalanced("books that are in use can't be restored")
-        self._open = {group: set(members) for group, members in sorted(open_members.items())}
-        self._open = {group: members for group, members in self._open.items() if members}
+        self._open = {group: left for group, members in sorted(open_members.items()) if (left := set(members))}
         self._open_rollouts = sum(len(members) for members in self._open.values())
         self._next_index = next_index
         for (ending, reason), count in ended.items():

@@ -34,9 +34,6 @@ class LengthBiasStatistics(msgspec.Struct, frozen=True, kw_only=True):
     pruning_ks: float = 0.0  # pruned rollouts, dropped or trained as they stood, likewise
     censored_share: float = 0.0  # share of admitted rollouts in cohorts not closed yet
     cut_share: float = 0.0  # share of the closed cohorts' rollouts that ended before their length was known
-    closed_cohorts: int = 0
-    trained: int = 0  # rollouts, in closed cohorts
-    completed: int = 0  # rollouts whose length is complete, in closed cohorts
 
 
 def ks_statistic(a: Mapping[int, int], b: Mapping[int, int]) -> float:
@@ -107,7 +104,6 @@ class LengthBias:
         self._groups_per_step = groups_per_step
         self._open: dict[int, _Cohort] = {}
         self._closed: _Histograms = defaultdict(Counter)
-        self._closed_cohorts = 0
         self._closed_rollouts = 0
         self._admitted = 0
 
@@ -133,7 +129,6 @@ class LengthBias:
             del self._open[number]
             for key, histogram in cohort.lengths.items():
                 self._closed[key].update(histogram)
-            self._closed_cohorts += 1
             self._closed_rollouts += cohort.rollouts
 
     def statistics(self) -> LengthBiasStatistics:
@@ -153,9 +148,6 @@ class LengthBias:
             pruning_ks=taken_by("pruning"),
             censored_share=in_open / self._admitted if self._admitted else 0.0,
             cut_share=(reached.total() - completed.total()) / self._closed_rollouts if self._closed_rollouts else 0.0,
-            closed_cohorts=self._closed_cohorts,
-            trained=trained.total(),
-            completed=completed.total(),
         )
 
     def lengths(self) -> tuple[dict[int, int], dict[int, int]]:

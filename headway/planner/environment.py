@@ -86,7 +86,7 @@ class EnvironmentGenerator:
         self._workload = workload
         self.environment = scenario.environment
         self._scenario = scenario
-        self._clock = clock
+        self.clock = clock
         self._lives: dict[int, _Life] = {}  # by sampling seed
         self._open: dict[str, _Life] = {}  # by request
         starting = scenario.environment.starting_at_once
@@ -161,9 +161,6 @@ class EnvironmentGenerator:
     async def stop(self) -> None:
         await self.engine.stop()
 
-    def now(self) -> float:
-        return self._clock.now()
-
     # --- sandboxes ------------------------------------------------------------------------------------------
 
     def state_version(self, seed: int) -> int:
@@ -195,7 +192,7 @@ class EnvironmentGenerator:
 
     def end_sandbox(self, life: _Life) -> None:
         if life.live_since_s is not None:
-            self.counts.live_s += self._clock.now() - life.live_since_s
+            self.counts.live_s += self.clock.now() - life.live_since_s
             life.live_since_s = None
             self._live -= 1
 
@@ -207,15 +204,15 @@ class EnvironmentGenerator:
             return f"{SANDBOX}environment.live_at_once = {environment.live_at_once} sandboxes are live"
         self._live += 1  # one that starts counts: a provider's limit does so too
         counts.live_peak = max(counts.live_peak, self._live)
-        life.live_since_s = asked_s = self._clock.now()
+        life.live_since_s = asked_s = self.clock.now()
         async with self._starting or contextlib.nullcontext():
-            began_s = self._clock.now()
+            began_s = self.clock.now()
             counts.waiting_s += began_s - asked_s
             step = self.engine.version
             seconds = environment.start_s.draw(mix(key, _START), step)
             seconds *= self._scenario.drifted("environment.start_s", step)
-            await self._clock.sleep(max(0.0, seconds))
-            counts.starting_s += self._clock.now() - began_s
+            await self.clock.sleep(max(0.0, seconds))
+            counts.starting_s += self.clock.now() - began_s
         if environment.start_failure and uniform(mix(key, _START, 1)) < environment.start_failure:
             counts.start_failures += 1
             self.end_sandbox(life)
@@ -226,7 +223,7 @@ class EnvironmentGenerator:
     async def call_tool(self, life: _Life, turn: TurnProfile, key: int) -> str:
         """Run a turn's tool call; returns why it failed, or "". Returns early when the rollout is cut."""
         self.counts.tool_calls += 1
-        began_s = self._clock.now()
+        began_s = self.clock.now()
         loop = asyncio.get_running_loop()
         life.waking = replied = loop.create_future()
         timer = loop.call_later(turn.tool_s, _wake, replied)  # the loop's time is the clock's
@@ -235,7 +232,7 @@ class EnvironmentGenerator:
         finally:
             timer.cancel()
             life.waking = None
-        self.counts.tool_s += self._clock.now() - began_s
+        self.counts.tool_s += self.clock.now() - began_s
         if self.environment.tool_failure and uniform(mix(key, _TOOL)) < self.environment.tool_failure:
             self.counts.tool_failures += 1
             return f"{SANDBOX}it was lost in a tool call"
@@ -285,11 +282,11 @@ class _Turns:
                 return "stop", ""
             position += turn.tokens + turn.reply_tokens
             if done < position:
-                began_s = self._owner.now()
+                began_s = self._owner.clock.now()
                 try:
                     reason, error = await self._tool_call(turn)
                 finally:
-                    life.environment_s += self._owner.now() - began_s
+                    life.environment_s += self._owner.clock.now() - began_s
                 if reason != "stop":
                     return reason, error
                 done = position

@@ -10,6 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def read_run(path: str | Path) -> Recorded:
     shape = shape_of(experiment, sum(lends(device, ranks) for device in devices))
     if is_simulated(folder):
         described = _described(folder / SCENARIO_FILE)
-        if not described.workload.turns.fixed or described.workload.turns.at_normal(0.0) > 1:
+        if described.workload.multi_turn:
             raise ConfigurationError(
                 f"{folder} simulates rollouts of several turns: a ledger doesn't say what they took"
             )
@@ -384,13 +385,9 @@ def _shares(steps: Sequence[StepRecord], counts: Counter[int], cut: int) -> dict
         [*ended, *[(beyond, True)] * cut, *[(min(max(counts) - 1, round(so_far)), False)] * discarded], beyond
     )
     survival = dict(zip(found.tokens, found.survival, strict=True))
-    shares: dict[int, float] = {}
-    before = 1.0
-    for end in sorted(counts):
-        if counts[end] > 0:
-            shares[end] = before - survival[end]
-            before = survival[end]
-    return shares
+    ends = sorted(end for end, count in counts.items() if count > 0)
+    levels = [1.0, *(survival[end] for end in ends)]
+    return {end: above - below for end, (above, below) in zip(ends, pairwise(levels), strict=True)}
 
 
 def _truncated_share(steps: Sequence[StepRecord]) -> float:

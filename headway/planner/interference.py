@@ -63,18 +63,15 @@ def costs_apart(
         )
     shapes = costs(steps if here.of_trainer < there.of_trainer else others, replicas, even)
     decode, train = shapes.decode, shapes.train
-    generator = _apart(
-        _at_work_s(steps, replicas) / max(1e-9, _expected_decode_s(steps, decode)),
-        _at_work_s(others, replicas) / max(1e-9, _expected_decode_s(others, decode)),
-        here.of_generator,
-        there.of_generator,
-    )
-    trainer = _apart(
-        sum(map(training_s, steps)) / max(1e-9, _expected_training_s(steps, train)),
-        sum(map(training_s, others)) / max(1e-9, _expected_training_s(others, train)),
-        here.of_trainer,
-        there.of_trainer,
-    )
+
+    def decoding(run: Sequence[StepRecord]) -> float:
+        return _at_work_s(run, replicas) / max(1e-9, _expected_decode_s(run, decode))
+
+    def training(run: Sequence[StepRecord]) -> float:
+        return sum(map(training_s, run)) / max(1e-9, _expected_training_s(run, train))
+
+    generator = _apart(decoding(steps), decoding(others), here.of_generator, there.of_generator)
+    trainer = _apart(training(steps), training(others), here.of_trainer, there.of_trainer)
     return InterferenceCosts(
         decode=_times(decode, generator[0]),
         train=_times(train, trainer[0]),

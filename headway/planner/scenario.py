@@ -104,6 +104,11 @@ class Workload(Section):
             )
         return self
 
+    @property
+    def multi_turn(self) -> bool:
+        """Whether a rollout may have several turns."""
+        return not self.turns.fixed or self.turns.at_normal(0.0) > 1
+
 
 class ScenarioEnvironment(endpoint.EnvironmentConfig):
     """Sandboxes of rollouts with several turns. Their failures are retried rollout.retries times."""

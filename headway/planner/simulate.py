@@ -117,7 +117,7 @@ async def _simulate(
     ledger.event(EVENT_SIMULATED, name, seed=scenario.run.seed, **devices)
     await drive(run)
     counts = msgspec.to_builtins(world.environment.counts)
-    if world.workload.multi_turn:
+    if scenario.workload.multi_turn:
         data = {key: round(value, 6) for key, value in counts.items()}
         ledger.event("environment", "what the sandboxes did", **data)
     lines = read_ledger(directory.path)
@@ -160,21 +160,19 @@ class World:
         observe: Any = None,
     ) -> Actors:
         """The fake actors, as ``orchestrator.assembly.assemble`` takes them."""
-        several = self.workload.multi_turn
-        actors = Actors(
+        several = self.scenario.workload.multi_turn
+        return Actors(
             generator=self.environment if several else self.engine,
             trainer=self.trainer,
             verifier=self.verifier,
             tokenizer=CountingTokenizer(self.workload),
-            train_tasks=self.workload.tasks(),
+            train_tasks=numbered_tasks(self.scenario.workload.tasks),
             record=record,
             keep_sample=keep_sample,
             observe=observe,
             cpu_s=lambda: 0.0,  # the simulation's own time is none of the run's
+            rollouts=functools.partial(FakeRollout, environment=self.environment) if several else None,
         )
-        if several:
-            actors.rollouts = functools.partial(FakeRollout, environment=self.environment)
-        return actors
 
     def _trainer(self, clock: Clock) -> FakeTrainer:
         hardware, scenario = self.scenario.hardware.trainer, self.scenario
@@ -199,7 +197,7 @@ class World:
     def _engine(self, clock: Clock) -> FakeGenerator:
         scenario, settings = self.scenario, self.scenario.generator
         hardware = scenario.hardware.generator
-        several, drifts = self.workload.multi_turn, bool(scenario.drift)
+        several, drifts = self.scenario.workload.multi_turn, bool(scenario.drift)
 
         def step_s(running: int) -> float:
             seconds = hardware.decode_fixed_s + hardware.decode_request_s * running

@@ -48,16 +48,8 @@ class WorkloadModel:
         self._workload = scenario.workload
         self._seed = scenario.run.seed
         self._step = step
-        self._several = not (self._workload.turns.fixed and self._workload.turns.at_normal(0.0) <= 1)
         correlation = self._workload.group_correlation
         self._common, self._own = math.sqrt(correlation), math.sqrt(1.0 - correlation)
-
-    @property
-    def multi_turn(self) -> bool:
-        return self._several
-
-    def tasks(self) -> list[Task]:
-        return numbered_tasks(self._workload.tasks)
 
     def prompt(self, index: int) -> CountedTokens:
         """The prompt of the task with this index."""
@@ -69,7 +61,7 @@ class WorkloadModel:
         """The plan of the rollout that ``request`` begins; depends on its seed, its group and the present step."""
         key = mix(self._seed, request.sampling.seed)
         shared = normal(mix(self._seed, _SHARED, request.priority)) if self._common else 0.0
-        if not self._several:
+        if not self._workload.multi_turn:
             score = self._score(key, shared)
             tokens = self._valued(self._workload.response_tokens, "workload.response_tokens", score)
             return Plan(turns=(TurnProfile(tokens=max(1, round(tokens))),))

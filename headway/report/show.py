@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
-from rich.console import Console, Group
+from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
@@ -92,10 +93,7 @@ def show_samples(
         held = f"it holds steps {steps[0]} to {steps[-1]}" if steps else "it holds none"
         raise ConfigurationError(f"no kept sample matches; {held} ({len(samples)} samples)")
     console = console or Console(highlight=False)
-    if console.is_terminal:
-        with console.pager(styles=True):
-            console.print(Group(*_panels(chosen)))
-    else:
+    with console.pager(styles=True) if console.is_terminal else nullcontext():
         for panel in _panels(chosen):
             console.print(panel)
 

@@ -136,9 +136,8 @@ class ChatModel:
         fields = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
         usage = fields.get("usage")
         if isinstance(usage, dict):
-            counts = cast("dict[str, Any]", usage)
-            spent.prompt_tokens += _count(counts.get("prompt_tokens"))
-            spent.completion_tokens += _count(counts.get("completion_tokens"))
+            spent.prompt_tokens += _count(usage.get("prompt_tokens"))
+            spent.completion_tokens += _count(usage.get("completion_tokens"))
         try:
             text = fields["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):

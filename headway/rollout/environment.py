@@ -137,9 +137,6 @@ class Episode:
 
     # --- for the service ----------------------------------------------------------------------------------------
 
-    def offer(self, tools: Sequence[Tool]) -> None:
-        self.turn_to(self.speaker, tools=tools)
-
     def hear(self, answer: Answer) -> None:
         self.messages.setdefault(answer.speaker, []).append(answer.message)
         self.turns, self.turns_left = self.turns + 1, self.turns_left - 1

@@ -57,8 +57,9 @@ class EpisodeSandbox:
         self._labels = dict(labels)
         self._timeout_s = timeout_s
         self._repeatable = repeatable
-        self._snapshot = restored.snapshot if restored is not None else None
-        self._operations = list(restored.operations) if restored is not None else []
+        restored = restored or EnvironmentState()
+        self.snapshot = restored.snapshot  # the last one; None: the sandbox was never parked
+        self._operations = list(restored.operations)
         self._lease = contextlib.AsyncExitStack()
         self._box: Sandbox | None = None
         self._making = asyncio.Lock()
@@ -68,17 +69,12 @@ class EpisodeSandbox:
         self.limits: set[asyncio.Timeout] = set()  # of what uses it now; waiting in line for it doesn't count
         self.failure: SandboxFailure | None = None  # of the infrastructure, that it couldn't make good
 
-    @property
-    def snapshot(self) -> Snapshot | None:
-        """The last snapshot; None: the sandbox was never parked."""
-        return self._snapshot
-
     def forget_snapshot(self, folder: Path, before: Snapshot | None) -> None:
         """Revert to the snapshot ``before``, and delete a later one from ``folder``: no state will ever name it."""
-        if self._snapshot is not None and (before is None or self._snapshot.path != before.path):
+        if self.snapshot is not None and (before is None or self.snapshot.path != before.path):
             with contextlib.suppress(OSError):
-                drop(folder, self._snapshot.path)
-            self._snapshot = before
+                drop(folder, self.snapshot.path)
+            self.snapshot = before
 
     async def exec(
         self,
@@ -121,19 +117,19 @@ class EpisodeSandbox:
         if self._box is not None and not self._paused:
             box, can_pause = self._box, await self._pool.can_pause()
             if not can_pause:  # what runs on isn't parked
-                self._snapshot = await box.snapshot(name)
+                self.snapshot = await box.snapshot(name)
                 await self._give_back()
             else:
                 await box.pause()  # first: the snapshot and what goes on here are the same
                 try:
-                    self._snapshot = await box.snapshot(name)
+                    self.snapshot = await box.snapshot(name)
                 except BaseException:
                     with contextlib.suppress(SandboxError):  # it has ended
                         await to_its_end(box.resume())
                     raise
                 self._paused = True
                 self._end_offer = self._pool.lend(self._recalled)
-        return EnvironmentState(snapshot=self._snapshot, operations=tuple(self._operations))
+        return EnvironmentState(snapshot=self.snapshot, operations=tuple(self._operations))
 
     async def unpark(self) -> None:
         """Let the sandbox run again; one that was given back to the pool is made again at its next use."""
@@ -181,31 +177,30 @@ class EpisodeSandbox:
                     self.failure = error.failure
                     raise
                 if self._box is box:  # else whoever used it beside this one has made another
-                    self._snapshot = None  # of no use to whoever has lost it once
+                    self.snapshot = None  # of no use to whoever has lost it once
                     await self._give_back()
         raise AssertionError("unreachable")
 
     async def _ready(self) -> Sandbox:
         async with self._making:
-            if self._closed:
-                raise SandboxError(infrastructure_failure("the rollout has ended", retry=False))
-            if self._box is None:
+            if self._box is None and not self._closed:
                 self._box = await self._made()
-            if self._closed:  # meanwhile
+            if self._closed:  # before, or meanwhile
                 await self._give_back()
+            if self._box is None:
                 raise SandboxError(infrastructure_failure("the rollout has ended", retry=False))
             return self._box
 
     async def _made(self) -> Sandbox:
         """A new sandbox with the files it had when it was parked or lost."""
-        if self._snapshot is not None:
+        if self.snapshot is not None:
             try:
-                return await self._leased(self._snapshot)
+                return await self._leased(self.snapshot)
             except SandboxError as error:
                 if not self._repeatable:
                     what = f"the files of a parked rollout are lost: {error.failure.what}"
                     raise SandboxError(infrastructure_failure(what, retry=False)) from error
-                self._snapshot = None
+                self.snapshot = None
                 await self._give_back()
         box = await self._leased(None)
         try:

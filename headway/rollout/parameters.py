@@ -19,7 +19,9 @@ def call_checked(function: Callable[..., T], parameters: Mapping[str, Any], key:
     """``function(**parameters)``. Raises ConfigurationError, naming the parameter below ``key``, where one isn't of the
     type that ``function`` declares: nothing is converted but whole numbers to floats."""
     try:
-        return validate_call(config=ConfigDict(strict=True, allow_inf_nan=False))(function)(**parameters)
+        if not isinstance(function, type):  # else a section, which checks itself
+            function = validate_call(config=ConfigDict(strict=True, allow_inf_nan=False))(function)
+        return function(**parameters)
     except ValidationError as error:
         raise ConfigurationError(explained(error, key)) from None
 
@@ -28,8 +30,10 @@ def explained(error: ValidationError, key: str) -> str:
     """The first thing that is wrong below ``key``: where, its value, and what would be valid."""
     first = error.errors()[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-    valid = f"valid: {first.get('ctx', {})['expected']}" if first["type"] == "literal_error" else first["msg"]
-    return f"{key}{place} = {shown(first['input'])}: {valid}"
+    said = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "literal_error":
+        said = f"valid: {first.get('ctx', {})['expected']}"
+    return f"{key}{place} = {shown(first['input'])}: {said}" if place else f"{key}: {said}"
 
 
 def require_choice(key: str, value: str, choices: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -13,23 +14,15 @@ from headway.records.trace import WorkerState
 from headway.telemetry.exporters.prometheus import router_families, worker_families
 
 
+@dataclass(frozen=True, eq=False)
 class ServeMetrics(Collector):
     """Collects the server's metrics from one snapshot of its state."""
 
-    def __init__(
-        self,
-        responses: Mapping[tuple[str, int], int],
-        router: RouterStatistics,
-        workers: Iterable[WorkerState],
-        sessions: int,
-        kept_tokens: int,
-    ) -> None:
-        """``responses``: by route and status, 0 where the client left before; ``sessions``: open named ones;
-        ``kept_tokens``: tokens that these keep."""
-        self._responses = responses
-        self._router = router
-        self._workers = workers
-        self._gauges = {"sessions": float(sessions), "kept_tokens": float(kept_tokens)}
+    responses: Mapping[tuple[str, int], int]  # by route and status, 0 where the client left before
+    router: RouterStatistics
+    workers: Iterable[WorkerState]
+    sessions: int  # open named ones
+    kept_tokens: int  # tokens that these keep
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format: the body of the response."""
@@ -43,10 +36,10 @@ class ServeMetrics(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         labels = ["route", "status"]
         responses = CounterMetricFamily("headway_serve_responses", "status 0: the client left before", labels=labels)
-        for (route, status), count in sorted(self._responses.items()):
+        for (route, status), count in sorted(self.responses.items()):
             responses.add_metric([route, str(status)], count)
         yield responses
-        for name, value in self._gauges.items():
+        for name, value in (("sessions", self.sessions), ("kept_tokens", self.kept_tokens)):
             yield GaugeMetricFamily(f"headway_serve_{name}", f"{name.replace('_', ' ')} of named sessions", value)
-        yield from router_families(self._router)
-        yield from worker_families(self._workers)
+        yield from router_families(self.router)
+        yield from worker_families(self.workers)

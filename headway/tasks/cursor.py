@@ -30,30 +30,23 @@ class TaskCursor:
         Raises ConfigurationError when there are no tasks, or a source has none.
         """
         self._walks, self._mixture = make_walks(tasks, seed, weights)
-        self._position = 0
 
     @property
     def position(self) -> int:
         """Tasks handed out since the start."""
-        return self._position
-
-    @property
-    def epoch(self) -> int:
-        """Full passes completed over every source."""
-        return min(count // len(walk.tasks) for count, walk in zip(self._mixture.counts, self._walks, strict=True))
+        return sum(self._mixture.counts)
 
     def next(self) -> Task:
         """Return the next task and advance."""
         chosen = self._mixture.next()
-        self._position += 1
-        return self._walks[chosen].task(self._mixture.counts[chosen] - 1)
+        walk = self._walks[chosen]
+        return walk.tasks[walk.number(self._mixture.counts[chosen] - 1)]
 
     def seek(self, position: int) -> None:
         """Go to ``position`` (>= 0), as if that many tasks had been handed out."""
         if position < 0:
             raise ValueError(f"position = {position}: must be >= 0")
         self._mixture.seek(position)
-        self._position = position
 
 
 def make_walks(tasks: Sequence[Task], seed: int, weights: Mapping[str, float] | None) -> tuple[list[Walk], Mixture]:
@@ -81,9 +74,6 @@ class Walk:
         self._seed = seed
         self._epoch = -1  # the epoch ``_order`` belongs to
         self._order: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-
-    def task(self, position: int) -> Task:
-        return self.tasks[self.number(position)]
 
     def number(self, position: int) -> int:
         """Index into ``tasks`` of the task at ``position`` (>= 0) of the walk."""

@@ -34,7 +34,10 @@ def read_dataset(source: TaskSource | SftSource) -> Iterator[tuple[str, dict[str
     package = import_extra("datasets", "datasets", "source = 'datasets'")
     name = source.called
     try:
-        rows = _open_path(package, source) if source.path else _open_hub(package, source)
+        if source.path:
+            rows = _open_path(package, source)
+        else:  # all splits are prepared at once; asking for one alone would still download the others' files
+            rows = _split_of(_load(package, source, source.name, revision=source.revision or None), source)
         yield from ((f"{name} row {number}", dict(row)) for number, row in enumerate(rows))
     except ConfigurationError:
         raise
@@ -65,11 +68,6 @@ def _open_path(package: Any, source: TaskSource | SftSource) -> Iterable[Mapping
     if source.split or source.subset:
         raise ConfigurationError(f"{path} is a single file, without splits and subsets: leave 'split' and 'subset' out")
     return package.load_dataset(builder, data_files=str(path), split="train", streaming=True)
-
-
-def _open_hub(package: Any, source: TaskSource | SftSource) -> Iterable[Mapping[str, Any]]:
-    # all splits are prepared at once; asking for one alone would still download the others' files
-    return _split_of(_load(package, source, source.name, revision=source.revision or None), source)
 
 
 def _load(package: Any, source: TaskSource | SftSource, where: str, **options: Any) -> Any:

@@ -7,7 +7,7 @@ holds JSON types only (it is stored and sent), so those shapes are tagged.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 _TUPLE = "__tuple__"
 _PAIRS = "__pairs__"
@@ -23,16 +23,15 @@ def pack_entry(value: Any) -> Any:
         if isinstance(value, plain):
             return plain(value)
     if isinstance(value, list):
-        return [pack_entry(item) for item in cast("list[Any]", value)]
+        return [pack_entry(item) for item in value]
     if isinstance(value, tuple):
-        return {_TUPLE: [pack_entry(item) for item in cast("tuple[Any, ...]", value)]}
+        return {_TUPLE: [pack_entry(item) for item in value]}
     if isinstance(value, (set, frozenset)):
-        return {_SET: sorted((pack_entry(item) for item in cast("set[Any]", value)), key=repr)}
+        return {_SET: sorted((pack_entry(item) for item in value), key=repr)}
     if isinstance(value, dict):
-        items = cast("dict[Any, Any]", value)
-        if all(isinstance(key, str) for key in items) and not items.keys() & {_TUPLE, _PAIRS, _SET}:
-            return {str(key): pack_entry(item) for key, item in items.items()}
-        return {_PAIRS: [[pack_entry(key), pack_entry(item)] for key, item in items.items()]}
+        if all(isinstance(key, str) for key in value) and not value.keys() & {_TUPLE, _PAIRS, _SET}:
+            return {str(key): pack_entry(item) for key, item in value.items()}
+        return {_PAIRS: [[pack_entry(key), pack_entry(item)] for key, item in value.items()]}
     if hasattr(value, "tolist"):  # NumPy scalars and arrays
         return pack_entry(value.tolist())
     raise TypeError(f"an entry holds a {type(value).__name__}, which has no JSON form")
@@ -41,15 +40,14 @@ def pack_entry(value: Any) -> Any:
 def unpack_entry(value: Any) -> Any:
     """Undo ``pack_entry``."""
     if isinstance(value, list):
-        return [unpack_entry(item) for item in cast("list[Any]", value)]
+        return [unpack_entry(item) for item in value]
     if not isinstance(value, dict):
         return value
-    items = cast("dict[str, Any]", value)
-    if len(items) == 1:
-        if _TUPLE in items:
-            return tuple(unpack_entry(item) for item in items[_TUPLE])
-        if _SET in items:
-            return {unpack_entry(item) for item in items[_SET]}
-        if _PAIRS in items:
-            return {unpack_entry(key): unpack_entry(item) for key, item in items[_PAIRS]}
-    return {key: unpack_entry(item) for key, item in items.items()}
+    if len(value) == 1:
+        if _TUPLE in value:
+            return tuple(unpack_entry(item) for item in value[_TUPLE])
+        if _SET in value:
+            return {unpack_entry(item) for item in value[_SET]}
+        if _PAIRS in value:
+            return {unpack_entry(key): unpack_entry(item) for key, item in value[_PAIRS]}
+    return {key: unpack_entry(item) for key, item in value.items()}

@@ -54,7 +54,7 @@ def summarise(lines: Sequence[LedgerLine]) -> RunSummary:
         ),
         trained_per_s=_share(samples, total_s),
         endings=endings,
-        simulated=any(isinstance(line, EventRecord) and line.event == EVENT_SIMULATED for line in lines),
+        simulated=last_event(lines, EVENT_SIMULATED) is not None,
     )
 
 
@@ -89,21 +89,22 @@ def last_step(lines: Sequence[LedgerLine]) -> StepRecord | None:
     return next((step for step in steps if step.flow.concurrent_rollouts), None)
 
 
+def last_event(lines: Sequence[LedgerLine], *names: str) -> EventRecord | None:
+    """The last event that has one of these names."""
+    events = (line for line in reversed(lines) if isinstance(line, EventRecord))
+    return next((event for event in events if event.event in names), None)
+
+
 def is_finished(lines: Sequence[LedgerLine]) -> bool:
     """Whether the run ended in order and was not resumed since."""
-    names = [line.event for line in lines if isinstance(line, EventRecord)]
-    marks = [name for name in names if name in (EVENT_START, EVENT_RESUME, EVENT_END)]
-    return bool(marks) and marks[-1] == EVENT_END
+    last = last_event(lines, EVENT_START, EVENT_RESUME, EVENT_END)
+    return last is not None and last.event == EVENT_END
 
 
 def books_event(lines: Sequence[LedgerLine]) -> EventRecord | None:
     """The event that closed the books, if the run closed them and wasn't resumed since."""
-    for line in reversed(lines):
-        if isinstance(line, EventRecord) and line.event == EVENT_BOOKS:
-            return line
-        if isinstance(line, EventRecord) and line.event in (EVENT_START, EVENT_RESUME):
-            return None
-    return None
+    last = last_event(lines, EVENT_BOOKS, EVENT_START, EVENT_RESUME)
+    return last if last is not None and last.event == EVENT_BOOKS else None
 
 
 def duration_s(lines: Sequence[LedgerLine]) -> float:
@@ -137,12 +138,10 @@ def _solve_rate(lines: Sequence[LedgerLine], phase: str) -> float | None:
 
 
 def _best_version(lines: Sequence[LedgerLine]) -> int | None:
-    for line in reversed(lines):
-        if isinstance(line, EventRecord) and line.event == EVENT_LAST_KEPT:
-            return None
-        if isinstance(line, EventRecord) and line.event == EVENT_BEST and "version" in line.data:
-            return int(line.data["version"])
-    return None
+    last = last_event(lines, EVENT_LAST_KEPT, EVENT_BEST)
+    if last is None or last.event != EVENT_BEST or "version" not in last.data:
+        return None
+    return int(last.data["version"])
 
 
 def _endings(steps: Sequence[StepRecord], books: EventRecord | None) -> dict[str, int]:

@@ -81,7 +81,8 @@ def _span_of(tokenizer: Tokenizer, messages: Messages, number: int, tools: Tools
         # a template may close the conversation, so only what both renderings share is the turn's
         so_far = tokenizer.render_messages(messages[: number + 1], tools=tools, add_generation_prompt=False)
         until = _shared_beginning(text, so_far)
-        if so_far[len(until) :].strip() and not _ends_response(tokenizer, until[len(before) :]):
+        ends = set(tokenizer.stop_ids) & {*tokenizer.encode(until[len(before) :])}
+        if so_far[len(until) :].strip() and not ends:
             raise _rewritten(number)
     if not text.startswith(before) or len(until) <= len(before):
         raise _rewritten(number) if number < len(messages) - 1 else _unprompted(text, before)
@@ -111,10 +112,6 @@ def _rewritten(number: int) -> ConfigurationError:
     )
 
 
-def _ends_response(tokenizer: Tokenizer, text: str) -> bool:
-    return any(i in tokenizer.stop_ids for i in tokenizer.encode(text))
-
-
 def _masked(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Demonstration:
     ids, covers = tokenizer.encode_with_spans(text)
     edges = {edge for span in spans for edge in span}
@@ -128,7 +125,12 @@ def _masked(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Demonstra
     for number, span in enumerate(spans):
         last = _learn(tokenizer, ids, covers, learned, span)
         if number == len(spans) - 1 and last is not None and ids[last] not in tokenizer.stop_ids:
-            raise _endless(tokenizer, ids[last])
+            stops, end = ", ".join(repr(tokenizer.token(i)) for i in tokenizer.stop_ids), tokenizer.token(ids[last])
+            raise ConfigurationError(
+                f"the chat template ends the assistant's turn with {end!r}, and generation stops "
+                f"only at {stops}: add the id of the template's end of turn to eos_token_id in generation_config.json, "
+                "or end turns with a token that is there"
+            )
     learned[0] = False
     return Demonstration(ids=ids, learned=learned)
 
@@ -150,12 +152,3 @@ def _learn(
         if ids[place] in tokenizer.stop_ids:
             return place
     return inside[-1]
-
-
-def _endless(tokenizer: Tokenizer, last: int) -> ConfigurationError:
-    stops = ", ".join(repr(tokenizer.token(i)) for i in tokenizer.stop_ids)
-    return ConfigurationError(
-        f"the chat template ends the assistant's turn with {tokenizer.token(last)!r}, and generation stops "
-        f"only at {stops}: add the id of the template's end of turn to eos_token_id in generation_config.json, or end "
-        "turns with a token that is there"
-    )

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 from headway.records.conversations import RequestRefused
@@ -164,10 +165,7 @@ def message_key(message: Message) -> str:
 def history_keys(root: str, messages: Sequence[Message]) -> list[bytes]:
     """A key for each prefix of the conversation, the empty one first: equal where all its messages have equal
     `message_key` and ``root`` (tools, arguments of the template) is equal."""
-    keys = [_digest(b"", root)]
-    for message in messages:
-        keys.append(next_key(keys[-1], message))
-    return keys
+    return list(accumulate(messages, next_key, initial=_digest(b"", root)))
 
 
 def next_key(key: bytes, message: Message) -> bytes:

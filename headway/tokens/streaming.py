@@ -64,10 +64,5 @@ class AnswerStream:
 
     def _before_stop(self, text: str) -> str:
         """``text`` up to the first stop string, or to a suffix that may become one."""
-        end = len(text)
-        for stop in self._stop:
-            found = text.find(stop)
-            if found < 0:
-                found = len(text) - overlap(text, stop)
-            end = min(end, found)
-        return text[:end]
+        ends = (at if (at := text.find(stop)) >= 0 else len(text) - overlap(text, stop) for stop in self._stop)
+        return text[: min(ends, default=len(text))]

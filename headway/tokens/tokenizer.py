@@ -48,7 +48,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._origin = origin
-        self._template = chat_template
+        self.chat_template = chat_template  # its source; None: the folder has none
         self._special_tokens = dict(special_tokens or {})
         self.eos_id = eos_ids[0]
         self.stop_ids = tuple(dict.fromkeys(eos_ids))  # every id that ends a response; eos_id first
@@ -137,11 +137,6 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
-    @property
-    def chat_template(self) -> str | None:
-        """Source of the folder's chat template; None without one."""
-        return self._template
-
     def render(self, prompt: str | Sequence[Mapping[str, Any]], template: Template = "raw") -> TokenIds:
         """Prompt ids of a task: its text as it is ("raw"), or a user turn or conversation rendered by the folder's chat
         template ("chat"). Raises ConfigurationError."""
@@ -161,53 +156,18 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        marks: bool = False,
     ) -> str:
-        """The chat template's text for ``messages``; ``variables``: additional template variables. Raises
-        ConfigurationError when there is no template or it fails."""
-        return self._rendered(messages, tools, add_generation_prompt, marks=False, variables=variables)
-
-    def render_marked(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a whole conversation, and the spans of the template's ``{% generation %}`` blocks in it:
-        [first character, behind the last). Without blocks: an empty list."""
-        text = self._rendered(messages, tools, False, marks=False)
-        if "generation" not in (self._template or ""):
-            return text, []
-        marked = self._rendered(messages, tools, False, marks=True)
-        spans: list[tuple[int, int]] = []
-        plain, opened = 0, -1
-        for piece in _MARK.split(marked):
-            if piece == _OPEN:
-                opened = plain
-            elif piece == _CLOSE:
-                spans.append((opened, plain))
-            else:
-                plain += len(piece)
-        if _MARK.sub("", marked) != text:
-            raise ConfigurationError(
-                f"{self._origin}: the chat template changes what its {{% generation %}} blocks hold after they end (a "
-                "filter around them?), so it can't be told what the assistant wrote: put the filter inside"
-            )
-        return text, [span for span in spans if span[0] < span[1]]
-
-    def _rendered(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        *,
-        marks: bool,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        if self._template is None:
+        """The chat template's text for ``messages``; ``variables``: additional template variables; ``marks``: around
+        its ``{% generation %}`` blocks. Raises ConfigurationError when there is no template or it fails."""
+        if self.chat_template is None:
             raise ConfigurationError(
                 f"{self._origin}: no chat template (chat_template in tokenizer_config.json, or chat_template.jinja); "
                 "use template 'raw'"
             )
         try:
             if marks not in self._renders:
-                self._renders[marks] = _environment(marks).from_string(self._template).render
+                self._renders[marks] = _environment(marks).from_string(self.chat_template).render
             return self._renders[marks](
                 {
                     **self._special_tokens,
@@ -223,6 +183,31 @@ class Tokenizer:
             if "strftime_now" in str(error):
                 message += "; templates get no date, or a resumed run's prompts would differ: write a fixed one into it"
             raise ConfigurationError(message) from None
+
+    def render_marked(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a whole conversation, and the spans of the template's ``{% generation %}`` blocks in it:
+        [first character, behind the last). Without blocks: an empty list."""
+        text = self.render_messages(messages, tools=tools, add_generation_prompt=False)
+        if "generation" not in (self.chat_template or ""):
+            return text, []
+        marked = self.render_messages(messages, tools=tools, add_generation_prompt=False, marks=True)
+        spans: list[tuple[int, int]] = []
+        plain, opened = 0, -1
+        for piece in _MARK.split(marked):
+            if piece == _OPEN:
+                opened = plain
+            elif piece == _CLOSE:
+                spans.append((opened, plain))
+            else:
+                plain += len(piece)
+        if _MARK.sub("", marked) != text:
+            raise ConfigurationError(
+                f"{self._origin}: the chat template changes what its {{% generation %}} blocks hold after they end (a "
+                "filter around them?), so it can't be told what the assistant wrote: put the filter inside"
+            )
+        return text, [span for span in spans if span[0] < span[1]]
 
     def is_open(self, token_id: int) -> bool:
         """Whether the text of this token may change with the next: it is part of a character."""
@@ -241,7 +226,9 @@ class IncrementalDecoder:
         self._tokenizer = tokenizer
         self._stop = tuple(text for text in stop if text)
         self._reach = max((len(text) for text in self._stop), default=1) - 1
-        self._settled = ""  # text of everything before the tail's anchor and of the anchor itself
+        self.settled = (
+            ""  # what no further token can change: text of everything before the tail's anchor and of the anchor itself
+        )
         self._tail: list[int] = []  # the anchor tokens, then those not settled
         self._anchor = 0  # how many of the tail's tokens are settled
         self._anchor_text = ""  # text of those: context that keeps a leading space of the next token
@@ -250,12 +237,7 @@ class IncrementalDecoder:
 
     @property
     def text(self) -> str:
-        return self._settled + self._open_text
-
-    @property
-    def settled(self) -> str:
-        """The part of the text that no further token can change."""
-        return self._settled
+        return self.settled + self._open_text
 
     def push(self, token_id: int) -> bool:
         """Append a sampled token; True when a stop string is now in the text."""
@@ -265,7 +247,7 @@ class IncrementalDecoder:
         if self._stop and self.stopped is None:
             self._search()
         if self._open_text and not whole.endswith("�") and not self._tokenizer.is_open(token_id):
-            self._settled += self._open_text
+            self.settled += self._open_text
             self._open_text = ""
             self._tail = self._tail[self._anchor :]
             self._anchor = len(self._tail)
@@ -273,7 +255,7 @@ class IncrementalDecoder:
         return self.stopped is not None
 
     def _search(self) -> None:
-        window = self._settled[max(0, len(self._settled) - self._reach) :] + self._open_text
+        window = self.settled[max(0, len(self.settled) - self._reach) :] + self._open_text
         found = [(at, text) for text in self._stop if (at := window.find(text)) >= 0]
         self.stopped = min(found)[1] if found else None
 

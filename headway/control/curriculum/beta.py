@@ -7,6 +7,7 @@ distribution, so every probability below includes the uncertainty about p.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 
 def mixed_probability(alpha: float, beta: float, size: int) -> float:
@@ -76,26 +77,22 @@ def _fraction(alpha: float, beta: float, x: float) -> float:
 
 
 def _quantile(alpha: float, beta: float, share: float) -> float:
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        if cumulative(alpha, beta, middle) < share:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
+    return sum(_bisected(lambda x: cumulative(alpha, beta, x) < share, 1.0)) / 2
 
 
 def known_limits(signal: float, size: int) -> tuple[float, float]:
     """The solve rates between which ``size`` attempts differ with probability ``signal`` at least, were they known:
     1 - p^n - (1-p)^n >= signal. (0.5, 0.5) where none is enough."""
-    low, high = 0.0, 0.5
     if 1.0 - 2 * 0.5**size < signal:
         return 0.5, 0.5
+    _, limit = _bisected(lambda p: 1.0 - p**size - (1.0 - p) ** size < signal, 0.5)
+    return limit, 1.0 - limit
+
+
+def _bisected(is_below: Callable[[float], bool], high: float) -> tuple[float, float]:
+    """Narrow down, from 0 and ``high``, the two sides of the point up to which ``is_below`` holds."""
+    low = 0.0
     for _ in range(50):
         middle = (low + high) / 2
-        if 1.0 - middle**size - (1.0 - middle) ** size < signal:
-            low = middle
-        else:
-            high = middle
-    return high, 1.0 - high
+        low, high = (middle, high) if is_below(middle) else (low, middle)
+    return low, high

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import fmean, stdev
 from typing import Any
@@ -104,8 +104,8 @@ def diagnose(
         samples_per_step=shape.samples_per_step,
         mean_tokens=found.lengths.mean_tokens,
     )
-    acting = environment_share(steps)
-    changes = _recommendations(found, experiment, shape, needed, shared_devices, now, acting)
+    candidates = _candidates(found, experiment, shape, needed, shared_devices, environment_share(steps))
+    changes = _recommendations(candidates, found, experiment, now)
     for one in [one for one in changes if one.samples_per_s > _BELIEVED**2 * shown]:  # it may double a device
         changes.remove(one)
         found.unidentified[next(iter(one.settings))] = (
@@ -181,17 +181,11 @@ class _Candidate(msgspec.Struct, frozen=True):
 
 
 def _recommendations(
-    found: LedgerModel,
-    experiment: Experiment,
-    shape: RunShape,
-    needed: int,
-    shared_devices: Sequence[str],
-    now: Sequence[QueueOutcome],
-    acting: float,
+    candidates: Iterable[_Candidate], found: LedgerModel, experiment: Experiment, now: Sequence[QueueOutcome]
 ) -> list[Recommendation]:
     """Simulate every candidate; return those worth making, the largest gain first, for each key only the best value."""
     best: dict[str, Recommendation] = {}
-    for candidate in _candidates(found, experiment, shape, needed, shared_devices, acting):
+    for candidate in candidates:
         one = _as_configured(candidate, experiment)
         if one is None:
             continue

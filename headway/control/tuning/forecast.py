@@ -105,8 +105,7 @@ def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution
 def queue_model(shape: RunShape, measured: Calibration, lengths: LengthDistribution) -> QueueModel:
     """Make the queue's model from a calibration; an unknown acceptance (too few groups) is taken to be 1."""
     beside = measured.decode_beside_tokens_per_s
-    together = beside is not None and beside > 0
-    factor = max(1.0, measured.decode_tokens_per_s / beside) if beside is not None and together else 1.0
+    factor = max(1.0, measured.decode_tokens_per_s / beside) if beside else 1.0
     accepted = measured.accepted_groups / measured.groups if measured.groups >= LEAST_GROUPS else 1.0
     slots = min(shape.slots, kv_slots(shape, measured.prompt_tokens + lengths.mean_tokens))
     return QueueModel(

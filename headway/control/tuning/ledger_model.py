@@ -74,8 +74,7 @@ class LedgerModel(msgspec.Struct, frozen=True, kw_only=True):
     def variants(self) -> list[QueueModel]:
         """Variants of the model with each uncertain parameter moved by a standard deviation, one at a time: predictions
         are repeated with them to measure their uncertainty."""
-        replace = msgspec.structs.replace
-        found: list[QueueModel] = []
+        replace, found = msgspec.structs.replace, list[QueueModel]()
         for sign in (-1.0, 1.0):
             decode, train = self.decode.tilted(sign), self.train.tilted(sign)
             found.append(replace(self.model, decode_fixed_s=decode.fixed, decode_request_s=decode.slope))
@@ -267,7 +266,7 @@ def decode_line(steps: Sequence[StepRecord], even: float = EVEN_REQUESTS) -> tup
     if not points:
         return Line(fixed=0.0, slope=0.0, share=0.0, share_error=0.0, identified=False), 0.0
     busy_s = sum(r.flow.generator_busy_s for r in steps)
-    requests = sum(x * r.flow.generator_busy_s for r in steps if (p := decode_point(r)) for x in p[:1]) / busy_s
+    requests = sum(p[0] * r.flow.generator_busy_s for r in steps if (p := decode_point(r)) is not None) / busy_s
     share = requests / (requests + even)
     error = max(0.05, math.log(_EVEN_FACTOR) * share * (1 - share))
     return fit_line(points, prior_share=share, prior_error=error), requests

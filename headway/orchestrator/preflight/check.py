@@ -296,10 +296,8 @@ def _functions(inputs: _Inputs, findings: Findings) -> None:
 def _devices(inputs: _Inputs, findings: Findings) -> None:
     experiment = inputs.experiment
     devices: list[tuple[str, Device]] = []
-    for key, names in (
-        ("generator.devices", experiment.generator.devices),
-        ("trainer.devices", experiment.trainer.devices),
-    ):
+    for section in ("generator", "trainer"):
+        key, names = f"{section}.devices", getattr(experiment, section).devices
         if not names:
             findings.error(key, "at least one device is needed")
         for name in names:
@@ -321,15 +319,12 @@ def _devices(inputs: _Inputs, findings: Findings) -> None:
             continue
         what = "GPU" if first.kind == "cuda" else "cores"
         shared = f"{second} shares {what} with {first} of {first_key}"
-        if first_key != second_key:  # a replica lends its device while the trainer computes
-            if first.kind == "cuda":
-                findings.warning(second_key, f"{shared}: both must fit its memory")
-        elif first.kind == "cpu":
-            findings.warning(second_key, f"{shared}: two busy processes on one core collapse")
-        elif second_key == "trainer.devices":
+        if first.kind == "cuda" and first_key == second_key == "trainer.devices":
             findings.error(second_key, f"{second} twice: each rank needs a GPU of its own")
-        else:
+        elif first.kind == "cuda":
             findings.warning(second_key, f"{shared}: both must fit its memory")
+        elif first_key == second_key:  # else a replica lends its device while the trainer computes
+            findings.warning(second_key, f"{shared}: two busy processes on one core collapse")
 
 
 def _engine(inputs: _Inputs, findings: Findings) -> None:
@@ -407,16 +402,12 @@ def _verifier(inputs: _Inputs, findings: Findings) -> None:
     try:
         verdicts = asyncio.run(_smoke_test(inputs.experiment, tasks))
     except TimeoutError:
-        findings.error(
-            "verifier.name", f"{inputs.experiment.verifier.name!r} didn't start within {_START_VERIFIER_S:g} s"
-        )
-        return
+        late = f"{inputs.experiment.verifier.name!r} didn't start within {_START_VERIFIER_S:g} s"
+        return findings.error("verifier.name", late)
     except RemoteError as error:  # the worker's own words, without the names of the process and the exception
-        findings.error("verifier.name", error.error.partition("ConfigurationError: ")[2] or error.error)
-        return
+        return findings.error("verifier.name", error.error.partition("ConfigurationError: ")[2] or error.error)
     except HeadwayError as error:
-        findings.error("verifier.name" if set(asked) <= {""} else "verifiers", str(error))
-        return
+        return findings.error("verifier.name" if asked <= {""} else "verifiers", str(error))
     for (split, source, name), found in verdicts.items():
         key = f"tasks.{split}.verifier" if name else "verifier.name"
         several = len(getattr(inputs.experiment.tasks, split)) > 1

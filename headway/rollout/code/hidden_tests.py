@@ -36,7 +36,6 @@ class HiddenAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The expected answer to a question."""
 
     test: str  # the function it stands in
-    line: int
     value: Any = None
     raises: str = ""  # the name of an exception; "": a value
     end: bool = False  # whether the test came to its end, which is no question of its author's
@@ -82,7 +81,7 @@ def questions_of(source: str, name: str, tolerance: float = 0.0) -> Questions:
             if len(answers) == before:
                 raise _refused(name, node.lineno, f"{node.name} expects nothing")
             node.body.append(_ask(_ASKED, len(answers), ast.Constant(value=None)))
-            answers.append(HiddenAnswer(test=node.name, line=node.lineno, end=True))
+            answers.append(HiddenAnswer(test=node.name, end=True))
             tests.append(node.name)
         else:
             _refuse_asserts(node, name)
@@ -102,12 +101,12 @@ def _split(body: Sequence[ast.stmt], answers: list[HiddenAnswer], test: str, nam
         if isinstance(node, ast.Assert):
             subject, value = _expected(node, name)
             asked.append(_ask(_ASKED, len(answers), subject))
-            answers.append(HiddenAnswer(test=test, line=node.lineno, value=value))
+            answers.append(HiddenAnswer(test=test, value=value))
         elif isinstance(node, ast.With) and (raised := _raises(node, name)):
             for inner in node.body:
                 _refuse_asserts(inner, name)
             asked.append(_attempt(node, len(answers)))
-            answers.append(HiddenAnswer(test=test, line=node.lineno, raises=raised))
+            answers.append(HiddenAnswer(test=test, raises=raised))
         elif isinstance(node, ast.With):  # of something else: a file, a lock
             node.body = _split(node.body, answers, test, name)
             asked.append(node)

@@ -36,9 +36,11 @@ def find_action(text: str, reading: Reading) -> str | None:
 
 
 class Actions:
-    """Any text."""
+    """Any text, or what a ``space`` of gymnasium's allows."""
 
-    schema: dict[str, Any] = {"type": "string"}  # noqa: RUF012 (never changed)
+    def __init__(self, space: Any = None) -> None:
+        self.space = space
+        self.schema: dict[str, Any] = {"type": "string"}
 
     def told(self, reading: Reading) -> str:
         """Instructions for the policy: how to write an action."""
@@ -86,14 +88,11 @@ class Named(Actions):
 class Texts(Actions):
     """The texts of a space."""
 
-    def __init__(self, space: Any) -> None:
-        self._space = space
-
     def told(self, reading: Reading) -> str:
-        return f"{_WHERE[reading]}, one of {self._space}."
+        return f"{_WHERE[reading]}, one of {self.space}."
 
     def read(self, written: str) -> Any:
-        if not self._space.contains(written):
+        if not self.space.contains(written):
             raise ValueError("that is no action")
         return written
 
@@ -102,11 +101,11 @@ class Arrays(Actions):
     """Numbers in the shape of a space, as JSON."""
 
     def __init__(self, space: Any) -> None:
-        self._space = space
+        super().__init__(space)
         self.schema = {"type": "array", "description": f"{space}"}
 
     def told(self, reading: Reading) -> str:
-        return f"{_WHERE[reading]}, as JSON, one of {self._space}."
+        return f"{_WHERE[reading]}, as JSON, one of {self.space}."
 
     def read(self, written: str) -> Any:
         import numpy
@@ -123,8 +122,8 @@ class Arrays(Actions):
     def given(self, action: Any) -> Any:
         import numpy
 
-        array = numpy.asarray(action, dtype=self._space.dtype)
-        if not self._space.contains(array):
+        array = numpy.asarray(action, dtype=self.space.dtype)
+        if not self.space.contains(array):
             raise ValueError("outside its space")
         return array
 

@@ -33,7 +33,6 @@ class HarborTask:
     environment: Mapping[str, str]  # of every command
     files: tuple[tuple[Path, str], ...]  # (here, in the sandbox) before the agent begins
     tests: tuple[tuple[Path, str], ...]  # and when it has ended
-    solution: tuple[tuple[Path, str], ...]
     test_environment: Mapping[str, str] = field(default_factory=dict[str, str])
     verifier_s: float = 600.0
 
@@ -71,7 +70,6 @@ def read_task(folder: Path) -> HarborTask:
         environment={**variables, **_texts(folder, room.get("env"))},
         files=tuple(files),
         tests=tuple(_below(folder / "tests", PurePosixPath("/tests"))),
-        solution=tuple(_below(folder / "solution", PurePosixPath("/solution"))),
         test_environment=_texts(folder, verifier.get("env")),
         verifier_s=float(verifier.get("timeout_sec", 600.0)),
     )

@@ -183,7 +183,6 @@ class EnvironmentPool:
         run: str = "",
         snapshots: Path | None = None,
         seed: int = 0,
-        device: str | None = None,
         log_folder: Path | None = None,
         on_event: EventCallback = lambda name, detail, /, **data: None,
     ) -> None:
@@ -204,11 +203,12 @@ class EnvironmentPool:
                 name=f"environment-{index}",
                 factory=_FACTORY,
                 arguments={**arguments, "sandbox": share.model_dump()},
-                device=device or every_core(),
+                device=every_core(),
                 log_path=str(log_folder / f"environment-{index}.log") if log_folder else None,
             )
             self._seats.append(_Seat(spec, launcher, clock, on_event))
-        self._places = asyncio.Semaphore(environment.concurrency) if environment.concurrency else None
+        most = environment.concurrency
+        self._places = asyncio.Semaphore(most) if most else contextlib.nullcontext()
         self._next_start_s = 0.0
         self._stopped = False
 
@@ -224,9 +224,7 @@ class EnvironmentPool:
     async def seated(self, name: str) -> AsyncIterator[WorkerLease]:
         """Yield a lease for rollout ``name`` once there is a place and it may begin; the rollout ends with the block.
         Raises EnvironmentDied; WorkerDied when no worker can be started any more."""
-        if self._places is not None:
-            await self._places.acquire()
-        try:
+        async with self._places:
             await self._start_time()
             async with self._chosen() as (seat, worker):
                 seated = WorkerLease(seat, worker, name, self._environment.timeout_s)
@@ -235,9 +233,6 @@ class EnvironmentPool:
                 finally:
                     if worker.alive:
                         await asyncio.shield(asyncio.ensure_future(_ended(seated)))
-        finally:
-            if self._places is not None:
-                self._places.release()
 
     async def stop(self) -> None:
         """End all workers, the rollouts in them and their sandboxes."""

@@ -295,7 +295,7 @@ class Episodes:
             restored=restored,
         )
         episode = self._open[name] = Episode(name, task, sandbox, seed, self._settings.max_turns, self._models)
-        episode.offer(list(self._environment.offered.values()))
+        episode.turn_to(episode.speaker, tools=list(self._environment.offered.values()))
         return episode
 
     async def _replied(self, episode: Episode, work: Callable[[], Coroutine[Any, Any, None]]) -> Reply:

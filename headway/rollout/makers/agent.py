@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import sys
@@ -16,7 +15,8 @@ from headway.records.conversations import Conversations
 from headway.records.rollout import Failure, Group
 from headway.records.task import Task
 from headway.rollout.hosting.agents.processes import AgentProcesses, Exit
-from headway.rollout.makers.conversation import ConversationAttempt, ConversationRollouts, RolloutFailed
+from headway.rollout.makers.attempts import RetryingRollouts, RolloutFailed
+from headway.rollout.makers.conversation import ConversationAttempt
 from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.rollout.verifiers_environment import COLUMN
 
@@ -33,7 +33,7 @@ class Agents:
     processes: AgentProcesses
 
 
-class AgentRollouts(ConversationRollouts):
+class AgentRollouts(RetryingRollouts):
     """Makes rollouts out of an agent's model calls, token-exact, however it makes them: one key for each attempt.
 
     An agent's process that ends with an error fails its rollout at the boundary "environment" (or counts as it stands:
@@ -57,33 +57,27 @@ class AgentAttempt(ConversationAttempt):
     def __init__(self, agents: Agents, sampler: TurnSampler, group: Group, member: int) -> None:
         super().__init__(sampler, group, member)
         self._agents = agents
+        self._exit: Exit | None = None
 
     async def run(self) -> None:
+        await super().run()
+        assert self._exit is not None
+        self._judge(self._exit)
+
+    async def _play(self) -> None:
         agents, name = self._agents, self.name
         conversation = agents.conversations.open(name, self.sampled)
-        ends: list[asyncio.Task[Exit]] = []
-        try:
-            scratch = agents.processes.scratch(name)
-            played = agents.environment.name == "verifiers"
-            task = shown_task(self.group.task, (COLUMN,) if played else agents.environment.shows)
-            (scratch / "task.json").write_text(json.dumps(task), encoding="utf-8")
-            argv = filled(agents.environment.command, self.group.task, name, scratch)
-            url = f"{agents.conversations.address}/v1/rollouts/{name}/reward"
-            env = variables(agents, name, conversation.key, scratch)
-            if agents.environment.posts_reward:
-                env |= {"HEADWAY_REWARD_URL": url, "HEADWAY_REWARD_KEY": conversation.reward_key}
-            process = agents.processes.run(name, argv, task, env, scratch, (url, conversation.reward_key))
-            ends.append(asyncio.create_task(process, name=f"agent-{name}"))
-            await asyncio.wait((*ends, self._failed), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._recorded = conversation.seal()
-            self.note(0)
-            for process in ends:
-                process.cancel()
-                await asyncio.wait((process,))
-        if self._failed.done():
-            raise RolloutFailed(self._failed.result())
-        self._judge(ends[0].result())
+        self._opened.append(conversation)
+        scratch = agents.processes.scratch(name)
+        played = agents.environment.name == "verifiers"
+        task = shown_task(self.group.task, (COLUMN,) if played else agents.environment.shows)
+        (scratch / "task.json").write_text(json.dumps(task), encoding="utf-8")
+        argv = filled(agents.environment.command, self.group.task, name, scratch)
+        url = f"{agents.conversations.address}/v1/rollouts/{name}/reward"
+        env = variables(agents, name, conversation.key, scratch)
+        if agents.environment.posts_reward:
+            env |= {"HEADWAY_REWARD_URL": url, "HEADWAY_REWARD_KEY": conversation.reward_key}
+        self._exit = await agents.processes.run(name, argv, task, env, scratch, (url, conversation.reward_key))
 
     def _judge(self, exit: Exit) -> None:
         """Raise RolloutFailed for an engine's failure, or an agent that ended badly."""

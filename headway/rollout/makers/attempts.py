@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
 import msgspec
 
-from headway.config import schema
+from headway.records.clients import Stop
+from headway.records.environment import PartialRollout
 from headway.records.rollout import Failure, Group, Pruned, Rollout
-from headway.rollout.makers.turn_sampler import timed_out
+from headway.rollout.makers.turn_sampler import TurnSampler, timed_out
 from headway.runtime.backoff import backoff_s
-from headway.runtime.clock import Clock
 
 _RETRY_S = 0.25  # before the first retry of an environment that failed as infrastructure; doubled for each further one
 _SURROUNDINGS = ("environment", "sandbox")
@@ -35,62 +36,80 @@ class RolloutAttempt(Protocol):
         ...
 
 
-class RetryingRollouts:
-    """Makes rollouts by attempts; the turns inside them are sampled, parked and retried by a `TurnSampler`.
+class RolloutFailed(Exception):
+    """Raised by an attempt at a rollout that failed."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.cause)
+        self.failure = failure
+
+
+class RetryingRollouts(ABC):
+    """Makes rollouts by attempts (`RolloutMaker`), whose turns are sampled, parked and retried by a `TurnSampler`.
 
     Whatever an attempt raises fails its own rollout alone. Infrastructure failures at the boundaries "environment" and
-    "sandbox" are retried with a new attempt, ``rollout.retries`` times.
+    "sandbox" are retried with a new attempt, ``rollout.retries`` times. A rollout that was parked when the orchestrator
+    died is made anew, unless a subclass can continue it.
     """
 
-    def __init__(
-        self,
-        settings: schema.RolloutConfig,
-        clock: Clock,
-        begin: Callable[[Group, int], RolloutAttempt],
-        failure_of: Callable[[Exception], Failure | None],
-    ) -> None:
-        """``begin`` makes a new attempt. ``failure_of``: the failure that an attempt's exception stands for; None: the
-        rollout ends as it stands. It raises an exception that no other attempt could avoid, which ends the run."""
-        self._settings = settings
-        self._clock = clock
-        self._begin = begin
-        self._failure_of = failure_of
+    def __init__(self, sampler: TurnSampler) -> None:
+        self.sampler = sampler
         self._running: dict[tuple[int, int], tuple[RolloutAttempt, asyncio.Task[None]]] = {}
 
-    def stop(self, group: int, member: int, why: Failure | Pruned) -> None:
-        """Stop a member's attempt for good: it isn't retried. No-op where there is none."""
-        if (group, member) in self._running:
+    @abstractmethod
+    def begin(self, group: Group, member: int) -> RolloutAttempt:
+        """A new attempt at a member's rollout."""
+
+    def failure_of(self, error: Exception) -> Failure | None:
+        """The failure that an attempt's exception stands for; None: the rollout ends as it stands. Raises an exception
+        that no other attempt could avoid, which ends the run."""
+        if isinstance(error, RolloutFailed):
+            return error.failure
+        cause = f"{type(error).__name__}: {error}"  # a host of agents or environments died, or can't be started
+        return Failure(boundary="environment", cause=cause[:300], infrastructure=True)
+
+    def stop(self, group: int, member: int, why: Stop) -> None:
+        """Park all the calls that a member has open, or stop its attempt for good: it isn't retried
+        (`RolloutMaker.stop`)."""
+        if why == "park":
+            self.sampler.stop(group, member, why)
+        elif (group, member) in self._running:
             attempt, task = self._running[group, member]
             attempt.stopped = attempt.stopped or why
             task.cancel()
 
-    async def generate_member(self, group: Group, member: int) -> Rollout:
+    def reached(self, group: int, member: int) -> int:
+        return self.sampler.reached(group, member)
+
+    async def generate_member(self, group: Group, member: int, parked: PartialRollout | None = None) -> Rollout:
         """The rollout of the last attempt (`RolloutMaker.generate_member`)."""
-        attempts = 0
+        attempts, clock = 0, self.sampler.clock
         while True:
-            attempt = self._begin(group, member)
+            attempt = self.begin(group, member)
             rollout = await self._attempt(attempt)
             failure = rollout.failure
             again = failure is not None and failure.boundary in _SURROUNDINGS and failure.infrastructure
             rollout = msgspec.structs.replace(rollout, attempts=attempts + 1)
-            if not again or attempt.stopped is not None or attempts == self._settings.retries:
+            if not again or attempt.stopped is not None or attempts == self.sampler.settings.retries:
                 return rollout
-            await self._stoppable(attempt, self._clock.sleep(backoff_s(attempts + 1, _RETRY_S)))
+            await self._stoppable(attempt, clock.sleep(backoff_s(attempts + 1, _RETRY_S)))
             if attempt.stopped is not None:  # for good: what had failed stays so
                 stopped = attempt.stopped if isinstance(attempt.stopped, Failure) else failure
-                return attempt.rollout(self._clock.now(), stopped)
+                return attempt.rollout(clock.now(), stopped)
             attempts += 1
 
     async def _attempt(self, attempt: RolloutAttempt) -> Rollout:
         failure = None
-        limit = asyncio.timeout(self._settings.timeout_s)
+        limit = asyncio.timeout(self.sampler.settings.timeout_s)
         try:
             async with limit:
                 await self._stoppable(attempt, attempt.run())
         except Exception as error:  # the boundary to what isn't ours
             own = isinstance(error, TimeoutError) and limit.expired()
-            failure = timed_out(self._settings) if own else self._failure_of(error)
-        return attempt.rollout(self._clock.now(), failure)
+            failure = timed_out(self.sampler.settings) if own else self.failure_of(error)
+        if failure is None and isinstance(attempt.stopped, Failure):
+            failure = attempt.stopped
+        return attempt.rollout(self.sampler.clock.now(), failure)
 
     async def _stoppable(self, attempt: RolloutAttempt, work: Coroutine[Any, Any, None]) -> None:
         """Await ``work`` until it ends or `stop` cancels it; it has had time to clean up when this returns."""

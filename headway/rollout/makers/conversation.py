@@ -7,56 +7,13 @@ from abc import ABC, abstractmethod
 
 import msgspec
 
-from headway.records.clients import Stop, Watch
-from headway.records.conversations import OnTokens, RecordedConversation, TurnRequest, rollout_of
+from headway.records.clients import Watch
+from headway.records.conversations import OnTokens, OpenConversation, RecordedConversation, TurnRequest, rollout_of
 from headway.records.environment import PartialRollout
 from headway.records.generation import GenerationResult, PartialResponse
 from headway.records.rollout import Failure, Group, Pruned, Rollout
-from headway.rollout.makers.attempts import RetryingRollouts
+from headway.rollout.makers.attempts import RolloutFailed
 from headway.rollout.makers.turn_sampler import ModelCall, Resumption, TurnSampler
-
-
-class RolloutFailed(Exception):
-    """Raised by an attempt at a rollout that failed."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.cause)
-        self.failure = failure
-
-
-class ConversationRollouts(ABC):
-    """Makes rollouts by attempts whose answers are sampled one by one, or side by side, and recorded (`RolloutMaker`).
-
-    An attempt that was parked when the orchestrator died is made anew, unless a subclass can continue it.
-    """
-
-    def __init__(self, sampler: TurnSampler) -> None:
-        self.sampler = sampler
-        self._retrying = RetryingRollouts(sampler.settings, sampler.clock, self.begin, self.failure_of)
-
-    @abstractmethod
-    def begin(self, group: Group, member: int) -> ConversationAttempt:
-        """A new attempt at a member's rollout."""
-
-    def failure_of(self, error: Exception) -> Failure | None:
-        """The failure that an attempt's exception stands for."""
-        if isinstance(error, RolloutFailed):
-            return error.failure
-        cause = f"{type(error).__name__}: {error}"  # a host of agents or environments died, or can't be started
-        return Failure(boundary="environment", cause=cause[:300], infrastructure=True)
-
-    def stop(self, group: int, member: int, why: Stop) -> None:
-        """Park all the calls that a member has open, or stop its attempt for good (`RolloutMaker.stop`)."""
-        if why == "park":
-            self.sampler.stop(group, member, why)
-        else:
-            self._retrying.stop(group, member, why)
-
-    def reached(self, group: int, member: int) -> int:
-        return self.sampler.reached(group, member)
-
-    async def generate_member(self, group: Group, member: int, parked: PartialRollout | None = None) -> Rollout:
-        return await self._retrying.generate_member(group, member)
 
 
 class ConversationAttempt(ABC):
@@ -69,6 +26,7 @@ class ConversationAttempt(ABC):
         self.stopped: Failure | Pruned | None = None
         self.parkings = 0  # of all its open calls at once
         self._sampler = sampler
+        self._opened: list[OpenConversation] = []
         self._recorded = RecordedConversation()
         self._oldest_version = -1  # of its answers
         self._gate: asyncio.Future[Resumption] | None = None
@@ -80,14 +38,27 @@ class ConversationAttempt(ABC):
         self._idle_since_s: float | None = None  # no call is sampled; None: one is, or none was yet
         self._environment_s = 0.0
 
-    @abstractmethod
     async def run(self) -> None:
         """Hold the conversation and seal it. Raises RolloutFailed."""
+        playing = asyncio.create_task(self._play(), name=f"play-{self.name}")
+        try:
+            await asyncio.wait((playing, self._failed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            playing.cancel()
+            sealed = [conversation.seal() for conversation in self._opened]
+            self._recorded = next(iter(sealed), self._recorded)  # at once: who is stopped twice isn't waited for
+            self.note(0)
+            await asyncio.wait((playing,))
+        if self._failed.done():
+            raise RolloutFailed(self._failed.result())
+        playing.result()
+
+    @abstractmethod
+    async def _play(self) -> None:
+        """Hold the conversation, and those beside it, in ``_opened``; the first is the rollout."""
 
     def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
         """The rollout that was recorded, ended at ``now`` (clock seconds); ``failure``: why it failed."""
-        if failure is None and isinstance(self.stopped, Failure):
-            failure = self.stopped
         rollout = rollout_of(self._recorded, self.group, self.member, now, failure)
         return msgspec.structs.replace(
             rollout, environment_s=self._environment_s, environment_version=self._held_version

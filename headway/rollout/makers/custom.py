@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -146,8 +145,6 @@ class Attempt:
 
     def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
         """The rollout of all turns so far (`RolloutAttempt.rollout`)."""
-        if failure is None and isinstance(self.stopped, Failure):
-            failure = self.stopped
         if not self._turns:
             cause = f"{KEY} = {self._hook.name!r} sampled nothing"
             failure = failure or Failure(boundary="environment", cause=cause, infrastructure=False)
@@ -187,7 +184,7 @@ class Attempt:
         return last.finish_reason
 
 
-class CustomRollouts:
+class CustomRollouts(RetryingRollouts):
     """Makes rollouts as a user's function does (`RolloutMaker`). Watchers and `reached` see the tokens of the turn.
 
     What the function raises fails the rollout at the boundary "environment"; an OSError (a connection, a timeout) is
@@ -195,30 +192,28 @@ class CustomRollouts:
     """
 
     def __init__(self, hook: Hook, sampler: TurnSampler) -> None:
+        super().__init__(sampler)
         self._hook = hook
-        self._sampler = sampler
-        begin = functools.partial(Attempt, hook, sampler)
-        self._retrying = RetryingRollouts(sampler.settings, sampler.clock, begin, self._failure_of)
+
+    def begin(self, group: Group, member: int) -> Attempt:
+        return Attempt(self._hook, self.sampler, group, member)
 
     def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> CustomRollouts:
-        return CustomRollouts(self._hook, self._sampler.for_evaluation(request_prefix, temperature))
+        return CustomRollouts(self._hook, self.sampler.for_evaluation(request_prefix, temperature))
 
     def stop(self, group: int, member: int, why: Stop) -> None:
         """Stop the turn that is sampled, or cancel the function between turns, where nothing can be parked
         (`RolloutMaker.stop`)."""
-        if self._sampler.generating(group, member):
-            self._sampler.stop(group, member, why)
-        elif why != "park":
-            self._retrying.stop(group, member, why)
-
-    def reached(self, group: int, member: int) -> int:
-        return self._sampler.reached(group, member)
+        if self.sampler.generating(group, member):
+            self.sampler.stop(group, member, why)
+        else:
+            super().stop(group, member, why)
 
     async def generate_member(self, group: Group, member: int, parked: PartialRollout | None = None) -> Rollout:
-        refused = self._sampler.refused(ModelCall.first(group, member))
-        return refused or await self._retrying.generate_member(group, member)
+        refused = self.sampler.refused(ModelCall.first(group, member))
+        return refused or await super().generate_member(group, member)
 
-    def _failure_of(self, error: Exception) -> Failure | None:
+    def failure_of(self, error: Exception) -> Failure | None:
         if isinstance(error, RolloutOver):
             return None
         raised = error if isinstance(error, HookFailed) else self._hook.raised(error)

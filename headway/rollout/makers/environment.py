@@ -22,7 +22,8 @@ from headway.records.errors import WorkerDied
 from headway.records.generation import GenerationResult, PartialResponse
 from headway.records.rollout import Failure, Group, Rollout, Verdict
 from headway.rollout.hosting.client import EnvironmentDied, EnvironmentPool, WorkerLease
-from headway.rollout.makers.conversation import ConversationAttempt, ConversationRollouts, RolloutFailed
+from headway.rollout.makers.attempts import RetryingRollouts, RolloutFailed
+from headway.rollout.makers.conversation import ConversationAttempt
 from headway.rollout.makers.turn_sampler import Resumption, TurnSampler
 from headway.rollout.seeds import rollout_seed
 from headway.rollout.verification.verdicts import apply_verdict
@@ -47,7 +48,7 @@ class Resumed(NamedTuple):
     again: bool = False  # its worker died before it resumed: one more is tried, then it is made anew
 
 
-class EnvironmentRollouts(ConversationRollouts):
+class EnvironmentRollouts(RetryingRollouts):
     """Makes rollouts in environments (`RolloutMaker`). A parked one resumes where it was, with its environment's state
     and files, in another process too; one that wasn't parked is made anew."""
 
@@ -106,24 +107,6 @@ class EnvironmentAttempt(ConversationAttempt):
         self._over = ""
         self._lease: WorkerLease | None = None
         self._talks: dict[str, _Talk] = {}
-        self._learned: OpenConversation | None = None
-        self._unlearned: OpenConversation | None = None
-
-    async def run(self) -> None:
-        playing = asyncio.create_task(self._play(), name=f"play-{self.group.index}-{self.member}")
-        try:
-            await asyncio.wait((playing, self._failed), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            playing.cancel()
-            if self._learned is not None:  # at once: an attempt that is stopped twice isn't waited for
-                self._recorded = self._learned.seal()
-            if self._unlearned is not None:
-                self._unlearned.seal()
-            self.note(0)
-            await asyncio.wait((playing,))
-        if self._failed.done():
-            raise RolloutFailed(self._failed.result())
-        playing.result()
 
     def rollout(self, now: float, failure: Failure | None = None) -> Rollout:
         rollout = super().rollout(now, failure)
@@ -148,7 +131,7 @@ class EnvironmentAttempt(ConversationAttempt):
         return msgspec.structs.replace(verdict, detail={"ended": self._over, **verdict.detail})
 
     async def _play(self) -> None:
-        self._learned = self._conversations.open(self.name, self.sampled)
+        self._opened.append(self._conversations.open(self.name, self.sampled))
         try:
             async with self._rollouts.environments.pool.seated(self.name) as lease:
                 self._lease = lease
@@ -222,16 +205,11 @@ class EnvironmentAttempt(ConversationAttempt):
         return reply.asked
 
     def _talk(self, asked: NextTurn) -> _Talk:
-        talk = self._talks.get(asked.speaker)
-        if talk is None:
-            conversation = self._learned
-            if not asked.learned:
-                if self._unlearned is None:
-                    self._unlearned = self._conversations.open(f"{self.name}-unlearned", self._sampled_unlearned)
-                conversation = self._unlearned
-            assert conversation is not None
-            talk = self._talks[asked.speaker] = _Talk(conversation=conversation)
-        return talk
+        if asked.speaker not in self._talks:
+            if not asked.learned and len(self._opened) == 1:  # all unlearned roles share another conversation
+                self._opened.append(self._conversations.open(f"{self.name}-unlearned", self._sampled_unlearned))
+            self._talks[asked.speaker] = _Talk(conversation=self._opened[0 if asked.learned else 1])
+        return self._talks[asked.speaker]
 
     async def _answer(self, asked: NextTurn) -> ChatAnswer | None:
         """The policy's answer; None where there is no room for one: the rollout ends as it stands."""

@@ -21,7 +21,7 @@ from headway.runtime.backoff import backoff_s
 from headway.runtime.channel import Channel, ChannelClosed, ChannelStatistics
 from headway.runtime.clock import Clock
 from headway.runtime.devices import every_core
-from headway.runtime.worker_slots import WorkerSlot, live_pids, start_all, stop_all
+from headway.runtime.worker_slots import WorkerSlot, start_all, stop_all
 from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec
 
 _FACTORY = "headway.rollout.verification.service:VerifierService"
@@ -57,8 +57,6 @@ class VerifierPool:
 
     ``named``: the verifiers that tasks choose, by ``Task.verifier``; ``verifier`` scores the others. Every worker can
     score with all of them.
-
-    ``device`` pins every worker (``cpu:N-M``); None leaves them on all cores this process may use.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class VerifierPool:
         clock: Clock,
         *,
         named: Mapping[str, VerifierSettings] | None = None,
-        device: str | None = None,
         log_folder: Path | None = None,
         retries: int = 2,
         queue_groups: int | None = None,
@@ -94,7 +91,7 @@ class VerifierPool:
                 name=name,
                 factory=_FACTORY,
                 arguments=arguments,
-                device=device or every_core(),
+                device=every_core(),
                 log_path=str(log_folder / f"{name}.log") if log_folder else None,
                 longest_silence_s=_WATCHDOG * max(limits_s) + _BACKSTOP_GRACE_S,
             )
@@ -150,11 +147,6 @@ class VerifierPool:
     def worker_states(self) -> list[WorkerState]:
         """Every worker's health; one that died is replaced when the next job needs it."""
         return [slot.state for slot in self._slots]
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the live workers."""
-        return live_pids(self._slots)
 
     # --- one slot: a worker and the loop that feeds it ---------------------------------------------------
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any
 
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from headway.config.section import NonNegative, Positive, Seconds, Section
 from headway.records.rollout import Failure, Verdict
 from headway.records.task import Task
-from headway.rollout.chat_model import ChatModel, ModelFailed, Retry, Spent, quoted
+from headway.rollout.chat_model import ChatModel, ModelFailed, Retry, Spent, api_key, completions_url, quoted
+from headway.rollout.parameters import NonNegativeNumber
 from headway.rollout.verification.extraction import last_match
 
 DEFAULT_PROMPT = """\
@@ -25,28 +30,65 @@ Response:
 {response}
 
 Explain briefly, then end with a line "Score: N", N a number from {lowest} (worst) to {highest} (best)."""
-DEFAULT_PATTERN = r"(?i)score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
+DEFAULT_PATTERN = re.compile(r"(?i)score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)")
 _PLACE = re.compile(r"\{(prompt|answer|response|lowest|highest)\}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Judge:
-    """Scores by asking a model; the score, within ``lowest`` and ``highest``, becomes a reward from 0 to 1.
+class Judge(Section):
+    """A language model's score, within ``lowest`` and ``highest``, as a reward from 0 to 1.
 
     An answer without a score, or one out of range, is tried again as what fails is (`ChatModel`). What is left then is
-    a failure of infrastructure, never a reward.
+    a failure of infrastructure, never a reward. The fields are the verifier's parameters.
     """
 
-    chat: ChatModel
-    prompt: str
-    system: str  # "": none
-    pattern: re.Pattern[str]  # its first group, or all of its last match, is the score
-    lowest: float
-    highest: float
-    solved_at: float  # reward from which the task counts as solved
-    concurrency: int  # requests at once
-    price_prompt: float  # of a million tokens
-    price_completion: float
+    model_config = ConfigDict(strict=True)
+
+    url: Annotated[str, Field(pattern="^https?://")]  # the endpoint's base, say https://api.openai.com/v1
+    model: Annotated[str, Field(min_length=1)]
+    api_key_env: str = ""  # the environment variable that holds its key
+    prompt: str = DEFAULT_PROMPT  # may say {prompt}, {answer}, {response}, {lowest} and {highest}
+    system: str = ""  # message before it; "": none
+    pattern: re.Pattern[str] = DEFAULT_PATTERN  # its first group, or all of its last match, is the score
+    lowest: float = 0.0
+    highest: float = 10.0
+    solved_at: NonNegativeNumber = 1.0  # reward from which the task counts as solved
+    concurrency: Positive = 8  # requests at once, in each verifier process
+    timeout_s: Seconds = 30.0  # of one request
+    retries: NonNegative = 2
+    retry_s: NonNegativeNumber = 1.0
+    price_prompt: NonNegativeNumber = 0.0  # of a million tokens
+    price_completion: NonNegativeNumber = 0.0
+    body: dict[str, Any] = Field(default_factory=dict)  # of the request: {temperature = 0, max_tokens = 512}
+
+    @field_validator("pattern", mode="before")
+    @classmethod
+    def _compiled(cls, value: Any) -> Any:
+        try:
+            return re.compile(value)
+        except (re.error, TypeError) as error:
+            raise ValueError(str(error)) from None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Judge:
+        if "{response}" not in self.prompt:
+            raise ValueError("the prompt doesn't say {response}: the judge would see nothing of it")
+        if not self.lowest < self.highest:
+            raise ValueError(f"lowest = {self.lowest}, highest = {self.highest}: valid: lowest below highest")
+        return self
+
+    @cached_property
+    def chat(self) -> ChatModel:
+        """The model. Raises ConfigurationError where its key isn't set."""
+        return ChatModel(
+            url=completions_url(self.url),
+            model=self.model,
+            key=api_key(self.api_key_env, "verifier.parameters.api_key_env"),
+            called="the judge",
+            timeout_s=self.timeout_s,
+            retries=self.retries,
+            retry_s=self.retry_s,
+            body=self.body,
+        )
 
     @property
     def longest_s(self) -> float:

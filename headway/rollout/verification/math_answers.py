@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from headway.config.section import NonNegative
 from headway.records.task import Task
 from headway.rollout.verification.extraction import Extract, extract_answer, last_match
 from headway.runtime.imports import import_extra
@@ -35,18 +36,24 @@ _AROUND = " .,;:!*_`'\"$"  # of a word in prose or Markdown
 _ANSWER_IS = re.compile(r"\banswer\b(?:\s+is\b)?\s*:?", re.IGNORECASE)
 _MOST_WORDS = 2  # in a reference without delimiters; more are a sentence, which would parse as a product of letters
 
-Parse = Callable[[str], list[Any]]
 
+def math_scorer(
+    *, extract: Extract = "all", float_rounding: NonNegative = 6, strict: bool = True
+) -> Callable[[Task, str], dict[str, Any]]:
+    """1 when the answer equals ``task.answer`` as mathematics (the package math-verify), else 0 and the reason.
 
-def math_scorer(extract: Extract, float_rounding: int, strict: bool) -> Callable[[Task, str], dict[str, Any]]:
-    """A scorer: 1 when the answer in the response equals the task's, else 0, with the reason in the detail.
-
-    Raises ConfigurationError when math-verify isn't installed. The scorer raises ValueError, naming the task, when
-    the *reference* can't be parsed: that is a fault of the data and never a reward.
+    Both may be LaTeX ("\\frac{1}{2}", in dollars or \\boxed or bare) or plain ("1/2", "0.5", "50%"); of a response the
+    last boxed expression counts, or else what math-verify takes for the final answer in its last 4,000 characters.
+    ``float_rounding``: decimals that must agree where a side is no exact number. ``strict``: variables must have the
+    same names, and sets and tuples differ. Raises ConfigurationError when math-verify isn't installed. The scorer
+    raises ValueError, naming the task, when the *reference* can't be parsed: that is a fault of the data and never a
+    reward.
     """
     package = import_extra("math_verify", "math", "verifier.name = 'math'")
     for module in ("parser", "grader"):  # each warns once that somebody else must keep the time: somebody does
         logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
+
+    how = {"float_rounding": float_rounding, "strict": strict}
 
     def parse(text: str) -> list[Any]:
         return package.parse(text, parsing_timeout=None, fallback_mode="no_fallback")
@@ -76,14 +83,7 @@ def math_scorer(extract: Extract, float_rounding: int, strict: bool) -> Callable
         if not answer:
             return {"reward": 0.0, "reason": "no mathematical expression found in the response"}
         try:
-            equal = package.verify(
-                reference,
-                answer,
-                float_rounding=float_rounding,
-                strict=strict,
-                timeout_seconds=None,
-                raise_on_error=True,
-            )
+            equal = package.verify(reference, answer, timeout_seconds=None, raise_on_error=True, **how)
         except Exception as error:  # sympy may raise anything for what a policy writes; the reference has parsed
             return {"reward": 0.0, "reason": f"can't be compared: {type(error).__name__}: {str(error)[:200]}"}
         return {"reward": 1.0} if equal else {"reward": 0.0, "reason": "not equal to the reference"}

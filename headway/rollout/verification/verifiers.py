@@ -17,19 +17,17 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from decimal import Decimal
 from typing import Any
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from headway.config.section import NonNegative, Positive, Seconds, Section
+from headway.config.section import Section
 from headway.config.sources import VerifierSettings
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
-from headway.rollout.chat_model import ChatModel, api_key, completions_url
 from headway.rollout.parameters import NonNegativeNumber, call_checked, explained
 from headway.rollout.verification.extraction import Extract, close, extract_answer, last_match, last_number
-from headway.rollout.verification.judge import DEFAULT_PATTERN, DEFAULT_PROMPT, Judge
+from headway.rollout.verification.judge import Judge
 from headway.rollout.verification.math_answers import math_scorer
 from headway.rollout.verification.scorers import Scorer, longest_s
 from headway.rollout.verification.weighted import Part, WeightedScorer
@@ -38,20 +36,6 @@ from headway.tasks.entries import unpack_entry
 from headway.tasks.sources import build_generator
 
 PRUNER_KEY = "pruning."  # and a pruner: the verifier of half a response that it asks
-
-VERIFIERS: dict[str, Callable[..., Scorer]] = {}  # name -> builder: parameters in, scorer out; checks parameters
-
-
-def register(name: str) -> Callable[[Callable[..., Scorer]], Callable[..., Scorer]]:
-    """Register a builder (keyword parameters -> scorer) under ``name``."""
-
-    def add(builder: Callable[..., Scorer]) -> Callable[..., Scorer]:
-        if name in VERIFIERS:
-            raise ValueError(f"verifier {name!r} is already registered")
-        VERIFIERS[name] = builder
-        return builder
-
-    return add
 
 
 def resolve_verifier(verifier: VerifierSettings) -> Scorer:
@@ -111,7 +95,6 @@ def _require_parameters(
 # --- the built-in verifiers ------------------------------------------------------------------------------
 
 
-@register("exact")
 def exact(*, extract: Extract = "all", strip: bool = True) -> Scorer:
     """1 when the extracted answer equals ``task.answer`` (both stripped of outer blanks with ``strip``), else 0. A task
     without an answer fails the response, naming the task: an empty response would be right."""
@@ -126,7 +109,6 @@ def exact(*, extract: Extract = "all", strip: bool = True) -> Scorer:
     return score
 
 
-@register("numeric")
 def numeric(*, extract: Extract = "all", marker: str = "", tolerance: NonNegativeNumber = 0.0) -> Scorer:
     """1 when the last number of the extracted answer is within ``tolerance`` of ``task.answer``, else 0.
 
@@ -134,7 +116,9 @@ def numeric(*, extract: Extract = "all", marker: str = "", tolerance: NonNegativ
     """
 
     def score(task: Task, response: str) -> float:
-        reference = _reference_number(task)
+        reference = last_number(task.answer)
+        if reference is None:
+            raise ValueError(f"task {task.task_id}: its answer {task.answer!r} is not a number")
         found = extract_answer(response, extract)
         number = None if found is None else last_number(found, marker)
         return float(number is not None and close(number, reference, tolerance))
@@ -142,7 +126,6 @@ def numeric(*, extract: Extract = "all", marker: str = "", tolerance: NonNegativ
     return score
 
 
-@register("regex")
 def regex(*, pattern: str, group: int | str | None = None, extract: Extract = "all") -> Scorer:
     """1 when ``group`` of the last match of ``pattern`` equals ``task.answer`` (outer blanks stripped), else 0.
 
@@ -165,19 +148,6 @@ def regex(*, pattern: str, group: int | str | None = None, extract: Extract = "a
     return score
 
 
-@register("math")
-def mathematics(*, extract: Extract = "all", float_rounding: NonNegative = 6, strict: bool = True) -> Scorer:
-    """1 when the answer equals ``task.answer`` as mathematics (the package math-verify), else 0 and the reason.
-
-    Both may be LaTeX ("\\frac{1}{2}", in dollars or \\boxed or bare) or plain ("1/2", "0.5", "50%"); of a response the
-    last boxed expression counts, or else what math-verify takes for the final answer in its last 4,000 characters.
-    ``float_rounding``: decimals that must agree where a side is no exact number. ``strict``: variables must have the
-    same names, and sets and tuples differ. A reference that can't be parsed fails the response, naming the task.
-    """
-    return math_scorer(extract, float_rounding, strict)
-
-
-@register("reasoning-gym")
 def reasoning_gym(*, extract: Extract = "all") -> Scorer:
     """The reward of the task's own generator (0 to 1, its partial credit included) for the stripped answer.
 
@@ -204,7 +174,6 @@ def reasoning_gym(*, extract: Extract = "all") -> Scorer:
     return score
 
 
-@register("weighted")
 def weighted(*, parts: list[dict[str, Any]], solved_by: str = "") -> Scorer:
     """The weighted sum of other verifiers' rewards.
 
@@ -245,62 +214,6 @@ def _part(given: object, where: str) -> Part:
     return Part(label=part.label or part.name, scorer=scorer, weight=part.weight)
 
 
-@register("judge")
-def judge(
-    *,
-    url: str,
-    model: str,
-    api_key_env: str = "",
-    prompt: str = DEFAULT_PROMPT,
-    system: str = "",
-    pattern: str = DEFAULT_PATTERN,
-    lowest: float = 0.0,
-    highest: float = 10.0,
-    solved_at: NonNegativeNumber = 1.0,
-    concurrency: Positive = 8,
-    timeout_s: Seconds = 30.0,
-    retries: NonNegative = 2,
-    retry_s: NonNegativeNumber = 1.0,
-    price_prompt: NonNegativeNumber = 0.0,
-    price_completion: NonNegativeNumber = 0.0,
-    body: dict[str, Any] | None = None,
-) -> Scorer:
-    """A language model's score, as a reward from 0 to 1 (rollout/verification/judge.py).
-
-    ``url``: the endpoint's base, say https://api.openai.com/v1. ``api_key_env``: the environment variable that holds
-    its key. ``prompt`` may say {prompt}, {answer}, {response}, {lowest} and {highest}; the last match of ``pattern`` in
-    the answer is the score. ``concurrency`` requests at once in each verifier process. ``price_*``: of a million
-    tokens. ``body``: further keys of the request, say {temperature = 0, max_tokens = 512}.
-    """
-    if not url.startswith(("http://", "https://")) or not model:
-        raise ConfigurationError(f"verifier.parameters: url = {url!r}, model = {model!r}: an http(s) address, a name")
-    if "{response}" not in prompt:
-        raise ConfigurationError("verifier.parameters.prompt doesn't say {response}: the judge would see nothing of it")
-    if not lowest < highest:
-        raise ConfigurationError(f"verifier.parameters: lowest = {lowest}, highest = {highest}: lowest below highest")
-    return Judge(
-        chat=ChatModel(
-            url=completions_url(url),
-            model=model,
-            key=api_key(api_key_env, "verifier.parameters.api_key_env"),
-            called="the judge",
-            timeout_s=timeout_s,
-            retries=retries,
-            retry_s=retry_s,
-            body=body or {},
-        ),
-        prompt=prompt,
-        system=system,
-        pattern=_compiled(pattern),
-        lowest=lowest,
-        highest=highest,
-        solved_at=solved_at,
-        concurrency=concurrency,
-        price_prompt=price_prompt,
-        price_completion=price_completion,
-    )
-
-
 def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
@@ -308,8 +221,12 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise ConfigurationError(f"verifier.parameters.pattern = {pattern!r}: {error}") from None
 
 
-def _reference_number(task: Task) -> Decimal:
-    number = last_number(task.answer)
-    if number is None:
-        raise ValueError(f"task {task.task_id}: its answer {task.answer!r} is not a number")
-    return number
+VERIFIERS: dict[str, Callable[..., Scorer]] = {  # name -> builder: parameters in, scorer out; it declares their types
+    "exact": exact,
+    "numeric": numeric,
+    "regex": regex,
+    "math": math_scorer,
+    "reasoning-gym": reasoning_gym,
+    "weighted": weighted,
+    "judge": Judge,
+}

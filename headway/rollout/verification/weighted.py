@@ -52,15 +52,15 @@ class WeightedScorer:
             "judge_tokens": sum(verdict.judge_tokens for verdict in verdicts),
             "judge_cost": sum(verdict.judge_cost for verdict in verdicts),
         }
-        for part, verdict in zip(self.parts, verdicts, strict=True):
+        pairs = list(zip(self.parts, verdicts, strict=True))
+        for part, verdict in pairs:
             if verdict.failure is not None:
                 failure = msgspec.structs.replace(verdict.failure, cause=f"{part.label}: {verdict.failure.cause}")
                 return Verdict(reward=0.0, solved=False, failure=failure, **spent)
         turns = {len(verdict.turn_rewards) for verdict in verdicts}
         if len(turns) > 1:
-            counts = ", ".join(f"{p.label} {len(v.turn_rewards)}" for p, v in zip(self.parts, verdicts, strict=True))
+            counts = ", ".join(f"{part.label} {len(verdict.turn_rewards)}" for part, verdict in pairs)
             return failed_verdict(f"rewards by turn can't be added: {counts}")
-        pairs = list(zip(self.parts, verdicts, strict=True))
         return Verdict(
             reward=sum(part.weight * verdict.reward for part, verdict in pairs),
             solved=next(verdict.solved for part, verdict in pairs if part.label == self.solved_by),

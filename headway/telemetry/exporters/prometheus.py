@@ -25,8 +25,8 @@ _LENGTH_LIMITS = [2**power for power in range(21)]  # tokens
 _COUNTED = re.compile(r"^(endings|failures)/(\w+)_rollouts$")
 _LABELS = {"endings": "ending", "failures": "boundary"}
 # Fields of a pulse that refresh the gauges of the same names, which the ledger's step records set
-_LIVE_GROUPS = ("open_groups", "running_groups", "parked_groups", "buffered_groups", "oldest_age_s")
-_LIVE_SLOTS = ("slots", "running_rollouts", "waiting_rollouts", "kv_used_tokens", "kv_capacity_tokens")
+_GROUPS = ("open_groups", "running_groups", "parked_groups", "buffered_groups", "oldest_age_s")
+_SLOTS = ("slots", "running_rollouts", "waiting_rollouts", "kv_used_tokens", "kv_capacity_tokens")
 
 
 def metric_name(name: str) -> str:
@@ -89,9 +89,7 @@ class Prometheus(Exporter, Collector):
 
     def pulse(self, pulse: Pulse) -> None:
         self._pulse = pulse
-        self._gauges = self._gauges | {
-            f"queue/{field}": float(getattr(pulse, field)) for field in (*_LIVE_GROUPS, *_LIVE_SLOTS)
-        }
+        self._gauges = self._gauges | {f"queue/{field}": float(getattr(pulse, field)) for field in _GROUPS + _SLOTS}
 
     def finish(self, status: Status) -> None:
         self._server.shutdown()

@@ -75,14 +75,14 @@ def test_a_cohort_counts_only_once_it_is_closed():
     bias = LengthBias(2)
     bias.admit(0, 1)
     bias.end(0, "trained", 5, complete=True)
-    assert bias.statistics().closed_cohorts == 0  # its second group is not admitted yet
+    assert bias.lengths() == ({}, {})  # its second group is not admitted yet
     assert bias.statistics().censored_share == 1.0
     bias.admit(1, 1)
     bias.admit(2, 2)
-    assert bias.statistics().trained == 0
+    assert bias.lengths() == ({}, {})
     bias.end(1, "trained", 90, complete=True)
     statistics = bias.statistics()
-    assert (statistics.closed_cohorts, statistics.trained, statistics.completed) == (1, 2, 2)
+    assert bias.lengths() == ({5: 1, 90: 1}, {5: 1, 90: 1})
     assert statistics.censored_share == 0.5
     with pytest.raises(KeyError):
         bias.end(0, "trained", 5, complete=True)

@@ -243,7 +243,7 @@ def test_under_wait_with_filters_off_what_is_trained_is_what_was_completed(shape
     assert sum(trained.values()) == len(run.trained) == run.admitted * shape.size
     statistics = run.bias.statistics()
     assert (statistics.ks, statistics.scheduling_ks, statistics.censored_share) == (0.0, 0.0, 0.0)
-    assert statistics.closed_cohorts == shape.steps
+    assert run.admitted == shape.steps * shape.per_step
 
 
 def test_the_worst_staleness_reaches_the_budget_and_batches_really_wait():

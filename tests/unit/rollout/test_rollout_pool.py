@@ -18,6 +18,7 @@ from headway.rollout.fake import FakeVerifier
 from headway.rollout.verification.client import VerifierPool
 from headway.rollout.verification.verdicts import failed_verdict
 from headway.runtime.clock import Clock, run_virtual
+from headway.runtime.devices import every_core
 from headway.runtime.workers import WorkerSpec
 
 TASK = Task(task_id="t", prompt="p", answer="good")
@@ -118,7 +119,7 @@ def play(main: Callable[[VerifierPool, ScriptedLauncher, Clock], Any], workers: 
         result = await main(pool, launcher, clock)
         await pool.stop()
         assert all(worker.stopped or not worker.alive for worker in launcher.workers)
-        assert pool.pids == []
+        assert not any(state.up for state in pool.worker_states)
         return result
 
     return run_virtual(with_pool, limit_s=100_000)
@@ -319,13 +320,13 @@ def test_a_worker_that_never_restarts_is_an_error_for_the_caller():
     play(main, failing=lambda start: WorkerDied("verifier-0", "out of memory") if start > 1 else None)
 
 
-def test_specs_carry_settings_device_and_log(tmp_path: Any):
+def test_specs_carry_settings_cores_and_log(tmp_path: Any):
     async def main(pool: VerifierPool, launcher: ScriptedLauncher, clock: Clock) -> list[WorkerSpec]:
         return launcher.specs
 
-    first, second = play(main, workers=2, device="cpu:0", log_folder=tmp_path)
+    first, second = play(main, workers=2, log_folder=tmp_path)
     assert (first.name, second.name) == ("verifier-0", "verifier-1")
-    assert first.device == "cpu:0"
+    assert first.device == every_core()
     assert first.log_path == str(tmp_path / "verifier-0.log")
     assert schema.VerifierConfig.model_validate(first.arguments["verifier"]) == schema.VerifierConfig(
         workers=2, timeout_s=10.0

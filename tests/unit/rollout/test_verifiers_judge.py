@@ -166,9 +166,9 @@ def test_the_worker_scores_with_it_under_its_watchdog(endpoint: Endpoint) -> Non
     ("parameters", "message"),
     [
         ({}, "missing a required"),
-        ({"url": "localhost", "model": "m"}, "url = 'localhost', model = 'm': an http"),
+        ({"url": "localhost", "model": "m"}, "url = 'localhost': String should match pattern '\\^https"),
         ({"url": 3, "model": "m"}, "url = 3: Input should be a valid string"),
-        ({"url": "http://h", "model": ""}, "a name"),
+        ({"url": "http://h", "model": ""}, "model = '': String should have at least 1 character"),
         ({"url": "http://h", "model": "m", "prompt": "Judge!"}, "doesn't say {response}"),
         ({"url": "http://h", "model": "m", "api_key_env": "HEADWAY_NO_SUCH"}, "the environment has no HEADWAY_NO_SUCH"),
         (

@@ -156,7 +156,7 @@ class Shared:
     that stops waiting cancels no start."""
 
     def __init__(self, settings: ToolServerConfig, clock: Clock) -> None:
-        self._settings = settings
+        self.settings = settings
         self._clock = clock
         self._connection: ToolServerConnection | None = None
         self._starting: asyncio.Task[ToolServerConnection] | None = None
@@ -167,7 +167,7 @@ class Shared:
         if self._connection is not None and not self._connection.down:
             return self._connection
         if self._starting is None or self._starting.done():
-            self._starting = asyncio.create_task(self._start(), name=f"starting {self._settings.name}")
+            self._starting = asyncio.create_task(self._start(), name=f"starting {self.settings.name}")
             self._starting.add_done_callback(
                 lambda start: start.cancelled() or start.exception()
             )  # if nobody awaits it
@@ -175,7 +175,7 @@ class Shared:
 
     async def _start(self) -> ToolServerConnection:
         await self._end()
-        settings, starts = self._settings, self._starts_s
+        settings, starts = self.settings, self._starts_s
         wait_s = starts[0] + 60 - self._clock.now() if len(starts) == starts.maxlen else 0.0
         if wait_s > settings.timeout_s:
             raise ServerFailed(f"the server {settings.name} was started {len(starts)} times within a minute")
@@ -203,7 +203,6 @@ class ToolServers:
 
     def __init__(self, settings: Sequence[ToolServerConfig], clock: Clock) -> None:
         self._shared = {one.name: Shared(one, clock) for one in settings}
-        self._settings = {one.name: one for one in settings}
         self._own: dict[tuple[str, str], ToolServerConnection] = {}  # (rollout, server)
         self._making: dict[tuple[str, str], asyncio.Lock] = {}
 
@@ -211,24 +210,24 @@ class ToolServers:
         """The tools that may be called. Raises ConfigurationError for a server that can't be reached, or lacks a tool
         it should have."""
         found: list[Tool] = []
-        for name, settings in self._settings.items():
+        for name, shared in self._shared.items():
             try:
-                listed = {tool.name: tool for tool in await (await self._shared[name].connection()).tools()}
+                listed = {tool.name: tool for tool in await (await shared.connection()).tools()}
             except ServerFailed as error:
                 raise ConfigurationError(f"{KEY}: {error}") from error
-            if settings.per == "episode":
-                await self._shared[name].stop()
-            missing = [tool for tool in settings.tools if tool not in listed]
+            if shared.settings.per == "episode":
+                await shared.stop()
+            missing = [tool for tool in shared.settings.tools if tool not in listed]
             if missing:
                 has = ", ".join(listed) or "none"
                 raise ConfigurationError(f"{KEY}: the server {name} has no tool {missing[0]!r}; valid: {has}")
-            found += [self._tool(name, listed[tool]) for tool in settings.tools or listed]
+            found += [self._tool(name, listed[tool]) for tool in shared.settings.tools or listed]
         return found
 
     async def beside(self, own: Sequence[Tool]) -> dict[str, Tool]:
         """An environment's ``own`` tools and these, by name. Raises ConfigurationError as `tools`, and for two of one
         name."""
-        return tools_by_name([*own, *await self.tools()]) if self._settings else {tool.name: tool for tool in own}
+        return tools_by_name([*own, *await self.tools()]) if self._shared else {tool.name: tool for tool in own}
 
     async def end(self, rollout: str) -> None:
         """End the servers that belong to one rollout."""
@@ -249,14 +248,15 @@ class ToolServers:
         return Tool.described(listed.name, listed.description or "", listed.input_schema, call)
 
     async def _connection(self, server: str, episode: Episode) -> ToolServerConnection:
-        if self._settings[server].per == "worker":
-            return await self._shared[server].connection()
+        shared = self._shared[server]
+        if shared.settings.per == "worker":
+            return await shared.connection()
         key = (episode.name, server)
         async with self._making.setdefault(key, asyncio.Lock()):
             connection = self._own.get(key)
             if connection is None:
                 episode.hold(f"its server {server}")
-                connection = self._own[key] = ToolServerConnection(self._settings[server])
+                connection = self._own[key] = ToolServerConnection(shared.settings)
                 await connection.start()
             if connection.down:
                 raise ServerFailed(f"the server {server} of this rollout is gone, and what it knew with it")
