@@ -155,7 +155,6 @@ async def workers(
         clock,
         sandboxes=SANDBOXES,
         snapshots=snapshots,
-        device="cpu:0-1",
     )
     try:
         await pool.start()
