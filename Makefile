@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 AGENTS_VENV ?= .venv-agents
 AGENTS_BIN := $(AGENTS_VENV)/bin
+CLIENTS_VENV ?= .venv-clients
+CLIENTS_BIN := $(CLIENTS_VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 SEED ?= 0
@@ -11,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest
 # Need environments of their own: make test-vllm, make test-agents.
 EXCEPT_ENGINES := --ignore-glob '*test_vllm_*' --ignore-glob '*test_mini_swe_agent*'
 
-.PHONY: help system-packages install install-agents install-vllm quickstart test test-fast test-main test-slow test-long test-agents test-hostile test-vllm lint clean
+.PHONY: help system-packages install install-agents install-clients install-vllm quickstart test test-fast test-main test-slow test-long test-agents test-clients test-hostile test-vllm lint clean
 
 help:
 	@echo "make quickstart   set up, then train a small model by RL on this machine (5 to 13 min)"
@@ -20,6 +22,7 @@ help:
 	@echo "make test-slow    set up, then learning runs, random kills, benchmarks in short (CI runs them too)"
 	@echo "make test-long    by hand, hours: chaos in bulk, studies, mutations"
 	@echo "make test-agents  set up, with mini-swe-agent in an environment of its own, then the tests that start it"
+	@echo "make test-clients set up, with ten clients of the endpoint in environments of their own, then the tests that start them"
 	@echo "make test-vllm    set up an environment with vLLM (3.5 GB), then the tests of the vLLM engine"
 	@echo "make system-packages  as root, on Debian: what the tests of two sandbox backends need; they are skipped without"
 	@echo "make test-hostile set up, then code that means harm in every kind of sandbox, Docker's too"
@@ -41,10 +44,20 @@ system-packages:
 # An agent as it comes: it needs nothing of Headway, and Headway nothing of it. Its litellm needs mcp, and doesn't say so.
 $(AGENTS_VENV)/.installed: constraints-agents.txt
 	$(PYTHON) -m venv $(AGENTS_VENV)
-	$(AGENTS_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-agents.txt mini-swe-agent mcp
+	$(AGENTS_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-agents.txt mini-swe-agent mcp instructor
 	touch $@
 
 install-agents: $(AGENTS_VENV)/.installed
+
+# litellm and instructor are in the other one: they want an older openai.
+$(CLIENTS_VENV)/.installed: constraints-clients.txt
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt \
+		openai anthropic langchain-openai langchain-anthropic openai-agents inspect_ai 'lm-eval[api]' \
+		'pydantic-ai-slim[openai,anthropic]' 'smolagents[openai]'
+	touch $@
+
+install-clients: $(CLIENTS_VENV)/.installed
 
 # vLLM wants other versions of some packages. The torchvision it brings along is a CUDA build, with which its import fails.
 $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
@@ -85,11 +98,15 @@ test-hostile: install
 test-agents: install install-agents
 	HEADWAY_MINI=$(abspath $(AGENTS_BIN)/mini) $(BIN)/python -m pytest tests/e2e/test_mini_swe_agent.py --timeout 600 --durations 10
 
+test-clients: install install-agents install-clients
+	HEADWAY_AGENTS=$(abspath $(AGENTS_BIN)/python) HEADWAY_CLIENTS=$(abspath $(CLIENTS_BIN)/python) \
+		$(BIN)/python -m pytest tests/clients --timeout 600 --durations 10
+
 test-vllm: install-vllm
 	$(VLLM_BIN)/python -m pytest tests/e2e/test_vllm_*.py --timeout 600 --durations 10
 
 test: lint test-main
 
 clean:
-	rm -rf $(VENV) $(AGENTS_VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(AGENTS_VENV) $(CLIENTS_VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

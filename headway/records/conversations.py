@@ -20,6 +20,7 @@ Cause = Literal["start", "continued", "branched", "sibling", "rewritten"]
 Refusal = Literal[
     "invalid_request_error",
     "context_length_exceeded",
+    "thread_unsupported_request",
     "rollout_limit_exceeded",
     "rollout_busy",
     "rollout_closed",

@@ -99,6 +99,7 @@ class Messages(Dialect):
             "tool_choice": fields.structure(type=tool_choice()),
             "max_tokens": fields.integer(1, fields.MOST_TOKENS, required=True),
             "stop_sequences": fields.stop(),
+            "thread": Field(_refuse_thread, {"type": "null"}),
         }
 
     def request(self, values: Values) -> CallRequest:
@@ -120,6 +121,12 @@ class Messages(Dialect):
             "stop_sequence": sequence,
             "usage": _usage(call),
         }
+
+
+def _refuse_thread(name: str, value: Any) -> None:
+    """Refuse a conversation that the server is to keep, so that the client sends the whole of it instead."""
+    what = f"{name}: this server keeps no conversations: send all messages, without it"
+    raise RequestRefused(what, param=name, code="thread_unsupported_request")
 
 
 def openai_messages(values: Values) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from headway.generator.recording.inflight_call import CallFailed
@@ -28,6 +30,7 @@ _TYPES = {
     504: ("server_error", "timeout_error"),
 }
 STATUSES = tuple(_TYPES)
+_DETAILED = ("thread_unsupported_request",)  # codes that Anthropic's clients act on
 
 
 class HttpError(Exception):
@@ -50,7 +53,9 @@ class HttpError(Exception):
 
     def anthropic(self, request_id: str) -> bytes:
         """Its body in Anthropic's shape."""
-        error = {"type": _TYPES[self.status][1], "message": str(self)}
+        error: dict[str, Any] = {"type": _TYPES[self.status][1], "message": str(self)}
+        if self.code in _DETAILED:
+            error["details"] = {"error_code": self.code}
         return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
 
@@ -79,7 +84,8 @@ def _of_recorder(error: RequestRefused) -> HttpError:
         return HttpError(409, message, code=code, headers=NO_RETRY)
     if code in ("rollout_limit_exceeded", "reward_refused"):
         return HttpError(403, message, code=code, headers=NO_RETRY)  # not 429: it won't pass
-    return HttpError(400, message, code=code if code == "context_length_exceeded" else None, param=param)
+    named = code in ("context_length_exceeded", *_DETAILED)
+    return HttpError(400, message, code=code if named else None, param=param)
 
 
 def _retry_after(seconds: int) -> Headers:

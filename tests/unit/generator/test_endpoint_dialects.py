@@ -132,6 +132,19 @@ def test_anthropic_refusals(change: Any, status: int, kind: str) -> None:
     play(test, "x")
 
 
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+def test_anthropic_conversations_that_the_server_is_to_keep_are_refused(thread: Any) -> None:
+    """As the client's runner of tools knows it: it sends the whole conversation from then on."""
+
+    async def test(server: Served) -> None:
+        found, _, answer = await server.post("/v1/messages", {**ASKED, "thread": thread})
+        assert (found, answer["error"]["details"]) == (400, {"error_code": "thread_unsupported_request"})
+        found, _, answer = await server.post("/v1/messages", {**ASKED, "thread": None})
+        assert found == 200
+
+    play(test, "x")
+
+
 def test_anthropic_counts_are_not_recorded() -> None:
     async def test(server: Served) -> None:
         _, _, counted = await server.post(

@@ -1,0 +1,68 @@
+"""instructor: typed answers, their retries, and its streams of partial objects. Its default mode forces a tool's call,
+which the endpoint refuses; modes that ask in words are served."""
+
+from typing import Any
+
+import instructor
+from instructor.core import IncompleteOutputException, InstructorRetryException
+from openai import OpenAI
+from pydantic import BaseModel, field_validator
+from reporting import MODEL, PERSON, TEMPERATURE, finish, headers, report
+
+ASKED: Any = {
+    "model": MODEL,
+    "temperature": TEMPERATURE,
+    "messages": [{"role": "user", "content": "Who is Ada?"}],
+}
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+class Picky(Person):
+    """Takes no answer but the second."""
+
+    @field_validator("age")
+    @classmethod
+    def second(cls, age: int) -> int:
+        looked.append(age)
+        if len(looked) == 1:
+            raise ValueError("look again")
+        return age
+
+
+def client(session: str) -> instructor.Instructor:
+    return instructor.from_openai(OpenAI(default_headers=headers(session)), mode=instructor.Mode.MD_JSON)
+
+
+looked: list[int] = []
+person, answer = client("plain").create_with_completion(**ASKED, response_model=Person)
+assert person.model_dump() == PERSON
+report("plain", answer.choices[0].message.content)
+
+*_, person = client("stream").create_partial(**ASKED, response_model=Person)
+assert person.model_dump() == PERSON
+report("stream")
+
+picky = client("retry").create(**ASKED, response_model=Picky, max_retries=2)
+assert picky.model_dump() == PERSON
+assert len(looked) == 2
+report("retry", calls=2)
+
+try:
+    client("cut").create(**ASKED, response_model=Person, max_retries=2, max_tokens=8)
+except IncompleteOutputException:
+    report("cut")
+else:
+    raise AssertionError("an answer that was cut passed for a whole one")
+
+forced = instructor.from_openai(OpenAI(default_headers=headers("forced")))
+try:
+    forced.create(**ASKED, response_model=Person, max_retries=1)
+    why = ""
+except InstructorRetryException as error:
+    why = str(error)
+assert "this server doesn't constrain what is sampled" in why
+finish()
