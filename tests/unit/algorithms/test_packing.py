@@ -29,6 +29,8 @@ def test_every_sequence_once_within_the_budget(lengths, budget, ranks, method) -
     assert all(batch == sorted(batch) for batch in batches)
     assert len(plan) == ranks
     assert len({len(rank) for rank in plan}) == 1
+    if lengths and method == "areal":  # dealt in turn: no rank is padded by more than one micro-batch
+        assert sum(not batch for batch in batches) < ranks
     for batch in batches:
         assert len(batch) <= 1 or sum(lengths[i] for i in batch) <= budget
 
@@ -56,6 +58,12 @@ def test_differencing_finds_what_longest_first_misses() -> None:
     # Graham's example: longest first gives 8+6+6 and 7+7... here 4+5+6 | 7+8 is perfect, greedy makes 8+5+4 | 7+6.
     plan = pack([4, 5, 6, 7, 8], 15)
     assert sorted(loads([4, 5, 6, 7, 8], plan)) == [15, 15]
+
+
+def test_an_optimal_plan_of_longest_first_is_kept() -> None:
+    """So a run's micro-batches, and its rounding, stay those of before where nothing is to be gained."""
+    plan = pack([2, 7, 6, 4, 5, 3, 4], 16)
+    assert sorted(plan[0]) == [[0, 2, 4, 5], [1, 3, 6]]
 
 
 def test_sequences_over_the_budget_stand_alone() -> None:
