@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from headway.config.section import Positive, Section
+from headway.config.section import Positive, Section, named_once
 
 KnobName = Literal["open_groups", "concurrent_rollouts", "steps_per_publish", "resting"]
 
@@ -16,14 +16,7 @@ class ControlConfig(Section):
 
     mode: Literal["off", "advise", "act"] = "off"  # advise: write act's settings to the ledger, and set nothing
     interval_steps: Positive = 2  # least steps between two decisions; a decision is based on these
-    pin: tuple[KnobName, ...] = ()  # knobs that stay as the experiment sets them
+    pin: Annotated[tuple[KnobName, ...], named_once("knob")] = ()  # knobs that stay as the experiment sets them
     max_steps_per_publish: Positive = 4  # upper limit it may set; queue.budget + 1 where that is less
     length_bias_limit: Annotated[float, Field(ge=0, le=1)] = 0.1  # KS due to scheduling; beyond it no load is added
     staleness_tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.01  # share of the rate given up for younger samples
-
-    @field_validator("pin")
-    @classmethod
-    def _once(cls, value: tuple[KnobName, ...]) -> tuple[KnobName, ...]:
-        if len(set(value)) < len(value):
-            raise ValueError("a knob is named twice")
-        return value

@@ -6,10 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from headway.config.section import Positive, Section
+from headway.config.section import Positive, Probability, Section
 
 Share = Annotated[float, Field(ge=0, lt=1)]
-Probability = Annotated[float, Field(gt=0, lt=1)]
 
 
 class CurriculumConfig(Section):

@@ -8,11 +8,10 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field, field_validator, model_validator
 
 from headway.config.fixed_models import FixedModelConfig
-from headway.config.section import Positive, Seconds, Section
+from headway.config.section import Positive, Rate, Seconds, Section, host_port
 from headway.config.tool_servers import ToolServerConfig
 
-Rate = Annotated[float, Field(gt=0)]
-
+Address = Annotated[str, host_port("127.0.0.1:8000")]
 
 BUILT_IN = ("single_turn", "agent", "verifiers")  # names that aren't classes
 ENVIRONMENTS = {  # name of a built-in environment -> module:Class
@@ -114,7 +113,7 @@ def _taskset(verifiers: dict[str, Any]) -> Any:
 class EndpointConfig(Section):
     """The OpenAI-compatible server that agents call, and what one rollout may ask of it."""
 
-    address: str = "127.0.0.1:0"  # HOST:PORT it listens at; port 0: any free one
+    address: Address = "127.0.0.1:0"  # HOST:PORT it listens at; port 0: any free one
     model: str = "headway"  # the model's name in requests; its folder's name is valid as well
     aliases: tuple[str, ...] = ()  # further names of the model; "*": any
     tools: Literal["auto", "hermes", "llama_json", "none"] = "auto"  # how it writes tool calls; auto: by chat template
@@ -132,14 +131,6 @@ class EndpointConfig(Section):
     keep_alive_s: Annotated[float, Field(ge=5)] = 75.0  # idle connections are closed after this; clients close earlier
     stream_ping_s: Seconds = 15.0  # between keep-alive comments in a stream without tokens
     connections: Positive = 4096  # open at the same time; further ones are closed
-
-    @field_validator("address", mode="before")
-    @classmethod
-    def _address(cls, value: Any) -> Any:
-        host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-        if not (host and port.isdecimal() and int(port) < 1 << 16):
-            raise ValueError("valid: HOST:PORT, say 127.0.0.1:8000")
-        return value
 
     @field_validator("model")
     @classmethod

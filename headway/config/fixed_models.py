@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
-from headway.config.section import NonNegative, Positive, Seconds, Section
+from headway.config.section import NonNegative, Positive, Seconds, Section, require_http
 
 
 class FixedModelConfig(Section):
     """A model behind an OpenAI-compatible endpoint."""
 
-    address: str  # the endpoint's base: https://api.openai.com/v1
+    address: Annotated[str, AfterValidator(require_http)]  # the endpoint's base: https://api.openai.com/v1
     model: str  # its name at the endpoint
     api_key_env: str = ""  # the environment variable that holds the API key
     temperature: Annotated[float, Field(ge=0)] | None = None  # unset: the server's own
@@ -22,10 +22,3 @@ class FixedModelConfig(Section):
     timeout_s: Seconds = 60.0  # of one request
     retries: NonNegative = 2  # of a request that is refused, times out, or has no answer
     retry_s: Seconds = 1.0  # delay before the first retry; doubled each time
-
-    @field_validator("address")
-    @classmethod
-    def _http(cls, value: str) -> str:
-        if not value.startswith(("http://", "https://")):
-            raise ValueError("valid: http://... or https://...")
-        return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import ValidationInfo, field_validator
 
-from headway.config.section import Section
+from headway.config.section import Section, require_named
 
 # key -> built-in names, the default first; a user's own is module:function
 HOOKS: dict[str, tuple[str, ...]] = {
@@ -35,7 +35,4 @@ class HooksConfig(Section):
     @field_validator(*HOOKS)
     @classmethod
     def _named(cls, value: str, info: ValidationInfo) -> str:
-        known = HOOKS[str(info.field_name)]
-        if value not in known and ":" not in value:
-            raise ValueError(f"valid: {', '.join(known)} or module:function")
-        return value
+        return require_named(value, HOOKS[str(info.field_name)])

@@ -11,100 +11,53 @@ from typing import Any, cast
 
 Preset = dict[str, dict[str, Any]]  # section -> key -> value
 
+
+def _method(
+    advantage: str,
+    loss: str,
+    aggregation: str,
+    *,
+    clip: tuple[float, float] | None = None,
+    filter_zero_variance: bool | None = None,
+    **algorithm: Any,
+) -> Preset:
+    """Make the preset of a published method: these keys of the experiment, and no others."""
+    keys = {"advantage": advantage, "loss": loss, "aggregation": aggregation, **algorithm}
+    if clip is not None:
+        keys["clip_low"], keys["clip_high"] = clip
+    if filter_zero_variance is None:
+        return {"algorithm": keys}
+    return {"algorithm": keys, "queue": {"filter_zero_variance": filter_zero_variance}}
+
+
+def _plain_ppo(advantage: str, aggregation: str, **algorithm: Any) -> Preset:
+    """Make the preset of a method that clips at 0.2 both ways and keeps groups whose rewards are all equal."""
+    return _method(advantage, "ppo_clip", aggregation, clip=(0.2, 0.2), filter_zero_variance=False, **algorithm)
+
+
 PRESETS: dict[str, Preset] = {
     # DeepSeekMath, 2024: group-normalised advantages, clip 0.2 both ways, a k3 penalty, each response's mean
-    "grpo": {
-        "algorithm": {
-            "advantage": "group_mean_std",
-            "loss": "ppo_clip",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "aggregation": "seq_mean_token_mean",
-            "kl_coefficient": 0.04,
-            "kl_estimator": "k3",
-        },
-        "queue": {"filter_zero_variance": False},
-    },
+    "grpo": _plain_ppo("group_mean_std", "seq_mean_token_mean", kl_coefficient=0.04, kl_estimator="k3"),
     # Understanding R1-Zero-Like Training, 2025: no division by deviation or length
-    "dr_grpo": {
-        "algorithm": {
-            "advantage": "group_mean",
-            "loss": "ppo_clip",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "aggregation": "fixed",
-        },
-        "queue": {"filter_zero_variance": False},
-    },
+    "dr_grpo": _plain_ppo("group_mean", "fixed"),
     # DAPO, 2025: clip-higher, dynamic sampling, token-level loss, soft overlong punishment
-    "dapo": {
-        "algorithm": {
-            "advantage": "group_mean_std",
-            "loss": "ppo_clip",
-            "clip_low": 0.2,
-            "clip_high": 0.28,
-            "aggregation": "token_mean",
-            "overlong": "penalty",
-        },
-        "queue": {"filter_zero_variance": True},
-    },
-    # REINFORCE++, 2025: no group baseline; rewards normalised over the batch, k1 penalty inside the reward
-    "reinforce++": {
-        "algorithm": {
-            "advantage": "batch_mean_std",
-            "loss": "ppo_clip",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "aggregation": "token_mean",
-            "kl_coefficient": 0.01,  # ours
-            "kl_estimator": "k1",
-            "kl_in": "reward",
-        },
-        "queue": {"filter_zero_variance": False},
-    },
-    # the same paper's variant for reasoning: group mean subtracted, normalised over the batch, k2 penalty as a loss
-    "reinforce++-baseline": {
-        "algorithm": {
-            "advantage": "group_mean_batch_std",
-            "loss": "ppo_clip",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "aggregation": "token_mean",
-            "kl_coefficient": 0.01,  # ours
-            "kl_estimator": "k2",
-        },
-        "queue": {"filter_zero_variance": False},
-    },
+    "dapo": _method(
+        "group_mean_std", "ppo_clip", "token_mean", clip=(0.2, 0.28), overlong="penalty", filter_zero_variance=True
+    ),
+    # REINFORCE++, 2025: no group baseline; rewards normalised over the batch, k1 penalty inside the reward, whose
+    # coefficient is ours
+    "reinforce++": _plain_ppo("batch_mean_std", "token_mean", kl_coefficient=0.01, kl_estimator="k1", kl_in="reward"),
+    # the same paper's variant for reasoning: group mean subtracted, normalised over the batch, k2 penalty as a loss,
+    # whose coefficient is ours
+    "reinforce++-baseline": _plain_ppo("group_mean_batch_std", "token_mean", kl_coefficient=0.01, kl_estimator="k2"),
     # Back to Basics, 2024: leave-one-out baseline, plain policy gradient
-    "rloo": {
-        "algorithm": {"advantage": "leave_one_out", "loss": "reinforce", "aggregation": "seq_mean_token_sum"},
-        "queue": {"filter_zero_variance": False},
-    },
+    "rloo": _method("leave_one_out", "reinforce", "seq_mean_token_sum", filter_zero_variance=False),
     # GSPO, 2025: sequence-level ratio, its narrow clip range
-    "gspo": {
-        "algorithm": {
-            "advantage": "group_mean_std",
-            "loss": "gspo",
-            "clip_low": 3e-4,
-            "clip_high": 4e-4,
-            "aggregation": "seq_mean_token_mean",
-        },
-    },
+    "gspo": _method("group_mean_std", "gspo", "seq_mean_token_mean", clip=(3e-4, 4e-4)),
     # MiniMax-M1, 2025: clipped importance weights, no token's gradient is removed; the bound, clip_high's default: ours
-    "cispo": {
-        "algorithm": {"advantage": "group_mean_std", "loss": "cispo", "aggregation": "token_mean"},
-    },
+    "cispo": _method("group_mean_std", "cispo", "token_mean"),
     # AReaL, 2025: decoupled PPO
-    "areal": {
-        "algorithm": {
-            "advantage": "group_mean_std",
-            "loss": "decoupled_ppo",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "aggregation": "token_mean",
-            "proximal": "recompute",
-        },
-    },
+    "areal": _method("group_mean_std", "decoupled_ppo", "token_mean", clip=(0.2, 0.2), proximal="recompute"),
 }
 
 

@@ -6,11 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from headway.config.section import Positive, Seconds, Section
+from headway.config.section import Positive, Probability, Seconds, Section
 from headway.config.sources import VerifierSettings
 
 Mode = Literal["score", "drop"]
-Probability = Annotated[float, Field(gt=0, lt=1)]
 
 PRUNERS = ("length", "relative_length", "budget", "repetition", "value", "verifier", "group")
 

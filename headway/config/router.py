@@ -6,9 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from headway.config.section import NonNegative, Positive, Seconds, Section
-
-Rate = Annotated[float, Field(gt=0)]
+from headway.config.section import NonNegative, Positive, Rate, Seconds, Section
 
 
 class RouterConfig(Section):

@@ -18,7 +18,7 @@ from headway.config.presets import apply_preset
 from headway.config.pruning import PruningConfig
 from headway.config.router import RouterConfig
 from headway.config.sandbox import SandboxConfig
-from headway.config.section import NonNegative, Positive, Seconds, Section
+from headway.config.section import NonNegative, Positive, Seconds, Section, host_port, named_once, require_named
 from headway.config.sources import SftData, TaskSources, VerifierSettings
 
 Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]  # lowest and highest that pass
@@ -27,7 +27,8 @@ Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]  # 
 ADVANTAGES = ("group_mean", "group_mean_std", "leave_one_out", "batch_mean_std", "group_mean_batch_std")
 LOSSES = ("ppo_clip", "decoupled_ppo", "gspo", "cispo", "dppo", "reinforce")
 
-Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+Trackers = Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], named_once("tracker")]
+Address = Annotated[str, host_port("127.0.0.1:9464", optional=True)]
 Preset = Literal["grpo", "dr_grpo", "dapo", "reinforce++", "reinforce++-baseline", "rloo", "gspo", "cispo", "areal"]
 
 
@@ -146,10 +147,7 @@ class AlgorithmConfig(Section):
     @field_validator("advantage", "loss")
     @classmethod
     def _named(cls, value: str, info: ValidationInfo) -> str:
-        known = ADVANTAGES if info.field_name == "advantage" else LOSSES
-        if value not in known and ":" not in value:
-            raise ValueError(f"valid: {', '.join(known)} or module:function")
-        return value
+        return require_named(value, ADVANTAGES if info.field_name == "advantage" else LOSSES)
 
     @field_validator("token_mask", "sequence_mask")
     @classmethod
@@ -202,32 +200,15 @@ class EvaluationConfig(Section):
 class LedgerConfig(Section):
     """Reports of a run in addition to RUN/ledger.jsonl: docs/monitoring.md."""
 
-    trackers: tuple[Tracker, ...] = (
-        "tensorboard",
-    )  # the others need headway[wandb], headway[mlflow], headway[trackio]
+    trackers: Trackers = ("tensorboard",)  # the others need headway[wandb], headway[mlflow], headway[trackio]
     project: str = "headway"  # trackers: the project (MLflow: the experiment) the run is filed under
     name: str = ""  # trackers: the run's name; default: the last part of run.directory
     group: str = ""  # trackers: what runs are compared in, say the seeds of one setting
     tags: tuple[str, ...] = ()  # trackers: labels to find the run by
     table_every_steps: NonNegative = 10  # trackers: kept rollouts, text and all, as a table; 0: texts stay here
-    prometheus: str = ""  # HOST:PORT that serves /metrics while the run goes on; port 0: any free one; "": nowhere
+    prometheus: Address = ""  # HOST:PORT that serves /metrics while the run goes on; port 0: any free one; "": nowhere
     trace: bool = True  # RUN/trace.jsonl: who ran when, for `headway trace` (at most 128 MB)
     samples_per_step: NonNegative = 2  # rollouts kept per step for `headway show`
-
-    @field_validator("trackers")
-    @classmethod
-    def _once(cls, value: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
-        if len(set(value)) < len(value):
-            raise ValueError("a tracker is named twice")
-        return value
-
-    @field_validator("prometheus", mode="before")
-    @classmethod
-    def _address(cls, value: Any) -> Any:
-        host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-        if value != "" and not (host and port.isdecimal() and int(port) < 1 << 16):
-            raise ValueError("valid: HOST:PORT, say 127.0.0.1:9464")
-        return value
 
 
 class SftConfig(Section):
@@ -360,99 +341,77 @@ class Experiment(Section):
 # Keys that may differ from the run's stored configuration when it is resumed; all others must be equal. A part that is
 # * stands for one name. The limit in a source's own table, tasks.*.verifier.timeout_s, is none of them: stored tasks
 # know their verifier by that whole table, and a group that is open at the resume would ask for one that isn't there.
-RESUMABLE_KEYS: frozenset[str] = frozenset(
-    {
-        "run.steps",
-        "run.time_limit_s",
-        "run.directory",
-        "run.worker_start_timeout_s",
-        "generator.devices",
-        "generator.engine_arguments",
-        "generator.engine_arguments.*",
-        "generator.probe_every_updates",
-        "generator.exchange_directory",
-        "generator.slots",
-        "generator.kv_capacity_tokens",
-        "generator.queue_ahead_groups",
-        "generator.update_mode",
-        "router.*",
-        "queue.give_up_after_batches",
-        "queue.group_timeout_s",
-        "queue.min_timeout_group_ratio",
-        "hooks.group_meta",
-        "hooks.logging",
-        "queue.max_concurrent_rollouts",
-        "queue.max_resumes",
-        "weights.steps_per_publish",
-        "pruning.*",
-        "pruning.*.*",
-        "pruning.*.parameters.*",
-        "trainer.devices",
-        "trainer.micro_batch_tokens",
-        "trainer.shared_prefix",
-        "trainer.gradient_checkpointing",
-        "verifier.timeout_s",
-        "verifiers.*.timeout_s",
-        "verifier.workers",
-        "rollout.timeout_s",
-        "rollout.retries",
-        "environment.workers",
-        "environment.concurrency",
-        "environment.starts_per_s",
-        "environment.timeout_s",
-        "environment.stop_grace_s",
-        "environment.models.*.address",
-        "environment.models.*.api_key_env",
-        "environment.models.*.concurrency",
-        "environment.models.*.timeout_s",
-        "environment.models.*.retries",
-        "environment.models.*.retry_s",
-        "sandbox.ttl_s",
-        "sandbox.exec_timeout_s",
-        "sandbox.live",
-        "sandbox.starts",
-        "sandbox.retries",
-        "sandbox.start_timeout_s",
-        "sandbox.hedge_share",
-        "sandbox.reap_every_s",
-        "sandbox.inject_faults",
-        "sandbox.allow_unbounded",
-        "sandbox.store",
-        "sandbox.store_bytes",
-        "sandbox.snapshot_bytes",
-        "endpoint.address",
-        "endpoint.max_body_bytes",
-        "endpoint.call_timeout_s",
-        "endpoint.body_timeout_s",
-        "endpoint.keep_alive_s",
-        "endpoint.stream_ping_s",
-        "endpoint.connections",
-        "control.mode",
-        "control.interval_steps",
-        "control.pin",
-        "control.max_steps_per_publish",
-        "control.length_bias_limit",
-        "control.staleness_tolerance",
-        "checkpoint.every_steps",
-        "checkpoint.keep_last",
-        "evaluation.every_steps",
-        "evaluation.every_s",
-        "evaluation.before",
-        "evaluation.after",
-        "evaluation.samples_per_task",
-        "evaluation.stop_at_solve_rate",
-        "ledger.trackers",
-        "ledger.project",
-        "ledger.name",
-        "ledger.group",
-        "ledger.tags",
-        "ledger.table_every_steps",
-        "ledger.prometheus",
-        "ledger.trace",
-        "ledger.samples_per_step",
-    }
-)
-_RESUMABLE_PARTS = tuple(key.split(".") for key in RESUMABLE_KEYS)
+RESUMABLE_KEYS: dict[str, tuple[str, ...]] = {
+    "run": ("steps", "time_limit_s", "directory", "worker_start_timeout_s"),
+    "generator": (
+        "devices",
+        "engine_arguments",
+        "engine_arguments.*",
+        "probe_every_updates",
+        "exchange_directory",
+        "slots",
+        "kv_capacity_tokens",
+        "queue_ahead_groups",
+        "update_mode",
+    ),
+    "router": ("*",),
+    "queue": (
+        "give_up_after_batches",
+        "group_timeout_s",
+        "min_timeout_group_ratio",
+        "max_concurrent_rollouts",
+        "max_resumes",
+    ),
+    "hooks": ("group_meta", "logging"),
+    "weights": ("steps_per_publish",),
+    "pruning": ("*", "*.*", "*.parameters.*"),
+    "trainer": ("devices", "micro_batch_tokens", "shared_prefix", "gradient_checkpointing"),
+    "verifier": ("timeout_s", "workers"),
+    "verifiers": ("*.timeout_s",),
+    "rollout": ("timeout_s", "retries"),
+    "environment": (
+        "workers",
+        "concurrency",
+        "starts_per_s",
+        "timeout_s",
+        "stop_grace_s",
+        "models.*.address",
+        "models.*.api_key_env",
+        "models.*.concurrency",
+        "models.*.timeout_s",
+        "models.*.retries",
+        "models.*.retry_s",
+    ),
+    "sandbox": (
+        "ttl_s",
+        "exec_timeout_s",
+        "live",
+        "starts",
+        "retries",
+        "start_timeout_s",
+        "hedge_share",
+        "reap_every_s",
+        "inject_faults",
+        "allow_unbounded",
+        "store",
+        "store_bytes",
+        "snapshot_bytes",
+    ),
+    "endpoint": (
+        "address",
+        "max_body_bytes",
+        "call_timeout_s",
+        "body_timeout_s",
+        "keep_alive_s",
+        "stream_ping_s",
+        "connections",
+    ),
+    "evaluation": ("every_steps", "every_s", "before", "after", "samples_per_task", "stop_at_solve_rate"),
+    "control": ("*",),
+    "checkpoint": ("*",),
+    "ledger": ("*",),
+}
+_RESUMABLE_PARTS = tuple((section, *key.split(".")) for section, keys in RESUMABLE_KEYS.items() for key in keys)
 
 
 def is_resumable(key: str) -> bool:

@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Collection
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+Rate = Annotated[float, Field(gt=0)]
+Probability = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def require_named(value: str, known: Collection[str]) -> str:
+    """Return ``value``, one of the names ``known`` or the user's own module:function. Raises ValueError."""
+    if value not in known and ":" not in value:
+        raise ValueError(f"valid: {', '.join(known)} or module:function")
+    return value
+
+
+def require_http(value: str) -> str:
+    """Return ``value``, an address that HTTP requests can go to. Raises ValueError."""
+    if not value.startswith(("http://", "https://")):
+        raise ValueError("valid: http://... or https://...")
+    return value
+
+
+def host_port(example: str, *, optional: bool = False) -> BeforeValidator:
+    """Make the validator of a text HOST:PORT; ``optional``: "" is valid too."""
+
+    def validated(value: Any) -> Any:
+        host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+        if not (host and port.isdecimal() and int(port) < 1 << 16) and not (optional and value == ""):
+            raise ValueError(f"valid: HOST:PORT, say {example}")
+        return value
+
+    return BeforeValidator(validated)
+
+
+def named_once(what: str) -> AfterValidator:
+    """Make the validator of a list of names that names no ``what`` twice."""
+
+    def validated(value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError(f"a {what} is named twice")
+        return value
+
+    return AfterValidator(validated)

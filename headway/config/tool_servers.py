@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import field_validator, model_validator
 
-from headway.config.section import Positive, Seconds, Section
+from headway.config.section import Positive, Seconds, Section, require_http
 
 
 class ToolServerConfig(Section):
@@ -30,9 +30,7 @@ class ToolServerConfig(Section):
     @field_validator("url")
     @classmethod
     def _address(cls, value: str) -> str:
-        if value and not value.startswith(("http://", "https://")):
-            raise ValueError("valid: http://... or https://...")
-        return value
+        return value and require_http(value)
 
     @model_validator(mode="after")
     def _one_way(self) -> ToolServerConfig:

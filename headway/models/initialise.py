@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,8 +13,9 @@ from torch import nn
 from headway.models.configuration import DecoderConfig, ExpertMixture, SlidingWindow
 from headway.models.decoder import Decoder
 from headway.models.families import Family, family_named
-from headway.models.loading import build, remove_scratch, save_model
+from headway.models.loading import build, save_model
 from headway.records.errors import ConfigurationError
+from headway.runtime.scratch import ScratchFolder, flush, flush_folder
 from headway.tokens.tokenizer import Tokenizer
 from headway.tokens.training import BOS, EOS, PAD, train_byte_fallback_tokenizer
 
@@ -53,17 +52,17 @@ def initialise_model(
     """
     kind = family_named(family)
     target = Path(output)
-    remove_scratch(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(f"{target} exists already; choose another output")
     head_dim = _head_dim(width, heads) if head_dim is None else head_dim
     corpus = list(texts)
     if not any(corpus):
         raise ConfigurationError("init-model: no text to train the tokenizer on")
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tokenizer")
-    shutil.rmtree(scratch, ignore_errors=True)
-    try:
-        tokenizer = train_byte_fallback_tokenizer(corpus, vocabulary_size, scratch, character_level=character_level)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with ScratchFolder(f".{target.name}.", ".partial", target.parent) as scratch:
+        folder = scratch / target.name  # with the mode of any new folder, where the scratch one is this user's alone
+        folder.mkdir()
+        tokenizer = train_byte_fallback_tokenizer(corpus, vocabulary_size, folder, character_level=character_level)
         config = DecoderConfig(
             architecture=kind.architecture,
             qk_norm=kind.qk_norm,
@@ -89,12 +88,13 @@ def initialise_model(
             eos_token_id=tokenizer.eos_id,
             pad_token_id=tokenizer.token_id(PAD),
         )
-        _write_generation_config(scratch, config, tokenizer)
+        _write_generation_config(folder, config, tokenizer)
         model = build(config)
         initialise_parameters(model, seed)
-        save_model(model, target, tokenizer_source=scratch)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        save_model(model, folder)
+        flush_folder(folder)
+        folder.rename(target)
+        flush(target.parent)
     return config
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -140,91 +137,22 @@ def _some(names: list[str]) -> str:
 
 
 def save_model(model: Decoder, path: str | Path, tokenizer_source: str | Path | None = None) -> None:
-    """Write folder ``path`` (replacing it whole) so that transformers and `load_model` can read it.
+    """Write ``model`` into the folder ``path`` so that transformers and `load_model` can read it. Not atomic: callers
+    write into a folder of their own, and rename that.
 
-    The folder appears complete or not at all: it is written beside, flushed to disk, then renamed.
     ``tokenizer_source``: a model folder whose tokenizer files are copied along.
     """
-    target = Path(path)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    try:
-        tensors = {e.name: e.view.cpu().reshape(e.shape).contiguous() for e in hugging_face_entries(model)}
-        save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
-        dtype = str(model.dtype).removeprefix("torch.")
-        config = json.dumps(model.config.to_mapping(dtype), indent=2, ensure_ascii=False)
-        (scratch / "config.json").write_text(config + "\n", encoding="utf-8")
-        if tokenizer_source is not None:
-            copy_tokenizer(tokenizer_source, scratch)
-        commit_folder(scratch, target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def copy_tokenizer(source: str | Path, target: str | Path) -> None:
-    """Copy the tokenizer files of one model folder into another."""
-    for name in TOKENIZER_FILES:
-        if (file := Path(source) / name).is_file():
-            shutil.copyfile(file, Path(target) / name)
-
-
-def commit_folder(scratch: Path, target: Path) -> None:
-    """Flush ``scratch`` to disk and rename it to ``target``. An existing target is exchanged atomically where the file
-    system can, so that readers and crashes find the old folder or the new one, and then removed."""
-    for file in [*scratch.rglob("*"), scratch]:
-        _flush(file)
-    if target.exists():
-        if not _exchange(scratch, target):
-            retired = target.with_name(f".{target.name}.{os.getpid()}.old")
-            target.rename(retired)
-            scratch.rename(target)
-            retired.rename(scratch)
-        _flush(target.parent)
-        shutil.rmtree(scratch)
-    else:
-        scratch.rename(target)
-        _flush(target.parent)
-
-
-def remove_scratch(target: Path) -> None:
-    """Remove the folders that killed writers of ``target`` left beside it; restore ``target`` if they had moved it."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.(\d+)\.(partial|tokenizer|old)")
-    for path in sorted(target.parent.iterdir()) if target.parent.is_dir() else ():
-        match = pattern.fullmatch(path.name)
-        if match is None or _runs(int(match[1])):
-            continue
-        if match[2] == "old" and not target.exists():
-            path.rename(target)
-        else:
-            shutil.rmtree(path)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        pass
-    return True
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders' names atomically (Linux renameat2); False where that is not possible."""
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-    if renameat2 is None:
-        return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {e.name: e.view.cpu().reshape(e.shape).contiguous() for e in hugging_face_entries(model)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    dtype = str(model.dtype).removeprefix("torch.")
+    config = json.dumps(model.config.to_mapping(dtype), indent=2, ensure_ascii=False)
+    (folder / "config.json").write_text(config + "\n", encoding="utf-8")
+    if tokenizer_source is not None:
+        for name in TOKENIZER_FILES:
+            if (file := Path(tokenizer_source) / name).is_file():
+                shutil.copyfile(file, folder / name)
 
 
 def weights_of(model: Decoder) -> dict[str, Tensor]:

@@ -86,15 +86,15 @@ def run_virtual(
         return runner.run(coroutine)
 
 
-class _JumpingSelector(selectors.BaseSelector):
+class _JumpingSelector(selectors.SelectSelector):
     """A selector that reports no I/O; instead of waiting it moves the time forward."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.now_s = 0.0
         self.on_idle: Callable[[], None] = lambda: None
         self.limit_s: float | None = None
         self.on_limit: Callable[[], None] = lambda: None
-        self._keys: dict[int, selectors.SelectorKey] = {}
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
@@ -104,21 +104,6 @@ class _JumpingSelector(selectors.BaseSelector):
             if self.limit_s is not None and self.now_s > self.limit_s:
                 self.on_limit()
         return []
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        descriptor = fileobj if isinstance(fileobj, int) else fileobj.fileno()
-        key = selectors.SelectorKey(fileobj, descriptor, events, data)
-        self._keys[descriptor] = key
-        return key
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._keys.pop(fileobj if isinstance(fileobj, int) else fileobj.fileno())
-
-    def get_map(self) -> dict[Any, selectors.SelectorKey]:
-        return dict(self._keys)
-
-    def get_key(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._keys[fileobj if isinstance(fileobj, int) else fileobj.fileno()]
 
 
 class _VirtualLoop(asyncio.SelectorEventLoop):

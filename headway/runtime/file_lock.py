@@ -6,7 +6,6 @@ import fcntl
 import os
 import time
 from pathlib import Path
-from types import TracebackType
 
 from headway.records.errors import ConfigurationError, RunLocked
 
@@ -93,7 +92,5 @@ class FileLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()

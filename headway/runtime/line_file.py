@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import TracebackType
 
 from headway.records.errors import ConfigurationError, HeadwayError
 
@@ -52,7 +51,5 @@ class LineFile:
     def __enter__(self) -> LineFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._fd)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -35,51 +34,18 @@ class RunDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.config = self.path / "config.json"
+        self.buffer = self.path / "buffer.db"
+        self.ledger = self.path / "ledger.jsonl"
+        self.samples = self.path / "samples.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.best = self.path / "best"
+        self.summary = self.path / "summary.json"
+        self.sandboxes = self.path / "sandboxes"
+        self.logs = self.path / "logs"
+        self.lock = self.path / "lock"
         self._lock = FileLock(self.lock, "run.directory", self.path)
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / "lock"
-
-    @property
-    def buffer(self) -> Path:
-        return self.path / "buffer.db"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def best(self) -> Path:
-        return self.path / "best"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def sandboxes(self) -> Path:
-        return self.path / "sandboxes"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
 
     def holds_run(self) -> bool:
         """Whether a run was started here."""
@@ -173,7 +139,5 @@ class RunDirectory:
     def __enter__(self) -> RunDirectory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()

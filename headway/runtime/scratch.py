@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 
 class ScratchFolder:
     """A folder of this process, protected by a lock that the kernel releases when the process ends.
 
-    Making one removes those of the same prefix that no process has locked.
+    Making one removes those of the same place and name, but for the random part, that no process has locked.
     """
 
-    def __init__(self, prefix: str) -> None:
-        reap(prefix)
-        self.path, self._lock = _made(prefix)
+    def __init__(self, prefix: str, suffix: str = "", directory: str | Path | None = None) -> None:
+        """``directory``: where it is made; default the machine's temporary folder."""
+        directory = Path(directory or tempfile.gettempdir())
+        remove_unlocked(directory, f"{glob.escape(prefix)}*{glob.escape(suffix)}")
+        self.path, self._lock = _made(prefix, suffix, directory)
 
     def remove(self) -> None:
         """Remove the folder; no-op the second time."""
@@ -27,34 +30,62 @@ class ScratchFolder:
             os.close(self._lock)
             self._lock = None
 
+    def __enter__(self) -> Path:
+        return self.path
 
-def _made(prefix: str) -> tuple[Path, int | None]:
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def _made(prefix: str, suffix: str, directory: Path) -> tuple[Path, int | None]:
     while True:
-        path = Path(tempfile.mkdtemp(prefix=prefix))
-        with contextlib.suppress(FileNotFoundError):  # another process's `reap` was quicker
+        path = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=directory))
+        with suppress(FileNotFoundError):  # another process's `remove_unlocked` was quicker
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            if path.exists():  # else that `reap` came before the lock
+            with suppress(OSError):  # no locks in this file system: nor does anybody remove it
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            if path.exists():  # else that came before the lock
                 return path, lock
             os.close(lock)
 
 
-def reap(prefix: str) -> list[Path]:
-    """Remove the folders of this prefix that no process has locked; other users' folders stay."""
-    removed: list[Path] = []
-    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        try:
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            if os.fstat(lock).st_uid != os.getuid():
-                continue
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-            removed.append(path)
-        except OSError:
-            continue
-        finally:
-            os.close(lock)
-    return removed
+def remove_unlocked(directory: str | Path, pattern: str) -> list[Path]:
+    """Remove the files and folders of these names that no process has locked, and return their paths; those of other
+    users stay."""
+    return sorted(path for path in Path(directory).glob(pattern) if _removed_if_unlocked(path))
+
+
+def _removed_if_unlocked(path: Path) -> bool:
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if os.fstat(lock).st_uid != os.getuid():
+            return False
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Under the lock: a process that has just made it waits for its own, then sees that it is gone.
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush a folder and all below it to disk, so that a rename which follows survives a power cut whole."""
+    for path in [*folder.rglob("*"), folder]:
+        flush(path)
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or a folder's list of names, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

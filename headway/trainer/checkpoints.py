@@ -10,20 +10,21 @@ other file; all files and folders are flushed to disk, then it is renamed. An ex
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import xxhash
 
 from headway.records.errors import CheckpointCorrupt, ConfigurationError
+from headway.runtime.scratch import flush, flush_folder
 
 STATE_FILE = "state.json"
 CHECKPOINTS = "checkpoints"
-BEST = "best"
 CANDIDATE = "candidate"  # weights that become the best if the evaluation under way says so
 _NAME = re.compile(r"step_(\d{8})")
 _UNFINISHED = "headway-is-writing-here"  # file that marks a scratch folder until its state.json is written
@@ -65,21 +66,19 @@ def write_folder(path: str | Path, fill: Callable[[Path], None], state: Checkpoi
         mark = scratch / _UNFINISHED
         mark.touch()
         fill(scratch)
-        files = {str(file.relative_to(scratch)): _checksum(file) for file in _files(scratch) if file != mark}
+        written = (file for file in sorted(scratch.rglob("*")) if file.is_file() and file != mark)
+        files = {str(file.relative_to(scratch)): _checksum(file) for file in written}
         (scratch / STATE_FILE).write_bytes(
             msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(state, files=files).sealed()), indent=1)
         )
         mark.unlink()  # from here on `state.json` lists the files that we wrote
-        for file in _files(scratch):
-            _flush(file)
-        for folder in [*(f for f in scratch.rglob("*") if f.is_dir()), scratch]:
-            _flush(folder)
+        flush_folder(scratch)
         if target.exists():
             target.rename(retired)
         scratch.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    _flush(target.parent)
+    flush(target.parent)
     _remove(retired)
 
 
@@ -247,21 +246,6 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    return (file for file in sorted(folder.rglob("*")) if file.is_file())
-
-
 def _checksum(file: Path) -> str:
-    digest = xxhash.xxh3_128()
     with file.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()

@@ -19,6 +19,7 @@ from headway.records.errors import HeadwayError, RemoteError
 from headway.records.generation import PublishedWeights
 from headway.records.trace import WorkerState
 from headway.records.training import CheckpointInfo, StepReport, TrainBatch
+from headway.runtime.worker_slots import own_cause
 from headway.runtime.workers import Launcher, Worker, WorkerGroup, WorkerSpec
 
 T = TypeVar("T")
@@ -74,7 +75,7 @@ class TrainerClient:
         try:
             self._group = WorkerGroup(await asyncio.gather(*starts))
         except RemoteError as error:
-            raise _original(error) from error
+            raise own_cause(error) from error
         finally:
             if self._group is None:
                 await self._abandon(starts)
@@ -171,9 +172,4 @@ async def _unwrapped(call: Coroutine[Any, Any, T]) -> T:
     try:
         return await call
     except RemoteError as error:
-        raise _original(error) from error
-
-
-def _original(error: RemoteError) -> HeadwayError:
-    """The error that a rank raised if it is a HeadwayError (CheckpointCorrupt, ConfigurationError), else ``error``."""
-    return error.__cause__ if isinstance(error.__cause__, HeadwayError) else error
+        raise own_cause(error) from error

@@ -17,26 +17,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays
+from headway.config.schema import TrainerConfig
 from headway.models.cpu import native
 from headway.models.decoder import Decoder
-from headway.models.loading import copy_weights, load_model, weights_of
-from headway.models.peak import measure_peak_flops
+from headway.models.loading import DTYPES, copy_weights, load_model, weights_of
 from headway.records.errors import ConfigurationError
 from headway.trainer.ranks import Ranks
 
 # Logits of one chunk: 2^25 float32 values are 128 MiB. More are computed in chunks, and recomputed in the backward.
 CHUNK_LOGITS = 1 << 25
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimiserSettings:
-    """Settings of AdamW (in float32) and of gradient clipping."""
-
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,27 +43,15 @@ class Learner:
     bfloat16 means autocast: matrix products in bfloat16; weights, norms' sums, softmax and optimiser in float32.
     """
 
-    def __init__(
-        self,
-        model_path: str | Path,
-        *,
-        dtype: str,
-        device: torch.device,
-        settings: OptimiserSettings,
-        ranks: Ranks,
-        gradient_checkpointing: bool = False,
-        native_kernels: bool = True,
-    ) -> None:
-        """``gradient_checkpointing``: keep only each layer's input, recompute the rest in the backward.
-        ``native_kernels``: use those of models/cpu/native.py, in float32 and where they are available."""
+    def __init__(self, model_path: str | Path, settings: TrainerConfig, device: torch.device, ranks: Ranks) -> None:
         self.model: Decoder = load_model(model_path, torch.float32, device)
-        self.model.checkpoints_layers = gradient_checkpointing
+        self.model.checkpoints_layers = settings.gradient_checkpointing
         self.reference: Decoder | None = None
         self.device = device
         self.ranks = ranks
         self.settings = settings
-        self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-        native_kernels = native_kernels and self.dtype == torch.float32
+        self.dtype = DTYPES[settings.dtype]
+        native_kernels = settings.native_kernels and self.dtype == torch.float32
         self._kernels = native.kernels_for(self.dtype, device) if native_kernels else None
         self.parameters = list(self.model.parameters())
         self.optimiser = torch.optim.AdamW(
@@ -171,10 +148,6 @@ class Learner:
             parameter = named[name]
             # AdamW's fused kernel needs its step counter on the parameter's device.
             self.optimiser.state[parameter][key] = value.to(self.device, torch.float32, copy=True)
-
-    def measure_peak(self) -> float:
-        """FLOP/s of square matrix products at the training dtype on this device: the denominator of MFU."""
-        return measure_peak_flops(self.device, self.dtype)
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
         if self.dtype == torch.float32:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from headway.records.errors import HeadwayError, HookFailed
 from headway.runtime.hooks import Hook
@@ -65,10 +64,7 @@ def _terms(scale: float) -> TokenTerms:
 
 
 def _of(terms: TokenTerms, tokens: slice) -> TokenTerms:
-    def cut(values: Tensor) -> Tensor:
-        return values[tokens]
-
-    found = {field.name: cut(getattr(terms, field.name)) for field in dataclasses.fields(terms)}
+    found = {field.name: getattr(terms, field.name)[tokens] for field in dataclasses.fields(terms)}
     found["sequence_m"] = found["sequence_m"] - found["sequence_m"][0]
     return TokenTerms(**found)
 

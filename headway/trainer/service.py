@@ -15,16 +15,16 @@ from safetensors.torch import load_file, save_file
 
 from headway.algorithms.samples import FlatBatch
 from headway.config.load import validate_experiment
-from headway.config.schema import Experiment
+from headway.config.schema import Experiment, TrainerConfig
 from headway.models.cpu.native import why_none
-from headway.models.decoder import Decoder
 from headway.models.loading import DTYPES, save_model, weights_of
+from headway.models.peak import measure_peak_flops
 from headway.records.errors import CheckpointCorrupt, StorageFailed
 from headway.records.generation import PublishedWeights
 from headway.records.training import CheckpointInfo, StepReport
-from headway.trainer.checkpoints import CheckpointState, keep_last, read_state, verify, write_folder
-from headway.trainer.learner import Learner, OptimiserSettings
-from headway.trainer.policy import PolicyGradient, Progress
+from headway.trainer.checkpoints import STATE_FILE, CheckpointState, keep_last, verify, write_folder
+from headway.trainer.learner import Learner
+from headway.trainer.policy import PolicyGradient
 from headway.trainer.ranks import Ranks
 from headway.trainer.schedules import learning_rate
 from headway.weights.shared_memory import Publisher
@@ -33,7 +33,52 @@ MODEL_FOLDER = "model"
 OPTIMISER_FILE = "optimizer.safetensors"
 
 
-class TrainerService:
+class ModelService:
+    """A model under training in a worker: its optimiser, its version, and the weights it publishes.
+
+    ``context``: the worker's (device, log). ``settings``: of the forward pass and the optimiser.
+    """
+
+    def __init__(
+        self, context: Any, experiment: Experiment, run_id: str, settings: TrainerConfig, ranks: Ranks | None = None
+    ) -> None:
+        self.experiment = experiment
+        self.ranks = ranks or Ranks()
+        self.learner = Learner(experiment.model.path, settings, use_device(context.device), self.ranks)
+        self.version = 0  # completed steps
+        self._run_id = run_id
+        self._publisher: Publisher | None = None
+
+    def publish(self, version: int) -> PublishedWeights:
+        """Publish the present weights under ``version``, in the generator's dtype."""
+        if self._publisher is None:
+            self._publisher = Publisher(self._run_id, dtype=DTYPES[self.experiment.generator.dtype])
+        return self._publisher.publish(version, weights_of(self.learner.model))
+
+    def load_weights(self, path: str) -> None:
+        """Replace only the weights (a checkpoint's ``model`` folder, ``best``, any model folder)."""
+        if (Path(path) / STATE_FILE).is_file():
+            verify(path)
+        self.learner.load_weights(path)
+
+    def measure_peak(self) -> float:
+        """FLOP/s of large matrix products at the training dtype, summed over the ranks (taken to be equal)."""
+        return measure_peak_flops(self.learner.device, self.learner.dtype) * self.ranks.size
+
+    def close(self) -> None:
+        """Unlink the published weights and leave the process group."""
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+        self.ranks.close()
+
+    def _save_model(self, path: str, state: CheckpointState) -> None:
+        """Write weights, configuration, tokenizer and ``state`` into one folder, atomically. Raises StorageFailed."""
+        model = self.experiment.model.path
+        _write(path, lambda folder: save_model(self.learner.model, folder, model), state)
+
+
+class TrainerService(ModelService):
     """Worker class: the model, its optimiser and the version.
 
     Every rank has all weights; `train_step` gets the whole batch on every rank and computes a share of it.
@@ -50,35 +95,17 @@ class TrainerService:
         world_size: int = 1,
         rendezvous: str = "",
     ) -> None:
-        self.experiment: Experiment = validate_experiment(experiment, "experiment")
-        device = use_device(context.device)
-        settings = self.experiment.trainer
-        self.ranks = Ranks(rank, world_size, rendezvous, device)
-        self.learner = Learner(
-            self.experiment.model.path,
-            dtype=settings.dtype,
-            device=device,
-            ranks=self.ranks,
-            gradient_checkpointing=settings.gradient_checkpointing,
-            native_kernels=settings.native_kernels,
-            settings=OptimiserSettings(
-                beta1=settings.beta1,
-                beta2=settings.beta2,
-                epsilon=settings.epsilon,
-                weight_decay=settings.weight_decay,
-                max_grad_norm=settings.max_grad_norm,
-            ),
-        )
+        validated = validate_experiment(experiment, "experiment")
+        settings = validated.trainer
+        ranks = Ranks(rank, world_size, rendezvous, use_device(context.device))
+        super().__init__(context, validated, run_id, settings, ranks)
         wanted = settings.native_kernels and settings.dtype == "float32" and torch.get_num_threads() == 1
-        if wanted and (reason := why_none(torch.float32, device)):
+        if wanted and (reason := why_none(torch.float32, self.learner.device)):
             context.log.warning("training without the native kernels, which costs a tenth of the speed: %s", reason)
-        if self.experiment.algorithm.kl_coefficient > 0:
-            self.learner.load_reference(self.experiment.model.reference or self.experiment.model.path)
-        torch.manual_seed(self.experiment.run.seed)
-        self.policy = PolicyGradient(self.learner, self.experiment)
-        self.version = 0
-        self._run_id = run_id
-        self._publisher: Publisher | None = None
+        if validated.algorithm.kl_coefficient > 0:
+            self.learner.load_reference(validated.model.reference or validated.model.path)
+        torch.manual_seed(validated.run.seed)
+        self.policy = PolicyGradient(self.learner, validated)
 
     def train_step(self, batch: FlatBatch) -> StepReport:
         """Train on one batch. Raises ValueError when its step isn't the present version."""
@@ -88,18 +115,23 @@ class TrainerService:
         rate = self._learning_rate()
         arrays = batch.arrays()
         progress = self.policy.run(arrays, rate, batch.step)
-        applied = [update for update in progress.updates if update.applied]
-        reasons = "; ".join(update.reason for update in progress.updates if update.reason)
+        applied = sum(update.applied for update in progress.updates)
         metrics = self.policy.metrics(arrays, progress)
-        metrics |= {"learning_rate": rate, "skipped_updates": float(len(progress.updates) - len(applied))}
         self.version += 1 if applied else 0
-        return self._report(batch, progress, metrics, reasons, arrays.loss_tokens, time.perf_counter() - started)
-
-    def publish(self, version: int) -> PublishedWeights:
-        """Publish the present weights under ``version``, in the generator's dtype."""
-        if self._publisher is None:
-            self._publisher = Publisher(self._run_id, dtype=DTYPES[self.experiment.generator.dtype])
-        return self._publisher.publish(version, weights_of(self.learner.model))
+        return StepReport(
+            step=batch.step,
+            version=self.version,
+            skipped=not applied,
+            reason="; ".join(update.reason for update in progress.updates if update.reason),
+            samples=batch.samples,
+            tokens=progress.tokens,
+            computed_tokens=progress.computed_tokens,
+            loss_tokens=arrays.loss_tokens,
+            micro_batches=progress.micro_batches,
+            compute_s=time.perf_counter() - started,
+            flops=progress.flops,
+            metrics=metrics | {"learning_rate": rate, "skipped_updates": float(len(progress.updates) - applied)},
+        )
 
     def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
         """Write atomically everything a resume needs; afterwards delete older checkpoints beyond ``keep_last``.
@@ -118,7 +150,7 @@ class TrainerService:
     def save_weights(self, path: str, metrics: dict[str, float] | None = None) -> CheckpointInfo:
         """Write the present weights as a model folder with ``state.json`` (``RUN/best``), atomically."""
         started = time.perf_counter()
-        write_model_folder(path, self.learner.model, self.experiment.model.path, self._state({}, metrics or {}))
+        self._save_model(path, self._state({}, metrics or {}))
         return CheckpointInfo(path=path, version=self.version, save_s=time.perf_counter() - started)
 
     def load_checkpoint(self, path: str) -> int:
@@ -135,36 +167,9 @@ class TrainerService:
         self.version = state.version
         return self.version
 
-    def load_weights(self, path: str) -> None:
-        """Replace only the weights (a checkpoint's ``model`` folder, ``best``, any model folder)."""
-        if (Path(path) / "state.json").is_file():
-            verify(path)
-        self.learner.load_weights(path)
-
-    def checkpoint_consumed(self, path: str) -> dict[int, list[int]]:
-        """The groups a checkpoint has trained on: step -> their admission indices."""
-        return read_state(path).consumed
-
-    def measure_peak(self) -> float:
-        """FLOP/s of large matrix products at the training dtype, summed over the ranks (taken to be equal)."""
-        return self.learner.measure_peak() * self.ranks.size
-
-    def close(self) -> None:
-        """Unlink the published weights and leave the process group."""
-        if self._publisher is not None:
-            self._publisher.close()
-            self._publisher = None
-        self.ranks.close()
-
     def _learning_rate(self) -> float:
         settings = self.experiment.trainer
-        return learning_rate(
-            self.version,
-            peak=settings.learning_rate,
-            schedule=settings.schedule,
-            warmup_steps=settings.warmup_steps,
-            total_steps=settings.schedule_steps or self.experiment.run.steps,
-        )
+        return learning_rate(self.version, settings, settings.schedule_steps or self.experiment.run.steps)
 
     def _state(self, consumed: dict[int, list[int]], metrics: dict[str, float]) -> CheckpointState:
         settings = self.experiment.trainer
@@ -175,43 +180,6 @@ class TrainerService:
             schedule={"schedule": settings.schedule, "step": self.version, "learning_rate": self._learning_rate()},
             metrics=metrics,
         )
-
-    def _report(
-        self,
-        batch: FlatBatch,
-        progress: Progress,
-        metrics: dict[str, float],
-        reason: str,
-        loss_tokens: int,
-        compute_s: float,
-    ) -> StepReport:
-        return StepReport(
-            step=batch.step,
-            version=self.version,
-            skipped=self.version == batch.step,
-            reason=reason,
-            samples=batch.samples,
-            tokens=progress.tokens,
-            computed_tokens=progress.computed_tokens,
-            loss_tokens=loss_tokens,
-            micro_batches=progress.micro_batches,
-            compute_s=compute_s,
-            flops=progress.flops,
-            metrics=metrics,
-        )
-
-
-def write_model_folder(path: str, model: Decoder, tokenizer_source: str, state: CheckpointState) -> None:
-    """Write weights, configuration, tokenizer and ``state.json`` into one folder, atomically. Raises StorageFailed."""
-
-    def fill(folder: Path) -> None:
-        inner = folder / MODEL_FOLDER  # `save_model` needs a folder of its own
-        save_model(model, inner, tokenizer_source)
-        for file in inner.iterdir():
-            file.rename(folder / file.name)
-        inner.rmdir()
-
-    _write(path, fill, state)
 
 
 def _write(path: str, fill: Callable[[Path], None], state: CheckpointState) -> None:

@@ -18,48 +18,27 @@ from torch import Tensor
 from headway.algorithms.packing import pack
 from headway.algorithms.samples import SampleArrays, slice_micro_batch
 from headway.config.load import validate_experiment
-from headway.models.loading import DTYPES, weights_of
 from headway.records.errors import ConfigurationError, NoProgress
-from headway.records.generation import PublishedWeights
 from headway.records.training import MOST_SKIPPED_IN_A_ROW
 from headway.trainer.checkpoints import CheckpointState
-from headway.trainer.learner import Learner, OptimiserSettings, Update
-from headway.trainer.ranks import Ranks
+from headway.trainer.learner import Update
 from headway.trainer.schedules import learning_rate
-from headway.trainer.service import use_device, write_model_folder
-from headway.weights.shared_memory import Publisher
+from headway.trainer.service import ModelService
 
 
-class SupervisedService:
+class SupervisedService(ModelService):
     """Worker class: the same model and optimiser as the RL trainer, next-token cross-entropy instead of rewards.
 
     Lifecycle: `prepare` once, then `steps` any number of times, with `publish` and `save` in between and at the end.
     """
 
     def __init__(self, context: Any, *, experiment: dict[str, Any], run_id: str) -> None:
-        self.experiment = validate_experiment(experiment, "experiment")
-        self.settings = self.experiment.sft
-        trainer = self.experiment.trainer
-        self.learner = Learner(
-            self.experiment.model.path,
-            dtype=trainer.dtype,
-            device=use_device(context.device),
-            ranks=Ranks(),
-            gradient_checkpointing=trainer.gradient_checkpointing,
-            native_kernels=trainer.native_kernels,
-            settings=OptimiserSettings(
-                beta1=trainer.beta1,
-                beta2=trainer.beta2,
-                epsilon=trainer.epsilon,
-                weight_decay=self.settings.weight_decay,
-                max_grad_norm=self.settings.max_grad_norm,
-            ),
-        )
-        self.version = 0  # steps applied
+        validated = validate_experiment(experiment, "experiment")
+        self.settings = sft = validated.sft
+        own = {"weight_decay": sft.weight_decay, "max_grad_norm": sft.max_grad_norm}
+        super().__init__(context, validated, run_id, validated.trainer.model_copy(update=own))
         self.skipped = 0  # steps whose loss or gradient wasn't finite
         self._skipped_in_a_row = 0
-        self._run_id = run_id
-        self._publisher: Publisher | None = None
         self._token_ids_n = np.zeros(0, np.int32)
         self._learned_n = np.zeros(0, np.bool_)
         self._lengths_s = self._starts_s = np.zeros(0, np.int64)
@@ -107,7 +86,7 @@ class SupervisedService:
         tokens = loss_tokens = 0
         flops = norm = rate = 0.0
         for _ in range(count):
-            rate = self._learning_rate()
+            rate = learning_rate(self.version, self.settings, self.settings.total_steps(self._trained))
             arrays = self._arrays([next(self._order) for _ in range(self.settings.batch_sequences)])
             loss, step_flops = self._accumulate(arrays)
             update = self.learner.update(rate, loss)
@@ -146,29 +125,9 @@ class SupervisedService:
                 f"sft.learning_rate than {self.settings.learning_rate:g} may help; nothing was saved"
             )
 
-    def publish(self, version: int) -> PublishedWeights:
-        """Publish the present weights under ``version``, in the generator's dtype."""
-        if self._publisher is None:
-            self._publisher = Publisher(self._run_id, dtype=DTYPES[self.experiment.generator.dtype])
-        return self._publisher.publish(version, weights_of(self.learner.model))
-
     def save(self, path: str) -> None:
         """Write the model folder (weights, configuration, tokenizer, state.json) atomically. Raises StorageFailed."""
-        state = CheckpointState(version=self.version)
-        write_model_folder(path, self.learner.model, self.experiment.model.path, state)
-
-    def load_weights(self, path: str) -> None:
-        """Replace the weights by those of a model folder."""
-        self.learner.load_weights(path)
-
-    def measure_peak(self) -> float:
-        """FLOP/s of large matrix products at the training dtype."""
-        return self.learner.measure_peak()
-
-    def close(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
-            self._publisher = None
+        self._save_model(path, CheckpointState(version=self.version))
 
     def _arrays(self, chosen: list[int]) -> SampleArrays:
         lengths_s = self._lengths_s[chosen]
@@ -196,16 +155,6 @@ class SupervisedService:
             total += float(loss.detach())
             flops += 3.0 * self.learner.flops(batch)
         return total, flops
-
-    def _learning_rate(self) -> float:
-        settings = self.settings
-        return learning_rate(
-            self.version,
-            peak=settings.learning_rate,
-            schedule=settings.schedule,
-            warmup_steps=settings.warmup_steps,
-            total_steps=settings.total_steps(self._trained),
-        )
 
 
 def _shuffled_for_ever(count: int, seed: int) -> Iterator[int]:

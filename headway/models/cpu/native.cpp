@@ -398,58 +398,25 @@ void sample(const T* logits, const float* temperature, const double* uniform, fl
     }
 }
 
+struct Export {
+    const char* name;
+    void* function;
+};
+#define FLOAT32(NAME) {#NAME "_float32", reinterpret_cast<void*>(NAME)}
+#define BOTH(NAME) \
+    {#NAME "_float32", reinterpret_cast<void*>(NAME<float>)}, {#NAME "_bfloat16", reinterpret_cast<void*>(NAME<bf16>)}
+const Export exports[] = {
+    BOTH(rms_norm), BOTH(norm_rotate), BOTH(gated_silu), BOTH(attention), BOTH(sample),
+    FLOAT32(pack), FLOAT32(linear), FLOAT32(decode),
+    FLOAT32(rms_norm_backward), FLOAT32(norm_rotate_backward), FLOAT32(gated_silu_backward),
+};
+
 }  // namespace
 
-#define EXPORT extern "C" __attribute__((visibility("default"))) void
-#define BOTH(NAME, PARAMETERS, ARGUMENTS)                        \
-    EXPORT NAME##_float32 PARAMETERS(float) { NAME ARGUMENTS; }  \
-    EXPORT NAME##_bfloat16 PARAMETERS(bf16) { NAME ARGUMENTS; }
-
-#define RMS_NORM(T) \
-    (const T* x, const T* weight, T* out, float* inverses, int64_t rows, int64_t width, float epsilon)
-#define NORM_ROTATE(T)                                                                                             \
-    (T* qkv, const T* q_norm, const T* k_norm, const float* cos, const float* sin, T* before, float* inverses,     \
-     int64_t rows, int64_t stride, int64_t turn_stride, int64_t heads, int64_t kv_heads, int64_t dim, float epsilon)
-#define GATED_SILU(T) (const T* gate_up, T* out, int64_t rows, int64_t width)
-#define ATTENTION(T)                                                                                             \
-    (const T* q, const T* k, const T* v, T* keys, T* values, T* out, const int64_t* slot, const int64_t* position, \
-     int64_t rows, int64_t stride, int64_t kv_heads, int64_t group, int64_t dim, int64_t context, int64_t window, \
-     float scale, int64_t write)
-#define SAMPLE(T) \
-    (const T* logits, const float* temperature, const double* uniform, float* out, int64_t rows, int64_t vocabulary)
-
+// The function of this name; null: there is none.
+extern "C" __attribute__((visibility("default"))) void* function(const char* name) {
+    for (const Export& one : exports)
+        if (!std::strcmp(one.name, name)) return one.function;
+    return nullptr;
+}
 extern "C" __attribute__((visibility("default"))) int64_t panel_columns() { return PANEL; }
-EXPORT pack_float32(const float* weight, float* panels, int64_t columns, int64_t depth) {
-    pack(weight, panels, columns, depth);
-}
-EXPORT linear_float32(const float* x, const float* panels, const float* bias, const float* add, float* out,
-                      int64_t rows, int64_t columns, int64_t depth) {
-    linear(x, panels, bias, add, out, rows, columns, depth);
-}
-
-EXPORT rms_norm_backward_float32(const float* grad, const float* x, const float* weight, const float* inverses,
-                                 float* grad_x, float* grad_weight, int64_t rows, int64_t width) {
-    rms_norm_backward(grad, x, weight, inverses, grad_x, grad_weight, rows, width);
-}
-EXPORT norm_rotate_backward_float32(float* grad, const float* q_norm, const float* k_norm, const float* cos,
-                                    const float* sin, const float* before, const float* inverses, float* grad_q_norm,
-                                    float* grad_k_norm, int64_t rows, int64_t stride, int64_t turn_stride,
-                                    int64_t heads, int64_t kv_heads, int64_t dim) {
-    norm_rotate_backward(grad, q_norm, k_norm, cos, sin, before, inverses, grad_q_norm, grad_k_norm, rows, stride,
-                         turn_stride, heads, kv_heads, dim);
-}
-EXPORT gated_silu_backward_float32(const float* grad, const float* gate_up, float* out, int64_t rows, int64_t width) {
-    gated_silu_backward(grad, gate_up, out, rows, width);
-}
-EXPORT decode_float32(float* x, const Layer* layers, int64_t count, const float* cos, const float* sin,
-                      const int64_t* position, int64_t rows, const Sizes* sizes) {
-    decode(x, layers, count, cos, sin, position, rows, sizes);
-}
-
-BOTH(rms_norm, RMS_NORM, (x, weight, out, inverses, rows, width, epsilon))
-BOTH(norm_rotate, NORM_ROTATE,
-     (qkv, q_norm, k_norm, cos, sin, before, inverses, rows, stride, turn_stride, heads, kv_heads, dim, epsilon))
-BOTH(gated_silu, GATED_SILU, (gate_up, out, rows, width))
-BOTH(attention, ATTENTION,
-     (q, k, v, keys, values, out, slot, position, rows, stride, kv_heads, group, dim, context, window, scale, write))
-BOTH(sample, SAMPLE, (logits, temperature, uniform, out, rows, vocabulary))

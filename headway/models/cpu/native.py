@@ -34,21 +34,31 @@ FLAGS = (
 MAX_GROUP = 8  # query heads of one KV head in `attention`
 MAX_HEAD_DIM = 256  # likewise
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class _Tensor:
+    """Type of an argument that is a tensor: its first element's address, or null for None."""
+
+    @staticmethod
+    def from_param(tensor: Tensor | None) -> ctypes.c_void_p:
+        return _POINTER(None if tensor is None else tensor.data_ptr())  # no further call: this one is in every step
+
+
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[type, ...]] = {
-    "rms_norm": (*(_POINTER,) * 4, _INT, _INT, _FLOAT),
-    "norm_rotate": (*(_POINTER,) * 7, *(_INT,) * 6, _FLOAT),
-    "gated_silu": (*(_POINTER,) * 2, *(_INT,) * 2),
-    "attention": (*(_POINTER,) * 8, *(_INT,) * 7, _FLOAT, _INT),
-    "sample": (*(_POINTER,) * 4, *(_INT,) * 2),
+    "rms_norm": (*(_Tensor,) * 4, _INT, _INT, _FLOAT),
+    "norm_rotate": (*(_Tensor,) * 7, *(_INT,) * 6, _FLOAT),
+    "gated_silu": (*(_Tensor,) * 2, *(_INT,) * 2),
+    "attention": (*(_Tensor,) * 8, *(_INT,) * 7, _FLOAT, _INT),
+    "sample": (*(_Tensor,) * 4, *(_INT,) * 2),
 }
 _FLOAT32_SIGNATURES: dict[str, tuple[type, ...]] = {
-    "pack": (*(_POINTER,) * 2, *(_INT,) * 2),
-    "linear": (*(_POINTER,) * 5, *(_INT,) * 3),
-    "decode": (*(_POINTER,) * 2, _INT, *(_POINTER,) * 3, _INT, _POINTER),
-    "rms_norm_backward": (*(_POINTER,) * 6, *(_INT,) * 2),
-    "norm_rotate_backward": (*(_POINTER,) * 9, *(_INT,) * 6),
-    "gated_silu_backward": (*(_POINTER,) * 3, *(_INT,) * 2),
+    "pack": (*(_Tensor,) * 2, *(_INT,) * 2),
+    "linear": (*(_Tensor,) * 5, *(_INT,) * 3),
+    "decode": (_Tensor, _POINTER, _INT, *(_Tensor,) * 3, _INT, _POINTER),
+    "rms_norm_backward": (*(_Tensor,) * 6, *(_INT,) * 2),
+    "norm_rotate_backward": (*(_Tensor,) * 9, *(_INT,) * 6),
+    "gated_silu_backward": (*(_Tensor,) * 3, *(_INT,) * 2),
 }
 
 
@@ -83,8 +93,8 @@ class Kernels:
         self.dtype = dtype
         self._functions: dict[str, Callable[..., None]] = {}
         for name, types in (_SIGNATURES | (_FLOAT32_SIGNATURES if dtype == torch.float32 else {})).items():
-            self._functions[name] = function = getattr(library, f"{name}_{_DTYPES[dtype]}")
-            function.argtypes, function.restype = types, None
+            pointer = library.function(f"{name}_{_DTYPES[dtype]}".encode())
+            self._functions[name] = ctypes.CFUNCTYPE(None, *types)(pointer)
         self._panel_columns = int(library.panel_columns())
         self._panels: dict[int, tuple[Tensor, Tensor]] = {}  # id of a weight -> the weight and its panels
 
@@ -100,8 +110,7 @@ class Kernels:
             known, panels = before.get(id(weight), (None, None))
             if known is not weight or panels is None:
                 panels = weight.new_empty(-(-columns // self._panel_columns), depth, self._panel_columns)
-            rows = weight.detach().contiguous()
-            pack(rows.data_ptr(), panels.data_ptr(), columns, depth)
+            pack(weight.detach().contiguous(), panels, columns, depth)
             self._panels[id(weight)] = weight, panels
 
     def packs(self, weight: Tensor) -> bool:
@@ -118,8 +127,7 @@ class Kernels:
         n, columns = len(x_nd), len(weight)
         out = x_nd.new_empty(n, columns)
         add = None if add is None else add.contiguous()
-        pointers = (x_nd.data_ptr(), self.panels(weight), address(bias), address(add), out.data_ptr())
-        self._functions["linear"](*pointers, n, columns, x_nd.shape[1])
+        self._functions["linear"](x_nd, self._panels[id(weight)][1], bias, add, out, n, columns, x_nd.shape[1])
         return out
 
     def decode(
@@ -133,16 +141,14 @@ class Kernels:
     ) -> None:
         """Pass the residual stream [n, d] through all ``layers`` in place and store keys and values; row i is at
         position[i] of slot i. cos and sin: float32 [n, 1, c / 2]."""
-        tables = (cos.data_ptr(), sin.data_ptr(), position_n.data_ptr())
-        pointer = ctypes.addressof
-        self._functions["decode"](x_nd.data_ptr(), pointer(layers), len(layers), *tables, len(x_nd), pointer(sizes))
+        layers_at, sizes_at = ctypes.addressof(layers), ctypes.addressof(sizes)
+        self._functions["decode"](x_nd, layers_at, len(layers), cos, sin, position_n, len(x_nd), sizes_at)
 
     def rms_norm(self, x_nd: Tensor, weight: Tensor, epsilon: float, inverses_n: Tensor | None = None) -> Tensor:
         """As `kernels.rms_norm`, [n, d]. ``inverses_n`` is filled with 1 / rms(x) for `rms_norm_backward`."""
         x_nd = x_nd.contiguous()
         out, d = torch.empty_like(x_nd), x_nd.shape[-1]
-        pointers = (x_nd.data_ptr(), weight.data_ptr(), out.data_ptr(), address(inverses_n))
-        self._functions["rms_norm"](*pointers, x_nd.numel() // d, d, epsilon)
+        self._functions["rms_norm"](x_nd, weight, out, inverses_n, x_nd.numel() // d, d, epsilon)
         return out
 
     def rms_norm_backward(
@@ -151,8 +157,7 @@ class Kernels:
         """Gradients with respect to x and weight. float32."""
         grad_nd, x_nd = grad_nd.contiguous(), x_nd.contiguous()
         grad_x, grad_weight = torch.empty_like(x_nd), torch.empty_like(weight)
-        pointers = [one.data_ptr() for one in (grad_nd, x_nd, weight, inverses_n, grad_x, grad_weight)]
-        self._functions["rms_norm_backward"](*pointers, *x_nd.shape)
+        self._functions["rms_norm_backward"](grad_nd, x_nd, weight, inverses_n, grad_x, grad_weight, *x_nd.shape)
         return grad_x, grad_weight
 
     def norm_rotate(
@@ -170,10 +175,8 @@ class Kernels:
         their row stride. ``before`` [n, h + k, c] and ``inverses`` [n, h + k] are filled for
         `norm_rotate_backward`."""
         heads, kv_heads, dim, epsilon = sizes
-        weights = (0, 0) if q_norm is None or k_norm is None else (q_norm.data_ptr(), k_norm.data_ptr())
-        pointers = (*weights, cos.data_ptr(), sin.data_ptr(), address(before), address(inverses))
-        strides = (qkv.stride(0), cos.stride(0))
-        self._functions["norm_rotate"](qkv.data_ptr(), *pointers, len(qkv), *strides, heads, kv_heads, dim, epsilon)
+        tensors, strides = (qkv, q_norm, k_norm, cos, sin, before, inverses), (qkv.stride(0), cos.stride(0))
+        self._functions["norm_rotate"](*tensors, len(qkv), *strides, heads, kv_heads, dim, epsilon)
 
     def norm_rotate_backward(
         self,
@@ -188,25 +191,21 @@ class Kernels:
         heads, kv_heads, dim, _ = sizes
         before, inverses, q_norm, k_norm = norms or (None,) * 4
         grads = tuple(None if one is None else torch.empty_like(one) for one in (q_norm, k_norm))
-        tensors = (q_norm, k_norm, cos, sin, before, inverses, *grads)
-        strides = (grad.stride(0), cos.stride(0))
-        self._functions["norm_rotate_backward"](
-            grad.data_ptr(), *map(address, tensors), len(grad), *strides, heads, kv_heads, dim
-        )
+        tensors, strides = (q_norm, k_norm, cos, sin, before, inverses, *grads), (grad.stride(0), cos.stride(0))
+        self._functions["norm_rotate_backward"](grad, *tensors, len(grad), *strides, heads, kv_heads, dim)
         return grads[0], grads[1]
 
     def gated_silu(self, gate_up: Tensor) -> Tensor:
         """As `kernels.gated_silu`: [n, 2f] to [n, f]."""
         n, f = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(n, f)
-        self._functions["gated_silu"](gate_up.data_ptr(), out.data_ptr(), n, f)
+        self._functions["gated_silu"](gate_up, out, n, f)
         return out
 
     def gated_silu_backward(self, grad_nf: Tensor, gate_up: Tensor) -> Tensor:
         """Gradient with respect to ``gate_up`` [n, 2f]. float32."""
         grad_nf, out = grad_nf.contiguous(), torch.empty_like(gate_up)
-        pointers = (grad_nf.data_ptr(), gate_up.data_ptr(), out.data_ptr())
-        self._functions["gated_silu_backward"](*pointers, *grad_nf.shape)
+        self._functions["gated_silu_backward"](grad_nf, gate_up, out, *grad_nf.shape)
         return out
 
     def attention(
@@ -231,10 +230,9 @@ class Kernels:
         n, h, c = q_nhc.shape
         kv_heads, context = keys_sktc.shape[1:3]
         out = q_nhc.new_empty(n, h * c)
-        slots = 0 if slot_n is None else slot_n.data_ptr()
-        pointers = [one.data_ptr() for one in (q_nhc, k_nkc, v_nkc, keys_sktc, values_sktc, out)]
+        tensors = (q_nhc, k_nkc, v_nkc, keys_sktc, values_sktc, out, slot_n, position_n)
         sizes = (n, q_nhc.stride(0), kv_heads, h // kv_heads, c, context, window or context)
-        self._functions["attention"](*pointers, slots, position_n.data_ptr(), *sizes, scale, write)
+        self._functions["attention"](*tensors, *sizes, scale, write)
         return out
 
     def sample(self, logits_nv: Tensor, temperature_n: Tensor | None, uniform_n: Tensor) -> Tensor:
@@ -242,8 +240,7 @@ class Kernels:
         logits_nv = logits_nv.contiguous()
         n, v = logits_nv.shape
         out = torch.empty(2, n)
-        temperature = 0 if temperature_n is None else temperature_n.data_ptr()
-        self._functions["sample"](logits_nv.data_ptr(), temperature, uniform_n.data_ptr(), out.data_ptr(), n, v)
+        self._functions["sample"](logits_nv, temperature_n, uniform_n, out, n, v)
         return out
 
 
@@ -326,7 +323,9 @@ def _library() -> ctypes.CDLL | str:
                 continue
             if not (folder / name).exists():
                 _build(compiler, folder / name)
-            return ctypes.CDLL(str(folder / name))
+            library = ctypes.CDLL(str(folder / name))
+            library.function.argtypes, library.function.restype = (ctypes.c_char_p,), _POINTER
+            return library
         except OSError as error:  # read-only, full, or mounted noexec: try the next folder
             refused.append(str(error))
         except subprocess.CalledProcessError as error:  # a compiler that fails: treated like a missing one

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from headway.models.initialise import initialise_model, initialise_parameters
 from headway.models.loading import build, copy_weights, load_model, parse_dtype, save_model, weights_of
 from headway.models.peak import measure_peak_flops
 from headway.records.errors import ConfigurationError
+from headway.runtime.scratch import ScratchFolder
 from headway.tokens.tokenizer import Tokenizer
 
 torch.set_num_threads(1)
@@ -132,31 +132,6 @@ def test_copy_weights_casts_and_checks_before_it_writes():
     assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(model).items())
 
 
-def test_save_replaces_folder_atomically_without_leftovers(tmp_path):
-    save_model(small(), tmp_path / "m")
-    (tmp_path / "m" / "stale.txt").write_text("old")
-    newer = small()
-    initialise_parameters(newer, 9)
-    save_model(newer, tmp_path / "m")
-    assert sorted(os.listdir(tmp_path)) == ["m"]
-    assert sorted(os.listdir(tmp_path / "m")) == ["config.json", "model.safetensors"]
-    assert torch.equal(load_model(tmp_path / "m").embedding_weight, newer.embedding_weight)
-
-
-def test_a_failed_save_keeps_the_old_folder(tmp_path, monkeypatch):
-    save_model(small(), tmp_path / "m")
-    before = (tmp_path / "m" / "model.safetensors").read_bytes()
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("headway.models.loading.save_file", full)
-    with pytest.raises(OSError, match="No space"):
-        save_model(small(), tmp_path / "m")
-    assert (tmp_path / "m" / "model.safetensors").read_bytes() == before
-    assert os.listdir(tmp_path) == ["m"]
-
-
 def damage_config(folder: Path, **changes: object) -> None:
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**raw, **changes}))
@@ -254,19 +229,28 @@ def test_init_model_refuses_inconsistent_sizes(tmp_path):
 
 
 def test_init_model_removes_leftovers_of_killed_run(tmp_path):
-    with subprocess.Popen(["true"]) as gone:
-        pass
-    left = [f".m.{gone.pid}.partial", f".m.{gone.pid}.tokenizer", f".m.{gone.pid}.old"]
-    others = [f".m.{os.getppid()}.partial", f".mm.{gone.pid}.partial", ".m.x.partial"]  # running, or another's
+    left, others = [".m.killed.partial"], [".mm.killed.partial", ".m.killed.lock"]
     for name in (*left, *others):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
-    with pytest.raises(ConfigurationError, match="exists already"):
-        make(tmp_path / "m")  # what stood there before the kill is back
-    assert os.listdir(tmp_path / "m") == ["file"]
-    shutil.rmtree(tmp_path / "m")
-    make(tmp_path / "m")
-    assert sorted(os.listdir(tmp_path)) == sorted(["m", *others])
+    with ScratchFolder(".m.", ".partial", tmp_path) as running:
+        make(tmp_path / "m")
+        assert sorted(os.listdir(tmp_path)) == sorted(["m", *others, running.name])
+
+
+def test_a_failed_init_model_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "m").mkdir()  # an empty folder may be there, and stays
+    with monkeypatch.context() as patch:
+        patch.setattr("headway.models.loading.save_file", full)
+        with pytest.raises(OSError, match="No space"):
+            make(tmp_path / "m")
+    assert os.listdir(tmp_path) == ["m"]
+    assert os.listdir(tmp_path / "m") == []
+    config = make(tmp_path / "m")
+    assert config == DecoderConfig.from_pretrained(tmp_path / "m")
 
 
 def test_measured_peak_is_plausible():

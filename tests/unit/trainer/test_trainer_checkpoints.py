@@ -244,7 +244,7 @@ def test_resumed_training_is_bit_identical(experiment: dict, tmp_path: Path) -> 
             assert straight.save_checkpoint(path, {0: [0, 1], 1: [2]}).version == 2
     resumed = TrainerService(Context, experiment=experiment, run_id="b")
     assert resumed.load_checkpoint(path) == 2
-    assert resumed.checkpoint_consumed(path) == {0: [0, 1], 1: [2]}
+    assert read_state(path).consumed == {0: [0, 1], 1: [2]}
     for step in (2, 3):
         report = resumed.train_step(lay_out(make_batch(step, step=step)))
     assert report.metrics["learning_rate"] == pytest.approx(1e-3)

@@ -15,6 +15,7 @@ from objective_definition import gradient as arrays_gradient
 from tiny_trainer import Context, make_batch, make_experiment, make_model
 
 from headway.algorithms.samples import build_arrays, lay_out
+from headway.config.schema import TrainerConfig
 from headway.records.errors import HookFailed
 from headway.records.training import TrainBatch
 from headway.trainer import losses
@@ -217,7 +218,8 @@ def test_own_loss_is_held_to_its_contract(model: str, loss, message: str, monkey
 
 def test_schedules() -> None:
     def rates(schedule: str) -> list[float]:
-        return [learning_rate(s, peak=1.0, schedule=schedule, warmup_steps=2, total_steps=6) for s in range(8)]  # type: ignore[arg-type]
+        settings = TrainerConfig(learning_rate=1.0, schedule=schedule, warmup_steps=2)  # type: ignore[arg-type]
+        return [learning_rate(step, settings, total_steps=6) for step in range(8)]
 
     assert rates("constant") == [0.5, 1, 1, 1, 1, 1, 1, 1]
     assert rates("linear") == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25, 0, 0])
