@@ -1,4 +1,4 @@
-"""A model call as the pool sees it: what was asked, what has arrived, who works on it."""
+"""An open request as the pool sees it: its arguments, its tokens so far, the replica it is on."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from headway.records.token_block import TokenBlock
 
 
 class OpenRequest:
-    """One open request: *held* (no replica) -> *assigned* -> finished; a replica's death takes it back to held.
+    """A request of the pool: *held* (no replica) -> *assigned* -> finished; a replica's death takes it back to held.
 
-    ``partial()`` is all another replica needs to go on.
+    ``partial()`` is all that another replica needs to resume it.
     """
 
     __slots__ = (
@@ -57,37 +57,37 @@ class OpenRequest:
         self._start_over()
         self.watch = watch
         self._told_tokens = len(self._block)
-        self.serial = 0  # in the order they came
-        self.outstanding = self.outstanding_tokens  # as the router has counted it
+        self.serial = 0  # by order of arrival
+        self.outstanding = self.outstanding_tokens  # as last counted by the router
         self.opened_s = 0.0
-        self.prefix: list[tuple[int, int]] | None = None  # keys of its prompt's beginnings, once they were asked for
-        self.cancelled = False  # it ends with the tokens it has, whoever worked on it
-        self.probe = False  # its replica's breaker waits to hear how it ends
-        self.refused_by: tuple[int, ...] = ()  # replicas that didn't accept it
+        self.prefix: list[tuple[int, int]] | None = None  # keys of its prompt's prefixes, once computed
+        self.cancelled = False  # ends with its tokens so far, even if its replica dies before the abort arrives
+        self.probe = False  # its outcome decides whether its replica's breaker closes
+        self.refused_by: tuple[int, ...] = ()  # indices of replicas that didn't accept it
         self.reprefills = 0
         self.resumes = 0
         self.first_token_s = 0.0
 
     def __lt__(self, other: OpenRequest) -> bool:
-        """Who goes first of those that wait: the lower priority, which is the older group, then who came first."""
+        """Order of waiting requests: lower priority first (the older group), then order of arrival."""
         return (self.request.priority, self.serial) < (other.request.priority, other.serial)
 
     @property
     def tokens(self) -> int:
-        """Response tokens so far."""
+        """Count of response tokens so far."""
         return len(self._block)
 
     @property
     def outstanding_tokens(self) -> int:
-        """Prompt and still allowed response tokens: what it may cost a replica."""
+        """Prompt tokens plus response tokens still allowed: the load that the request may put on a replica."""
         return max(self._least_tokens, self._most_tokens - len(self._block))
 
     def _start_over(self) -> None:
-        """With the tokens that were asked with, alone."""
+        """Drop the tokens gained here; those that the request came with stay."""
         self._block = TokenBlock(self.request.partial)
 
     def absorb(self, delta: TokenDelta, now: float) -> None:
-        """Take over a delta's tokens; a void one takes all back that were gained."""
+        """Append a delta's tokens; a void delta drops all tokens gained before."""
         if delta.reprefilled:
             self.reprefills += 1
         if delta.void:
@@ -98,22 +98,22 @@ class OpenRequest:
             self._block.append(data, delta.version)
 
     def tell(self) -> None:
-        """Tell who watches, when there is enough to tell."""
+        """Notify the watch once enough tokens are new."""
         watch = self.watch
         if watch is not None and len(self._block) - self._told_tokens >= watch.every_tokens:
             self._told_tokens = len(self._block)
             watch.told(self.partial())
 
     def partial(self) -> PartialResponse:
-        """All tokens so far."""
+        """Return all response tokens so far, with log-probabilities and versions."""
         return self._block.response()
 
     def resubmission(self) -> GenerationRequest:
-        """The request for the next replica: it goes on after the tokens so far."""
+        """Return the request for the next replica, which resumes after the tokens so far."""
         return msgspec.structs.replace(self.request, request_id=self.ticket, partial=self.partial())
 
     def finish(self, reason: FinishReason, error: str = "", *, refused: bool = False) -> None:
-        """Give the caller its result (none if it has stopped waiting)."""
+        """Resolve the caller's future with the result; no-op if the caller has stopped waiting."""
         if self.future.done():
             return
         self.future.set_result(

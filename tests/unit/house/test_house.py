@@ -128,4 +128,4 @@ def test_the_public_door_opens_without_torch_and_names_everything():
 
 
 MOST_LINES = 48_200  # 46,000 is the aim
-MOST_ELLIPTIC = 315  # 40 when the rest of the packages is done
+MOST_ELLIPTIC = 0
