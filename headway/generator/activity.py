@@ -1,4 +1,4 @@
-"""A replica's activity as spans of time: busy, idle, lent, updating."""
+"""The states of one replica over time, as spans: busy, idle, lent, update."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _KEPT = 512  # spans between two calls of `take`; older ones are dropped
 
 
 class Activity:
-    """Example: be("busy"); be("busy"); be("idle"); take() gives [("busy", 0.0, 2.0), ("idle", 2.0, 3.0)]."""
+    """Records a replica's state changes as spans; repeating the current state changes nothing.
+
+    Example: be("busy"); be("busy"); be("idle"); take() gives [("busy", 0.0, 2.0), ("idle", 2.0, 3.0)].
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -22,14 +25,14 @@ class Activity:
         self._ended: deque[ActivitySpan] = deque(maxlen=_KEPT)
 
     def be(self, state: str) -> None:
-        """``state`` from now on."""
+        """Enter ``state`` now; a new span begins if it differs from the current one."""
         if state != self._state:
             self._end()
             self._state = state
 
     @contextmanager
     def during(self, state: str) -> Iterator[None]:
-        """``state`` inside the block, then the one before."""
+        """Be in ``state`` inside the block, and in the previous state after it."""
         before = self._state
         self.be(state)
         try:
@@ -38,7 +41,7 @@ class Activity:
             self.be(before)
 
     def take(self) -> list[ActivitySpan]:
-        """Everything since the last call; the present state's span is cut here."""
+        """Return the spans since the last call, oldest first; the current state's span is cut at this moment."""
         self._end()
         spans = list(self._ended)
         self._ended.clear()

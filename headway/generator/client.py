@@ -38,22 +38,22 @@ from headway.runtime.clock import Clock
 from headway.runtime.worker_slots import WorkerSlot, live_pids, own_cause, start_all, stop_all
 from headway.runtime.workers import EventCallback, Launcher, Worker
 
-_FORGIVEN_AFTER_S = 300.0  # a replica that was live for so long since a death is forgiven it
+_FORGIVEN_AFTER_S = 300.0  # a death no longer counts once its replica has been live this long
 _STOP_GRACE_S = 1.0
-_HOPELESS = (WeightsMismatch, ConfigurationError)  # of these another process would say the same
+_HOPELESS = (WeightsMismatch, ConfigurationError)  # a restarted process would raise these again
 
 
 class GeneratorPool:
-    """Replicas that share the requests; one that dies costs a restart and a prefill, never a request.
+    """Replicas that share the requests. A replica's death costs a restart and a prefill, never a request.
 
-    The ``router`` says who works on what; the pool keeps replicas alive, updated and asked how they are. A dead one
-    restarts with the newest published weights before its first request, and one that ``join``s while the run goes on
-    begins so too. One that needs more than ``restart_limit`` restarts within five minutes of service (failed ones
-    count, the time they take doesn't) is lost; with the last one, every call raises WorkerDied. One that is behind on
-    versions, because an update failed there or takes too long, takes no requests until it has caught up. The next
-    health check tries that again; where it fails again, the replica is restarted.
+    The router assigns requests to replicas; the pool keeps the replicas alive, updated and health-checked. A restarted
+    replica, and one that ``join``s during the run, applies the newest published weights before its first request. A
+    replica that needs more than ``restart_limit`` restarts within five minutes of service is lost (failed restarts
+    count, the time they take doesn't); with the last replica lost, every call raises WorkerDied. A replica that is
+    behind on versions, because an update failed there or takes too long, takes no requests until it has caught up. The
+    next health check repeats the update; if that fails too, the replica is restarted.
 
-    Rollouts of the run ask ``generate``, and wait. Foreign callers get a place from ``limiter`` before.
+    Rollouts of the run call ``generate`` and wait. Foreign callers acquire a place from ``limiter`` first.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class GeneratorPool:
         log_directory: str | Path | None = None,
         restart_limit: int = 5,
     ) -> None:
-        """``on_event(name, detail)`` is told of deaths, restarts and losses, of breakers, and of who is behind."""
+        """``on_event(name, detail)`` reports deaths, restarts, losses, breaker changes and replicas that are behind."""
         self._launcher = launcher
         self._experiment = experiment
         self._clock = clock
@@ -100,8 +100,7 @@ class GeneratorPool:
     # --- the Generator protocol -----------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start all replicas. Raises what the first failing one raised (its own typed error); the others are
-        stopped then."""
+        """Start all replicas. If one fails, stop the others and raise the first failure, as its own typed error."""
         try:
             workers = await start_all(self._slots)
         except BaseException:
@@ -130,8 +129,9 @@ class GeneratorPool:
         self._router.cancel(request_id)
 
     async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
-        """Apply a version on every live replica at once; one report each. A replica that is down gets it when it
-        restarts. Raises WeightsCorrupt when a replica could not verify them; it goes on with what it had."""
+        """Apply a version on all live replicas concurrently; returns one report for each. A replica that is down
+        applies it when it restarts. Raises WeightsCorrupt if a replica could not verify the weights; that replica
+        keeps its old ones."""
         async with self._updating:
             self._require_running()
             self._newest, self._updates = weights, self._updates + 1
@@ -147,7 +147,7 @@ class GeneratorPool:
         return [outcome for outcome in outcomes if isinstance(outcome, AppliedWeights)]
 
     async def applied_version(self) -> int:
-        """Lowest version applied by a live replica; while none is live, the one the next will start with."""
+        """Return the lowest version applied by a live replica; while none is live, the next one's."""
         self._require_running()
         versions = [replica.version for replica in self._replicas if replica.live]
         if versions:
@@ -173,7 +173,7 @@ class GeneratorPool:
         self._settle()
 
     async def statistics(self) -> list[EngineStatistics]:
-        """Statistics of every replica, in order; counters continue across restarts."""
+        """Return the statistics of each replica, in order; counters accumulate across restarts."""
         self._require_running()
         live = [replica for replica in self._replicas if replica.live]
         raise_but_deaths(await asyncio.gather(*(self._refresh(replica) for replica in live), return_exceptions=True))
@@ -193,7 +193,7 @@ class GeneratorPool:
         )
 
     async def activity(self) -> list[Span]:
-        """Spans of every live replica's activity since the last call, on a track of its name."""
+        """Return the spans of every live replica since the last call, each on a track of the replica's name."""
         live = [(replica.name, replica.worker) for replica in self._replicas if replica.live and replica.worker]
         found = await asyncio.gather(*(activity_of(worker) for _, worker in live))
         return [
@@ -204,11 +204,11 @@ class GeneratorPool:
 
     @property
     def worker_states(self) -> list[WorkerState]:
-        """Every replica's health."""
+        """Health and restarts of every replica that hasn't left."""
         return [WorkerState(name=r.name, up=r.live, restarts=r.slot.restarts) for r in self._replicas if not r.left]
 
     async def stop(self) -> None:
-        """Stop all replicas; whoever still waits gets HeadwayError."""
+        """Stop all replicas; calls that still wait raise HeadwayError."""
         self._stopping = True
         self.limiter.stop()
         for keeper in self._keepers.values():
@@ -224,7 +224,7 @@ class GeneratorPool:
         return self._router.tokens_so_far(request_id)
 
     def open_tokens(self) -> list[int]:
-        """Response tokens of every open request, as far as they were streamed."""
+        """Count of streamed response tokens for every open request."""
         return self._router.open_tokens()
 
     @property
@@ -235,8 +235,8 @@ class GeneratorPool:
     # --- replicas that join and leave -----------------------------------------------------------------------
 
     async def join(self, device: str) -> str:
-        """Start one more replica on ``device``; returns its name. It has the newest version before its first request.
-        Raises what starting it raises (its own typed error), with nothing left of it."""
+        """Start one more replica on ``device``; returns its name. The replica applies the newest version before its
+        first request. Raises the typed error of a failed start, after cleaning up."""
         self._require_running()
         replica = self._add_replica(device)
         try:
@@ -255,8 +255,9 @@ class GeneratorPool:
         return replica.name
 
     async def leave(self, name: str, *, move: bool = False) -> None:
-        """A replica takes no more requests, finishes those it has (``move``: hands them over, with the tokens they
-        have) and ends; returns when it has. Raises ValueError for one that isn't live and for the last live one."""
+        """Drain a replica and stop it: it takes no more requests and finishes those it has (``move``: they move to
+        other replicas with their tokens so far). Returns once its process has ended. Raises ValueError for a replica
+        that isn't live, and for the last live one."""
         staying = {replica.name: replica for replica in self._replicas if replica.live and not replica.leaving}
         if name not in staying:
             raise ValueError(f"{name!r} is no live replica: valid: {', '.join(staying)}")
@@ -270,8 +271,8 @@ class GeneratorPool:
             if replica.calls:
                 await replica.emptied.wait()
             await replica.slot.stop(_STOP_GRACE_S)
-            await asyncio.wait((self._keepers[name],))  # it takes over what the process had sent
-        finally:  # a caller who doesn't wait for its end hastens it
+            await asyncio.wait((self._keepers[name],))  # the keeper absorbs the events still in the pipe
+        finally:  # a cancelled caller ends the draining at once
             replica.slot.kill("it was told to leave")
             replica.left = True
             self._fail_without_replicas()
@@ -280,7 +281,7 @@ class GeneratorPool:
     # --- life of a replica ----------------------------------------------------------------------------------
 
     async def _keep(self, replica: Replica, worker: Worker) -> None:
-        """Keeps a replica up until it is lost. What goes wrong in keeping it loses it too, so callers hear of it."""
+        """Keep a replica up until it is lost. An error in keeping it loses it too, so that its calls fail."""
         try:
             await self._serve_and_revive(replica, worker)
         except Exception as error:  # the keeper's one capture point: without it, calls would be held for ever
@@ -289,7 +290,7 @@ class GeneratorPool:
             self._lose(replica, f"its keeper failed: {type(error).__name__}: {error}")
 
     async def _serve_and_revive(self, replica: Replica, first: Worker) -> None:
-        """Consumes a replica's events, waits for its death, restarts it; ends when it is lost."""
+        """Loop: consumes a replica's events, waits for its death, restarts it; ends when it is lost or has left."""
         worker: Worker | None = first
         while worker is not None:
             watch = asyncio.create_task(self._health.watch(replica), name=f"{replica.name}-health")
@@ -314,15 +315,15 @@ class GeneratorPool:
         self._keepers[replica.name] = asyncio.create_task(self._keep(replica, worker), name=replica.name)
 
     def _bury(self, replica: Replica) -> None:
-        """Move a dead replica's calls to the live ones, from the tokens they have."""
+        """Mark a replica dead and move its calls to live replicas, with their tokens so far."""
         replica.live = False
         replica.past = accumulated(replica.past, replica.present, dead=True)
         replica.present = EngineStatistics(version=replica.version)
         self._router.orphan(replica)
 
     async def _bring_up(self, replica: Replica) -> None:
-        """Give it the newest weights, which it failed to apply. Failing again, it is killed: another process may do
-        better, and without that what only newer weights may go on with would wait for ever."""
+        """Apply the newest weights on a replica that failed to. If it fails again, kill it: a new process may succeed,
+        and requests that need newer weights would otherwise wait forever."""
         async with self._updating:
             worker = replica.worker
             try:
@@ -334,12 +335,12 @@ class GeneratorPool:
                     worker.kill(f"it could not be given the newest weights: {error}")
 
     def _settle(self) -> None:
-        """Replicas may take what they didn't before."""
+        """Assign held requests and admit waiting callers: a replica may take requests again."""
         self._router.settle()
         self.limiter.go_on()
 
     async def _revive(self, replica: Replica) -> Worker | None:
-        """Restart it until it lives with the newest weights; None: it is given up."""
+        """Restart a dead replica until it is live with the newest weights; returns None once it is lost."""
         slot = replica.slot
         while not slot.exhausted:
             if (worker := await slot.restart()) is not None:
@@ -378,7 +379,7 @@ class GeneratorPool:
         return [replica.slot for replica in self._replicas]
 
     async def _prepare(self, replica: Replica) -> None:
-        """Make its new process ready: with the newest weights."""
+        """Prepare a replica's new process: apply the newest weights, and close its breaker after a restart."""
         replica.version, replica.update, replica.told_behind = 0, 0, False
         restarted = replica.slot.outage is not None
         if restarted:
@@ -389,23 +390,23 @@ class GeneratorPool:
             replica.live = True
 
     async def _catch_up(self, replica: Replica) -> None:
-        """Apply the newest published weights. On return none newer has been announced."""
+        """Apply the newest published weights; repeats until no newer update has been announced."""
         while self._newest is not None and replica.update != self._updates:
             newest = self._newest
             try:
                 await self._apply(replica, newest)
             except WeightsCorrupt:
-                if self._newest is newest:  # else: overwritten by a newer version, which is what we want
+                if self._newest is newest:  # else a newer version overwrote the slot: apply that one
                     raise
 
     def _give_up(self, cause: HeadwayError) -> None:
-        """No restart will help: every call fails with ``cause``, now and later, which ends the run."""
+        """Fail every call with ``cause``, now and later, which ends the run: no restart would help."""
         if self._hopeless is None:
             self._hopeless = cause
             self._router.fail_all(cause)
 
     def _lose(self, replica: Replica, cause: str) -> None:
-        """Give a replica up, and with the last one every call; only then tell, which may fail."""
+        """Mark a replica lost; with the last one, fail every call, even if the event handler raises."""
         if replica.slot.lost is None:
             try:
                 replica.slot.lose(cause)
@@ -413,12 +414,12 @@ class GeneratorPool:
                 self._fail_without_replicas(replica.slot.lost)
 
     def _fail_without_replicas(self, cause: HeadwayError | None = None) -> None:
-        """With the last replica gone, every call fails."""
+        """Fail every call if no replica is left."""
         if (end := self._end()) is not None:
             self._router.fail_all(cause or end)
 
     def _end(self) -> HeadwayError | None:
-        """Why no replica will ever come back, or none shall; None while one may."""
+        """The error that ends the pool: no replica will be live again. None while one may be."""
         if self._hopeless is not None:
             return self._hopeless
         for replica in self._replicas:
@@ -433,7 +434,7 @@ class GeneratorPool:
             raise cause
 
     async def _apply(self, replica: Replica, weights: PublishedWeights) -> AppliedWeights:
-        """Raises WeightsCorrupt, WorkerDied or RemoteError."""
+        """Apply ``weights`` on one replica. Raises WeightsCorrupt, WorkerDied or RemoteError."""
         worker = replica.worker
         if worker is None:
             raise WorkerDied(replica.name, "not running")
@@ -462,11 +463,11 @@ class GeneratorPool:
 
     async def _tell_lent(self, replica: Replica) -> None:
         if replica.shared and replica.worker is not None:
-            with contextlib.suppress(WorkerDied):  # the next one is told when it lives
+            with contextlib.suppress(WorkerDied):  # its successor is notified when it is live
                 await call_replica(replica.worker, "lend", self._lent)
 
     async def _refresh(self, replica: Replica) -> None:
-        """Ask for its counters. Raises WorkerDied or RemoteError."""
+        """Fetch a replica's counters. Raises WorkerDied or RemoteError."""
         worker = replica.worker
         if worker is None:
             raise WorkerDied(replica.name, "not running")

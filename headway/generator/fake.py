@@ -1,4 +1,4 @@
-"""A generator that samples nothing, deterministically, in time that passes only on the injected clock."""
+"""Deterministic stand-in for the generator pool: no model, and all its time passes on the injected clock."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class FakeGenerator:
 
     In each of ``replicas``, all running requests advance together, one token each per decode step:
     ``token_s`` (a number, or a function of how many run) plus ``kv_token_s`` for every token in their KV. A prefill
-    stops decoding for ``prefill_token_s`` a token; a prompt that a running sibling has in its KV isn't prefilled again.
-    ``prefill_s(request)`` instead: prefills elsewhere, which only delay their request. When ``kv_capacity_tokens`` are
-    full, the youngest request is preempted: it waits, and is prefilled again. ``slots`` bounds those that run.
+    pauses decoding for ``prefill_token_s`` a token; a prompt in a running sibling's KV isn't prefilled again.
+    ``prefill_s(request)`` instead: a prefill elsewhere, which only delays its request. When ``kv_capacity_tokens`` are
+    full, the youngest request is preempted: it waits, and is prefilled again. ``slots`` bounds the running requests.
 
-    ``length_of(request)``: tokens its response would have; one above ``max_tokens`` ends with "length".
-    ``update_s``: how long an update pauses every replica; ``recompute`` then prefills what runs again, ``abort`` ends
-    it. ``error_of(request)``: a cause makes the request fail after its prefill, "" lets it be.
+    ``length_of(request)``: response tokens; a length above ``max_tokens`` ends with "length". ``update_s``: pause of
+    every replica in an update; ``recompute`` then prefills the running requests again, ``abort`` ends them.
+    ``error_of(request)``: a cause with which the request fails after its prefill, or "".
 
-    A token belongs to the version applied when it was completed. Equal calls at equal times give equal results;
+    A token has the version that was applied when it was completed. Equal calls at equal times give equal results;
     a response's tokens depend only on seed and position.
 
     Example: token_s = 1, one slot, a request of length 4 at t = 0, version 1 applied at t = 2.5 (update_s = 0): it
@@ -66,10 +66,10 @@ class FakeGenerator:
         kv_capacity_tokens: int | None = None,
         counted: bool = False,
     ) -> None:
-        """``counted``: responses of any length take no memory (records/counted.py); a buffer can't read them again.
-        ``shares_devices``: with the trainer, so that lending them stops it, ``lend_s`` after it was asked. Else its
-        decode steps take ``beside`` times as long while the trainer computes.
-        ``slots`` and ``kv_capacity_tokens`` are those of one replica."""
+        """``counted``: responses of any length take no memory (records/counted.py), but a buffer can't read them back.
+        ``shares_devices``: the trainer has the same devices, so lending stops decoding, ``lend_s`` after the request.
+        Otherwise decode steps take ``beside`` times as long while the trainer computes.
+        ``slots`` and ``kv_capacity_tokens`` are for each replica."""
         self._clock = clock
         self._shares_devices = shares_devices
         self._lend_s = lend_s
@@ -102,8 +102,8 @@ class FakeGenerator:
             replica.advance()
 
     async def generate(self, request: GenerationRequest, watch: Watch | None = None) -> GenerationResult:
-        """See :class:`headway.records.clients.Generator`. A replica keeps the KV of a request's session from one turn
-        to the next while there is room."""
+        """See :class:`headway.records.clients.Generator`. A replica keeps a session's KV between turns while there
+        is room."""
         if self._stopped:
             raise HeadwayError("the generator is stopped")
         if request.request_id in self._open:
@@ -140,7 +140,7 @@ class FakeGenerator:
             replica.settle()
 
     async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
-        """Apply a version in flight, in the fake's update mode."""
+        """Apply a version to all replicas, in the fake's update mode; one report for each."""
         async with self._updating:
             crossings: list[tuple[int, int]] = []
             for replica in self._replicas:
@@ -204,7 +204,7 @@ class FakeGenerator:
         return [replica_statistics(replica.core, resting=replica.resting) for replica in self._replicas]
 
     def routing(self) -> RouterStatistics:
-        """See :class:`headway.records.clients.Generator`. Tokens as of the last event: looking changes nothing."""
+        """See :class:`headway.records.clients.Generator`. Token counts are those of the last event."""
         return RouterStatistics(
             used_tokens=sum(replica.core.outstanding_tokens for replica in self._replicas),
             capacity_tokens=sum(replica.core.costs.kv_capacity_tokens or 0 for replica in self._replicas),
@@ -215,7 +215,7 @@ class FakeGenerator:
         )
 
     def forget_session(self, session: str) -> None:
-        """Its rollout is over: nobody will look for its KV. Unknown names: no-op."""
+        """Drop the KV of a session whose rollout is over. Unknown names: no-op."""
         for replica in self._replicas:
             replica.core.forget_session(session)
 
@@ -226,7 +226,7 @@ class FakeGenerator:
 
     @property
     def busy_s(self) -> float:
-        """Seconds for which a replica has computed until now, mean over the replicas."""
+        """Seconds spent computing so far, mean over the replicas."""
         for replica in self._replicas:
             replica.advance()
         return sum(replica.core.busy_s for replica in self._replicas) / len(self._replicas)
@@ -240,7 +240,7 @@ class FakeGenerator:
         return entry.resumed_tokens + entry.done + replica.core.produced(entry)
 
     async def stop(self) -> None:
-        """End it; whoever still waits gets HeadwayError."""
+        """Stop the generator; calls that still wait raise HeadwayError."""
         self._stopped = True
         for replica in self._replicas:
             replica.stop()
@@ -251,7 +251,7 @@ class FakeGenerator:
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _route(self, entry: FakeRequest) -> DrivenReplica:
-        """As the pool does; a later turn goes where its KV is."""
+        """Choose a replica by the pool's rule; a session's later turn goes to the replica with its KV."""
         self._routed += 1
         if len(self._replicas) == 1:
             return self._replicas[0]
@@ -320,7 +320,7 @@ class FakeGenerator:
 
 
 class DrivenReplica:
-    """A replica and its timer. Timers are the running loop's: under either clock its time is the clock's."""
+    """A FakeReplica driven by the event loop's timers, whose time is the clock's."""
 
     def __init__(self, costs: ReplicaCosts, version: int, clock: Clock, on_end: Callable[[FakeRequest], None]) -> None:
         self.core = FakeReplica(costs, version, clock.now(), on_end)
@@ -333,7 +333,7 @@ class DrivenReplica:
         self.core.advance(self._clock.now())
 
     def settle(self) -> None:
-        """Do what is due and come again at the next event."""
+        """Process due events and set the timer for the next one."""
         self.core.settle()
         due_s = self.core.next_event_s()
         if due_s == self._timer_due_s:
@@ -355,7 +355,7 @@ class DrivenReplica:
 
 
 def replica_statistics(core: FakeReplica, *, resting: bool) -> EngineStatistics:
-    """Return the statistics of one fake replica."""
+    """Return a fake replica's counters and present state."""
     return EngineStatistics(
         version=core.version,
         resting=resting,
@@ -377,5 +377,5 @@ def replica_statistics(core: FakeReplica, *, resting: bool) -> EngineStatistics:
 
 
 def _length_from_seed(request: GenerationRequest) -> int:
-    """1 .. max_tokens, spread evenly over seeds."""
+    """Default response length: 1 .. max_tokens, spread evenly over seeds."""
     return 1 + (request.sampling.seed * 2654435761) % request.sampling.max_tokens

@@ -1,4 +1,4 @@
-"""A replica of the fake generator: continuous batching as a sequence of events, without a clock of its own."""
+"""Replica of the fake generator: continuous batching as a sequence of events, without a clock of its own."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from headway.records.counted import CountedTokens, Repeated, joined, tokens_from
 from headway.records.generation import FinishReason, GenerationRequest, PartialResponse, UpdateMode, VersionSpan
 
 LOGPROB = -0.5  # of every token
-_ROUNDING = 1e-6  # tokens: what adding up times may lose
+_ROUNDING = 1e-6  # tokens: rounding of summed times
 _ROUNDING_S = 1e-9
-_FREE_SHARE = 0.01  # of the KV capacity that a newcomer must leave, or it would be preempted at once
+_FREE_SHARE = 0.01  # of the KV capacity must stay free behind a new request, lest it is preempted at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaCosts:
-    """Times that a replica's work takes. A decode step gives every running request one token."""
+    """Durations and capacities of a replica. A decode step gives every running request one token."""
 
     token_s: float | Callable[[int], float]  # a decode step: a number, or a function of how many requests run
     kv_token_s: float = 0.0  # added to it for every KV token of the running requests
@@ -36,10 +36,10 @@ class ReplicaCosts:
 
 
 class FakeRequest:
-    """A request in a fake replica: waits, is prefilled (or delayed), decodes; preempted, it waits again.
+    """A request: *waiting* -> *prefilling* (or delayed) -> *decoding* -> finished; preempted, it waits again.
 
-    While it decodes, ``base`` is the replica's work at which its present stretch of tokens began; ``done`` tokens were
-    produced in earlier stretches.
+    A *stretch* is the time between two preemptions. While the request decodes, ``base`` is the replica's work at the
+    beginning of its present stretch; ``done`` counts the tokens of earlier stretches.
     """
 
     __slots__ = (
@@ -68,22 +68,22 @@ class FakeRequest:
     ) -> None:
         self.request = request
         self.watch = watch
-        self.told = len(request.partial.ids)  # response tokens when it was last told
+        self.told = len(request.partial.ids)  # response tokens when its watch was last notified
         self.serial = serial
-        self.length = length  # response tokens it will end with
+        self.length = length  # response tokens at its end
         self.reason: FinishReason = reason
-        self.session = request.session  # its KV is looked for
+        self.session = request.session
         self.begun = False  # holds a slot
         self.decoding = False
         self.base = 0.0
         self.change = 0  # index of the version its stretch began under
         self.done = 0
-        self.stretch = 0  # how often it was preempted: events of an earlier stretch are void
+        self.stretch = 0  # preemptions so far: events of earlier stretches are void
         self.spans: list[list[int]] = [[span.version, span.tokens] for span in request.partial.versions]
         self.prompt_key: tuple[Sequence[int], int] = ((), 0)  # with the version it began under
         self.first_token_s = 0.0
         self.reprefills = 0
-        self.cached = False  # it began with the KV of its session
+        self.cached = False  # began with the KV of its session
 
     @property
     def resumed_tokens(self) -> int:
@@ -91,23 +91,23 @@ class FakeRequest:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens that must be in the KV cache before the next one is decoded."""
+        """KV tokens that the request needs before the first token of its stretch."""
         return len(self.request.prompt_ids) + self.resumed_tokens + self.done
 
     @property
     def allowed_tokens(self) -> int:
-        """Prompt and still allowed response tokens: what it may cost a replica."""
+        """Prompt tokens plus response tokens still allowed: the load that the request may put on a replica."""
         return len(self.request.prompt_ids) + max(0, self.request.sampling.max_tokens - self.resumed_tokens - self.done)
 
 
 class FakeReplica:
     """Requests in slots, their KV, and the time that decoding and prefills take.
 
-    ``work`` counts the tokens that every decoding request has gained since the start. Prefills stand in a line of
+    ``work`` counts the tokens that a request decoding since the start would have gained. Prefills have a queue of
     their own, and decoding waits for all of them. With n requests that decode and K tokens in their KV, the next d
     tokens of each take the sum of d steps: d x step_s(n) + kv_token_s x (d K + n d (d - 1) / 2) seconds.
 
-    Used as: ``advance(now)``, change something, ``settle(now)``; ``next_event_s(now)`` says when to come again.
+    Usage: ``advance(now)``, a change, ``settle()``; then call both again at ``next_event_s()``.
     """
 
     def __init__(self, costs: ReplicaCosts, version: int, now: float, on_end: Callable[[FakeRequest], None]) -> None:
@@ -122,21 +122,21 @@ class FakeReplica:
         self.paused = self.lent = False
         self.beside = False  # the trainer computes, on devices of its own
         self._due: list[tuple[float, int, int, FakeRequest]] = []  # (work at its end, serial, stretch, request)
-        self._watched: list[tuple[float, int, int, FakeRequest]] = []  # (work at which its watch is told, ...)
+        self._watched: list[tuple[float, int, int, FakeRequest]] = []  # (work at its watch's next notification, ...)
         self._delayed: list[tuple[float, int, int, FakeRequest]] = []  # (time its delay ends, ...)
-        self._prefills: deque[tuple[FakeRequest | None, int]] = deque()  # and the stretch it belongs to
+        self._prefills: deque[tuple[FakeRequest | None, int]] = deque()  # (request, its stretch)
         self._prefill_left_s: deque[float] = deque()
         self._decoding = 0
-        self._context = 0  # KV tokens of running requests at the begin of their stretches
-        self._bases = 0.0  # sum of the bases of decoding ones
-        self._allowed = 0  # of all open requests
-        self._sessions: OrderedDict[str, int] = OrderedDict()  # KV that ended turns left behind, oldest first
+        self._context = 0  # KV tokens of running requests at the beginning of their stretches
+        self._bases = 0.0  # sum of ``base`` over the decoding requests
+        self._allowed = 0  # sum of ``allowed_tokens`` over the open requests
+        self._sessions: OrderedDict[str, int] = OrderedDict()  # KV tokens kept of finished turns, oldest first
         self._session_tokens = 0
-        self._prompts: Counter[tuple[Sequence[int], int]] = Counter()  # prompts in the KV of running ones
+        self._prompts: Counter[tuple[Sequence[int], int]] = Counter()  # running requests by prompt
         self.generated = self.prefilled = self.finished = self.preemptions = 0
         self.busy_s = self.idle_s = self.paused_s = self.lent_s = self.decode_steps = 0.0
 
-    # --- what it holds --------------------------------------------------------------------------------------
+    # --- present state --------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -144,7 +144,7 @@ class FakeReplica:
 
     @property
     def kv_tokens(self) -> float:
-        """KV tokens of running requests: their contexts and the tokens they have gained."""
+        """KV tokens of the running requests, fractions of a token included."""
         return self._context + self._decoding * self.work - self._bases
 
     @property
@@ -163,7 +163,7 @@ class FakeReplica:
         return session in self._sessions
 
     def produced(self, entry: FakeRequest) -> int:
-        """Tokens of its present stretch."""
+        """Count of tokens that a request has gained in its present stretch."""
         if not entry.decoding or entry.reason == "error":
             return 0
         left = entry.length - entry.resumed_tokens - entry.done
@@ -172,7 +172,7 @@ class FakeReplica:
     # --- time -----------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """Bring the work up to ``now``, which is not after the next event."""
+        """Advance time and work to ``now``, which must not be after the next event."""
         elapsed_s, self._now = now - self._now, now
         if self.lent:
             self.lent_s += elapsed_s
@@ -191,7 +191,7 @@ class FakeReplica:
             self.idle_s += elapsed_s
 
     def next_event_s(self) -> float:
-        """When something ends, begins or no longer fits; inf: not before it is told something."""
+        """Time of the next event: an end, a beginning, a notification or full KV; inf when none is due."""
         due_s = self._delayed[0][0] if self._delayed else math.inf
         if self.paused or self.lent:
             return due_s
@@ -227,8 +227,10 @@ class FakeReplica:
     # --- events ---------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Do what is due: watches, prefills and delays that are over, ends, preemptions, newcomers. Is up to date."""
-        self._let_sessions_go()  # before anything ends: KV only grows between two events
+        """Process due events: notifications, ends of prefills and delays, finished requests, preemptions, new requests.
+
+        Call `advance` before."""
+        self._let_sessions_go()  # first, since KV only grows between two events
         self._tell_watches()
         while self._delayed and self._delayed[0][0] <= self._now + _ROUNDING_S:
             _, _, stretch, entry = heapq.heappop(self._delayed)
@@ -248,7 +250,7 @@ class FakeReplica:
         self._fill()
 
     def _tell_watches(self) -> None:
-        """Notify the watches that are due; a watch may cancel requests, which calls this again."""
+        """Notify due watches. A watch may cancel requests, which calls `settle` again."""
         while self._watched and self._watched[0][0] <= self.work + _ROUNDING:
             _, _, stretch, entry = heapq.heappop(self._watched)
             if entry.decoding and entry.stretch == stretch and entry.watch is not None:
@@ -257,13 +259,13 @@ class FakeReplica:
                 entry.watch.told(self.response(entry)[0])
 
     def _watch(self, entry: FakeRequest) -> None:
-        """Remember when its watch is told next, if it lives so long."""
+        """Schedule the next notification of a request's watch, if one is due before its end."""
         if entry.watch is not None and entry.told + entry.watch.every_tokens < entry.length:
             at = entry.base + entry.told + entry.watch.every_tokens - entry.resumed_tokens - entry.done
             heapq.heappush(self._watched, (at, entry.serial, entry.stretch, entry))
 
     def _let_sessions_go(self) -> None:
-        """Drop the KV of ended turns, oldest first, until running requests have room."""
+        """Evict the KV of finished turns, oldest first, until the running requests' KV fits."""
         capacity = self.costs.kv_capacity_tokens
         while capacity is not None and self._sessions and self.kv_tokens + self._session_tokens > capacity:
             self._session_tokens -= self._sessions.popitem(last=False)[1]
@@ -280,7 +282,7 @@ class FakeReplica:
         costs = self.costs
         while self.waiting and len(self.running) < costs.slots and not self.paused and not self.lent:
             _, _, stretch, entry = self.waiting[0]
-            if entry.stretch != stretch or entry.length < 0:  # it went on elsewhere or was cancelled
+            if entry.stretch != stretch or entry.length < 0:  # moved elsewhere or cancelled
                 heapq.heappop(self.waiting)
                 continue
             if costs.kv_capacity_tokens is not None and self.running:
@@ -289,10 +291,10 @@ class FakeReplica:
                     return
             heapq.heappop(self.waiting)
             self._begin(entry)
-        self._end_prefills()  # those that take no time
+        self._end_prefills()  # of zero duration
 
     def _end_prefills(self) -> None:
-        """Prefills that are done let their requests decode; those of requests that are gone are left out."""
+        """Start decoding of requests whose prefill is done; skip prefills of requests that are gone."""
         while self._prefills:
             entry, stretch = self._prefills[0]
             gone = entry is not None and not (entry.begun and entry.stretch == stretch)
@@ -317,7 +319,7 @@ class FakeReplica:
         if costs.prefill_token_s:
             key = entry.prompt_key = (entry.request.prompt_ids, self.version)
             if not known and self._prompts[key]:
-                known = len(entry.request.prompt_ids)  # a sibling's prompt is there already
+                known = len(entry.request.prompt_ids)  # a running sibling's KV has the prompt
             self._prompts[key] += 1
             fresh = max(0, context - known)
             self.prefilled += fresh
@@ -346,13 +348,13 @@ class FakeReplica:
     # --- requests and versions ------------------------------------------------------------------------------
 
     def enter(self, entry: FakeRequest) -> None:
-        """Queue a request for a slot; lower priorities go first."""
+        """Queue a request for a slot; lower priorities first."""
         self.open += 1
         self._allowed += entry.allowed_tokens
         heapq.heappush(self.waiting, (entry.request.priority, entry.serial, entry.stretch, entry))
 
     def leave(self, entry: FakeRequest) -> None:
-        """Take it off: its slot and its KV are free."""
+        """Remove a request, freeing its slot and KV."""
         self.open -= 1
         self._allowed -= entry.allowed_tokens
         if not entry.begun:
@@ -370,12 +372,12 @@ class FakeReplica:
             self._bases -= entry.base
 
     def withdraw(self, entry: FakeRequest) -> None:
-        """Take it off for good: its place among those that wait is void."""
+        """Remove a request for good, also from the waiting queue."""
         self.leave(entry)
         entry.length = -1
 
     def interrupt(self, entry: FakeRequest) -> None:
-        """Take it off with the tokens it has; whoever it enters next prefills them."""
+        """Preempt a request: remove it with its tokens so far, which the replica it enters next prefills."""
         produced, begun = self.produced(entry), entry.begun
         entry.spans = self.spans(entry)
         self.leave(entry)
@@ -385,7 +387,7 @@ class FakeReplica:
         entry.reprefills += begun
 
     def keep_session(self, session: str, tokens: int) -> None:
-        """The KV of a turn that has ended stays until room is needed."""
+        """Keep the KV of a finished turn until room is needed."""
         self._sessions[session] = tokens
         self._session_tokens += tokens
 
@@ -393,7 +395,7 @@ class FakeReplica:
         self._session_tokens -= self._sessions.pop(session, 0)
 
     def begin_update(self, mode: UpdateMode) -> tuple[list[FakeRequest], int]:
-        """Decoding pauses; returns the requests that cross the update, and the tokens that are prefilled again."""
+        """Pause decoding. Returns (requests that cross the update, tokens to prefill again)."""
         self._sessions.clear()
         self._session_tokens = 0
         crossing = list(self.running.values())
@@ -416,7 +418,7 @@ class FakeReplica:
     # --- results --------------------------------------------------------------------------------------------
 
     def spans(self, entry: FakeRequest) -> list[list[int]]:
-        """Its spans with the tokens of the present stretch."""
+        """Version spans of a request's response, [version, tokens] each, present stretch included."""
         produced, spans, counted = self.produced(entry), [[*span] for span in entry.spans], 0
         if not produced:
             return spans
@@ -434,7 +436,7 @@ class FakeReplica:
         return spans
 
     def response(self, entry: FakeRequest, ended: FinishReason | None = None) -> tuple[PartialResponse, int]:
-        """Its tokens so far, and how many of them are new; ``ended``: how, when it is over."""
+        """Return (response so far, count of tokens gained here). ``ended``: the finish reason, if it has ended."""
         produced, before = entry.done + self.produced(entry), entry.request.partial
         versions = tuple(VersionSpan(version=version, tokens=tokens) for version, tokens in self.spans(entry))
         if not produced:
@@ -453,12 +455,12 @@ class FakeReplica:
 def made_up(
     entry: FakeRequest, first: int, end: int, ended: FinishReason | None = None
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Its response tokens ``first`` to ``end`` and their log-probabilities. ``ended``: how it did, with these."""
+    """Response tokens ``first`` to ``end`` and their log-probabilities. ``ended``: the finish reason, at the end."""
     ids, last = tokens_from(entry.request.sampling.seed, first, end - first), _last_id(entry, ended)
     return ids if last < 0 else (*ids[:-1], last), (LOGPROB,) * (end - first)
 
 
 def _last_id(entry: FakeRequest, ended: FinishReason | None) -> int:
-    """Return the id of a response's last token; -1: made up like the others."""
+    """Id of a response's last token: a stop token after "stop", else -1 for an ordinary token."""
     stops = entry.request.sampling.stop_token_ids
     return stops[0] if ended == "stop" and stops else -1

@@ -1,4 +1,4 @@
-"""The process of one generator replica: decodes in its ticks, streams what it sampled."""
+"""The process of one generator replica: one decode step each tick; streams token deltas as events."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from headway.records.generation import (
 from headway.records.tokens import decoder, encoder
 from headway.runtime.child import WorkerContext
 
-STREAM_INTERVAL_S = 0.08  # running requests' tokens: an engine that dies costs no more than this
-FINISH_DELAY_S = 0.02  # a finished request waits this long for others to share its event; not once the engine is idle
+STREAM_INTERVAL_S = 0.08  # between deltas of running requests: a dead engine costs no more than the last interval
+FINISH_DELAY_S = 0.02  # a finished request's delta waits this long to share an event; an idle engine sends at once
 
 
 class GeneratorService:
-    """An engine behind a worker's interface.
+    """Serves an engine as a worker.
 
     Every ``tick`` is one engine step. Events are MessagePack of ``list[TokenDelta]``: one small buffer for
-    many requests, because what an event costs is paid in the orchestrator.
+    many requests, because each event costs time in the orchestrator.
     """
 
     def __init__(self, context: WorkerContext, **settings: Any) -> None:
@@ -59,7 +59,7 @@ class GeneratorService:
             return self._engine.apply(published, mode)
 
     def lend(self, lent: bool) -> None:
-        """Leave the device to the trainer, or take it back; requests keep their KV meanwhile."""
+        """Lend the device to the trainer, or reclaim it; requests keep their KV meanwhile."""
         now = time.monotonic()
         if lent and self._lent_since_s is None:
             self._lent_since_s, self._idle_before_s = now, self._engine.statistics().idle_s
@@ -69,7 +69,7 @@ class GeneratorService:
             self._lent_since_s = None
 
     def statistics(self) -> EngineStatistics:
-        """The engine's counters; while the device is lent, the engine is not idle."""
+        """Return the engine's counters; lent time is counted as lent, not as idle."""
         engine = self._engine.statistics()
         lent_s, lent_idle_s = self._lent_s, self._lent_idle_s
         if self._lent_since_s is not None:
@@ -78,11 +78,11 @@ class GeneratorService:
         return msgspec.structs.replace(engine, idle_s=engine.idle_s - lent_idle_s, lent_s=lent_s)
 
     def activity(self) -> list[ActivitySpan]:
-        """Return the spans of activity since the last call."""
+        """Return the spans of this replica's states since the last call."""
         return self._activity.take()
 
     def tick(self) -> bool:
-        """Run one engine step, and emit an event when one is due. False: nothing to do until the next call."""
+        """Run one engine step, and emit an event when due. Returns False when idle until the next call."""
         lent = self._lent_since_s is not None
         if self._engine.open_requests and not lent:
             self._activity.be("busy")

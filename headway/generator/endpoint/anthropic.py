@@ -1,4 +1,4 @@
-"""Anthropic's messages, for clients that speak nothing else. Shapes: platform.claude.com/docs/en/api/messages."""
+"""Anthropic's Messages API. Shapes: platform.claude.com/docs/en/api/messages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from headway.generator.recording.answer_tree import CallRequest, RecordedCall, R
 from headway.records.conversations import RequestRefused
 from headway.tokens.messages import json_text, normal_messages
 
-_RAW = "raw_arguments"  # of a call whose arguments are no object, which a client couldn't be handed otherwise
+_RAW = "raw_arguments"  # key that wraps a tool call's arguments when they aren't a JSON object
 
 
 class MessageStream(AnswerWriter):
-    """Its events: one content block after the other, each opened, filled and closed."""
+    """Events of a streamed message: content blocks one after the other, each opened, filled and closed."""
 
     ping = event({"type": "ping"}, "ping")
 
@@ -68,7 +68,7 @@ class MessageStream(AnswerWriter):
         return b"event: error\ndata: " + error.anthropic(self._setting.answer_id) + b"\n\n"
 
     def _into(self, block: dict[str, Any]) -> bytes:
-        """Have a block of this type open."""
+        """Open a block of this type, closing one of another type."""
         if self._open == block["type"]:
             return b""
         shut, self._open = self._shut(), block["type"]
@@ -130,7 +130,7 @@ def _refuse_thread(name: str, value: Any) -> None:
 
 
 def openai_messages(values: Values) -> list[dict[str, Any]]:
-    """The conversation as OpenAI's API writes it. Raises RequestRefused."""
+    """Convert a request's conversation to OpenAI's message format. Raises RequestRefused naming the field."""
     found: list[dict[str, Any]] = []
     system = values["system"]
     if system:
@@ -174,7 +174,7 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], field: str) -> list[dict[str
 
 
 def _user(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A message for each result of a tool, then one of what is left."""
+    """Convert a user message: one tool message for each tool result, then a user message of the other blocks."""
     found: list[dict[str, Any]] = []
     rest: list[Mapping[str, Any]] = []
     for block in blocks:
@@ -188,7 +188,7 @@ def _user(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def openai_tools(raw: Any) -> list[dict[str, Any]] | None:
-    """Tools as chat templates take them. Raises RequestRefused: one that runs at Anthropic's, say."""
+    """Convert tools to the form chat templates take. Raises RequestRefused, e.g. for tools that Anthropic runs."""
     if not raw:
         return None
     if not isinstance(raw, list):
@@ -210,7 +210,7 @@ def _envelope(asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dic
 
 
 def _blocks(turn: RecordedTurn, setting: Setting) -> list[dict[str, Any]]:
-    """An answer's content."""
+    """Content blocks of an answer: thinking, text, tool calls."""
     message, found = turn.message, list[dict[str, Any]]()
     written = setting.chat.written
     if message.reasoning and written.reasoning:
@@ -232,7 +232,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 def _stop_reason(turn: RecordedTurn, setting: Setting) -> tuple[str, str | None]:
-    """(reason, the stop sequence that ended it)."""
+    """Return (stop reason, the stop sequence that ended the answer or None)."""
     if turn.message.calls:
         return "tool_use", None
     if turn.finish_reason == "length":

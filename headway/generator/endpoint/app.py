@@ -46,25 +46,25 @@ _COUNT = "/v1/messages/count_tokens"
 _MODELS = "/v1/models"
 _ROLLOUTS = "/v1/rollouts/"
 _REWARD = "/reward"
-_LARGE_BYTES = 20_000  # of a request: encoding what is in a larger one would have others wait for too long
-_THREADS = 2  # that encode large requests
-Counted = Counter[tuple[str, int]]  # by route and status; 0: the client left before
+_LARGE_BYTES = 20_000  # requests from this size on are tokenized in a thread: it would block the event loop too long
+_THREADS = 2  # for large requests
+Counted = Counter[tuple[str, int]]  # responses by route and status; 0: the client left before one was sent
 
 
 class Access(Protocol):
-    """Which rollout a request's key and session name stand for."""
+    """Maps API keys to the sessions of rollouts."""
 
     def session(self, key: str, name: str = "") -> Session:
-        """Raises KeyRefused, or RequestRefused for one that has ended."""
+        """Return the session that takes calls with ``key``. Raises KeyRefused, or RequestRefused if it has ended."""
         ...
 
     def rollout(self, key: str, rollout: str) -> Session:
-        """Return the rollout for which the key posts a reward. Raises as `session`, and NoSuchRollout."""
+        """Return the session whose reward ``key`` may post. Raises as `session`, and NoSuchRollout."""
         ...
 
 
 class App:
-    """Answers requests of OpenAI's and Anthropic's APIs with the calls of sessions.
+    """ASGI application: answers requests of OpenAI's and Anthropic's APIs with the calls of sessions.
 
     A request is authorised before its body is read, and read whole before anything is sampled.
     """
@@ -80,8 +80,9 @@ class App:
         now_s: Callable[[], float] = time.time,
         metrics: Callable[[Counted], bytes] | None = None,
     ) -> None:
-        """``model_path``: of the folder, whose name requests may call the model by. ``now_s``: seconds since the epoch,
-        which answers say they were made at. ``metrics``: what `/metrics` says; None: there is none."""
+        """``model_path``: the model's folder; requests may name the model by its path or last component. ``now_s``:
+        seconds since the epoch, for the answers' creation times. ``metrics``: renders `/metrics`; None: no such
+        route."""
         self._access = access
         self._chat = chat
         self._settings = settings
@@ -106,7 +107,7 @@ class App:
         except asyncio.CancelledError:
             await self._refuse(exchange, HttpError(503, STOPPING, code="server_stopping"))
             raise
-        except Exception as error:  # the edge's one capture point: whatever it is, the client gets a response
+        except Exception as error:  # the HTTP edge's one capture point: every error becomes a response
             await self._refuse(exchange, error)
         finally:
             self._responses[_route(exchange.path), exchange.status] += 1
@@ -144,7 +145,7 @@ class App:
     # --- the routes -----------------------------------------------------------------------------------------------
 
     async def _call(self, exchange: HttpExchange, dialect: Dialect) -> None:
-        """A model call."""
+        """Answer a model call, whole or as a stream."""
         session = self._access.session(exchange.key, exchange.header("x-session-id"))
         with session.attended():
             raw = await exchange.body()
@@ -167,7 +168,7 @@ class App:
             exchange.note_received(answering.note_received)
 
     async def _count(self, exchange: HttpExchange) -> None:
-        """Tokens of a request of Anthropic's API, which is not recorded."""
+        """Answer Anthropic's count_tokens: the prompt tokens of a request, which is not recorded."""
         session = self._access.session(exchange.key, exchange.header("x-session-id"))
         raw = await exchange.body()
         body = self._decoded(raw)
@@ -182,7 +183,7 @@ class App:
         return len(self._chat.tokenizer.encode(text))
 
     async def _reward(self, exchange: HttpExchange, rollout: str) -> None:
-        """``{"reward": number, "solved"?: true or false}``: the rollout's; the last one counts."""
+        """Post a rollout's reward, ``{"reward": number, "solved"?: true or false}``; the last one posted counts."""
         session = self._access.rollout(exchange.key, rollout)
         with session.attended():
             body = self._decoded(await exchange.body())
@@ -192,7 +193,7 @@ class App:
         await exchange.reply(200, msgspec.json.encode(posted))
 
     def _models(self, path: str) -> dict[str, Any]:
-        """The one model, in a list or alone."""
+        """Describe the served model: in a list, or alone where ``path`` names it."""
         model = {
             "id": self._settings.model,
             "object": "model",
@@ -207,7 +208,7 @@ class App:
         return {**model, "id": name}
 
     async def _aside(self, work: Callable[[CallRequest], T], request: CallRequest) -> T:
-        """``work`` in a thread, few at once: others of this process need theirs."""
+        """Run ``work`` in a thread, at most `_THREADS` at once: other parts of the process share the thread pool."""
         async with self._threads:
             return await asyncio.to_thread(work, request)
 
@@ -243,12 +244,12 @@ class App:
         )
 
     async def _refuse(self, exchange: HttpExchange, error: Exception) -> None:
-        """Tell the client what went wrong, if it can still be told."""
+        """Respond with an error, unless a response has begun."""
         refused = http_error(error)
         if refused.status == 500:
             _log.error("%s %s: %s", exchange.method, exchange.path, refused, exc_info=error)
         if exchange.streaming or exchange.answered:
-            return  # the connection is closed: what came is not whole
+            return  # the server closes the connection, so the client sees a truncated response
         anthropic = exchange.path.startswith("/v1/messages")
         body = refused.anthropic(exchange.request_id) if anthropic else refused.openai()
         with contextlib.suppress(ClientGone):
@@ -256,7 +257,7 @@ class App:
 
 
 async def _answered(exchange: HttpExchange, answering: InflightCall) -> None:
-    """Wait for the end of a call. Raises ClientGone."""
+    """Wait until a call is over. Raises ClientGone when the client leaves first."""
     if answering.over:
         return
     leave = answering.join(lambda: None)
@@ -271,8 +272,8 @@ async def _answered(exchange: HttpExchange, answering: InflightCall) -> None:
 
 
 def _identity(exchange: HttpExchange, raw: bytes) -> str:
-    """Return the identity that a request shares with its retries alone, from its Idempotency-Key; "" without one.
-    Headers that count retries don't name the request, and two calls with the same bytes each want a sample."""
+    """Fingerprint of a request that its client named with an Idempotency-Key: the retries of it share it. "" without
+    one: retry counters don't identify the request, and equal bodies may be separate requests for separate samples."""
     named = exchange.header("idempotency-key")
     if not named:
         return ""
@@ -280,7 +281,7 @@ def _identity(exchange: HttpExchange, raw: bytes) -> str:
 
 
 def _route(path: str) -> str:
-    """Return the label by which responses to ``path`` are counted: one of few values."""
+    """Label of a path in the response counter, from a small fixed set."""
     if path in _DIALECTS or path in (_COUNT, "/health", "/metrics"):
         return path
     known = [prefix for prefix in (_MODELS, _ROLLOUTS) if path.startswith(prefix)]

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions."""
+"""OpenAI's Chat Completions API."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from headway.records.conversations import RequestRefused
 from headway.tokens.messages import normal_messages, normal_tools
 from headway.tokens.output_parsing import client_form
 
-_TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt")  # what a client's variables may not replace
+_TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt")  # no client may set these
 
 
 class ChatStream(AnswerWriter):
-    """``chat.completion.chunk`` events; tool calls come whole, at the end."""
+    """Writes ``chat.completion.chunk`` events; a choice's tool calls come whole, at its end."""
 
     prefix = "chatcmpl"
     kind = "chat.completion.chunk"
@@ -126,7 +126,7 @@ def _finish_reason(turn: RecordedTurn) -> str:
 
 
 def _variables(variables: Values) -> Values:
-    """Arguments of the chat template that the client gives, as vLLM takes them."""
+    """Check ``chat_template_kwargs``: the client's own arguments of the chat template. Raises RequestRefused."""
     for name in variables:
         if name in _TEMPLATE_OWN or not name.isidentifier():
             what = f"chat_template_kwargs.{name}: valid are names that only the template knows, say enable_thinking"

@@ -1,4 +1,4 @@
-"""OpenAI's completions of raw prompts."""
+"""OpenAI's Completions API: raw prompts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from headway.records.conversations import RequestRefused
 from headway.tokens.output_parsing import OutputFormat, response_text
 
 PLAIN = OutputFormat()
-_DEFAULT_TOKENS = 16  # that OpenAI's API gives a completion whose length isn't said
+_DEFAULT_TOKENS = 16  # OpenAI's default of max_tokens
 
 
 class CompletionStream(AnswerWriter):
-    """Events of the same shape as the whole."""
+    """Writes ``text_completion`` events, of the same shape as a whole answer."""
 
     prefix = "cmpl"
     kind = "text_completion"
@@ -50,7 +50,7 @@ class CompletionStream(AnswerWriter):
 
 
 class Completions(Dialect):
-    """``POST /v1/completions``. A prompt is a text or token ids; several in one request are refused."""
+    """``POST /v1/completions``. The prompt is a text or token ids; several prompts in one request are refused."""
 
     parsed = False
     answer: ClassVar = {**CHOICES, "object": {"const": "text_completion"}}
@@ -88,7 +88,7 @@ class Completions(Dialect):
 
 
 def completion_text(turn: RecordedTurn, setting: Setting) -> str:
-    """Return the sampled text, unparsed, up to the first stop string."""
+    """Decode an answer's tokens literally, up to the first stop string."""
     return response_text(setting.chat.tokenizer, turn.answer.ids, PLAIN, turn.answer.stop)
 
 

@@ -1,4 +1,4 @@
-"""The APIs that the endpoint speaks: reading their requests, writing their answers, whole and as a stream."""
+"""Base classes of the endpoint's APIs: parsing requests, writing whole answers and streams."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ _CONSTRAINED = "this server doesn't constrain what is sampled"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """Settings that parsing requests and rendering answers need beside the request."""
+    """Context for parsing a request and writing its answer: settings, tokenizer, time and id of the answer."""
 
     settings: EndpointConfig
     chat: Chat
     texts: TokenTexts
-    fixed_sampling: bool  # the client's own parameters have no effect
+    fixed_sampling: bool  # the experiment's sampling parameters hold, not the client's
     created: int  # seconds since the epoch
-    answer_id: str  # of the answer, without the API's own prefix
+    answer_id: str  # without the API's prefix
 
 
 @dataclass(frozen=True)
 class Piece:
-    """News of one choice of a streamed answer."""
+    """An increment of one choice of a streamed answer."""
 
     choice: int
     reasoning: str = ""
     content: str = ""
-    ids: Sequence[int] = ()  # that came since the last piece
+    ids: Sequence[int] = ()  # tokens since the last piece
     logprobs: Sequence[float] = ()
 
 
 class AnswerWriter:
-    """Writes one streamed answer, as OpenAI's APIs do unless a dialect's own says otherwise. Every method gives the
-    bytes of whole server-sent events."""
+    """Writes one streamed answer. The defaults are those of OpenAI's completion APIs. Every method returns the bytes
+    of whole server-sent events."""
 
-    ping = b": keepalive\n"  # says that the stream lives; without a blank line, which some clients take for an event
+    ping = b": keepalive\n"  # without a blank line, which some clients take for an event
     prefix = ""  # of the answer's id
     kind = ""  # the "object" of every chunk
 
@@ -58,51 +58,51 @@ class AnswerWriter:
         self._same = envelope(self.prefix, self.kind, asked, setting)
 
     def begin(self) -> bytes:
-        """Return the bytes before the first piece."""
+        """Events before the first piece."""
         return b""
 
     def more(self, piece: Piece) -> bytes:
-        """News of a choice."""
+        """Events of an increment of one choice."""
         raise NotImplementedError
 
     def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
-        """The last piece of a choice, and what is known only at the end."""
+        """Events of a choice's last piece, with its tool calls and finish reason."""
         raise NotImplementedError
 
     def close(self) -> bytes:
-        """Return the bytes after the last choice."""
+        """Events after the last choice: usage if asked for, and the end mark."""
         last = b"data: [DONE]\n\n"
         if self._asked.include_usage:
             last = event({**self._same, "choices": [], "usage": usage(self._call)}) + last
         return last
 
     def failed(self, error: HttpError) -> bytes:
-        """An error in place of all that is missing."""
+        """An error event that ends the stream early."""
         return b"data: " + error.openai() + b"\n\n"
 
 
 class Dialect(ABC):
-    """An API's dialect: how its requests are parsed and its answers rendered, whole and streamed."""
+    """A model API: the fields of its requests, and how its answers are written."""
 
-    parsed: ClassVar[bool] = True  # its answers are messages; else plain text
-    answer: ClassVar[Mapping[str, Schema]] = {}  # fields of a whole answer, with their schemas
-    writer: ClassVar[type[AnswerWriter]]  # of its streams
+    parsed: ClassVar[bool] = True  # answers are parsed into messages; False: plain text
+    answer: ClassVar[Mapping[str, Schema]] = {}  # schemas of a whole answer's fields
+    writer: ClassVar[type[AnswerWriter]]  # writes streamed answers
 
     @abstractmethod
     def fields(self, settings: EndpointConfig) -> dict[str, Field]:
-        """The fields of its requests beside those of all APIs: ``model``, ``stream``, how to sample."""
+        """Fields of this API's requests, beside those of all APIs (``model``, ``stream``, sampling)."""
 
     @abstractmethod
     def request(self, values: Values) -> CallRequest:
-        """Convert the values of a request's fields into a call. Raises RequestRefused naming the wrong field."""
+        """Convert parsed field values to a CallRequest. Raises RequestRefused naming the field."""
 
     def all_fields(self, settings: EndpointConfig) -> dict[str, Field]:
-        """Every field of its requests that has an effect, or is refused."""
+        """All fields of this API's requests that have an effect or are refused."""
         model = fields.raw({"type": "string"}, required=True)
         return {"model": model, "stream": fields.flag(), **fields.sampling(), **self.fields(settings)}
 
     def read(self, body: Mapping[str, Any], setting: Setting) -> ParsedRequest:
-        """Raises RequestRefused naming the field that is wrong."""
+        """Parse a request's body. Raises RequestRefused naming the field."""
         values = fields.read(body, self.all_fields(setting.settings))
         logprobs = values.get("logprobs")
         return ParsedRequest(
@@ -116,37 +116,37 @@ class Dialect(ABC):
 
     @abstractmethod
     def whole(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
-        """The body of the answer to a call that was answered."""
+        """The response body of an answered call, as a mapping."""
 
 
 def envelope(prefix: str, kind: str, asked: ParsedRequest, setting: Setting) -> dict[str, Any]:
-    """Return the fields around the choices of OpenAI's answers and chunks: id, object, time, model."""
+    """Fields of OpenAI's answers and chunks beside ``choices``: id, object, created, model."""
     identity = f"{prefix}-{setting.answer_id}"
     return {"id": identity, "object": kind, "created": setting.created, "model": asked.body["model"]}
 
 
 def tool_choice() -> Field:
-    """Whether tools that are given may be called."""
+    """Field ``tool_choice``: 'auto' or 'none'."""
     return fields.only("auto", "none", why=f"{_CONSTRAINED}; valid are 'auto' and 'none'")
 
 
 def text_format() -> Field:
-    """Make the field that asks for a format of the answer's text; only plain text is valid."""
+    """Field ``response_format``: plain text alone."""
     return fields.only({"type": "text"}, why=f"{_CONSTRAINED}; valid is {{'type': 'text'}}")
 
 
 def answers(call: RecordedCall) -> list[RecordedTurn]:
-    """Return the recorded turns of an answered call, one for each choice."""
+    """Answers of an answered call, one for each choice."""
     return [turn for turn in call.turns if turn is not None]
 
 
 def usage(call: RecordedCall) -> dict[str, int]:
-    """Tokens of a call that was answered, in OpenAI's words."""
+    """Token counts of an answered call, under OpenAI's names."""
     prompt, completion = len(call.prompt_ids), sum(len(turn.answer.ids) for turn in answers(call))
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def event(data: Any, name: str = "") -> bytes:
-    """A server-sent event of JSON."""
+    """Encode a server-sent event with JSON data."""
     head = b"event: " + name.encode() + b"\n" if name else b""
     return head + b"data: " + msgspec.json.encode(data) + b"\n\n"

@@ -1,4 +1,4 @@
-"""HTTP requests and their responses over ASGI: limits on bodies, streams, clients that disconnect."""
+"""An HTTP request and its response over ASGI: limits of size and time, streams, clients that disconnect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 
-_DISCARDED = 4  # times the largest body is read before it is refused: a client that is still sending hears no answer
+_DISCARDED = 4  # multiple of the limit that is read before a refusal: clients read no response while they send
 
 
 STOPPING = "the server is stopping"
@@ -21,25 +21,26 @@ CONNECTION = "headway.connection"  # extension of the ASGI scope: a Connection
 
 
 class Connection:
-    """The state of one exchange's connection that a server knows and ASGI doesn't carry."""
+    """State of an exchange's connection that ASGI doesn't convey; the server sets it."""
 
     def __init__(self) -> None:
-        self.lost = False  # it is closed; set before anything else runs
-        self.on_reset: Callable[[], object] | None = None  # called when the client closes without having read it all
+        self.lost = False  # closed; set before the application runs again
+        self.on_reset: Callable[[], object] | None = None  # called on a close with the response unread
 
 
 class ClientGone(Exception):
-    """The other side closed the connection, or reads nothing."""
+    """The client closed the connection, or stopped reading."""
 
 
 class HttpExchange:
-    """*reading* -> *answered* (`reply`), or *streaming* (`begin_stream`, `write`) -> *answered* (`end_stream`)."""
+    """State of one exchange: *reading* -> *answered* (`reply`), or *streaming* (`begin_stream`,
+    `write`) -> *answered* (`end_stream`)."""
 
     def __init__(self, scope: Message, receive: Receive, send: Send, settings: EndpointConfig, request_id: str) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.request_id = request_id
-        self.status = 0  # of the response; 0: there is none
+        self.status = 0  # of the response; 0: none has begun
         self.streaming = False
         self.answered = False
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -50,17 +51,17 @@ class HttpExchange:
         self._gone: asyncio.Task[None] | None = None
 
     def header(self, name: str) -> str:
-        """Its value, "" where it isn't there."""
+        """A request header's value; "" if absent."""
         return self._headers.get(name.encode(), b"").decode("latin-1")
 
     @property
     def key(self) -> str:
-        """The API key that came with it, "" for none."""
+        """The request's API key, from `authorization` or `x-api-key`; "" if absent."""
         kind, _, token = self.header("authorization").partition(" ")
         return (token.strip() if kind.lower() == "bearer" else "") or self.header("x-api-key")
 
     async def body(self) -> bytes:
-        """All of it. Raises HttpError: too large, or too slow."""
+        """Read the request's body. Raises HttpError 413 (too large) or 408 (too slow), and ClientGone."""
         limit = self._settings.max_body_bytes
         pieces: list[bytes] = []
         size, more = 0, True
@@ -86,7 +87,7 @@ class HttpExchange:
         return b"".join(pieces)
 
     def gone(self) -> asyncio.Task[None]:
-        """Done when the client has left; asked for once the body was read."""
+        """Task that is done when the client has disconnected. Call it only after the body was read."""
         if self._gone is None:
             self._gone = asyncio.create_task(self._wait_gone(), name="client")
         return self._gone
@@ -98,34 +99,34 @@ class HttpExchange:
     async def reply(
         self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (), kind: bytes = b"application/json"
     ) -> None:
-        """The whole response."""
+        """Send a whole response. Raises ClientGone."""
         length = (b"content-length", str(len(body)).encode())
         head = self._head(status, kind, [length, *headers])
         self.answered = True
         await self._bounded(head, {"type": "http.response.body", "body": body})
 
     async def begin_stream(self) -> None:
-        """The head of a response that comes as server-sent events."""
+        """Send the head of a stream of server-sent events. Raises ClientGone."""
         self.streaming = True
         await self._bounded(self._head(200, b"text/event-stream; charset=utf-8", [(b"cache-control", b"no-cache")]))
 
     async def write(self, data: bytes) -> None:
-        """A piece of the stream. Raises ClientGone."""
+        """Send a piece of the stream. Raises ClientGone."""
         await self._bounded({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_stream(self, last: bytes) -> None:
-        """Its last piece, in one write with the response's end: nothing is left unread behind it. Raises ClientGone."""
+        """Send the stream's last piece and the response's end in one write. Raises ClientGone."""
         self.answered = True
         await self._bounded({"type": "http.response.body", "body": last})
 
     def note_received(self, note: Callable[[bool], object]) -> None:
-        """Call ``note(True)``: the response was sent to its end. If the client closes the connection without having
-        read all of it, ``note(False)`` follows: a request behind it, on the same connection, says that it has."""
+        """Call ``note(True)`` now that the whole response was sent, and ``note(False)`` if the client closes the
+        connection without reading all of it. A later request on the same connection proves that it was read."""
         note(True)
         self._connection.on_reset = lambda: note(False)
 
     def close(self) -> None:
-        """Wait for the client no longer. Behind a whole response the server says by itself that it has left."""
+        """Stop waiting for the client's disconnect; after a whole response the server ends that wait itself."""
         if self._gone is not None and not self.answered:
             self._gone.cancel()
 
@@ -135,7 +136,7 @@ class HttpExchange:
         return {"type": "http.response.start", "status": status, "headers": named}
 
     async def _bounded(self, *messages: Message) -> None:
-        """Send them. A client that reads nothing for long counts as gone."""
+        """Send ASGI messages. Raises ClientGone, also when the client reads nothing for ``body_timeout_s``."""
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
                 for message in messages:

@@ -1,4 +1,4 @@
-"""The fields of a request's body: each one's reader and JSON schema, so that what is documented is what is parsed."""
+"""Fields of a request's body: a parser and a JSON schema for each, so that the documentation matches the parser."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from headway.records.generation import LOWEST_TEMPERATURE
 _MOST_STOPS = 64
 _LONGEST_STOP = 1024  # characters
 _SEED = (-(1 << 63), (1 << 63) - 1)
-MOST_TOKENS = 1 << 31  # that a request may ask for: no context is larger
+MOST_TOKENS = 1 << 31  # limit of max_tokens: no context is larger
 
 Schema = Mapping[str, Any]
-Values = Mapping[str, Any]  # of a request's fields, by name
+Values = Mapping[str, Any]  # parsed values of a request's fields, by name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedRequest:
-    """A request of any of the APIs in one form."""
+    """A parsed request, in one form for all APIs."""
 
     request: CallRequest
     client: ClientSampling
     stream: bool
-    include_usage: bool = False  # in a stream of OpenAI's
+    include_usage: bool = False  # OpenAI's streams end with the token counts
     logprobs: bool = False
-    body: Mapping[str, Any]  # as it came
+    body: Mapping[str, Any]  # the request's JSON, unparsed
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """How one field is read: ``read(name, value)`` raises RequestRefused for a value that ``schema`` excludes."""
+    """Parser of one field: ``read(name, value)`` raises RequestRefused for a value that ``schema`` excludes."""
 
     read: Callable[[str, Any], Any]
     schema: Schema
-    default: Any = None  # where it isn't given, or null
+    default: Any = None  # for an absent or null value
     required: bool = False
 
 
 def read(body: Mapping[str, Any], fields: Mapping[str, Field], within: str = "") -> dict[str, Any]:
-    """Every field's value, in the order of ``fields``; ``within``: what errors put before their names. Raises
+    """Parse a body's values of ``fields``, in their order. ``within``: prefix of names in errors. Raises
     RequestRefused."""
     values: dict[str, Any] = {}
     for name, field in fields.items():
@@ -54,7 +54,7 @@ def read(body: Mapping[str, Any], fields: Mapping[str, Field], within: str = "")
 
 
 def schema_of(fields: Mapping[str, Field]) -> dict[str, Any]:
-    """The JSON schema of an object with these fields, and others that are ignored."""
+    """JSON schema of an object with these fields; further ones are ignored."""
     required = [name for name, field in fields.items() if field.required]
     properties = {
         name: field.schema if field.required or not field.schema else {"anyOf": [field.schema, {"type": "null"}]}
@@ -64,7 +64,7 @@ def schema_of(fields: Mapping[str, Field]) -> dict[str, Any]:
 
 
 def raw(schema: Schema, most: int | None = None, *, required: bool = False) -> Field:
-    """A value that is read elsewhere; a list has at most ``most`` entries."""
+    """Field whose value is passed on unparsed; a list has at most ``most`` entries."""
 
     def checked(name: str, value: Any) -> Any:
         if most is not None and isinstance(value, list) and len(value) > most:
@@ -76,7 +76,7 @@ def raw(schema: Schema, most: int | None = None, *, required: bool = False) -> F
 
 
 def number(low: float, high: float, smallest: float = 0.0, *, required: bool = False) -> Field:
-    """A number in [low, high]; one above 0 is at least ``smallest``."""
+    """Field of a number in [low, high]; a value above 0 must be at least ``smallest``."""
 
     def checked(name: str, value: Any) -> float:
         valid = not isinstance(value, bool) and isinstance(value, int | float) and low <= value <= high
@@ -109,7 +109,7 @@ def flag(default: bool | None = False) -> Field:
 
 
 def stop() -> Field:
-    """Strings that end an answer: one, or a list."""
+    """Field of stop strings: one string, or a list."""
 
     def checked(name: str, value: Any) -> tuple[str, ...]:
         given = [value] if isinstance(value, str) else value
@@ -124,7 +124,7 @@ def stop() -> Field:
 
 
 def structure(**fields: Field) -> Field:
-    """An object, with these fields among others."""
+    """Field of an object whose listed fields are parsed; its others are kept."""
 
     def checked(name: str, value: Any) -> Mapping[str, Any]:
         if not isinstance(value, Mapping):
@@ -135,7 +135,7 @@ def structure(**fields: Field) -> Field:
 
 
 def only(*valid: Any, why: str) -> Field:
-    """Any of these values, or none."""
+    """Field that allows just these values, or none; ``why`` ends the error."""
 
     def checked(name: str, value: Any) -> Any:
         if not any(type(value) is type(known) and value == known for known in valid):
@@ -146,7 +146,7 @@ def only(*valid: Any, why: str) -> Field:
 
 
 def shown(value: Any) -> str:
-    """A value as errors show it: short, whatever it is."""
+    """Format a value for an error, in at most 80 characters."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits
@@ -159,7 +159,7 @@ def _refused(name: str, value: Any, valid: str) -> RequestRefused:
 
 
 def sampling() -> dict[str, Field]:
-    """How clients of all APIs ask for their answers to be sampled."""
+    """Sampling fields that all APIs share."""
     return {
         "frequency_penalty": number(-2, 2),
         "presence_penalty": number(-2, 2),
@@ -173,8 +173,8 @@ def sampling() -> dict[str, Field]:
 
 
 def client_sampling(values: Values, *, fixed: bool) -> ClientSampling:
-    """How the client wants its answers sampled. What no engine here can do is refused, unless the experiment's
-    parameters hold in any case (``fixed``)."""
+    """Convert the sampling fields. Refuses penalties, which no engine supports, unless the experiment's sampling
+    parameters hold anyway (``fixed``)."""
     for name, neutral in (("frequency_penalty", 0.0), ("presence_penalty", 0.0), ("repetition_penalty", 1.0)):
         if values[name] not in (None, neutral) and not fixed:
             raise RequestRefused(f"{name}: this server has no penalties; valid is {neutral:g}", param=name)

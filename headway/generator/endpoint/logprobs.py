@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens, as OpenAI's API writes them."""
+"""Log-probabilities of sampled tokens in OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 from headway.tokens.tokenizer import Tokenizer
 
-_BROKEN = "\ufffd"  # decoded out of a part of a character
+_BROKEN = "\ufffd"  # decoded from an incomplete character
 
 
 class TokenTexts:
-    """The text that each token stands for inside other text."""
+    """Cache of the text of each token inside other text, by token id."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._anchor = tokenizer.encode("a")[-1:]  # what stands at the beginning may lose its leading blank
+        self._anchor = tokenizer.encode("a")[-1:]  # decoders may strip the first token's leading blank
         self._before = len(tokenizer.decode(self._anchor))
         self._texts: dict[int, str] = {}
 
@@ -31,8 +31,8 @@ class TokenTexts:
         return self._tokenizer.decode([*self._anchor, token], keep_special=True)[self._before :]
 
     def chat(self, ids: Sequence[int], logprobs: Sequence[float]) -> list[dict[str, Any]]:
-        """Entries of ``choices[].logprobs.content``, one for each token. ``bytes`` of a token that is a part of a
-        character are unknown."""
+        """Entries of ``choices[].logprobs.content``, one for each token. ``bytes`` is None for a token that holds part
+        of a character."""
         return [
             {
                 "token": self[token],
@@ -44,7 +44,7 @@ class TokenTexts:
         ]
 
     def completions(self, ids: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any]:
-        """``choices[].logprobs`` of tokens whose text begins ``offset`` characters behind the prompt's."""
+        """``choices[].logprobs`` of tokens whose text begins ``offset`` characters after the prompt's end."""
         texts = [self[token] for token in ids]
         return {
             "tokens": texts,

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the endpoint, made of the fields that its dialects read and the errors it answers with."""
+"""The endpoint's OpenAPI document, generated from the dialects' fields and the error statuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EVENT: Part = {"type": "object", "properties": {"event": _TEXT, "data": _TEXT}}
 
 
 def document(settings: EndpointConfig, dialects: Mapping[str, Dialect], metrics: bool) -> dict[str, Any]:
-    """The document, version 3.1. ``metrics``: there is a ``/metrics``."""
+    """Generate the OpenAPI 3.1 document. ``metrics``: include ``/metrics``."""
     paths: dict[str, Any] = {}
     for path, dialect in dialects.items():
         answer = {"type": "object", "properties": dialect.answer, "required": list(dialect.answer)}
@@ -54,7 +54,7 @@ def _operation(
     path: str, answer: Part | None, asked: Part | None = None, named: str = "", *, stream: Part | None = None,
     session: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Describe an operation: its body ``asked``, its path parameter, its answer in JSON or as a stream."""
+    """Describe an operation: request body ``asked``, path parameter ``named``, answers as JSON and as ``stream``."""
     error = ANTHROPIC_ERROR if path.startswith("/v1/messages") else OPENAI_ERROR
     content = {**({"application/json": {"schema": answer}} if answer is not None else {}), **(stream or {})}
     parameters: list[Part] = []

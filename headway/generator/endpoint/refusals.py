@@ -1,4 +1,4 @@
-"""Requests that get no answer, in the shapes of the APIs they were made in."""
+"""HTTP errors, in the error formats of OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from headway.records.conversations import RequestRefused
 from headway.records.errors import Overloaded
 
 Headers = tuple[tuple[bytes, bytes], ...]
-NO_RETRY: Headers = ((b"x-should-retry", b"false"),)  # clients of both APIs obey it
-# by status: what OpenAI's API calls the error, and Anthropic's
+NO_RETRY: Headers = ((b"x-should-retry", b"false"),)  # both APIs' clients honour it
+# status -> error type in OpenAI's API, in Anthropic's
 _TYPES = {
     400: ("invalid_request_error", "invalid_request_error"),
     401: ("invalid_request_error", "authentication_error"),
@@ -34,12 +34,12 @@ _DETAILED = ("thread_unsupported_request",)  # codes that Anthropic's clients ac
 
 
 class HttpError(Exception):
-    """An answer that is an error."""
+    """An error response."""
 
     def __init__(
         self, status: int, message: str, *, code: str | None = None, param: str | None = None, headers: Headers = ()
     ) -> None:
-        """``status``: of HTTP; ``code`` and ``param`` (the field) as OpenAI's API has them."""
+        """``status``: HTTP's; ``code`` and ``param`` (the field): as in OpenAI's API."""
         super().__init__(message)
         self.status = status
         self.code = code
@@ -47,7 +47,7 @@ class HttpError(Exception):
         self.headers = headers
 
     def openai(self) -> bytes:
-        """Its body in OpenAI's shape."""
+        """The body in OpenAI's format."""
         error = {"message": str(self), "type": _TYPES[self.status][0], "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
@@ -60,7 +60,7 @@ class HttpError(Exception):
 
 
 def http_error(error: Exception) -> HttpError:
-    """The refusal that an error of sessions and recorders comes to. Errors of no kind that it knows are ours: 500."""
+    """Convert an error of sessions and recorders to an HTTP error; unknown errors are internal, status 500."""
     if isinstance(error, HttpError):
         return error
     if isinstance(error, RequestRefused):
@@ -72,7 +72,7 @@ def http_error(error: Exception) -> HttpError:
     if isinstance(error, Overloaded):
         return HttpError(429, str(error), code="rate_limit_exceeded", headers=_retry_after(error.retry_after_s))
     if isinstance(error, CallFailed) and error.timeout:
-        return HttpError(504, str(error), code="timeout", headers=NO_RETRY)  # it would take as long again
+        return HttpError(504, str(error), code="timeout", headers=NO_RETRY)  # a retry would time out too
     return HttpError(500, f"{type(error).__name__}: {error}", code="internal_error")
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's responses, without server-side state: each request brings the whole conversation."""
+"""OpenAI's Responses API, without server-side state: each request brings the whole conversation."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _STATE = "this server keeps no responses: send the whole conversation as input"
 
 
 class ResponseStream(AnswerWriter):
-    """Its events: each item of the output is added, filled and done."""
+    """Events of a streamed response: each output item is added, filled and done."""
 
     def __init__(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> None:
         super().__init__(asked, call, setting)
         self._sequence = 0
-        self._done = 0  # items
+        self._done = 0  # items finished so far
         self._open = ""  # type of the open item
         self._texts = {"reasoning": "", "message": ""}
 
@@ -82,7 +82,7 @@ class ResponseStream(AnswerWriter):
         return self._event("response.failed", response={**response, "status": "failed", "error": what})
 
     def _into(self, kind: str) -> bytes:
-        """Have an item of this type open."""
+        """Open an item of this type, closing one of another type."""
         if self._open == kind:
             return b""
         shut, self._open = self._shut(), kind
@@ -152,7 +152,7 @@ class Responses(Dialect):
 
 
 def _messages(values: Values) -> list[dict[str, Any]]:
-    """The conversation as the chat API writes it. Raises RequestRefused."""
+    """Convert a request's conversation to chat messages. Raises RequestRefused naming the field."""
     found: list[dict[str, Any]] = []
     instructions = values["instructions"]
     if instructions:
@@ -161,7 +161,7 @@ def _messages(values: Values) -> list[dict[str, Any]]:
     items: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
         raise RequestRefused("input: a text or a list of items is needed", param="input")
-    answer: dict[str, Any] | None = None  # the assistant's message that further items belong to
+    answer: dict[str, Any] | None = None  # the assistant's message that the next items extend
     for number, item in enumerate(items):
         field = f"input[{number}]"
         if not isinstance(item, Mapping):
@@ -201,7 +201,7 @@ def _add(answer: dict[str, Any], kind: str, item: Mapping[str, Any], field: str)
 
 
 def _tools(raw: Any) -> Any:
-    """Tools as the chat API writes them; what isn't one is refused there."""
+    """Convert tools to the chat API's format; malformed ones stay as they are, for `normal_tools` to refuse."""
     if not isinstance(raw, list):
         return raw
     return [
@@ -213,7 +213,7 @@ def _tools(raw: Any) -> Any:
 
 
 def _response(asked: ParsedRequest, setting: Setting, call: RecordedCall | None) -> dict[str, Any]:
-    """The response object; ``call``: once it is answered."""
+    """The response object; ``call``: the answered call, None while in progress."""
     body, output = asked.body, list[dict[str, Any]]()
     status: str = "in_progress"
     used: dict[str, Any] | None = None
@@ -246,7 +246,7 @@ def _response(asked: ParsedRequest, setting: Setting, call: RecordedCall | None)
 
 
 def _output(turn: RecordedTurn, setting: Setting) -> list[dict[str, Any]]:
-    """An answer's items."""
+    """Output items of an answer: reasoning, message, function calls."""
     message, written = turn.message, setting.chat.written
     texts: Sequence[tuple[str, str]] = (
         ("reasoning", message.reasoning if written.reasoning else ""),

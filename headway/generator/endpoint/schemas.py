@@ -1,4 +1,4 @@
-"""JSON schemas of the parts of requests and answers that aren't single fields: messages, tools, choices, errors."""
+"""JSON schemas of structured parts of requests and answers: messages, tools, choices, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The endpoint's HTTP server, inside an event loop that others share: uvicorn with httptools' parser."""
+"""The endpoint's HTTP server, in a shared event loop: uvicorn with httptools' parser."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from headway.runtime.addresses import split_address
 
 _HEAD_BYTES = 64 * 1024  # request line and headers
 _BACKLOG = 2048  # connections that wait to be accepted
-_GRACE_S = 2  # for responses under way when the server ends
+_GRACE_S = 2  # for responses under way at shutdown
 
 
 def _refusal(status: bytes, error: HttpError) -> bytes:
-    """A response to a request that no application gets to see."""
+    """Encode a whole HTTP response to a request that the server refuses before the application."""
     body = error.openai()
     head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
     return head % (status, len(body)) + body
@@ -36,8 +36,8 @@ _TOO_LATE = _refusal(b"408 Request Timeout", HttpError(408, "the request's head 
 
 @asynccontextmanager
 async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | None = None) -> AsyncIterator[str]:
-    """Serve ``app`` inside the block at ``listener``, which is closed with it, or else at ``settings.address``; gives
-    the server's address, http://HOST:PORT. Raises ConfigurationError as `listening`."""
+    """Serve ``app`` inside the block on ``listener`` (closed at the end), or on a new socket at ``settings.address``.
+    Yields the server's address, http://HOST:PORT. Raises ConfigurationError as `listening`."""
     with closing(listener or listening(settings.address)) as listener:
         config = uvicorn.Config(
             app,
@@ -45,17 +45,17 @@ async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | 
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="critical",  # a client's bad request is no news
+            log_level="critical",  # clients' bad requests aren't logged
             access_log=False,
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            timeout_keep_alive=int(settings.keep_alive_s),  # of uvicorn's 5 s: clients' own, and whoever is late loses
+            timeout_keep_alive=int(settings.keep_alive_s),  # longer than clients' own 5 s: equal ones race
             timeout_graceful_shutdown=_GRACE_S,
             backlog=_BACKLOG,
         )
         config.load()
-        # Server.serve() would handle the process's signals: these are its parts without that.
+        # The parts of Server.serve() without its handling of the process's signals.
         server = uvicorn.Server(config)
         server.lifespan = config.lifespan_class(config)
         await server.startup(sockets=[listener])
@@ -67,7 +67,7 @@ async def serving(app: Any, settings: EndpointConfig, listener: socket.socket | 
 
 
 def listening(address: str) -> socket.socket:
-    """A socket there: whoever connects before it is served waits. Raises ConfigurationError when that can't be."""
+    """Return a listening socket; connections queue until it is served. Raises ConfigurationError if it can't bind."""
     host, port = split_address(address)
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -90,15 +90,15 @@ def listening(address: str) -> socket.socket:
 
 def _protocol(connections: int, timeout_s: float) -> type[HttpToolsProtocol]:
     class Protocol(HttpToolsProtocol):
-        """Within limits that uvicorn has none for: connections at once, the head of a request, the time until one is
-        whole. The body of one that is being answered is the application's to wait for."""
+        """HTTP with limits that uvicorn lacks: concurrent connections, size of a request's head, time until a request
+        is whole. The application itself waits for the body of a request that it answers."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self.in_head = True
-            self.unfinished_bytes = 0  # of a head that isn't whole
-            self.messages = 0  # that were
-            self.unread: list[Connection] = []  # of exchanges whose responses the client may not have read
+            self.unfinished_bytes = 0  # of an incomplete head
+            self.messages = 0  # complete requests so far
+            self.unread: list[Connection] = []  # of exchanges whose responses may be unread
             self.deadline: asyncio.TimerHandle | None = self.loop.call_later(timeout_s, self.refuse_late)
             if len(self.connections) > connections:
                 transport.abort()
@@ -134,7 +134,7 @@ def _protocol(connections: int, timeout_s: float) -> type[HttpToolsProtocol]:
                 self.refuse_head()
                 raise httptools.HttpParserError("the request's head is too large")  # ends the parsing
             if self.cycle is None or self.cycle.response_complete:
-                self.unread.clear()  # who goes on has read what came before
+                self.unread.clear()  # a client that sends its next request has read the responses before
             self.unread.append(Connection())
             extensions: Any = {CONNECTION: self.unread[-1]}
             self.scope["extensions"] = extensions

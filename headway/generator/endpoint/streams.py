@@ -1,4 +1,4 @@
-"""A streamed answer: what is certain of it is written as it comes."""
+"""Streams an answer while it is sampled: text is written once no further token can change it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from headway.tokens.streaming import AnswerStream
 async def stream(
     exchange: HttpExchange, dialect: Dialect, asked: ParsedRequest, answering: InflightCall, setting: Setting
 ) -> None:
-    """Write the answer to ``answering`` until it is over. Raises ClientGone, and what it failed with before the stream
-    began: until then an error has a status of its own."""
+    """Stream the answer of ``answering`` to its end. Raises ClientGone, and the call's error if it fails before the
+    stream begins, when the response can still have an error's status."""
     news = asyncio.Event()
     leave = answering.join(news.set)
     try:
@@ -57,15 +57,15 @@ async def stream(
 
 
 async def _beginning(news: asyncio.Event, answering: InflightCall, gone: asyncio.Task[None], patience_s: float) -> None:
-    """Until there is something to write. A call that waits for its place may be refused, so nothing is written before
-    it has one, however long that takes."""
+    """Wait for the first token, the end, or ``patience_s`` without news. The patience counts only once the generator
+    has accepted the call: until then it may be refused, so nothing may be written."""
     while not (answering.over or gone.done() or any(partial.ids for partial in answering.partials)):
         if not await _news(news, answering, patience_s if answering.placed else None):
             return
 
 
 async def _news(news: asyncio.Event, answering: InflightCall, patience_s: float | None) -> bool:
-    """Whether there were any within so many seconds."""
+    """Wait for news; returns whether there were any within ``patience_s`` seconds (None: wait forever)."""
     if not answering.over:
         try:
             async with asyncio.timeout(patience_s):
@@ -82,7 +82,7 @@ async def _write(exchange: HttpExchange, data: bytes) -> None:
 
 
 class _Choice:
-    """How much of one choice was written."""
+    """Progress of one choice: which of its text and tokens were written."""
 
     def __init__(
         self, dialect: Dialect, asked: ParsedRequest, answering: InflightCall, setting: Setting, number: int

@@ -1,4 +1,4 @@
-"""The requests that an engine has open, whatever samples for them: taken in, refused, ended; and how time passes."""
+"""Open requests of an engine, whatever samples for them: accepting, refusing, ending; idle and paused time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Entry = TypeVar("Entry", bound=EngineRequest)
 
 
 class OpenRequests(ABC, Generic[Entry]):
-    """Base of engines: accepts, refuses, queues and ends requests, whatever samples their tokens.
+    """Base of the engines: request bookkeeping before and after sampling.
 
     Invariant: a request is in ``_open`` from ``submit`` to its one delta with a ``finish_reason``.
     """
@@ -45,26 +45,26 @@ class OpenRequests(ABC, Generic[Entry]):
 
     @abstractmethod
     def _entry(self, request: GenerationRequest, arrival: int) -> Entry:
-        """Make the engine's own entry of a request."""
+        """Make the engine's record of a request."""
 
     @abstractmethod
     def _emit_ready(self) -> None:
-        """Make deltas of what running requests have gained."""
+        """Make deltas of the running requests' unsent tokens."""
 
     @abstractmethod
     def _emit(
         self, entry: Entry, finish_reason: FinishReason | None = None, error: str = "", refused: bool = False
     ) -> None:
-        """Make a delta of a request's tokens that are in none yet."""
+        """Make a delta of a request's unsent tokens; with ``finish_reason``, its last."""
 
     def _unserved(self, entry: Entry) -> str:
-        """Why this engine doesn't serve what others would; "" when it does."""
+        """Return why this engine alone can't serve a valid request; "" when it can."""
         return ""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests. One that can't be served ends with its own "error" delta; the others are not touched.
+        """Queue requests. One that can't be served ends with its own "error" delta; the others are unaffected.
 
-        Raises ValueError, before taking any, for an id that is already open: its deltas could not be told apart.
+        Raises ValueError, with none queued, for an id that is already open: its deltas would be ambiguous.
         """
         ids = [request.request_id for request in requests]
         taken = [request_id for request_id in ids if request_id in self._open]
@@ -75,7 +75,7 @@ class OpenRequests(ABC, Generic[Entry]):
         self._note_idleness()
 
     def take_deltas(self, running: bool = True) -> list[TokenDelta]:
-        """Return the tokens sampled since the last call, in order; without ``running``, only those of requests that
+        """Return and clear the deltas since the last call, in order; without ``running``, only those of requests that
         have ended or crossed an update."""
         if running:
             self._emit_ready()
@@ -84,12 +84,12 @@ class OpenRequests(ABC, Generic[Entry]):
 
     @property
     def open_requests(self) -> int:
-        """How many requests run or wait."""
+        """Count of requests that run or wait."""
         return len(self._open)
 
     @property
     def ready_deltas(self) -> int:
-        """How many deltas ``take_deltas(running=False)`` would give."""
+        """Count of deltas that ``take_deltas(running=False)`` would return."""
         return len(self._deltas)
 
     def _accept(self, request: GenerationRequest) -> None:
@@ -107,12 +107,12 @@ class OpenRequests(ABC, Generic[Entry]):
             self._end(entry, ended)
 
     def _end(self, entry: Entry, reason: FinishReason, error: str = "", *, refused: bool = False) -> None:
-        """``refused``: the error lies in what was asked."""
+        """End a request with its last delta. ``refused``: the request itself is at fault."""
         self._emit(entry, reason, error, refused)
         self._ended(entry)
 
     def _ended(self, entry: Entry) -> None:
-        """Its last delta has been made."""
+        """Close a request whose last delta has been made."""
         del self._open[entry.request_id]
         self._finished += 1
 
@@ -120,7 +120,7 @@ class OpenRequests(ABC, Generic[Entry]):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time inside counts as paused, and not as idle: nothing could be decoded had there been requests."""
+        """Count the time inside the block as paused, not as idle: no request could have been decoded."""
         started = self._now()
         try:
             yield
@@ -136,7 +136,7 @@ class OpenRequests(ABC, Generic[Entry]):
         return self._idle_s + (self._now() - self._idle_since if self._idle_since is not None else 0.0)
 
     def _note_idleness(self) -> None:
-        """Start or stop the idle watch when the last request went or the first came."""
+        """Start idle time after the last request ended, stop it when one is open again."""
         if not self._open and self._idle_since is None:
             self._idle_since = self._now()
         elif self._open and self._idle_since is not None:

@@ -1,4 +1,4 @@
-"""A request inside the engine, and the queue of those without a slot."""
+"""A request inside an engine, and the queue of requests without a slot."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from headway.tokens.tokenizer import IncrementalDecoder, Tokenizer
 
 
 class EngineRequest:
-    """A request in an engine: *waiting* -> *running* (has a slot) -> finished; preemption returns it to waiting.
+    """A request inside an engine: *waiting* -> *running* (holds a slot) -> finished; preempted, it waits again.
 
-    While it runs, its tokens live in the slot's row of the ``SlotTable``; ``response`` holds them only while
-    it waits. Invariant: slot >= 0 exactly while it runs.
+    In the torch engine a running request's tokens are in its slot's row of the ``SlotTable``; ``response`` has them
+    only while it waits. Invariant there: slot >= 0 exactly while it runs.
     """
 
     __slots__ = (
@@ -41,22 +41,23 @@ class EngineRequest:
         self.arrival = arrival
         self.response = TokenIds(request.partial.ids)
         self.slot = -1
-        self.prefix_update = -1  # the engine's update whose weights computed the KV of the whole prompt
-        self.reprefilled = False  # KV behind tokens was recomputed since the last delta
+        self.prefix_update = -1  # number of the update whose weights computed the KV of the whole prompt
+        self.reprefilled = False  # the KV of sampled tokens was recomputed since the last delta
         self.stop_strings: IncrementalDecoder | None = None
 
     @property
     def order(self) -> tuple[int, int]:
-        """Served in ascending order, preempted in descending order."""
+        """Sort key: requests are served in ascending order, preempted in descending order."""
         return (self.priority, self.arrival)
 
     @property
     def tokens(self) -> int:
-        """KV tokens it needs to start."""
+        """KV tokens that the request needs to start: prompt and response so far."""
         return len(self.prompt) + len(self.response)
 
     def already_ended(self, tokenizer: Tokenizer | None, context_tokens: int) -> FinishReason | None:
-        """Why a resumed request has nothing left to sample, if so. Begins the watch for its stop strings."""
+        """Return the finish reason of a resumed request with nothing left to sample, else None. Sets up its stop
+        strings."""
         response, how = self.response, self.sampling
         if how.stop and tokenizer is not None:
             self.stop_strings = IncrementalDecoder(tokenizer, how.stop)
@@ -71,7 +72,7 @@ class EngineRequest:
 
 
 class WaitingQueue:
-    """Requests without a slot, by (priority, arrival)."""
+    """Requests without a slot, ordered by (priority, arrival)."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, EngineRequest]] = []
@@ -86,7 +87,7 @@ class WaitingQueue:
         return heapq.heappop(self._heap)[2]
 
     def remove(self, request: EngineRequest) -> None:
-        """Take out one that was cancelled: linear, and rare."""
+        """Remove a cancelled request, in linear time."""
         self._heap = [item for item in self._heap if item[2] is not request]
         heapq.heapify(self._heap)
 
@@ -98,7 +99,7 @@ class WaitingQueue:
 
 
 def refusal(request: GenerationRequest, context_tokens: int, vocabulary: int, tokenizer: Tokenizer | None) -> str:
-    """Why this request can't be served ("" when it can): its own error, never its neighbours'."""
+    """Return why no engine can serve this request, or "" if valid."""
     how = request.sampling
     prompt, partial = TokenIds(request.prompt_ids), TokenIds(request.partial.ids)
     if not prompt:

@@ -28,14 +28,14 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def counter_bits(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """64 random bits per row, a pure function of (seed, position)."""
+    """64 random bits for each row, [n] uint64: a pure function of (seed, position)."""
     return _mix(_mix(seeds + _GOLDEN) + positions.astype(np.uint64) * _GOLDEN)
 
 
 def counter_uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """A uniform number in (0, 1) for each row, a pure function of (seed, position).
+    """Uniform numbers in (0, 1), [n] float64: for each row a pure function of (seed, position).
 
-    Multiples of 2^-32 moved by half a step, so that a number times a total is never the total itself.
+    They are odd multiples of 2^-33, so that a number times a total is never the total itself.
     """
     return ((counter_bits(seeds, positions) >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
 

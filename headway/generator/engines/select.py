@@ -1,4 +1,4 @@
-"""Which engine a replica has, and how it is built. vLLM is imported only where it is asked for."""
+"""Builds the engine of a replica: torch, vLLM or a vLLM server. vLLM is imported only where it is configured."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from headway.weights.shared_memory import Subscriber
 
 
 class Engine(Protocol):
-    """The interface that a replica's process needs of an engine; `TorchEngine` documents each method."""
+    """Interface of engines to a replica's process. `TorchEngine` documents each method."""
 
     @property
     def open_requests(self) -> int: ...
@@ -50,7 +50,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Settings of one replica's engine: the keys of `[generator]` and what they depend on."""
+    """Settings of one replica's engine, out of `[generator]` and related sections."""
 
     model_path: str
     dtype: str
@@ -65,11 +65,11 @@ class EngineSettings:
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
     probe_every_updates: int = 1
     exchange_directory: str | None = None
-    restarted: bool = False  # others work meanwhile: a server that is away is waited for
+    restarted: bool = False  # of a replica that died: a server that is away is waited for
 
 
 def build_engine(settings: EngineSettings, context: WorkerContext) -> Engine:
-    """The engine of a replica. Raises ConfigurationError for what can't be built."""
+    """Build the engine of a replica. Raises ConfigurationError when it can't be built."""
     if settings.engine == "vllm":
         return _vllm(settings, context.device)
     if settings.engine == "vllm-server":
@@ -78,7 +78,7 @@ def build_engine(settings: EngineSettings, context: WorkerContext) -> Engine:
 
 
 class SubscribedTorchEngine(TorchEngine):
-    """The torch engine that fetches what it applies. Its ``update_weights`` takes what its subscriber gave, alone."""
+    """Torch engine that fetches published weights. ``update_weights`` takes only tensors from its own subscriber."""
 
     @classmethod
     def of(cls, settings: EngineSettings, context: WorkerContext) -> SubscribedTorchEngine:
@@ -105,7 +105,7 @@ class SubscribedTorchEngine(TorchEngine):
     def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         """See `Engine.apply`."""
         started = self._now()
-        with self.paused():  # ticks and calls share one thread: fetching pauses decoding as well
+        with self.paused():  # ticks and calls share a thread: fetching pauses decoding too
             tensors = self._subscriber.fetch(published)
         fetch_s = self._now() - started
         applied = self.update_weights(tensors, published.version, mode)

@@ -1,4 +1,4 @@
-"""The calls and answers of a rollout: a tree, and as sequences for training a trunk and a branch for each other end."""
+"""Calls and answers of a rollout as a tree; for training, as a trunk and a branch for each other end."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from headway.tokens.messages import Message
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class RecordedTurn:
-    """An answer that was sampled."""
+    """A sampled answer, a node of the tree."""
 
     number: int  # in the order of answers
     call: int
     choice: int
-    parent: RecordedTurn | None  # the answer its prompt goes on from
-    text: str  # its prompt's text behind the parent's prompt, the parent's answer as the template has it included
-    context_ids: TokenIds  # its prompt's tokens behind the parent's answer
+    parent: RecordedTurn | None  # the answer that its prompt continues
+    text: str  # its prompt's text after the parent's prompt; begins with the parent's answer as the template writes it
+    context_ids: TokenIds  # its prompt's tokens after the parent's answer
     answer: SampledAnswer
     logprobs: LogprobSequence
     versions: tuple[VersionSpan, ...]
     finish_reason: Literal["stop", "length"]
-    own_limit: bool = False  # it was its client that cut it, not the context or a limit of the rollout's
-    messages: int  # of the request, and the answer: where it stands in a conversation that goes on
-    received: bool = False  # a client got every byte of it: only then do its tokens carry loss
+    own_limit: bool = False  # cut by the client's max_tokens, not by the context or a limit of the rollout
+    messages: int  # in the request and the answer: its place in a conversation that continues it
+    received: bool = False  # a client got every byte: only then its tokens carry loss
     children: list[RecordedTurn] = field(default_factory=list["RecordedTurn"])
 
     @property
@@ -41,7 +41,7 @@ class RecordedTurn:
 
     @property
     def path(self) -> list[RecordedTurn]:
-        """From the first answer to this one."""
+        """Answers from the first to this one."""
         found: list[RecordedTurn] = []
         turn: RecordedTurn | None = self
         while turn is not None:
@@ -51,11 +51,11 @@ class RecordedTurn:
 
     @property
     def start(self) -> int:
-        """Where the text of its own prompt begins behind those of the answers before it."""
+        """Character offset of ``text`` in the whole prompt."""
         return sum(len(earlier.text) for earlier in self.path[:-1])
 
     def read_as_fed(self, text: str) -> int | None:
-        """Where it stands in a prompt's ``text``; None when that doesn't begin with its own prompt."""
+        """Character offset of this answer in a prompt's ``text``; None unless that begins with the answer's prompt."""
         at = 0
         for step in self.path:
             if not text.startswith(step.text, at):
@@ -72,45 +72,45 @@ class CallRequest:
     tools: Sequence[Mapping[str, Any]] | None = None  # as chat templates take them
     variables: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further arguments of the chat template
     prompt: str | tuple[int, ...] | None = None  # in place of messages
-    calls: bool = True  # tools given may be called: tool_choice isn't "none"
+    calls: bool = True  # tools may be called: tool_choice isn't "none"
     choices: int = 1  # n
-    max_tokens: int | None = None  # of each response; None: what is left
+    max_tokens: int | None = None  # of each response; None: as many as are left
     stop: tuple[str, ...] = ()
-    seed: int | None = None  # the client's: tells its calls apart, never rollouts
+    seed: int | None = None  # the client's; distinguishes calls of one rollout only
 
     @property
     def param(self) -> str:
-        """The field of the APIs that its prompt is in."""
+        """Name of the API field with the prompt."""
         return "messages" if self.prompt is None else "prompt"
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class RecordedCall:
-    """A request and what became of it: *open* -> *answered* (`commit`) or *abandoned* (`abandon`), once."""
+    """A call and its outcome: *open* -> *answered* (`commit`) or *abandoned* (`abandon`), once."""
 
     number: int
     request: CallRequest
-    prompt_ids: TokenIds  # what is to be generated from
+    prompt_ids: TokenIds  # the whole prompt
     max_tokens: int  # of each choice, at least 1
-    purposes: tuple[str, ...]  # of each choice's random numbers: by what is asked, not by when
+    purposes: tuple[str, ...]  # keys of each choice's random numbers, independent of time
     cause: Cause
     parent: RecordedTurn | None
-    text: str  # of the prompt, behind the parent's
-    context_ids: TokenIds  # of the prompt, behind the parent's answer
-    keys: list[bytes]  # of the conversation up to each message
+    text: str  # of the prompt, after the parent's
+    context_ids: TokenIds  # of the prompt, after the parent's answer
+    keys: list[bytes]  # keys of the conversation up to each message
     fingerprint: str = ""
     state: Literal["open", "answered", "abandoned"] = "open"
-    turns: tuple[RecordedTurn | None, ...] = ()  # by choice; None: its generation failed or gave nothing
+    turns: tuple[RecordedTurn | None, ...] = ()  # by choice; None: generation failed or gave no token
     readers: int = 0  # clients that got every byte of its answers
 
     def forget_question(self) -> None:
-        """Its answers are what a retry repeats: the conversation before them needn't be kept with every call."""
+        """Drop the request's conversation of an answered call: a retry needs only the answers."""
         self.request = dataclasses.replace(self.request, messages=(), tools=None, variables={}, prompt=None)
         self.keys = []
 
 
 def ids_to(turn: RecordedTurn | None) -> TokenIds:
-    """The tokens up to the end of this answer."""
+    """Token ids from the first prompt to the end of this answer; empty for None."""
     return _ids_of(turn.path if turn is not None else ())
 
 
@@ -119,15 +119,15 @@ def _ids_of(turns: Sequence[RecordedTurn]) -> TokenIds:
 
 
 def branches_of(turns: Sequence[RecordedTurn]) -> tuple[Branch, ...]:
-    """Return a sequence for each received answer that no other received one continues: the latest call's first, then
-    in the order of calls.
+    """Turn the tree into training sequences: one for every received answer that no received answer continues. The
+    latest call's (the trunk) comes first, then the others in the order of calls.
 
-    Each answer is learned in the first of them that holds it; it has the same tokens before it in all of them. One that
-    no client received is masked where others go on from it, and left out elsewhere.
+    Each answer carries loss in the first sequence that contains it; the tokens before it are the same in all of them.
+    An answer that no client received is masked where others continue it, and left out elsewhere.
     """
-    kept: set[int] = set()  # those that a received one goes on from
+    kept: set[int] = set()  # numbers of answers that a received one continues
     ends: list[RecordedTurn] = []
-    for turn in reversed(turns):  # whoever goes on from an answer has a higher number
+    for turn in reversed(turns):  # children have higher numbers than their parents
         if turn.received and turn.number not in kept:
             ends.append(turn)
         if turn.parent is not None and (turn.received or turn.number in kept):
@@ -136,12 +136,12 @@ def branches_of(turns: Sequence[RecordedTurn]) -> tuple[Branch, ...]:
         return ()
     trunk = max(ends, key=lambda turn: (turn.call, -turn.choice))
     ends.remove(trunk)
-    ends.sort(key=lambda turn: (turn.call, turn.choice))  # not the order they came back in
+    ends.sort(key=lambda turn: (turn.call, turn.choice))  # turns are in order of completion
     learned: set[int] = set()
     branches: list[Branch] = []
     for end in (trunk, *ends):
         path = end.path
-        own = [turn for turn in path if turn.number not in learned]  # its answers from some point on
+        own = [turn for turn in path if turn.number not in learned]  # the path's answers from some point on
         learned |= {turn.number for turn in own}
         before = path[: len(path) - len(own)]
         branches.append(_branch(before, own))

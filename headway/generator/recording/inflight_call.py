@@ -1,4 +1,4 @@
-"""A recorded call while it is answered: its choices sampled side by side, those who wait for it, its end."""
+"""A recorded call in progress: sampling its choices concurrently, notifying its listeners, ending it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _VOID = "tokens that were streamed turned out to be another version's; ask again
 
 
 class CallFailed(Exception):
-    """A call that got no answer. ``timeout``: it took too long."""
+    """A call that failed. ``timeout``: it took too long."""
 
     def __init__(self, message: str, *, timeout: bool = False) -> None:
         super().__init__(message)
@@ -22,18 +22,18 @@ class CallFailed(Exception):
 
 
 class InflightCall:
-    """*sampling* -> *over*: then ``call.turns`` holds an answer for each choice, or ``error`` says why there is none.
+    """State of a call: *sampling* -> *over*: then ``call.turns`` has an answer for each choice, or ``error`` is set.
 
-    Those who wait ``join``, and leave; when the last one leaves before the end, the call is abandoned and its requests
-    end in the engine. A call is answered whole or not at all: one choice that fails fails it.
+    Listeners ``join`` and leave; when the last one leaves before the end, the call is abandoned and its requests end
+    in the engine. A call is answered entirely or not at all: if one choice fails, the call fails.
     """
 
     def __init__(self, recorder: Recorder, call: RecordedCall) -> None:
         self.call = call
         self.error: Exception | None = None
         self.partials: list[PartialResponse] = []  # of each choice, all tokens so far
-        self.streamed: list[Sequence[int]] = [()] * call.request.choices  # those whose text a client was given
-        self.task: asyncio.Task[None] | None = None  # None: it was answered before
+        self.streamed: list[Sequence[int]] = [()] * call.request.choices  # tokens whose text was sent to a client
+        self.task: asyncio.Task[None] | None = None  # None for a call that was answered before
         self._recorder = recorder
         self._listeners: set[Callable[[], object]] = set()
         self._unplaced = set(range(call.request.choices))
@@ -42,9 +42,9 @@ class InflightCall:
             self.partials.append(done or PartialResponse())
 
     def begin(self, sample: SampleTurn, client: ClientSampling, timeout_s: float) -> None:
-        """Have it sampled; it may take ``timeout_s`` seconds."""
+        """Start sampling; the call fails after ``timeout_s`` seconds."""
         self.task = asyncio.create_task(self._answer(sample, client, timeout_s), name=f"call-{self.call.number}")
-        self.task.add_done_callback(self._ended)  # also of one that was cancelled before it ran
+        self.task.add_done_callback(self._ended)  # also runs if the task is cancelled before it starts
 
     @property
     def over(self) -> bool:
@@ -52,12 +52,12 @@ class InflightCall:
 
     @property
     def placed(self) -> bool:
-        """Whether the generator has taken all of it: it isn't refused any more."""
+        """Whether the generator has accepted all choices, so that none can be refused."""
         return not self._unplaced
 
     @property
     def unheard(self) -> list[GenerationResult]:
-        """The tokens sampled so far, as results that no client receives."""
+        """Tokens sampled so far, as aborted results."""
         return [GenerationResult(request_id="", response=p, finish_reason="abort") for p in self.partials]
 
     def note_received(self, received: bool = True) -> None:
@@ -65,7 +65,7 @@ class InflightCall:
         self._recorder.note_received(self.call, received)
 
     def join(self, listener: Callable[[], object]) -> Callable[[], None]:
-        """Wait for it: ``listener`` is told of every change, not of how things stand. Returns how to leave."""
+        """Call ``listener`` on every change from now on. Returns a function that removes it."""
         self._listeners.add(listener)
 
         def leave() -> None:
@@ -76,18 +76,18 @@ class InflightCall:
         return leave
 
     def cancel(self) -> None:
-        """End it without an answer: nobody joins it any more. No-op for one that is over."""
+        """End the call without an answer. No-op for one that is over."""
         if self.task is not None and not self.task.done():
             self._recorder.abandon(self.call, self.unheard)
             self.task.cancel()
 
     def _goes_on(self, choice: int, partial: PartialResponse) -> bool:
-        """Whether it begins with what a client was given of this choice."""
+        """Whether ``partial`` begins with the tokens that a client was sent of this choice."""
         streamed = self.streamed[choice]
         return partial.ids[: len(streamed)] == streamed
 
     def _take_back(self) -> None:
-        """Fail a call whose client received tokens that turned out to be void: no record matches what it read."""
+        """Fail the call: tokens that a client was sent became void and were sampled again, so no record would match."""
         if self.task is not None and not self.task.done():
             self.error = CallFailed(_VOID)
             self._recorder.abandon(self.call, self.unheard)
@@ -100,7 +100,7 @@ class InflightCall:
     def _ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
             self.error = self.error or CallFailed("the call was cancelled")
-        self._recorder.abandon(self.call, self.unheard)  # no-op for one that was answered
+        self._recorder.abandon(self.call, self.unheard)  # no-op if answered
         self._tell()
 
     async def _answer(self, sample: SampleTurn, client: ClientSampling, timeout_s: float) -> None:
@@ -116,12 +116,12 @@ class InflightCall:
             recorder.commit(call, results)
             if call.state != "answered":
                 self.error = RequestRefused("this rollout has ended", code="rollout_closed")
-        except Exception as error:  # the one capture point of a call: those who wait are told
+        except Exception as error:  # the one capture point of a call: listeners get the error
             late = isinstance(error, TimeoutError) and limit.expired()
             self.error = CallFailed(f"no answer within {timeout_s:g} s", timeout=True) if late else error
 
     async def _sampled(self, sample: SampleTurn, client: ClientSampling) -> list[GenerationResult]:
-        """Sample every choice and return the results; the first error ends the others."""
+        """Sample all choices concurrently; returns a result for each. The first error cancels the others."""
         call = self.call
 
         async def one(choice: int) -> GenerationResult:
@@ -161,7 +161,7 @@ class InflightCall:
 
 
 def _failure(call: RecordedCall, result: GenerationResult) -> Exception:
-    """Return the error of a call of which one choice failed."""
+    """Error of a call whose choice ended with ``result``."""
     why = result.error or f"the generator ended it ({result.finish_reason})"
     if result.refused:
         return RequestRefused(why, param=call.request.param)

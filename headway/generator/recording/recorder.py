@@ -1,6 +1,6 @@
-"""The calls of one rollout, recorded token-exact: which earlier answers a request goes on from, and what it comes to.
+"""Records the calls of one rollout, token-exact: which earlier answer a request continues, and its answers.
 
-No clock, no I/O, no engine: `begin` gives a request's prompt ids, whoever generates brings the tokens to `commit`.
+No clock, no I/O, no engine: `begin` returns a request's prompt ids, the caller passes the sampled tokens to `commit`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from headway.records.tokens import TokenIds
 from headway.tokens.continuing import Chat
 from headway.tokens.messages import Message, canonical_value, history_keys, next_key
 
-_RAW = "raw"  # root key of prompts that are no messages
-_REPEATABLE = 16  # newest answered calls that a retry can repeat: each keeps the tokens of its whole prompt
+_RAW = "raw"  # root key of raw prompts
+_REPEATABLE = 16  # answered calls that a retry can repeat, the newest: each keeps its whole prompt's tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingLimits:
-    """Limits of one rollout's calls; beyond them a call is refused with an error in the API's own form."""
+    """Limits on the calls of one rollout. A request over a limit is refused with an error in the API's format."""
 
     context_tokens: int  # prompt and response of a call: the model's context
     calls: int = 1000  # of the rollout
@@ -37,7 +37,7 @@ class RecordingLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """Where a request goes on, and its prompt from there."""
+    """Place of a request in the tree: the answer it continues, and its prompt from there."""
 
     parent: RecordedTurn | None
     text: str
@@ -47,8 +47,8 @@ class Planned:
 
 
 class Recorder:
-    """The tree of answers of one rollout. Invariant: the tokens on the path to an answer are those of its prompt and of
-    itself, as the engine was given them and returned them; `commit` checks it.
+    """The tree of answers of one rollout. Invariant: the tokens on the path to an answer are its prompt's and its own,
+    exactly as the engine got and returned them; `commit` checks it.
 
     Example:
 
@@ -56,10 +56,10 @@ class Recorder:
         results = [await generate(call.prompt_ids, call.max_tokens, purpose) for purpose in call.purposes]
         recorder.commit(call, results)
         answers = [turn.message for turn in call.turns if turn is not None]
-        ...  # hand them out
+        ...  # send them to the client
         recorder.note_received(call)
 
-    Calls may be open side by side; every method is synchronous and whole.
+    Several calls may be open at once; every method is synchronous and atomic.
     """
 
     def __init__(
@@ -76,17 +76,17 @@ class Recorder:
         self._call_prefix = call_prefix  # of tool calls' ids
         self._turns: list[RecordedTurn] = []
         self._roots: list[RecordedTurn] = []
-        self._answered: dict[bytes, list[RecordedTurn]] = {}  # by the key of request and answer
-        self._asked: dict[bytes, list[RecordedTurn]] = {}  # by the key of the request alone
+        self._answered: dict[bytes, list[RecordedTurn]] = {}  # by key of the conversation, answer included
+        self._asked: dict[bytes, list[RecordedTurn]] = {}  # by key of the conversation without the answer
         self._open: set[RecordedCall] = set()
-        self._earlier: dict[str, RecordedCall] = {}  # by fingerprint, the newest
-        self._repeatable: deque[RecordedCall] = deque()  # the answered ones among them
-        self._siblings: Counter[str] = Counter()  # choices begun, by what was asked
-        self._unread: dict[int, RecordedCall] = {}  # by number: answered, but no client has got all of it
+        self._earlier: dict[str, RecordedCall] = {}  # newest call by fingerprint
+        self._repeatable: deque[RecordedCall] = deque()  # answered calls with a fingerprint, oldest first
+        self._siblings: Counter[str] = Counter()  # choices begun, by prompt and seed
+        self._unread: dict[int, RecordedCall] = {}  # by number: answered, but not received by a client
         self._causes: Counter[str] = Counter()
         self._begun = self._abandoned_calls = self._sampled = self._abandoned_tokens = 0
         self._resumes = self._reprefills = 0
-        self.kept_tokens = 0  # of prompts and answers: what it takes up
+        self.kept_tokens = 0  # of prompts and answers, a measure of its memory
         self._first_token_s = 0.0
         self._cut = self._closed = False
 
@@ -96,17 +96,17 @@ class Recorder:
 
     @property
     def turns(self) -> Sequence[RecordedTurn]:
-        """All answers, in their order."""
+        """All answers, in order of completion."""
         return self._turns
 
     def earlier(self, fingerprint: str) -> RecordedCall | None:
-        """The call with this fingerprint, open or answered: to be awaited or answered again with the same tokens.
-        None: there is none any more, or its caller had left before it was answered."""
+        """Return the call with this fingerprint, open or answered: its tokens answer a retry. None if there is none
+        any more, or it was abandoned."""
         return self._earlier.get(fingerprint)
 
     def plan(self, request: CallRequest) -> Planned:
-        """Do the slow part of `begin` for a large request. The tree isn't changed, so this may run in a thread while
-        other calls begin and end. Raises RequestRefused."""
+        """Compute the slow part of `begin`: find the place of a large request and tokenize its prompt. Doesn't change
+        the tree, so it may run in a thread while other calls begin and end. Raises RequestRefused."""
         with self._cuts_noted():
             self._require_open()
             self._require_room()
@@ -114,8 +114,8 @@ class Recorder:
             return self._planned(request)
 
     def begin(self, request: CallRequest, fingerprint: str = "", planned: Planned | None = None) -> RecordedCall:
-        """Take a request, ``planned`` before or not. Raises RequestRefused: over a limit, too long for the context, or
-        refused by the template."""
+        """Open a call for a request; ``planned``: the result of `plan`, if it was called. Raises RequestRefused: over a
+        limit, too long for the context, or refused by the template."""
         with self._cuts_noted():
             self._require_open()
             if planned is None:
@@ -155,10 +155,9 @@ class Recorder:
         return call
 
     def commit(self, call: RecordedCall, results: Sequence[GenerationResult]) -> None:
-        """Record the results of an open call, one for each choice, without loss until `note_received`. What failed or
-        was aborted is abandoned, choice by choice. No-op for a call that was abandoned meanwhile (its rollout was
-        closed, say). Raises ValueError for results that aren't token-exact, and for a call that was answered; nothing
-        is recorded then."""
+        """Record the results of an open call, one for each choice; they carry no loss until `note_received`. Failed or
+        aborted choices are abandoned. No-op for a call that was abandoned meanwhile (e.g. its rollout was closed).
+        Raises ValueError, with nothing recorded, for results that aren't token-exact and for an answered call."""
         if call.state == "abandoned":
             return
         if len(results) != call.request.choices:
@@ -172,7 +171,7 @@ class Recorder:
             self._repeatable.append(call)
         if len(self._repeatable) > _REPEATABLE:
             self._forget(self._repeatable.popleft())
-        if None in call.turns:  # its caller is told so, and may try again
+        if None in call.turns:  # its caller gets an error and may retry
             self._forget(call)
         if any(call.turns):
             self._unread[call.number] = call
@@ -180,8 +179,8 @@ class Recorder:
             self._abandoned_calls += 1
 
     def note_received(self, call: RecordedCall, received: bool = True) -> None:
-        """A client got every byte of an answered call: from then on its tokens carry loss. ``received`` False: it
-        turned out not to have read what it was sent. No-op for a call without an answer."""
+        """Note that a client got every byte of an answered call, whose tokens then carry loss. ``received`` False: take
+        that back, as the client closed its connection before reading. No-op for a call without an answer."""
         turns = [turn for turn in call.turns if turn is not None]
         if not turns:
             return
@@ -197,8 +196,8 @@ class Recorder:
             del self._unread[call.number]
 
     def abandon(self, call: RecordedCall, results: Sequence[GenerationResult] = ()) -> None:
-        """Its caller has left, or it failed: what ``results`` hold is counted, and no loss is taken of it. No-op for a
-        call that isn't open."""
+        """End an open call whose caller has left or whose generation failed: the tokens of ``results`` are counted but
+        never carry loss. No-op for a call that isn't open."""
         if call.state != "open":
             return
         self._end(call, "abandoned")
@@ -209,8 +208,8 @@ class Recorder:
             self._abandoned_tokens += len(result.response.ids)
 
     def close(self) -> RecordedConversation:
-        """The conversation as it stands. No request is taken from now on; open calls, and answers that no client
-        received, count as abandoned."""
+        """Close the rollout and return its conversation. Further requests are refused; open calls, and answers that no
+        client received, count as abandoned."""
         self._closed = True
         for call in list(self._open):
             self.abandon(call)
@@ -227,11 +226,11 @@ class Recorder:
             resumes=self._resumes,
             reprefills=self._reprefills,
         )
-        for turn in self._turns:  # without cycles it is freed at once
+        for turn in self._turns:  # break reference cycles, so that memory is freed at once
             turn.children.clear()
         return conversation
 
-    # What a request goes on from.
+    # Place of a request in the tree.
 
     def _planned(self, request: CallRequest) -> Planned:
         keys = history_keys(_root_key(request), request.messages)
@@ -239,7 +238,7 @@ class Recorder:
         return Planned(parent=parent, text=text, context_ids=context_ids, cause=cause, keys=keys)
 
     def _continued(self, request: CallRequest, keys: list[bytes]) -> tuple[RecordedTurn | None, str, TokenIds, Cause]:
-        """(answer it goes on from, text and token ids of its prompt behind that, why there)."""
+        """Return (the answer that a request continues, text and token ids of its prompt after it, cause)."""
         chat, most = self.chat, self._limits.context_tokens
         if isinstance(request.prompt, tuple):
             return self._continued_ids(TokenIds(request.prompt))
@@ -256,9 +255,9 @@ class Recorder:
             if at is None:
                 rewritten |= answered and not raw
                 continue
-            if not answered and raw and at < len(text):  # no border: nothing says that a token ends there
+            if not answered and raw and at < len(text):  # a token may cross the end of the shared prompt
                 continue
-            if not answered:  # its prompt, and something else behind
+            if not answered:  # the same prompt, continued differently
                 more = chat.encode_behind(turn.context_ids[-1] if turn.context_ids else None, text[at:], most)
                 cause: Cause = "rewritten" if rewritten else "branched" if more else "sibling"
                 return turn.parent, text[turn.start :], turn.context_ids + more, cause
@@ -272,7 +271,7 @@ class Recorder:
         return None, text, TokenIds(whole), "rewritten" if rewritten else "branched" if self._roots else "start"
 
     def _continued_ids(self, prompt: TokenIds) -> tuple[RecordedTurn | None, str, TokenIds, Cause]:
-        """Find the longest recorded path that a prompt in token ids begins with."""
+        """Find the longest path that a prompt of token ids begins with; returns as `_continued`."""
         best, taken = None, 0
         further = [(turn, 0) for turn in self._roots]
         while further:
@@ -280,7 +279,7 @@ class Recorder:
             asked, end = at + len(turn.context_ids), at + len(turn.context_ids) + len(turn.answer.ids)
             if prompt[at:asked] == turn.context_ids and prompt[asked:end] == turn.answer.ids:
                 further += [(child, end) for child in turn.children]
-                if best is None or (end, turn.number) > (taken, best.number):  # of equal ones, the newest
+                if best is None or (end, turn.number) > (taken, best.number):  # ties: the newest
                     best, taken = turn, end
         children = self._roots if best is None else best.children
         cause: Cause = "start" if not self._roots else "branched" if children else "continued"
@@ -290,14 +289,16 @@ class Recorder:
         return best, text, prompt[taken:], cause
 
     def _raw_candidates(self) -> Iterator[tuple[RecordedTurn, bool]]:
-        """Answers to raw prompts, those to the longest first; then the same as prompts alone."""
+        """Yield (answer, answer included): answers to raw prompts, longest prompt first, then again for their prompts
+        alone."""
         turns = self._asked.get(history_keys(_RAW, ())[0], [])
         longest = sorted(turns, key=lambda turn: turn.start + len(turn.text), reverse=True)
         yield from ((turn, True) for turn in longest)
         yield from ((turn, False) for turn in longest)
 
     def _candidates(self, messages: Sequence[Message], keys: list[bytes]) -> Iterator[tuple[RecordedTurn, bool]]:
-        """Answers whose conversation is a beginning of the request's, the longest first; and those whose prompt is."""
+        """Yield (answer, answer included): answers whose conversation, or whose prompt alone, is a prefix of the
+        request's, longest first."""
         for length in range(len(messages), 0, -1):
             turn = self._match(messages, keys, length)
             if turn is not None:
@@ -308,9 +309,9 @@ class Recorder:
     def _match(
         self, messages: Sequence[Message], keys: list[bytes], length: int, *, missing: bool = False
     ) -> RecordedTurn | None:
-        """Choose the answer that the first ``length`` messages end in: by the ids of tool calls that came back, then
-        by identical texts, then the newest. Equal keys say that all but the
-        reasoning means the same; ``missing``: that may be left out."""
+        """Choose among the answers with the key of the first ``length`` messages: most tool call ids in common, then
+        most identical texts, then the newest. Equal keys mean equal messages up to formatting and reasoning, which is
+        compared here; ``missing``: the client may have left it out."""
         best: RecordedTurn | None = None
         best_score = (-1, -1)
         for turn in self._answered.get(keys[length], []):
@@ -327,8 +328,8 @@ class Recorder:
         return best
 
     def _restored(self, messages: tuple[Message, ...], keys: list[bytes]) -> tuple[Message, ...]:
-        """The messages with the reasoning that their client left out, where it is to be restored. The longest match
-        decides for the answers before it."""
+        """Return the messages with reasoning that the client left out put back, if configured. The longest match
+        decides for all answers on its path."""
         if self._history_reasoning == "as_sent":
             return messages
         restored, settled = list(messages), set[int]()
@@ -343,7 +344,7 @@ class Recorder:
                 settled.add(at)
         return tuple(restored)
 
-    # What a request may have.
+    # Limits.
 
     def _require_open(self) -> None:
         if self._closed:
@@ -373,7 +374,7 @@ class Recorder:
                 raise RequestRefused(f"this rollout has had its {most} {what}", code="rollout_limit_exceeded")
 
     def _room(self, prompt_ids: TokenIds, request: CallRequest) -> int:
-        """Tokens that a response may have."""
+        """Count of tokens that each response may have. Raises RequestRefused for a prompt that leaves none."""
         if not prompt_ids:
             raise RequestRefused("the prompt has no token", param=request.param)
         self._require_context(len(prompt_ids), request)
@@ -381,9 +382,9 @@ class Recorder:
         return min(left, request.max_tokens or left)
 
     def _require_context(self, tokens: int, request: CallRequest) -> None:
-        """For a prompt of so many tokens."""
+        """Raise RequestRefused if a prompt of ``tokens`` tokens leaves no room in the context."""
         whole = self._limits.context_tokens
-        if tokens >= whole:  # clients know an overflow by these words
+        if tokens >= whole:  # clients recognise an overflow by this text
             shown = tokens if tokens <= 2 * whole else f"more than {2 * whole}"
             raise RequestRefused(
                 f"This model's maximum context length is {whole} tokens. However, your request has {shown} prompt "
@@ -393,14 +394,15 @@ class Recorder:
             )
 
     def _purposes(self, prompt_ids: TokenIds, request: CallRequest) -> tuple[str, ...]:
-        """By the prompt's tokens, the client's seed, and how often just that was asked before: calls side by side get
-        the same random numbers in whatever order they come, and a client's fixed seed makes no two rollouts equal."""
+        """Keys of the choices' random numbers: prompt tokens, the client's seed, and a count of equal requests before.
+        So concurrent calls get the same random numbers in any order, and a fixed seed of a client's doesn't make
+        rollouts equal."""
         asked = f"{_digest(prompt_ids.array.astype('<i8').tobytes())}:{'' if request.seed is None else request.seed}"
         first = self._siblings[asked]
         self._siblings[asked] += request.choices
         return tuple(f"{asked}:{first + choice}" for choice in range(request.choices))
 
-    # What came back.
+    # Results.
 
     def _end(self, call: RecordedCall, state: Literal["answered", "abandoned"]) -> None:
         if call.state != "open":
@@ -459,7 +461,7 @@ class Recorder:
 
 
 def _root_key(request: CallRequest) -> str:
-    """Return the key of the properties that conversations must share beside their messages."""
+    """Key of a conversation's tools and template variables, which a continuation must share."""
     if request.prompt is not None:
         return _RAW
     return canonical_value([request.tools or [], dict(request.variables)])

@@ -1,4 +1,4 @@
-"""Sessions of model calls: keys, the rollouts they belong to, and the limits of each."""
+"""Authorisation of model calls: keys, the sessions of rollouts they open, and the calls of a session."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from headway.tokens.continuing import Chat
 from headway.tokens.messages import normal_messages, normal_tools
 from headway.tokens.output_parsing import client_form
 
-_LARGE_CHARACTERS = 100_000  # a conversation of more is rendered aside: it takes long
-_SEALED_KEPT = 32768  # newest keys that are told that their rollout has ended; older ones are unknown
+_LARGE_CHARACTERS = 100_000  # longer conversations are rendered in a thread
+_SEALED_KEPT = 32768  # newest revoked keys, refused with "this rollout has ended"; older ones are unknown
 OnEvent = Callable[[str, str], object]  # name, detail
 
 
 class KeyRefused(Exception):
-    """No key, or one that names nothing."""
+    """A missing or unknown API key."""
 
 
 class NoSuchRollout(Exception):
-    """A rollout that doesn't exist, or isn't this key's: which of the two isn't said."""
+    """A rollout that doesn't exist, or that this key has no access to; the error doesn't say which."""
 
 
 class Session:
     """A rollout that takes calls: *open* -> *sealed*, once.
 
-    ``sampling`` says whose parameters hold: the experiment's, which the client's own are counted against, or the
-    client's.
+    ``fixed_sampling``: the experiment's sampling parameters hold, and differing ones of clients are reported; else the
+    client's hold.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Session:
         self._on_call_end = on_call_end
         self._on_seal = on_seal
         self._open: dict[RecordedCall, InflightCall] = {}
-        self._attended = 0  # requests of it that are read or answered
+        self._attended = 0  # requests being read or answered
         self._sealed: RecordedConversation | None = None
 
     @property
@@ -82,12 +82,12 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Somebody is being served: this is no time to end it."""
+        """Whether a request is being served, so that the session should not be ended now."""
         return bool(self._open or self._attended)
 
     @contextmanager
     def attended(self) -> Iterator[None]:
-        """A request of it is read, and answered, inside the block."""
+        """Count a request as being served inside the block."""
         self._attended += 1
         try:
             yield
@@ -101,8 +101,8 @@ class Session:
         fingerprint: str = "",
         planned: Planned | None = None,
     ) -> InflightCall:
-        """Have a request answered. One with the same ``fingerprint`` as a call before it joins that call, or gets its
-        answer again; "": it has none. ``planned``: by `Recorder.plan`. Raises RequestRefused."""
+        """Start a call, or return an earlier one with the same ``fingerprint``, open or answered ("": no fingerprint).
+        ``planned``: result of `Recorder.plan`. Raises RequestRefused."""
         earlier = self.recorder.earlier(fingerprint)
         if earlier is not None and self._sealed is None:
             return self._open.get(earlier) or InflightCall(self.recorder, earlier)
@@ -153,7 +153,7 @@ class Session:
         return self._said(call)
 
     def _said(self, call: RecordedCall) -> ChatAnswer:
-        """The answer of a call for its caller in this process, who has it at once."""
+        """Return the answer of a call to its caller in this process, and note it as received."""
         self.recorder.note_received(call)
         turn = call.turns[0]
         assert turn is not None
@@ -164,14 +164,15 @@ class Session:
         self._on_call_end(self)
 
     def post_reward(self, reward: float, solved: bool | None = None) -> None:
-        """Its reward; the last one posted counts. ``solved``: by default from a reward of 1 upwards. Raises
+        """Set the rollout's reward; the last one posted counts. ``solved``: by default reward >= 1. Raises
         RequestRefused for a rollout that has ended."""
         if self._sealed is not None:
             raise RequestRefused("this rollout has ended: it takes no reward", code="rollout_closed")
         self.reward, self.solved = reward, reward >= 1 if solved is None else solved
 
     def seal(self) -> RecordedConversation:
-        """Close the session and return its recording; open calls end without an answer, new ones are refused."""
+        """Seal the session and return the recorded conversation. Open calls end without an answer, further ones are
+        refused."""
         if self._sealed is None:
             for answering in list(self._open.values()):
                 answering.cancel()
@@ -182,10 +183,10 @@ class Session:
 
 
 class Sessions:
-    """The rollouts of a run that take calls (records.conversations.Conversations): a random key of 256 bits for each,
-    and another one that posts its reward: whatever a model has run by its agent may find the first.
+    """Sessions of a run's rollouts (records.conversations.Conversations). Each has a random key of 256 bits for its
+    calls and another to post its reward, because code that a model has its agent run may find the first.
 
-    Keys are looked up by their digests, so how long that takes says nothing about a key.
+    Keys are looked up by their digests, so that the time of a lookup reveals nothing about a key.
     """
 
     def __init__(
@@ -197,8 +198,8 @@ class Sessions:
         *,
         new_key: Callable[[], str] = lambda: "hw-" + secrets.token_urlsafe(32),
     ) -> None:
-        """``context_tokens``: prompt and response of a call. ``on_event(name, detail)`` is told once of clients that
-        ask to be sampled otherwise than the experiment says."""
+        """``context_tokens``: limit of a call's prompt and response. ``on_event(name, detail)`` reports, once for each
+        parameter, clients that ask for sampling parameters other than the experiment's."""
         self.address = ""  # of the server, once it listens
         self._chat = chat
         self._settings = settings
@@ -206,7 +207,7 @@ class Sessions:
         self._on_event = on_event
         self._new_key = new_key
         self._open: dict[bytes, Session] = {}
-        self._rewarding: dict[bytes, Session] = {}  # the same, by their other keys
+        self._rewarding: dict[bytes, Session] = {}  # the same sessions, by their reward keys
         self._sealed: OrderedDict[bytes, None] = OrderedDict()
         self._told: set[str] = set()
 
@@ -230,8 +231,8 @@ class Sessions:
         return session
 
     def session(self, key: str, name: str = "") -> Session:
-        """The one that takes calls with this key; ``name``, by which a client tells its conversations apart, doesn't
-        matter: a rollout's calls are all its own. Raises KeyRefused, or RequestRefused for one that has ended."""
+        """Return the session that takes calls with this key. ``name``, a client's label of a conversation, is ignored:
+        all calls with the key are the rollout's. Raises KeyRefused, or RequestRefused if the rollout has ended."""
         if not key:
             raise KeyRefused("no API key: send 'Authorization: Bearer KEY', or 'x-api-key: KEY'")
         digest = key_digest(key)
@@ -243,7 +244,7 @@ class Sessions:
         return session
 
     def rollout(self, key: str, rollout: str) -> Session:
-        """The one of this name, if ``key`` posts its reward. Raises as `session`, and NoSuchRollout."""
+        """Return the session of this rollout if ``key`` is its reward key. Raises as `session`, and NoSuchRollout."""
         session = self._rewarding.get(key_digest(key))
         if session is None and self.session(key).rollout == rollout:
             raise RequestRefused("this key takes calls, and posts no reward: docs/agents.md", code="reward_refused")
@@ -260,7 +261,7 @@ class Sessions:
 
     def _note(self, client: ClientSampling) -> None:
         for name, value in msgspec.structs.asdict(client).items():
-            if value is not None and name not in (*self._told, "seed"):  # a seed has its effect
+            if value is not None and name not in (*self._told, "seed"):  # a client's seed is used
                 self._told.add(name)
                 self._on_event(
                     "client_sampling", f"a client asks for {name} = {value}: the experiment's holds; said once"
@@ -278,7 +279,7 @@ def _request(
 
 
 def new_recorder(chat: Chat, settings: EndpointConfig, context_tokens: int) -> Recorder:
-    """A rollout's, within the limits of ``settings``."""
+    """Make a rollout's recorder with the limits of ``settings``."""
     limits = RecordingLimits(
         context_tokens=context_tokens,
         calls=settings.calls,
@@ -290,5 +291,5 @@ def new_recorder(chat: Chat, settings: EndpointConfig, context_tokens: int) -> R
 
 
 def key_digest(key: str) -> bytes:
-    """Return the digest by which a key is looked up and recorded; the key can't be computed from it."""
+    """Irreversible digest of a key, for lookups and records."""
     return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()

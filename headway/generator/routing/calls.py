@@ -1,4 +1,4 @@
-"""A model call as the pool sees it: what was asked, what has arrived, who works on it."""
+"""An open request as the pool sees it: its arguments, its tokens so far, the replica it is on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headway.records.token_block import TokenBlock
 class OpenRequest:
     """An open request: *held* (no replica) -> *assigned* -> finished; a replica's death returns it to held.
 
-    ``partial()`` is all another replica needs to go on.
+    ``partial()`` is all that another replica needs to resume it.
     """
 
     __slots__ = (
@@ -60,10 +60,10 @@ class OpenRequest:
         self._told_tokens = len(self._block)
         self.serial = 0  # in the order they came
         self.opened_s = 0.0
-        self.prefix: list[tuple[int, int]] | None = None  # keys of its prompt's beginnings, once they were asked for
-        self.cancelled = False  # it ends with the tokens it has, whoever worked on it
-        self.probe = False  # its replica's breaker waits to hear how it ends
-        self.refused_by: tuple[int, ...] = ()  # replicas that didn't accept it
+        self.prefix: list[tuple[int, int]] | None = None  # keys of its prompt's prefixes, once computed
+        self.cancelled = False  # ends with its tokens so far, even if its replica dies before the abort arrives
+        self.probe = False  # its outcome decides whether its replica's breaker closes
+        self.refused_by: tuple[int, ...] = ()  # indices of replicas that didn't accept it
         self.reprefills = 0
         self.resumes = 0
         self.first_token_s = 0.0
@@ -100,7 +100,7 @@ class OpenRequest:
             self.outstanding_tokens = left if left > self._least_tokens else self._least_tokens
 
     def tell(self) -> None:
-        """Tell who watches, when there is enough to tell."""
+        """Notify the watch once enough tokens are new."""
         watch = self.watch
         if watch is not None and len(self._block) - self._told_tokens >= watch.every_tokens:
             self._told_tokens = len(self._block)
@@ -112,11 +112,11 @@ class OpenRequest:
         return asked if self._block.tokens == len(asked.ids) else self._block.response()
 
     def resubmission(self) -> GenerationRequest:
-        """The request for the next replica: it goes on after the tokens so far."""
+        """Return the request for the next replica, which resumes after the tokens so far."""
         return msgspec.structs.replace(self.request, request_id=self.ticket, partial=self.partial())
 
     def finish(self, reason: FinishReason, error: str = "", *, refused: bool = False) -> None:
-        """Give the caller its result (none if it has stopped waiting)."""
+        """Resolve the caller's future with the result; no-op if the caller has stopped waiting."""
         if self.future.done():
             return
         self.future.set_result(

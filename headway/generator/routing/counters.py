@@ -20,7 +20,7 @@ _COUNTERS = (
 
 
 def accumulated(past: EngineStatistics, present: EngineStatistics, dead: bool = False) -> EngineStatistics:
-    """``present`` with the counters of ``past`` added; ``dead``: it holds and queues nothing any more."""
+    """Return ``present`` with the counters of ``past`` added; ``dead``: with no request and no KV."""
     sums = {name: getattr(past, name) + getattr(present, name) for name in _COUNTERS}
     total = msgspec.structs.replace(present, **sums)
     return msgspec.structs.replace(total, running=0, waiting=0, kv_used_tokens=0) if dead else total

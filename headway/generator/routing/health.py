@@ -15,7 +15,7 @@ from headway.runtime.workers import EventCallback
 
 
 class Health:
-    """Asks replicas how they are. It is said, and takes requests away, when one doesn't answer or is behind."""
+    """Health checks. A replica that doesn't answer, or is behind on versions, is reported and takes no requests."""
 
     def __init__(
         self,
@@ -29,8 +29,8 @@ class Health:
         settle: Callable[[], None],
         on_event: EventCallback,
     ) -> None:
-        """``ask(replica)`` comes back when it has answered; ``bring_up`` gives it the newest weights, or kills it; both
-        raise WorkerDied. ``settle()``: some may take requests that didn't."""
+        """``ask(replica)`` returns when the replica has answered; ``bring_up(replica)`` applies the newest weights, or
+        kills it; both raise WorkerDied. ``settle()`` assigns held requests: a replica may take requests again."""
         self._replicas = replicas
         self._router = router
         self._settings = settings
@@ -41,8 +41,8 @@ class Health:
         self._on_event = on_event
 
     async def watch(self, replica: Replica) -> None:
-        """Runs until the replica is dead, or it is cancelled. One whose answer is overdue takes no requests until it
-        comes; one that is behind on versions is brought up."""
+        """Check a replica at every interval until it is dead or the task is cancelled. A replica whose answer is
+        overdue takes no requests until it answers; one that is behind on versions is updated."""
         with contextlib.suppress(WorkerDied):
             while True:
                 await self._clock.sleep(self._settings.health_interval_s)
@@ -50,11 +50,11 @@ class Health:
                 if replica.told_behind:
                     await self._bring_up(replica)
                     self.note_versions()
-                if replica.updating_since_s is None:  # else it answers nothing
+                if replica.updating_since_s is None:  # a replica answers no calls during an update
                     await self._check(replica)
 
     async def _check(self, replica: Replica) -> None:
-        """Ask it, and wait for its answer. Raises WorkerDied."""
+        """Ask a replica and wait for its answer; marks it silent meanwhile if overdue. Raises WorkerDied."""
         timeout_s = self._settings.health_timeout_s
         asked = asyncio.create_task(self._answer(replica), name=f"{replica.name}-asked")
         try:
@@ -66,7 +66,7 @@ class Health:
             asked.cancel()
 
     def note_versions(self) -> None:
-        """Say who is behind on versions, and who is no longer."""
+        """Report replicas that have fallen behind on versions, or have caught up, since the last call."""
         standings = self._router.standings(self._clock.now())
         said: list[tuple[str, str]] = []
         for replica, standing in zip(self._replicas, standings, strict=True):
@@ -83,7 +83,7 @@ class Health:
             self._on_event(name, detail)
 
     async def _answer(self, replica: Replica) -> str:
-        """Ask a replica how it is; return the fault of its answer, "" for none."""
+        """Return the error that a replica answered with, or "" for a good answer."""
         try:
             await self._ask(replica)
         except RemoteError as error:
@@ -91,7 +91,7 @@ class Health:
         return ""
 
     def _note_silence(self, replica: Replica, why: str) -> None:
-        """``why`` it can't be asked; "": it answers."""
+        """Mark a replica silent because of ``why``, or answering again ("")."""
         if replica.silent == bool(why):
             return
         replica.silent = bool(why)

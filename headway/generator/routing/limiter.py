@@ -1,4 +1,4 @@
-"""Rate limit and back-pressure for foreign callers: those who aren't rollouts of the run."""
+"""Rate limit and back-pressure for foreign callers: clients that aren't rollouts of the run."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from headway.records.errors import Overloaded
 from headway.runtime.clock import Clock
 from headway.runtime.workers import EventCallback
 
-_QUIET_S = 60.0  # refusals are told of once in this time
+_QUIET_S = 60.0  # at most one event about refusals in this time
 _ROUNDING_S = 1e-6  # a timer may come this much too early
 
 
 class Place:
-    """Room for one request. Who holds it says what it has used."""
+    """Admission of one request. Its holder sets ``used_tokens`` to the actual use before releasing it."""
 
     __slots__ = ("used_tokens",)
 
     def __init__(self, tokens: int) -> None:
-        self.used_tokens = tokens  # prompt and response: all it asked for, unless its holder knows better
+        self.used_tokens = tokens  # prompt and response; by default all that was asked for
 
 
 class Limiter:
-    """Hands out places by ``control.rate_limit``; nobody's place depends on who else the caller is.
+    """Admits requests by the rules of ``control.rate_limit``, without regard to the caller's identity.
 
     Example: ``async with limiter.place(len(prompt) + max_tokens) as place: result = await pool.generate(request);
     place.used_tokens = ...``. Overloaded becomes HTTP 429 with Retry-After at the edge.
@@ -51,27 +51,27 @@ class Limiter:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a place."""
+        """Count of requests that wait for a place."""
         return self._rules.waiting
 
     @property
     def open_tokens(self) -> int:
-        """Tokens of the places that are taken."""
+        """Tokens of the places in use."""
         return self._rules.open_tokens
 
     @property
     def refusals(self) -> int:
-        """So far."""
+        """Count of refused requests so far."""
         return self._rules.refusals
 
     def oldest_age_s(self) -> float:
-        """How long the first of those that wait has done so; 0.0: none waits."""
+        """Seconds for which the oldest waiting request has waited; 0.0 when none waits."""
         return self._rules.oldest_age_s(self._clock.now())
 
     @contextlib.asynccontextmanager
     async def place(self, tokens: int, priority: int = 0) -> AsyncIterator[Place]:
-        """Room for a request that may take so many ``tokens``, prompt and response; waits for it where need be, lower
-        priorities first, then in order. Raises Overloaded when there is none and won't be soon."""
+        """Acquire a place for a request of up to ``tokens``, prompt and response; waits if needed: lower priorities
+        first, then in order of arrival. Raises Overloaded when no place will be free soon."""
         name = str(next(self._names))
         await self._admission(name, tokens, priority)
         place = Place(tokens)
@@ -94,7 +94,7 @@ class Limiter:
             refused = await waiting
         except asyncio.CancelledError:
             if waiting.done() and not waiting.cancelled() and waiting.result() is None:
-                self._rules.finish(name, 0, self._clock.now())  # it had been admitted a moment ago
+                self._rules.finish(name, 0, self._clock.now())  # admitted in the same pass of the event loop
             self._rules.withdraw(name)
             self.go_on()
             raise
@@ -111,7 +111,7 @@ class Limiter:
         raise Overloaded(refused.why, refused.retry_after_s)
 
     def go_on(self) -> None:
-        """Let in, or send away, whom it is time for: something has changed."""
+        """Admit or refuse waiting requests as the rules now say; called after every change."""
         if self._rules.waiting:
             self._decide()
         self._wake()
@@ -135,7 +135,7 @@ class Limiter:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, due_s - now) + _ROUNDING_S, self.go_on)
 
     def stop(self) -> None:
-        """Refuse all waiting callers."""
+        """Refuse all waiting requests."""
         if self._timer is not None:
             self._timer.cancel()
         for name, waiting in self._waiting.items():

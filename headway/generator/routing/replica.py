@@ -1,4 +1,4 @@
-"""A generator replica as the pool sees it, and how its process is started."""
+"""A generator replica as the pool sees it, and the specification of its process."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _CALL_TIMEOUT_S = 600.0
 
 
 class Replica:
-    """A replica: *starting* -> *live* -> *starting* again after a death, or *lost* when it died too often, or *left*
-    when it was asked to leave."""
+    """State of a replica: *starting* -> *live* -> *starting* again after a death, *lost* after too many deaths, or
+    *left* after it was drained."""
 
     def __init__(self, index: int, slot: WorkerSlot, experiment: Experiment) -> None:
         generator = experiment.generator
@@ -39,21 +39,21 @@ class Replica:
         self.lent = False  # the trainer computes on its device now
         self.silent = False  # its answer to a health check is overdue
         self.leaving = False  # takes no more requests
-        self.left = False  # ... and is gone
-        self.emptied = asyncio.Event()  # it is leaving and has no requests any more
-        self.updating_since_s: float | None = None  # it applies weights
-        self.told_behind = False  # that it is behind on versions has been said
-        self.epoch = 0  # counts what made its KV void: other weights, another process
-        self.live = False  # its weights are the newest that were announced when it started
-        self.version = 0  # that it applied
+        self.left = False  # drained, and its process has ended
+        self.emptied = asyncio.Event()  # set when it is leaving and has no requests left
+        self.updating_since_s: float | None = None  # when the update in progress began
+        self.told_behind = False  # reported as behind on versions
+        self.epoch = 0  # counts invalidations of its KV: weight updates and process deaths
+        self.live = False  # its process runs with the newest weights announced by its start
+        self.version = 0  # applied last
         self.update = 0  # number of the update it applied last; 0: none, it has the model at the configured path
         self.calls: dict[str, OpenRequest] = {}  # by ticket
         self.outstanding_tokens = 0
         self.outbox: dict[str, OpenRequest] = {}  # by ticket: to be submitted in one call
         self.aborts: list[str] = []
         self.flushing = False
-        self.past = EngineStatistics()  # counters of its dead incarnations
-        self.present = EngineStatistics()  # last seen of the present one
+        self.past = EngineStatistics()  # counters of its dead processes
+        self.present = EngineStatistics()  # last statistics of its current process
         self._capacity_tokens = generator.kv_capacity_tokens or generator.slots * experiment.max_sequence_tokens
 
     @property
@@ -62,28 +62,28 @@ class Replica:
 
     @property
     def worker(self) -> Worker | None:
-        """The process, dead or alive."""
+        """The replica's current process, dead or alive."""
         return self.slot.worker
 
     @property
     def gone(self) -> bool:
-        """Never to come back."""
+        """Whether the replica will never be live again."""
         return self.left or self.slot.lost is not None
 
     @property
     def capacity_tokens(self) -> int:
-        """KV tokens it holds."""
+        """KV capacity in tokens."""
         return self.present.kv_capacity_tokens or self._capacity_tokens
 
     def standing(self, now: float, newest_update: int, grace_s: float) -> Standing:
-        """How it stands; at once where nothing is the matter, as for nearly every request."""
+        """The replica's standing for routing, with a fast path for a healthy one: nearly every request takes it."""
         matter = not self.live or self.leaving or self.silent or self.resting or self.lent
         if not matter and self.update >= newest_update and self.breaker.closed:
             return "serving"
         return standing_of(self._condition(now), newest_update, grace_s)
 
     def _condition(self, now: float) -> ReplicaCondition:
-        """Return the conditions that decide whether the replica is given requests."""
+        """The replica's state as the rules of ``control.routing.replicas`` take it."""
         return ReplicaCondition(
             live=self.live,
             leaving=self.leaving,
@@ -97,7 +97,7 @@ class Replica:
 
 
 def replica_spec(index: int, device: str, experiment: Experiment, log_directory: str | Path | None) -> WorkerSpec:
-    """The process of the replica on ``device``."""
+    """The worker specification of replica ``index`` on ``device``."""
     name = f"generator-{index}"
     settings = experiment.generator
     return WorkerSpec(
@@ -123,7 +123,7 @@ def replica_spec(index: int, device: str, experiment: Experiment, log_directory:
 
 
 async def call_replica(worker: Worker, method: str, *args: Any) -> Any:
-    """Call a replica, which is killed when it doesn't answer. Raises WorkerDied or RemoteError."""
+    """Call a replica's worker; kills it when it doesn't answer in time. Raises WorkerDied or RemoteError."""
     try:
         return await worker.call(method, *args, timeout_s=_CALL_TIMEOUT_S)
     except TimeoutError:
@@ -133,14 +133,14 @@ async def call_replica(worker: Worker, method: str, *args: Any) -> Any:
 
 
 async def activity_of(worker: Worker) -> list[ActivitySpan]:
-    """See `GeneratorService.activity`; nothing of a dead one."""
+    """See `GeneratorService.activity`; empty for a dead worker."""
     with contextlib.suppress(WorkerDied):
         return await call_replica(worker, "activity")
     return []
 
 
 def raise_but_deaths(outcomes: Sequence[object]) -> None:
-    """Raise the first error of another kind: deaths are their keepers' business."""
+    """Raise the first error that isn't a WorkerDied: each replica's keeper handles its death."""
     for outcome in outcomes:
         if isinstance(outcome, BaseException) and not isinstance(outcome, WorkerDied):
             raise outcome

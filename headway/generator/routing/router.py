@@ -1,4 +1,4 @@
-"""The router: which replica works on which request, from its arrival to its end, whatever becomes of replicas."""
+"""The router: assigns each request to a replica, from its arrival to its end, through deaths of replicas."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ _ROUNDING_S = 1e-6  # a timer may come this much too early
 class Router:
     """Open requests and the replicas they are on.
 
-    A request goes to the replica that ``control.routing`` chooses, and is submitted with all others of the same pass of
-    the event loop in one call. While no replica takes any it is *held*; the held ones go on oldest first. What leaves a
-    replica (it died, rests, leaves, didn't accept it) goes on elsewhere from the tokens it has, or is held again.
+    A request goes to the replica that ``control.routing`` chooses; all requests of one pass of the event loop are
+    submitted in one call. While no replica takes requests a request is *held*; held requests are assigned oldest first.
+    A request whose replica died, rests, leaves or didn't accept it resumes elsewhere from its tokens, or is held again.
 
-    How many are open is bounded by who asks: admission for rollouts, ``generator.limiter`` for the others.
+    The number of open requests is bounded by the callers: admission for rollouts, ``generator.limiter`` for clients.
 
     Invariant: a call is in ``calls`` of exactly one replica, or held, or done; ``outstanding_tokens`` of a replica is
-    the sum over its calls. The replicas' lives are their owner's: it says ``settle`` when one takes requests (again),
-    ``orphan`` when one is dead, ``clear`` when one is to have none.
+    the sum over its calls. The pool owns the replicas' lives: it calls ``settle`` when a replica may take requests
+    again, ``orphan`` when one is dead, ``clear`` when one is to be emptied.
     """
 
     def __init__(self, replicas: list[Replica], settings: RouterConfig, clock: Clock, on_event: EventCallback) -> None:
-        """``replicas``: their owner's list; it may grow."""
+        """``replicas``: the pool's own list, which may grow."""
         self._replicas = replicas
         self._settings = settings
         self._clock = clock
         self._on_event = on_event
-        self._calls: dict[str, OpenRequest] = {}  # by request id, in the order they came
-        self._held: list[OpenRequest] = []  # a heap: no replica takes them; those that ended meanwhile are passed over
+        self._calls: dict[str, OpenRequest] = {}  # by request id, in order of arrival
+        self._held: list[OpenRequest] = []  # a heap of held requests; finished ones are skipped when popped
         self._prefixes = PrefixMemory(settings.prefix_block_tokens, settings.remembered_prefixes)
-        self._last_prompt: tuple[object, list[tuple[int, int]]] = ((), [])  # and its keys
-        self._newest_update = 0  # that any replica ever applied
+        self._last_prompt: tuple[object, list[tuple[int, int]]] = ((), [])  # the last prompt looked up, and its keys
+        self._newest_update = 0  # highest update applied by any replica so far
         self._tickets = itertools.count()
         self._serials = itertools.count()
         self._counts: Counter[str] = Counter()
         self._used_tokens = self._peak_tokens = 0
-        self._news: deque[tuple[str, str]] = deque()  # events to be told
+        self._news: deque[tuple[str, str]] = deque()  # events not reported yet
         self._flushes: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._encoder = encoder()
@@ -64,7 +64,7 @@ class Router:
     # --- requests -------------------------------------------------------------------------------------------
 
     def open(self, request: GenerationRequest, watch: Watch | None = None) -> OpenRequest:
-        """Take a request in; its future gets the result. Raises ValueError for an id that is open already."""
+        """Accept a request; its future gets the result. Raises ValueError for an id that is open already."""
         if request.request_id in self._calls:
             raise ValueError(f"request {request.request_id!r} is already open")
         call = OpenRequest(request, asyncio.get_running_loop().create_future(), watch)
@@ -72,7 +72,7 @@ class Router:
         self._calls[request.request_id] = call
         self._used_tokens += call.outstanding_tokens
         self._peak_tokens = max(self._peak_tokens, self._used_tokens)
-        if self._held:  # they are older
+        if self._held:  # older requests first
             self._hold(call)
             self.settle()
         elif not self._route(call):
@@ -80,7 +80,7 @@ class Router:
         return call
 
     def close(self, call: OpenRequest) -> None:
-        """Forget a call, whose caller has its result or is gone."""
+        """Remove a call whose caller has its result or is gone."""
         self._release(call)
         if self._calls.pop(call.request.request_id, None) is not None:
             self._used_tokens -= call.outstanding_tokens
@@ -102,17 +102,17 @@ class Router:
         self._flush_soon(replica)
 
     def fail_all(self, error: Exception) -> None:
-        """No replica will ever take them."""
+        """Fail all open requests with ``error``: no replica will take them any more."""
         for call in list(self._calls.values()):
             call.fail(error)
 
     def tokens_so_far(self, request_id: str) -> int:
-        """Response tokens of an open request as far as they were streamed; 0 for an unknown id."""
+        """Count of streamed response tokens of an open request; 0 for an unknown id."""
         call = self._calls.get(request_id)
         return 0 if call is None else call.tokens
 
     def open_tokens(self) -> list[int]:
-        """Response tokens of every open request, as far as they were streamed."""
+        """Count of streamed response tokens of every open request."""
         return [call.tokens for call in self._calls.values()]
 
     def statistics(self) -> RouterStatistics:
@@ -132,14 +132,14 @@ class Router:
         )
 
     def capacity_tokens(self, standings: Sequence[Standing] | None = None) -> int:
-        """KV tokens of the replicas that take requests."""
+        """Sum of the KV capacity, in tokens, of the replicas that take requests."""
         found = self.standings(self._clock.now()) if standings is None else standings
         return sum(one.capacity_tokens for one, how in zip(self._replicas, found, strict=True) if how in _TAKING)
 
     # --- replicas -------------------------------------------------------------------------------------------
 
     def standings(self, now: float) -> list[Standing]:
-        """How each replica stands, in order."""
+        """Return the standing of each replica, in order."""
         for one in self._replicas:
             if one.live and one.update > self._newest_update:
                 self._newest_update = one.update
@@ -147,7 +147,7 @@ class Router:
         return [one.standing(now, newest, grace_s) for one in self._replicas]
 
     def settle(self) -> None:
-        """A replica may take requests that didn't before: give it those that are held, oldest first."""
+        """Assign held requests, oldest first: a replica may take requests again."""
         while self._held:
             call = heapq.heappop(self._held)
             if not call.future.done() and not self._route(call):
@@ -155,7 +155,7 @@ class Router:
                 return
 
     def clear(self, replica: Replica) -> None:
-        """Move the requests of a live replica to others, from the tokens they have."""
+        """Move the requests of a live replica to others, with their tokens so far."""
         moved = sorted(replica.calls.values())
         for call in moved:
             if replica.outbox.pop(call.ticket, None) is None:
@@ -167,8 +167,8 @@ class Router:
         self._route_again(moved)
 
     def orphan(self, replica: Replica) -> None:
-        """Move the requests of a dead replica, from the tokens that were streamed. Its breaker opens, which is said at
-        the next ``tell``."""
+        """Move the requests of a dead replica to others, with the tokens that were streamed. Opens its breaker, which
+        the next ``tell`` reports."""
         now = self._clock.now()
         replica.epoch += 1
         replica.silent = False
@@ -186,7 +186,7 @@ class Router:
         self._route_again(orphans)
 
     def renewed(self, replica: Replica) -> None:
-        """A dead replica's successor has started, and answers: its breaker closes."""
+        """Close the breaker of a replica that was restarted and answers."""
         if replica.breaker.reset():
             self._note_closed(replica, "it was restarted and answers")
         self.tell()
@@ -194,18 +194,18 @@ class Router:
     def _route_again(self, calls: list[OpenRequest]) -> None:
         for call in calls:
             if call.cancelled:
-                call.finish("abort")  # whoever was to end it can't say so any more
+                call.finish("abort")  # its replica died before the abort took effect
             elif not call.future.done() and not self._route(call):
                 self._hold(call)
 
     # --- routing --------------------------------------------------------------------------------------------
 
     def _route(self, call: OpenRequest) -> bool:
-        """Give a call to a replica; False: none takes it now."""
+        """Assign a call to a replica; returns False when none takes it now."""
         now = self._clock.now()
         needed = call.outstanding_tokens
         standings = self.standings(now)
-        if call.refused_by:  # others first; with nobody else it may as well try there again
+        if call.refused_by:  # prefer other replicas; retry there if there is no other
             others: list[Standing] = [how if i not in call.refused_by else "down" for i, how in enumerate(standings)]
             standings = others if any(how in _TAKING for how in others) else standings
         saved = self._saved_tokens(call) if len(self._replicas) > 1 else {}
@@ -224,7 +224,7 @@ class Router:
         replica = self._replicas[route.replica]
         call.probe = replica.breaker.send(now)
         call.replica = replica.index
-        call.ticket = str(next(self._tickets))  # never used again, so that no late delta meets the wrong call
+        call.ticket = str(next(self._tickets))  # never reused, so that no late delta matches the wrong call
         replica.calls[call.ticket] = call
         replica.outstanding_tokens += needed
         replica.outbox[call.ticket] = call
@@ -236,26 +236,26 @@ class Router:
         return True
 
     def _saved_tokens(self, call: OpenRequest) -> dict[int, int]:
-        """Replica -> tokens of the prompt that it needn't prefill, weighted."""
+        """Map replica index -> prompt tokens that it needn't prefill, weighted by ``router.affinity``."""
         affinity = self._settings.affinity
         if not affinity:
             return {}
         epochs = {one.index: one.epoch for one in self._replicas if one.live}
         if call.prefix is None:
-            if self._last_prompt[0] is not call.request.prompt_ids:  # a group's members have one
+            if self._last_prompt[0] is not call.request.prompt_ids:  # a group's members share the object
                 self._last_prompt = call.request.prompt_ids, self._prefixes.keys(call.request.prompt_ids)
             call.prefix = self._last_prompt[1]
         found = self._prefixes.cached_tokens(call.prefix, epochs)
         return found if affinity == 1.0 else {index: round(affinity * tokens) for index, tokens in found.items()}
 
     def _remember_session(self, call: OpenRequest, replica: Replica) -> None:
-        """The next turn of its session begins with what the replica holds now."""
+        """Remember the call's whole context as this replica's: the session's next turn begins with it."""
         if call.request.session and call.prefix:
             context = TokenIds.joined((call.request.prompt_ids, call.partial().ids))
             self._prefixes.remember(self._prefixes.keys(context), replica.index, replica.epoch)
 
     def _hold(self, call: OpenRequest) -> None:
-        """Keep a call until a replica takes it, at the latest when a breaker's cool-down is over."""
+        """Hold a call until a replica takes it; retried at the latest when a breaker's cool-down is over."""
         heapq.heappush(self._held, call)
         self._wake_for_probe()
 
@@ -276,14 +276,14 @@ class Router:
         self._wake_for_probe()
 
     def _release(self, call: OpenRequest) -> None:
-        """Take a call off its replica."""
+        """Remove a call from its replica."""
         if call.replica is None:
             return
         replica = self._replicas[call.replica]
         if replica.calls.pop(call.ticket, None) is not None:
             replica.outstanding_tokens -= call.outstanding_tokens
         call.replica = None
-        if call.probe:  # nothing was learnt of the replica
+        if call.probe:  # the probe has no outcome
             call.probe = False
             replica.breaker.withdraw()
             self._settle_soon()
@@ -297,7 +297,7 @@ class Router:
     # --- between calls and workers --------------------------------------------------------------------------
 
     def _flush_soon(self, replica: Replica) -> None:
-        """Submit what gathers in this pass of the event loop as one call: the task runs in the next."""
+        """Submit all calls of this pass of the event loop together: the task runs in the next pass."""
         if replica.flushing:
             return
         replica.flushing = True
@@ -311,9 +311,9 @@ class Router:
         aborts, replica.aborts = replica.aborts, []
         worker = replica.worker
         if worker is None or not replica.live:
-            return  # it died meanwhile: its calls have been moved
+            return  # the replica died meanwhile: its calls have been moved
         tickets = [call.ticket for call in calls]
-        with contextlib.suppress(WorkerDied):  # its keeper moves the calls
+        with contextlib.suppress(WorkerDied):  # the replica's keeper moves the calls
             try:
                 if requests := self._encoded(calls):
                     await call_replica(worker, "submit", requests)
@@ -343,11 +343,11 @@ class Router:
         return self._encoder.encode(requests) if requests else b""
 
     def _not_accepted(self, replica: Replica, calls: list[OpenRequest], error: RemoteError) -> None:
-        """A replica raised instead of taking these: they go elsewhere, or fail where there is no elsewhere."""
+        """Move calls that a replica raised on to other replicas, or fail them: no other, or no retry left."""
         probe = any(call.probe for call in calls)
         for call in calls:
             call.probe = False
-            replica.aborts.append(call.ticket)  # it may have taken some before it raised
+            replica.aborts.append(call.ticket)  # the replica may have accepted some before it raised
             self._release(call)
             call.refused_by = (*call.refused_by, replica.index)
         self._flush_soon(replica)
@@ -361,10 +361,10 @@ class Router:
                 self._route_again([call])
 
     def absorb(self, replica: Replica, event: bytes) -> None:
-        """Take over what a replica streamed. Raises msgspec.DecodeError for what isn't a list of deltas."""
+        """Apply the deltas that a replica streamed. Raises msgspec.DecodeError if ``event`` isn't a list of deltas."""
         now = self._clock.now()
         for delta in self._deltas.decode(event):
-            call = replica.calls.get(delta.request_id)  # the engine knows it by its ticket
+            call = replica.calls.get(delta.request_id)  # engines know requests by their tickets
             if call is None:
                 continue  # its caller is gone
             before = call.outstanding_tokens
@@ -397,12 +397,12 @@ class Router:
     # --- breakers -------------------------------------------------------------------------------------------
 
     def _others(self, but: Collection[int]) -> bool:
-        """Whether a replica that isn't one of these takes requests."""
+        """Whether any replica other than ``but`` takes requests."""
         standings = self.standings(self._clock.now())
         return any(how in _TAKING and index not in but for index, how in enumerate(standings))
 
     def _note_failure(self, replica: Replica, probe: bool, why: str) -> None:
-        """A request failed there."""
+        """Count a failed request on a replica's breaker."""
         now, breaker = self._clock.now(), replica.breaker
         if breaker.fail(now, probe=probe, alone=not self._others((replica.index,))):
             self._note_opened(replica, why)
@@ -419,12 +419,12 @@ class Router:
         self._settle_soon()
 
     def tell(self) -> None:
-        """Say what has been noted. Last of all: telling may fail."""
+        """Report the noted events. Called last: the event handler may raise."""
         while self._news:
             self._on_event(*self._news.popleft())
 
     async def stop(self) -> None:
-        """End what it has under way with the replicas; its calls stay as they are."""
+        """Cancel the timer and all submissions under way; open requests stay as they are."""
         if self._timer is not None:
             self._timer.cancel()
         for task in self._flushes:

@@ -1,4 +1,4 @@
-"""The torch engine: continuous batching over slots, updated in flight.
+"""The torch engine: continuous batching over slots, weight updates in flight.
 
 One ``step`` samples one token for every running request. Between steps requests come and go and the weights may
 change (DESIGN rule 4).
@@ -31,26 +31,26 @@ from headway.records.generation import (
 from headway.records.tokens import TokenIds
 from headway.tokens.tokenizer import Tokenizer
 
-HEADROOM_TOKENS = 8  # KV tokens each running request can still gain before a new one is let in
+HEADROOM_TOKENS = 8  # free KV tokens for each running request that admitting another must leave
 
 
 class _Partial(NamedTuple):
-    """The computed part of a prompt longer than a step's budget; dropped by an update, or when its slot is needed."""
+    """Computed prefix of a prompt longer than a step's budget; void after an update, or once its slot is used."""
 
     ids: TokenIds
-    update: int  # whose weights computed it
+    update: int  # number of the update whose weights computed it
 
 
 class TorchEngine(OpenRequests[EngineRequest]):
-    """Generates for many requests at once with the model's own weights. The model is the engine's alone: its weights
-    change by ``update_weights``, and no other way.
+    """Generates for many requests at once with a `Decoder`. The engine owns the model: its weights change only by
+    ``update_weights``.
 
     ``submit`` queues requests; each ``step`` admits waiting ones (lowest priority number first, then oldest),
-    computes their prompts beside the running requests' next tokens, and samples. ``take_deltas`` hands out what
-    was sampled since it was last called. A request ends with one last delta that has a ``finish_reason``.
+    computes their prompts beside the running requests' next tokens, and samples. ``take_deltas`` returns the tokens
+    since its last call. A request ends with one last delta that has a ``finish_reason``.
 
-    A step computes at most ``prefill_tokens_per_step`` tokens of prompts: a longer one takes several steps, in which
-    the running requests go on. What it has so far lies in the last slot; it waits in the queue meanwhile.
+    A step computes at most ``prefill_tokens_per_step`` tokens of prompts: a longer prompt takes several steps, in
+    which the running requests keep decoding. Its KV so far lies in the last slot; the request stays in the queue.
 
     KV tokens are admitted by count: when the running requests would need more than ``kv_capacity_tokens``, the
     youngest is preempted: it waits with its tokens, and its KV is recomputed later (``reprefilled``).
@@ -76,8 +76,8 @@ class TorchEngine(OpenRequests[EngineRequest]):
         native_kernels: bool = True,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``model`` is changed in place by ``update_weights``; ``native_kernels``: models/cpu/native.py, where it can;
-        ``now``: monotonic seconds, for the statistics."""
+        """``model`` is changed in place by ``update_weights``; ``native_kernels``: use models/cpu/native.py where it
+        supports the model; ``now``: monotonic seconds, for the statistics."""
         self.version = version
         self.kv_capacity_tokens = slots * max_context_tokens if kv_capacity_tokens is None else kv_capacity_tokens
         # One request must always fit alone, else preemption could never make room for it.
@@ -95,7 +95,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
         self._deterministic = deterministic
         self._prefill_tokens_per_step = prefill_tokens_per_step
         self._table = SlotTable(slots, self.context_tokens)
-        self._rows = 0  # rows 0 .. _rows-1 are in use, but for the holes
+        self._rows = 0  # rows 0 .. _rows-1 are in use, except the holes
         self._holes: list[int] = []  # rows freed since the last step; refilled or closed by the next
         self._partial: _Partial | None = None  # the KV of a prompt's beginning, in the last slot
         self._donors: dict[TokenIds, list[EngineRequest]] = {}  # running requests by prompt
@@ -107,7 +107,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
     # --- requests -------------------------------------------------------------------------------------------
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests with reason "abort"; their last delta has the tokens not handed out yet. Unknown ids: no-op."""
+        """End requests with reason "abort"; their last delta has the unsent tokens. Unknown ids: no-op."""
         for request_id in request_ids:
             request = self._open.get(request_id)
             if request is None:
@@ -126,7 +126,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Sample one token for every running request. False when there is nothing to do."""
+        """Sample one token for every running request. Returns False when there is nothing to do."""
         if self._scarce:
             self._make_room()
         prefills = self._admit()
@@ -135,7 +135,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
         if n == 0 and not prefills:
             return False
         started = self._now()
-        if n == 0:  # the beginning of a long prompt
+        if n == 0:  # just a part of a long prompt
             self._runner.prefill(prefills)
             self._busy_s += self._now() - started
             return True
@@ -153,7 +153,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
         """Give free slots to waiting requests while KV tokens and this step's prefill budget last.
 
         Equal prompts are computed once: by one Prefill with several slots, or by copying the prompt's KV from a
-        running request that got it since the last update.
+        running request that computed it since the last update.
         """
         # Lowest holes first: then a row that `_close_holes` moves is never one whose prefill is still to come.
         self._holes.sort(reverse=True)
@@ -177,7 +177,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
                     free = self._rows < self.slots or self.slots - 1 in self._holes
                     if budget and not self._deterministic and free:
                         end = begun + budget
-                        # A request admitted just now may be this very beginning: its slot must get it too.
+                        # A request admitted in this step may have exactly this prefix: its slot needs it too.
                         plans.setdefault(ids[:end], Prefill(ids[:end], [], begun)).slots.append(self.slots - 1)
                         self._partial = _Partial(ids[:end], self._updates)
                     break
@@ -193,7 +193,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
                     begun_slots.setdefault(plan.start, []).append(slot)
             elif donor is not None and ids:
                 copies.setdefault(len(ids), []).append((donor.slot, slot))
-        for request in admitted:  # only now: a donor must have its KV before this step
+        for request in admitted:  # after the loop: a donor must have its KV before this step
             self._donors.setdefault(request.prompt, []).append(request)
         for tokens, slots in begun_slots.items():  # first: the others may overwrite that slot
             self._runner.cache.copy([self.slots - 1] * len(slots), slots, tokens)
@@ -203,7 +203,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
         return list(plans.values())
 
     def _begun(self, ids: TokenIds) -> int:
-        """How many of ``ids`` have their KV in the last slot."""
+        """Count of leading tokens of ``ids`` whose KV is in the last slot."""
         partial = self._partial
         if partial is None or partial.update != self._updates or ids[: len(partial.ids)] != partial.ids:
             return 0
@@ -225,14 +225,14 @@ class TorchEngine(OpenRequests[EngineRequest]):
         return slot
 
     def _donor(self, request: EngineRequest) -> EngineRequest | None:
-        """A running request whose prompt KV may be copied: never one whose KV is older than the last update."""
+        """Find a running request whose prompt KV was computed since the last update, and so may be copied."""
         for donor in self._donors.get(request.prompt, ()):
             if donor.prefix_update == self._updates:
                 return donor
         return None
 
     def _advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Append one token to each row and end the requests that are done."""
+        """Append the sampled token to each row and end the requests that are done."""
         table, n = self._table, self._rows
         table.append(n, tokens, logprobs)
         stopped = (table.stop_ids[:n] == tokens[:, None]).any(1)
@@ -243,7 +243,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
         ended = stopped | ~finite | (table.position[:n] + 1 >= table.limit[:n])
         for slot in np.flatnonzero(ended).tolist():
             if not finite[slot]:
-                table.position[slot] -= 1  # the token means nothing
+                table.position[slot] -= 1  # drop the meaningless token
                 self._end_running(slot, "error", "the model's output is not finite")
                 self._runner.cache.clear(slot)
             else:
@@ -252,7 +252,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
     # --- endings, preemption --------------------------------------------------------------------------------
 
     def _emit_ready(self) -> None:
-        """A delta for every running request that has something to say."""
+        """Make a delta for every running request with unsent tokens or recomputed KV."""
         table = self._table
         unsent = table.position[: self._rows] + 1 > table.sent[: self._rows]
         for slot in range(self._rows):
@@ -308,7 +308,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
             self._runner.cache.copy(list(origins.values()), list(origins), tokens)
 
     def _kv_used(self) -> int:
-        """KV tokens the running requests hold once the next step is done (free rows have position 0)."""
+        """KV tokens of the running requests after the next step (free rows have position 0)."""
         return int(self._table.position[: self._rows].sum()) + self._rows - len(self._holes)
 
     def _make_room(self) -> None:
@@ -328,10 +328,10 @@ class TorchEngine(OpenRequests[EngineRequest]):
     # --- weights --------------------------------------------------------------------------------------------
 
     def update_weights(self, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode) -> AppliedWeights:
-        """Replace the weights in place and go on (DESIGN rule 4).
+        """Replace the weights in place between two steps (DESIGN rule 4).
 
-        ``keep``: running requests go on from their KV; ``recompute``: their KV is computed anew first; ``abort``:
-        they end with reason "abort" (waiting ones stay, and so do those that are not interruptible).
+        ``keep``: running requests continue on their KV; ``recompute``: their KV is computed anew first; ``abort``:
+        they end with reason "abort" (waiting and not interruptible requests stay).
         Raises ConfigurationError, with nothing changed, when the tensors are not this model's.
         """
         before_s = self._paused_s
@@ -361,7 +361,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
         copy_weights(self._model, tensors)
 
     def _recompute(self, running: Sequence[EngineRequest]) -> int:
-        """Compute the KV of all running requests with the present weights. Returns how many tokens that took."""
+        """Recompute the KV of all running requests with the present weights. Returns the count of tokens computed."""
         table = self._table
         shared, own = self._shared_prompts(running), []
         for request in running:
@@ -387,8 +387,8 @@ class TorchEngine(OpenRequests[EngineRequest]):
         return total
 
     def _shared_prompts(self, running: Sequence[EngineRequest]) -> dict[TokenIds, Prefill]:
-        """The prompts that several of ``running`` have, but for the last token, which one of them may still feed."""
-        if self._deterministic:  # a row's result would depend on its having siblings
+        """Prefills of prompts that several of ``running`` share, without the last token, which may still be pending."""
+        if self._deterministic:  # a row's result must not depend on its siblings
             return {}
         slots: dict[TokenIds, list[int]] = {}
         for request in running:
@@ -400,7 +400,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
     # --- statistics -----------------------------------------------------------------------------------------
 
     def statistics(self) -> EngineStatistics:
-        """Counters since the start, and the present state."""
+        """Return the counters since the start, and the present state."""
         return EngineStatistics(
             version=self.version,
             running=self._rows - len(self._holes),

@@ -14,8 +14,7 @@ from torch import Tensor
 class SlotCache:
     """Keys and values of every slot, ``[l, 2, s, k, t, c]``.
 
-    It starts as zeros, never uninitialised memory: masked positions take part in the arithmetic with weight 0,
-    and 0 x NaN would be NaN.
+    Allocated as zeros, not uninitialised: masked positions enter the arithmetic with weight 0, and 0 x NaN is NaN.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class SlotCache:
         self._row_starts_sk = heads.view(slots, kv_heads)
 
     def rows(self, position_n: Tensor) -> Tensor:
-        """Linear rows of slots 0..n-1 at their positions, [n * k]."""
+        """Linear row indices of slots 0..n-1 at ``position_n``, [n * k]."""
         n = position_n.shape[0]
         return (self._row_starts_sk[:n] + position_n[:, None]).view(-1)
 
@@ -58,5 +57,5 @@ class SlotCache:
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:
-        """Zero a slot whose KV may hold NaN, so that its next owner is not poisoned."""
+        """Zero a slot whose KV may hold NaN, which would reach its next request."""
         self.all[:, :, slot].zero_()

@@ -1,7 +1,7 @@
-"""The model's forward step over slots: new prompts and running requests in the same matrix products.
+"""Forward steps over slots: new prompts and running requests in the same matrix products.
 
 Shapes: n decode rows, p prefill tokens, d width, h query heads, k KV heads, g = h / k, c head dimension,
-t KV positions looked at, v vocabulary.
+t KV positions attended to, v vocabulary.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from headway.models.cpu import native
 from headway.models.decoder import Decoder, DecoderLayer
 from headway.models.masked import causal_attention, masked_attention, seen
 
-KV_BUCKET_TOKENS = 32  # the KV range looked at grows in these steps
+KV_BUCKET_TOKENS = 32  # the KV range attended to grows in these steps
 
 
 class Prefill(NamedTuple):
-    """A sequence whose KV is to be computed from ``start`` on, and the slots that all get it (and have the rest)."""
+    """A sequence whose KV is computed from ``start`` on, for all of ``slots``, which have the tokens before."""
 
     ids: Sequence[int] | np.ndarray  # [L], L > start
     slots: list[int]
@@ -34,7 +34,7 @@ class Prefill(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many are computed."""
+        """Count of tokens to compute."""
         return len(self.ids) - self.start
 
 
@@ -44,10 +44,10 @@ class _Block(NamedTuple):
     first: int  # packed row
     count: int
     length: int
-    start: int  # KV tokens that are there already
+    start: int  # KV tokens computed before
     slots: Tensor  # [m] target slots
-    source: Tensor | None  # [m] which of the ``count`` each target takes; None: one to one
-    own: Tensor  # [count] one target of each
+    source: Tensor | None  # [m] index of each target's prefill in the block; None: one to one
+    own: Tensor  # [count] one target slot of each prefill
 
     @property
     def rows(self) -> slice:
@@ -88,7 +88,7 @@ class ModelRunner:
         }
 
     def weights_changed(self) -> None:
-        """To be called after every change of the model's weights: the kernels keep them in another order, too."""
+        """Repack the kernels' copies of the weights; call this after every change of the model's weights."""
         model, kernels = self.model, self._kernels
         if kernels is None:
             return
@@ -99,7 +99,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prefill(self, prefills: Sequence[Prefill]) -> None:
-        """Compute and store KV only."""
+        """Compute and store KV, without sampling."""
         if self.fixed_shapes:
             for one in prefills:
                 self._forward([one], None, None, 0)
@@ -108,7 +108,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, logits_nv: Tensor, how: RowSampling) -> np.ndarray:
-        """Token ids and log-probabilities, [2, n] float32, on the host: the one wait for the device in a step."""
+        """Sample token ids and log-probabilities, [2, n] float32, on the host: a step's only synchronisation."""
         with native.using(self._kernels):
             return sample_tokens(logits_nv, how).cpu().numpy()
 
@@ -117,7 +117,7 @@ class ModelRunner:
         """Store KV of ``prefills``, then of each pending token, and return its successors' logits [n, v].
 
         Decode row i is slot i. A slot may be prefilled and decoded in the same step: in every layer its prefix is
-        written before decode rows look at it.
+        written before decode rows attend to it.
         """
         if self.fixed_shapes:
             self.prefill(prefills)
@@ -163,7 +163,7 @@ class ModelRunner:
             scores = layer.kind.scores
             q, k, v = layer.project_qkv(x_nd, cos, sin)
             self._store_prefills(index, k, v, blocks)
-            if index == last:  # prefilled rows are needed no further than their KV
+            if index == last:  # of prefilled rows only the KV is needed
                 if n == 0:
                     return None
                 x_nd, blocks = x_nd[:n], ()
@@ -179,7 +179,7 @@ class ModelRunner:
         return x_nd
 
     def _pack(self, prefills: Sequence[Prefill], n: int) -> tuple[Tensor | None, Tensor | None, tuple[_Block, ...]]:
-        """Sort prefills by start and length and lay them out after the n decode rows."""
+        """Sort prefills by start and length and pack them after the n decode rows: (ids, positions, blocks)."""
         if not prefills:
             return None, None, ()
         ordered = sorted(prefills, key=lambda prefill: (prefill.start, prefill.tokens))
@@ -206,7 +206,7 @@ class ModelRunner:
         return torch.from_numpy(ids).to(self.device), torch.from_numpy(position).to(self.device), tuple(blocks)
 
     def _natively(self, scores: Scores) -> bool:
-        """Whether decode rows of a layer with such scores are attended by the native kernels."""
+        """Whether the native kernels compute attention of decode rows with these scores."""
         return self._attention_kernels is not None and scores.softcap is None
 
     def _bias(self, position_n: Tensor, reach: int, dtype: torch.dtype, window: int | None) -> Tensor:
@@ -218,7 +218,7 @@ class ModelRunner:
         return bias[:, None, None, :]
 
     def _decode_attention(self, index: int, q_nhc: Tensor, bias: Tensor, reach: int, scores: Scores) -> Tensor:
-        """The g queries of a KV head stand in the query-length axis, so KV is never repeated."""
+        """Attention of decode rows, [n, h * c]. A KV head's g queries lie on the query axis: KV isn't repeated."""
         n = len(q_nhc)
         q = q_nhc.reshape(n, self.kv_heads, -1, self.head_dimension)
         keys = self.cache.keys[index][:n, :, :reach]
@@ -237,7 +237,7 @@ class ModelRunner:
         scores: Scores,
         write: bool,
     ) -> Tensor:
-        """Each row as long as it is, or as its window is, whatever its neighbours are."""
+        """Attention of single rows by the native kernels, each over its own length or window."""
         assert self._attention_kernels is not None
         keys, values = self.cache.keys[index], self.cache.values[index]
         return self._attention_kernels.attention(
@@ -261,7 +261,7 @@ class ModelRunner:
             return self._native_attention(index, q, k, v, slot_n, position[block.rows], scores, write=False)
         shape = (block.count, block.length, -1, self.head_dimension)
         q, k, v = (one.view(shape).transpose(1, 2) for one in (q, k, v))
-        if block.start:  # the whole context from the cache, where this block's own part has just been written
+        if block.start:  # the whole context is in the cache: the block's own part was just stored
             end = block.start + block.length
             k, v = self.cache.keys[index][block.own, :, :end], self.cache.values[index][block.own, :, :end]
             mask = seen(end, scores.window, self.device, block.start)

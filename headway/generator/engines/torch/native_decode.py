@@ -1,7 +1,7 @@
-"""All layers of a decode step in one call of the native kernels, where they can do all a model's layers do.
+"""All layers of a decode step in one call of the native kernels, for models that they support entirely.
 
-A decode step of a small model is some forty operations of ten microseconds: calling them one by one from Python costs
-a quarter of the step.
+A decode step of a small model is about forty operations of ten microseconds: calling them one by one from Python
+costs a quarter of the step.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from headway.models.decoder import Decoder, DecoderLayer
 
 
 class NativeDecode:
-    """Holds addresses, of parameters, the cache and the kernels' panels: to be made anew when the weights change."""
+    """A decode step on raw addresses of parameters, cache and kernel panels; rebuild it when the weights change."""
 
     def __init__(self, model: Decoder, cache: SlotCache, kernels: Kernels) -> None:
         layers = cast("list[DecoderLayer]", list(model.layers))
         c = model.config
         self._kernels = kernels
-        self._kept = (model, cache)  # whose memory is read and written
+        self._kept = (model, cache)  # keeps the addressed memory alive
         self._layers = (LayerPointers * len(layers))(
             *(_pointers(layer, index, cache, kernels) for index, layer in enumerate(layers))
         )
@@ -30,13 +30,13 @@ class NativeDecode:
         self._sizes = DecodeSizes(*sizes, c.norm_epsilon)
 
     def __call__(self, x_nd: Tensor, cos: Tensor, sin: Tensor, position_n: Tensor) -> Tensor:
-        """The residual stream [n, d] after the last layer, in place; row i is at position[i] of slot i."""
+        """Compute the residual stream [n, d] after the last layer, in place; row i is at position_n[i] of slot i."""
         self._kernels.decode(x_nd, self._layers, cos, sin, position_n, self._sizes)
         return x_nd
 
 
 def can_decode(model: Decoder, kernels: Kernels) -> bool:
-    """Whether `NativeDecode` computes all that this model's layers do. Their attention must fit the kernels."""
+    """Whether `NativeDecode` supports all of this model's layers. Their attention must fit the kernels."""
     layers = cast("list[DecoderLayer]", list(model.layers))
     family = model.config.family
     return (

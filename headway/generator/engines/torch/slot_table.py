@@ -1,4 +1,4 @@
-"""Per-slot state on the host: one row a slot, plain NumPy, so that a step's bookkeeping is a few vector
+"""Per-slot state on the host, in NumPy: one row for each slot, so that a step's bookkeeping is a few vector
 operations however many requests run.
 
 The running requests hold rows 0 .. n-1; a freed row is refilled or closed by moving the last one into it.
@@ -31,7 +31,7 @@ class SlotTable:
         self.position = np.zeros(slots, np.int64)
         self.prompt = np.zeros(slots, np.int64)  # prompt length
         self.sent = np.zeros(slots, np.int64)  # tokens of the sequence already in deltas (prompt included)
-        self.limit = np.full(slots, UNLIMITED, np.int64)  # sequence length at which it ends with "length"
+        self.limit = np.full(slots, UNLIMITED, np.int64)  # sequence length at which the request ends with "length"
         self.seed = np.zeros(slots, np.uint64)
         self.temperature = np.ones(slots, np.float32)  # 1 where greedy
         self.greedy = np.zeros(slots, np.bool_)
@@ -96,7 +96,7 @@ class SlotTable:
         self.release(source)
 
     def release(self, slot: int) -> None:
-        """Free a row; what a fixed-shape step computes on it is harmless and ignored."""
+        """Free a row; a fixed-shape step still computes on it, and the result is ignored."""
         request = self.requests[slot]
         self.requests[slot] = None
         if request is not None and request.slot == slot:
@@ -122,13 +122,13 @@ class SlotTable:
         return TokenIds(self.sequence[slot, self.prompt[slot] : self.position[slot] + 1])
 
     def take_unsent(self, slot: int) -> bytes:
-        """The data of a delta of the tokens that are in none yet; marks them sent."""
+        """Return a delta's data of the row's unsent tokens, and mark them sent."""
         first, end = int(self.sent[slot]), int(self.position[slot]) + 1
         self.sent[slot] = end
         return self.tokens[slot, first:end].tobytes()
 
     def row_sampling(self, rows: int, device: torch.device) -> RowSampling:
-        """Return the parameters with which the next token of the first ``rows`` rows is sampled, on ``device``."""
+        """Sampling parameters of the first ``rows`` rows' next tokens, on ``device``."""
         uniform = counter_uniform(self.seed[:rows], self.position[:rows] + 1 - self.prompt[:rows])
         uniform_n = torch.from_numpy(uniform).to(device)
         temperature = self.temperature[:rows]

@@ -1,7 +1,7 @@
-"""vLLM's engine inside this process: how it is built, and the few things that are asked of it.
+"""vLLM's engine inside this process: its arguments, and the few operations that headway uses.
 
-The scheduler (``EngineCore``) runs in the process it is built in, one step a call; with one rank so does the model,
-with several vLLM starts a process each. Written for vLLM 0.32, whose internals these are.
+The scheduler (``EngineCore``) runs in this process, one step for each call; so does the model with one rank, while
+for several ranks vLLM starts a process each. Written for vLLM 0.32 and its internals.
 """
 # pyright: reportMissingImports=false
 # vLLM is installed where it is used, not where this is type-checked.
@@ -21,29 +21,29 @@ from headway.records.errors import ConfigurationError, WeightsCorrupt, WeightsMi
 from headway.records.generation import FinishReason, PublishedWeights
 from headway.runtime.devices import Device
 
-BLOCK_TOKENS = 32  # of KV on a CPU: the smallest its attention computes with
+BLOCK_TOKENS = 32  # size of KV blocks on a CPU: the smallest that vLLM's attention supports there
 _EXTENSION = "headway.generator.engines.vllm.worker.WorkerExtension"
-BACKEND = "headway"  # of vLLM's weight transfer
-SEED = "headway_seed"  # a request's, in SamplingParams.extra_args
+BACKEND = "headway"  # name of the weight transfer backend
+SEED = "headway_seed"  # key of a request's seed in SamplingParams.extra_args
 _ENDINGS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "error": "error"}
 
 
 class Sampled(NamedTuple):
-    """The tokens that a request gained in one step."""
+    """Output of one step for one request."""
 
     ticket: str
     ids: list[int]
     logprobs: list[float]
     version: int
     ended: FinishReason | None
-    prompt_logprobs: list[float] | None  # of every prompt token but the first, where they were asked for
-    computed_tokens: int  # of the prompt, in the step that gave the first token
+    prompt_logprobs: list[float] | None  # of every prompt token but the first, if requested
+    computed_tokens: int  # prompt tokens computed, reported with the first token
 
 
 class CoreRequest(NamedTuple):
-    """A request as vLLM is given it."""
+    """A request in the form that `VllmCore.add` takes."""
 
-    ticket: str  # never used twice
+    ticket: str  # unique id
     prompt_ids: Sequence[int]
     parameters: Any  # vllm.SamplingParams
     priority: int
@@ -52,7 +52,7 @@ class CoreRequest(NamedTuple):
 
 
 def prepare_process(device: Device, ranks: int) -> None:
-    """Set what vLLM reads from the environment, before it is imported. What the user has set stays."""
+    """Set the environment variables that vLLM reads when imported; those the user has set stay."""
     for name, value in {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -82,7 +82,7 @@ def engine_arguments(
     prefill_tokens_per_step: int,
     own: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """vLLM's ``EngineArgs`` as a mapping: what headway needs, what suits the device, and the user's ``own`` on top."""
+    """Return vLLM's ``EngineArgs`` as a mapping: defaults, the user's ``own``, headway's requirements."""
     arguments: dict[str, Any] = {
         "model": model_path,
         "dtype": dtype,
@@ -99,11 +99,11 @@ def engine_arguments(
     if not sized & own.keys():
         block = arguments.get("block_size") or 16
         per_slot = -(-context_tokens // block)
-        # By default each slot can hold a whole context, and the probe has room beside them.
+        # By default there is KV for a whole context in each slot, and for the probe.
         full = slots * per_slot + -(-(PROBE_TOKENS + 1) // block)
         blocks = full if kv_capacity_tokens is None else max(per_slot, kv_capacity_tokens // block)
         width = 4 if dtype == "float32" else 2
-        heads = -(-model.kv_heads // arguments.get("tensor_parallel_size", 1))  # of each rank, which has at least one
+        heads = -(-model.kv_heads // arguments.get("tensor_parallel_size", 1))  # in each rank, at least one
         block_bytes = 2 * block * heads * model.head_dim * width
         arguments["kv_cache_memory_bytes"] = (blocks + 1) * model.layers * block_bytes  # one block is vLLM's
     return arguments | {
@@ -118,7 +118,7 @@ def engine_arguments(
 
 
 class VllmCore:
-    """A vLLM engine in this process. Single-threaded: one step, update or query at a time."""
+    """vLLM's engine behind the few operations that headway needs. Not thread-safe."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Raises ConfigurationError for a missing vLLM, an unknown argument, and what vLLM refuses."""
@@ -137,7 +137,7 @@ class VllmCore:
                 )
         try:
             engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        except (ValueError, TypeError, NotImplementedError, AssertionError) as error:  # how it refuses a model
+        except (ValueError, TypeError, NotImplementedError, AssertionError) as error:  # vLLM's refusals of a model
             raise ConfigurationError(f"generator.engine = 'vllm': {error}") from error
         self._engine = engine
         self._client = engine.engine_core
@@ -150,8 +150,8 @@ class VllmCore:
         self.updates = 0  # applied so far
         self._rpc("init_weight_transfer_engine", init_info={})
         installed = self._rpc("headway_install")
-        # headway's sampling: else vLLM's own, which has no log-probabilities of the whole vocabulary where top-p or
-        # top-k restrict it.
+        # True: headway's sampler (worker.py). vLLM's own has no log-probabilities of the full vocabulary under top-p or
+        # top-k.
         self.own_sampling: bool = installed["cpu"]
         if not installed["cpu"] and installed["runner"] == "V1":
             raise ConfigurationError(
@@ -162,7 +162,7 @@ class VllmCore:
     # --- requests -------------------------------------------------------------------------------------------
 
     def add(self, request: CoreRequest) -> Any:
-        """Queue a request; returns vLLM's own record of it. Raises ValueError for what vLLM refuses."""
+        """Queue a request; returns vLLM's own record of it. Raises ValueError when vLLM refuses it."""
         from vllm.inputs.engine import tokens_input
 
         asked = self._engine.input_processor.process_inputs(
@@ -182,13 +182,13 @@ class VllmCore:
         self._client.abort_requests(list(tickets))
 
     def step(self) -> list[Sampled]:
-        """Run one engine step; return the tokens that each request gained."""
+        """Run one engine step; returns the outputs by request."""
         outputs = self._client.get_output()
         version = outputs.weight_version
         return [_sampled(output, version) for output in outputs.outputs]
 
     def drain(self) -> list[Sampled]:
-        """Return the tokens of steps that were scheduled ahead and are still computed (none on a CPU)."""
+        """Finish the steps scheduled ahead (none on a CPU) and return their outputs."""
         drained: list[Sampled] = []
         if not self._core.batch_queue:
             return drained
@@ -205,16 +205,16 @@ class VllmCore:
 
     @property
     def kv_used_tokens(self) -> int:
-        """KV tokens in blocks that requests hold."""
+        """KV tokens in the blocks that requests hold."""
         usage = self._core.scheduler.kv_cache_manager.usage
         return round(usage * self.kv_capacity_tokens / self.block_tokens) * self.block_tokens
 
     # --- weights --------------------------------------------------------------------------------------------
 
     def update(self, published: PublishedWeights) -> tuple[float, float]:
-        """Apply a version; nothing is in flight in the model. Returns (seconds to fetch, seconds to load).
+        """Apply a version while no step is in flight. Returns (seconds to fetch, seconds to load).
 
-        Raises WeightsCorrupt, with nothing changed; WeightsMismatch where some ranks have changed and others haven't.
+        Raises WeightsCorrupt, with nothing changed; WeightsMismatch if just some of the ranks took the weights.
         """
         fields = {name: getattr(published, name) for name in published.__struct_fields__}
         reports = self._engine.collective_rpc("headway_update", kwargs={"published": fields})
@@ -228,11 +228,11 @@ class VllmCore:
         return max(report["fetch_s"] for report in reports), max(report["load_s"] for report in reports)
 
     def name_version(self, version: int) -> None:
-        """Which version the weights are that the engine was built with."""
+        """Label the weights that the engine was built with as ``version``."""
         self._engine.set_weight_version(str(version))
 
     def void_kv(self) -> None:
-        """Throw away all KV, also what lies elsewhere: running requests compute theirs anew when the next step is
+        """Discard all KV, in connectors too: running requests compute theirs anew once the next step is
         scheduled."""
         self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
@@ -245,7 +245,7 @@ class VllmCore:
         return self._rpc("headway_reference", ids=list(ids))
 
     def _rpc(self, method: str, **arguments: Any) -> Any:
-        """Call a method on every rank and return rank 0's result."""
+        """Call a worker method on all ranks; returns rank 0's result."""
         return self._engine.collective_rpc(method, kwargs=arguments)[0]
 
 

@@ -1,4 +1,4 @@
-"""The vLLM engine: vLLM's scheduler and model, in this process, behind the interface of `engine.py`."""
+"""The vLLM engine: vLLM's scheduler and model in this process, behind the interface `Engine`."""
 # pyright: reportMissingImports=false
 # vLLM is installed where it is used, not where this is type-checked.
 
@@ -16,8 +16,8 @@ from headway.records.errors import WeightsMismatch
 from headway.records.generation import AppliedWeights, EngineStatistics, PublishedWeights, UpdateMode
 from headway.tokens.tokenizer import Tokenizer
 
-_FIRST = -(1 << 60)  # the probe's priority: before all others
-_PROBE_STEPS = 100  # within which the probe must be through
+_FIRST = -(1 << 60)  # priority of the probe: before all requests
+_PROBE_STEPS = 100  # limit of steps for a probe
 
 
 class VllmEngine(VllmRequests):
@@ -26,8 +26,8 @@ class VllmEngine(VllmRequests):
     Differences: KV is counted in vLLM's blocks; a preempted request is computed again by vLLM's own rules (of several
     it takes the one with the highest priority number, then the youngest).
 
-    An update that samples from anything else than the published weights raises WeightsMismatch, and the engine samples
-    no more: neither does it know what it would sample from.
+    If the probes after an update find that vLLM samples from anything but the published weights, the update raises
+    WeightsMismatch and the engine samples no more.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class VllmEngine(VllmRequests):
         probe_every_updates: int = 1,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``core`` is the engine's alone while it lives. ``probe_every_updates``: 0 never probes."""
+        """The engine owns ``core``. ``probe_every_updates``: 0 never probes."""
         super().__init__(
             slots=slots,
             context_tokens=min(max_context_tokens, core.context_tokens),
@@ -58,13 +58,13 @@ class VllmEngine(VllmRequests):
         self._dtype = dtype
         self._quantised = quantised
         self._probe_every_updates = probe_every_updates
-        self._probe_logprobs: list[float] | None = None  # of the probe that is on its way
-        self._broken = False  # it computes with unknown weights
+        self._probe_logprobs: list[float] | None = None  # result of the probe under way
+        self._broken = False  # vLLM computes with unknown weights
         self._prefilled = self._preemptions = self._steps = 0
         self._busy_s = 0.0
         core.name_version(version)
 
-    # --- what vLLM is told ------------------------------------------------------------------------------------
+    # --- requests to vLLM -------------------------------------------------------------------------------------
 
     def _give(self, entry: VllmRequest) -> None:
         self._tickets += 1
@@ -87,11 +87,11 @@ class VllmEngine(VllmRequests):
 
     @property
     def _salt(self) -> str:
-        """Versions can repeat; updates don't."""
+        """Cache salt of the current update. Versions can repeat, update numbers don't."""
         return f"update {self._core.updates}"
 
     def _withdraw(self, entries: Sequence[VllmRequest]) -> None:
-        """Take requests back from vLLM; what it sampled for them stays with them."""
+        """Abort requests in vLLM; they keep the tokens sampled so far."""
         self._core.abort([entry.ticket for entry in entries])
         for entry in entries:
             self._forget_ticket(entry)
@@ -99,7 +99,7 @@ class VllmEngine(VllmRequests):
     # --- one step -------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Sample one token for every running request. False when there is nothing to do."""
+        """Sample one token for every running request. Returns False when there is nothing to do."""
         if self._broken:
             return False
         self._give_waiting()
@@ -112,7 +112,7 @@ class VllmEngine(VllmRequests):
         return True
 
     def _absorb(self, outputs: Sequence[Sampled]) -> None:
-        """Take over what a step gave."""
+        """Add a step's outputs to their requests."""
         before = self._generated
         for output in outputs:
             entry = self._given.get(output.ticket)
@@ -128,7 +128,7 @@ class VllmEngine(VllmRequests):
         self._gained(entry, output.ids, output.logprobs, output.version, output.ended)
 
     def _note_preemptions(self, entry: VllmRequest) -> None:
-        """Whether vLLM has taken the request's KV since its last token."""
+        """Count the preemptions of a request by vLLM since its last token."""
         times = entry.own.num_preemptions - entry.preempted
         if times > 0:
             if entry.unsent:
@@ -141,7 +141,7 @@ class VllmEngine(VllmRequests):
     # --- weights --------------------------------------------------------------------------------------------
 
     def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
-        """Fetch, verify and apply a version (DESIGN rule 4), then prove that it is what the engine samples from.
+        """Fetch, verify and apply a version (DESIGN rule 4), then probe that vLLM samples from it.
 
         Raises WeightsCorrupt, with nothing changed, or WeightsMismatch.
         """
@@ -150,7 +150,7 @@ class VllmEngine(VllmRequests):
             self._absorb(self._core.drain())
             try:
                 fetch_s, _ = self._core.update(published)
-            except WeightsMismatch:  # its ranks compute with different weights
+            except WeightsMismatch:  # the ranks have different weights
                 self._broken = True
                 raise
             running = self._set_aside()
@@ -172,8 +172,8 @@ class VllmEngine(VllmRequests):
                 self._prefilled += reprefilled
             if mode != "recompute":
                 for entry in [entry for entry in running if entry.ticket]:
-                    # Should it be preempted later, its KV is computed anew: its own blocks of older weights would be
-                    # found under the salt it came with.
+                    # If it is preempted later, it must not find its own blocks of the older weights, which are cached
+                    # under the salt that it came with.
                     entry.own.skip_reading_prefix_cache = True
             probed = self._probe_every_updates > 0 and self._core.updates % self._probe_every_updates == 0
             if probed:
@@ -190,8 +190,8 @@ class VllmEngine(VllmRequests):
         )
 
     def _set_aside(self) -> list[VllmRequest]:
-        """The requests whose KV goes on. Those vLLM has, but without a token or without KV, are taken back: they begin
-        under the new weights, and must not find the old ones' KV."""
+        """Return the requests that keep their KV through an update. Requests in vLLM without a token or without KV go
+        back to waiting: they begin under the new weights and must not find KV of the old ones."""
         running = self._core.running
         kept = [entry for ticket, entry in self._given.items() if entry.sampled and ticket in running]
         back = [entry for ticket, entry in self._given.items() if not (entry.sampled and ticket in running)]
@@ -213,7 +213,7 @@ class VllmEngine(VllmRequests):
             )
 
     def _probe_sequence(self) -> None:
-        """Ask for the log-probabilities of a random sequence, through everything that samples."""
+        """Compare log-probabilities of a random sequence, computed by vLLM's whole path, with the reference."""
         ids = probe_ids(self._core.updates, self._vocabulary, self.context_tokens)
         expected = self._core.reference_logprobs(ids)
         self._probe_logprobs, before = None, len(self._deltas)
@@ -240,7 +240,9 @@ class VllmEngine(VllmRequests):
             self._break(f"{wrong}, {other}", before)
 
     def _break(self, what: str, since: int | None = None) -> None:
-        """``since``: the deltas from there on may hold what was sampled from other weights."""
+        """Stop sampling and void all requests in vLLM. ``since``: first delta that may be of other weights.
+
+        Raises WeightsMismatch."""
         self._broken = True
         error = f"vLLM does not compute with the published weights of version {self.version}: {what}"
         self._void_given(error, since)
@@ -249,7 +251,7 @@ class VllmEngine(VllmRequests):
     # --- statistics -----------------------------------------------------------------------------------------
 
     def statistics(self) -> EngineStatistics:
-        """Counters since the start, and the present state; KV in whole blocks."""
+        """Return the counters since the start, and the present state; KV in whole blocks."""
         running = sum(ticket in self._given for ticket in self._core.running)
         return EngineStatistics(
             version=self.version,
@@ -280,10 +282,10 @@ def _parameters(entry: EngineRequest, max_tokens: int, own_sampling: bool) -> An
         top_k=how.top_k,
         max_tokens=max_tokens,
         stop_token_ids=list(how.stop_token_ids),
-        ignore_eos=True,  # what ends a response is ours to say
+        ignore_eos=True,  # stop_token_ids has all tokens that end a response
         logprobs=0,  # of the sampled token alone
         detokenize=False,
-        # vLLM's GPU sampler too draws from (seed, index of the token), where it is given a seed.
+        # With a seed, vLLM's GPU sampler draws from (seed, index of the token), too.
         seed=None if own_sampling else how.seed & 0x7FFFFFFFFFFFFFFF,
         extra_args={SEED: how.seed} if own_sampling else None,
         skip_clone=True,

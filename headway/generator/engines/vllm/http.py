@@ -1,4 +1,4 @@
-"""HTTP as far as `vllm serve` needs it: calls whose answer is waited for, and streams of events that are not."""
+"""HTTP client for `vllm serve`: blocking calls, and streams of events read without blocking."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _CONNECT_S = 10.0
 _CALL_S = 600.0  # a reload of large weights from a slow folder takes minutes
 _READ_BYTES = 1 << 16
 _END = b"[DONE]"
-_DEAD = "EngineCore encountered an issue"  # what vLLM says of every request once its engine is dead
-KEY_VARIABLE = "VLLM_API_KEY"  # of the environment: what the server was started with as --api-key
+_DEAD = "EngineCore encountered an issue"  # in vLLM's every error once its engine is dead
+KEY_VARIABLE = "VLLM_API_KEY"  # environment variable with the server's --api-key
 
 
 class ServerError(HeadwayError):
-    """The server's own answer that it won't."""
+    """An HTTP error response of the server."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"HTTP {status}: {message}")
@@ -30,13 +30,12 @@ class ServerError(HeadwayError):
 
 
 class VllmServer:
-    """A `vllm serve` at an address. Calls raise ServerError for what it refuses, OSError when nobody answers or its
-    engine is dead."""
+    """Client of one server. Calls raise ServerError for an HTTP error, OSError if the server or its engine is gone."""
 
     def __init__(self, address: str) -> None:
         """``address``: http://HOST:PORT."""
         parts = urlsplit(address)
-        assert parts.hostname is not None  # runtime/devices.py has seen to it
+        assert parts.hostname is not None  # runtime/devices.py has checked both
         assert parts.port is not None
         self.address = address
         self.host, self.port = parts.hostname, parts.port
@@ -45,11 +44,11 @@ class VllmServer:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def get(self, path: str, *, timeout_s: float | None = None) -> bytes:
-        """``timeout_s``: of connecting, and of every wait for its answer; None: as long as a load of weights takes."""
+        """GET; returns the body. ``timeout_s``: of connecting and of each read; None: enough for a load of weights."""
         return self._call("GET", path, None, timeout_s)
 
     def post(self, path: str, body: Any = None) -> Any:
-        """The answer, decoded; None where it is empty."""
+        """POST ``body`` as JSON; returns the decoded response, None for an empty one."""
         answer = self._call("POST", path, None if body is None else msgspec.json.encode(body))
         return msgspec.json.decode(answer) if answer else None
 
@@ -70,7 +69,7 @@ class VllmServer:
         return answer
 
     def stream(self, path: str, body: Any) -> EventStream:
-        """Ask for a stream of events."""
+        """POST ``body`` as JSON and return the response as a stream of events."""
         payload = msgspec.json.encode(body)
         headers = self._headers | {"Host": f"{self.host}:{self.port}", "Content-Length": str(len(payload))}
         head = f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
@@ -82,26 +81,26 @@ class VllmServer:
 
 
 class EventStream:
-    """A response of server-sent events, read as it arrives: *open* -> ``over``, at the server's last event."""
+    """A response of server-sent events, read without blocking: *open* -> ``over`` after the server's end mark."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._status = 0
         self._chunked = False
-        self._raw = bytearray()  # as it came
-        self._body = bytearray()  # without HTTP's own framing
+        self._raw = bytearray()  # bytes received
+        self._body = bytearray()  # without HTTP's framing
         self.over = False
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Whoever sends it sees that nobody listens."""
+        """Close the connection; the server then aborts the request."""
         self._socket.close()
 
     def read(self) -> list[bytes]:
-        """The data of the events that are here by now. Raises ServerError for an answer that is none, ConnectionError
-        when it breaks off or the server's engine is dead."""
+        """Return the data of the events received by now. Raises ServerError for an HTTP error, ConnectionError when the
+        stream breaks off or the server's engine is dead."""
         closed = False
         try:
             while not closed:
@@ -123,7 +122,7 @@ class EventStream:
         return events
 
     def _unframe(self) -> None:
-        """Move what is whole from ``_raw`` to ``_body``."""
+        """Move complete chunks from ``_raw`` to ``_body``, without HTTP's framing."""
         if not self._status:
             end = self._raw.find(b"\r\n\r\n")
             if end < 0:
@@ -156,13 +155,13 @@ class EventStream:
 
 
 def require_engine(message: str) -> None:
-    """Raises ConnectionError where an error says that the server's engine is dead: nothing will come of it."""
+    """Raise ConnectionError if an error message means that the server's engine is dead."""
     if _DEAD in message:
         raise ConnectionError(f"its engine is dead: {message}")
 
 
 def message_of(answer: bytes) -> str:
-    """Return the message in an error's body."""
+    """Extract the message from an error response's body."""
     try:
         found = msgspec.json.decode(answer)
     except msgspec.DecodeError:

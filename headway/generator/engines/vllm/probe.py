@@ -1,7 +1,7 @@
-"""Whether the modules of a vLLM model compute with the weights that were published.
+"""Probe of single modules: whether a vLLM model's modules compute with the published weights.
 
-vLLM's linear layers may hold their weights only in a packed form that can't be read back, and a head may hold a second
-copy: so modules are asked for products, not for weights. Pure torch; a module is recognised by what it has.
+vLLM's linear layers may have their weights only in a packed form that can't be read back, and a head may have a second
+copy: so products of modules are compared, not weights. Pure torch; a module is recognised by its attributes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# Parameters that vLLM fuses, where the model class doesn't say so itself.
+# Parameters that vLLM fuses, for model classes without a mapping of their own.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 COLUMNS = 8  # unit vectors: their products are columns of the matrix, exact in any precision
-DENSE = 2  # random vectors: they see every weight, to rounding
+DENSE = 2  # random vectors: they depend on every weight, up to rounding
 # Allowed differences, as shares of the largest expected value.
 EXACT = 1e-6
 ROUNDING = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -25,7 +25,7 @@ QUANTISED = 0.15
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """A module whose output is not what the published weights give."""
+    """A module whose output differs from that of the published weights."""
 
     module: str
     difference: float  # largest, as a share of the largest expected value
@@ -41,10 +41,10 @@ class _Check(NamedTuple):
 def differing_module(
     model: nn.Module, published: Mapping[str, Tensor], update: int, quantised: bool = False
 ) -> Difference | None:
-    """The first module, in the model's order, that differs from ``published`` (tensors by Hugging Face's names).
+    """Return the first module, in the model's order, that differs from ``published`` (tensors by Hugging Face's names).
 
-    ``update`` chooses the inputs. Modules without published tensors of their own (attention, rotary embeddings) and
-    mixtures of experts are not looked at: the probe of whole sequences covers them.
+    ``update`` seeds the inputs. Modules without published tensors of their own (attention, rotary embeddings) and
+    mixtures of experts are skipped: the probe of whole sequences covers them.
     """
     names = {**FUSED, **getattr(model, "packed_modules_mapping", {})}
     generator = torch.Generator().manual_seed(update)
@@ -62,7 +62,7 @@ def differing_module(
 
 
 def _published(name: str, kind: str, fused: Mapping[str, Any], published: Mapping[str, Tensor]) -> Tensor | None:
-    """The tensor that belongs to a module's ``weight`` or ``bias``; None: there is none."""
+    """Return the published tensor of a module's ``weight`` or ``bias``; None if there is none."""
     prefix, _, leaf = name.rpartition(".")
     stem = f"{prefix}." if prefix else ""
     parts = [published.get(f"{stem}{part}.{kind}") for part in fused.get(leaf, (leaf,))]

@@ -1,5 +1,5 @@
-"""The probe of a whole engine: log-probabilities of a random sequence beside those of headway's own forward of the
-published weights."""
+"""Probe of a whole engine: its log-probabilities of a random sequence, compared with those of headway's own forward
+pass on the published weights."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _QUANTISED = (2.0, 0.5)
 
 
 class PublishedModel:
-    """The model as it was published last: a decoder whose parameters are the published tensors themselves.
+    """The last published model: a decoder whose parameters are the published tensors themselves.
 
-    It takes no memory of its own, gives them under Hugging Face's names, and is what probes compare with.
+    It takes no memory of its own, returns the tensors by Hugging Face's names, and is the reference of the probes.
     """
 
     def __init__(self, shape: DecoderConfig) -> None:
         self._shape = shape
-        self._decoder: Decoder | None = None  # none before the first version
+        self._decoder: Decoder | None = None  # None before the first version
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """From now on these. Raises ConfigurationError, with nothing changed, when they are not this model's."""
+        """Use ``tensors`` from now on. Raises ConfigurationError, with nothing changed, if they aren't this model's."""
         dtypes = {tensor.dtype for tensor in tensors.values()}
         decoder = self._decoder
         if decoder is None or dtypes != {decoder.dtype}:
-            decoder = build(self._shape, next(iter(dtypes)))  # memory that is never touched
+            decoder = build(self._shape, next(iter(dtypes)))  # its memory is never touched
         parameters = dict(decoder.named_parameters())
         expected = {name: parameter.shape for name, parameter in parameters.items()}
         given = {name: tensor.shape for name, tensor in tensors.items()}
@@ -53,14 +53,14 @@ class PublishedModel:
         self._decoder = decoder
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors by Hugging Face's names, layer by layer; a tied head is not repeated."""
+        """Yield the tensors by Hugging Face's names, layer by layer; a tied head is not repeated."""
         assert self._decoder is not None
         for entry in hugging_face_entries(self._decoder):
             yield entry.name, entry.view.reshape(entry.shape)
 
     def logprobs(self, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """log-softmax(z / ``temperature``) of ``ids[1:]``, each after those before it, by headway's own forward on the
-        CPU."""
+        """log-softmax(z / ``temperature``) of ``ids[1:]``, each given the tokens before it: headway's own forward pass
+        on the CPU."""
         assert self._decoder is not None
         sequence = torch.tensor(ids)
         with torch.inference_mode():
@@ -70,14 +70,14 @@ class PublishedModel:
 
 
 def probe_ids(update: int, vocabulary: int, context_tokens: int) -> list[int]:
-    """The sequence of the ``update``-th probe: token ids, leaving room for one more."""
+    """Return the ``update``-th probe's random token ids; the context has room for one more."""
     positions = np.arange(min(PROBE_TOKENS, context_tokens - 1), dtype=np.int64)
     bits = counter_bits(np.full(len(positions), update, dtype=np.uint64), positions)
     return (bits % np.uint64(vocabulary)).astype(np.int64).tolist()
 
 
 def compare(got: Sequence[float], expected: Sequence[float], dtype: str, quantised: bool) -> str:
-    """Compare log-probabilities with the expected ones; return the difference found, "" for none."""
+    """Compare log-probabilities; returns a description of the difference, or "" within the allowed one."""
     if len(got) != len(expected):
         return f"{len(got)} log-probabilities came back, {len(expected)} were expected"
     difference = np.abs(np.asarray(got) - np.asarray(expected))

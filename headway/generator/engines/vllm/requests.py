@@ -1,7 +1,7 @@
-"""Requests of the vLLM engines, whether vLLM runs in this process or behind HTTP.
+"""Request bookkeeping of both vLLM engines: vLLM in this process, and behind HTTP.
 
-Requests without a slot wait here, so vLLM is given a prompt only under the weights that will compute it; from then on
-its own scheduler decides. What vLLM samples goes out as token deltas, split where the version changes.
+Requests without a slot wait here, so that vLLM gets a prompt only under the weights that will compute it; from then on
+vLLM's own scheduler decides. Sampled tokens become token deltas, split where the version changes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from headway.tokens.tokenizer import Tokenizer
 
 
 class VllmRequest(EngineRequest):
-    """A request: *waiting* (here) -> *given* to vLLM under a ticket -> finished; an update can take one that has no
-    token yet, or no KV, back to waiting. Invariant: ``ticket`` is set exactly while vLLM has it."""
+    """A request: *waiting* (here) -> *given* to vLLM under a ticket -> finished; an update returns a request without
+    tokens, or without KV, to waiting. Invariant: ``ticket`` is set exactly while vLLM has the request."""
 
     __slots__ = ("logprobs", "own", "preempted", "sampled", "ticket", "unsent", "version")
-    # ``response`` holds its tokens up to when it was given to vLLM, ``sampled`` those since.
+    # ``response`` has the tokens from before vLLM got the request, ``sampled`` those since.
 
     def __init__(self, request: GenerationRequest, arrival: int) -> None:
         super().__init__(request, arrival)
         self.ticket = ""
-        self.own: Any = None  # vLLM's record of it
+        self.own: Any = None  # the engine's handle: vLLM's record, or the open stream
         self.sampled: list[int] = []
-        self.preempted = 0  # how often vLLM took its KV, as far as it has been told
+        self.preempted = 0  # preemptions counted so far
         self.unsent: list[int] = []  # tokens since the last delta, all of one version
         self.logprobs: list[float] = []
         self.version = -1
@@ -41,7 +41,7 @@ class VllmRequest(EngineRequest):
 
 
 class VllmRequests(OpenRequests[VllmRequest]):
-    """Half an engine: its requests, and what vLLM says of them. The other half gives them to vLLM."""
+    """Base of the vLLM engines: requests and their tokens. Subclasses submit requests to vLLM and step it."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class VllmRequests(OpenRequests[VllmRequest]):
         truncates: bool,
         now: Callable[[], float],
     ) -> None:
-        """``truncates``: it has log-probabilities of the whole vocabulary under top-p and top-k, too."""
+        """``truncates``: vLLM returns log-probabilities over the full vocabulary under top-p and top-k, too."""
         super().__init__(
             slots=slots, context_tokens=context_tokens, vocabulary=vocabulary, tokenizer=tokenizer, now=now
         )
@@ -62,15 +62,15 @@ class VllmRequests(OpenRequests[VllmRequest]):
         self._tickets = 0
         self._generated = 0
 
-    # --- what vLLM is told ------------------------------------------------------------------------------------
+    # --- requests to vLLM -------------------------------------------------------------------------------------
 
     @abstractmethod
     def _give(self, entry: VllmRequest) -> None:
-        """Hand a request to vLLM under a new ticket, or end it where vLLM refuses it."""
+        """Submit a request to vLLM under a new ticket, or end it if vLLM refuses it."""
 
     @abstractmethod
     def _withdraw(self, entries: Sequence[VllmRequest]) -> None:
-        """Take requests back from vLLM; what it sampled for them stays with them. One may end meanwhile."""
+        """Abort requests in vLLM; they keep the tokens sampled so far. Some may finish meanwhile."""
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class VllmRequests(OpenRequests[VllmRequest]):
                 self._emit(entry)
 
     def _unserved(self, entry: VllmRequest) -> str:
-        """Return why vLLM can't serve a request that the torch engine would; "" if it can."""
+        """Return why vLLM can't serve a request that the torch engine could; "" when it can."""
         how = entry.sampling
         lowest, highest = VLLM_TEMPERATURES
         if how.temperature != 0 and not lowest <= how.temperature <= highest:
@@ -110,22 +110,22 @@ class VllmRequests(OpenRequests[VllmRequest]):
         return ""
 
     def _drop(self, entry: VllmRequest) -> None:
-        """Take one back of which nothing more is wanted."""
+        """Abort a request in vLLM whose further tokens aren't needed."""
         self._withdraw([entry])
 
     def _give_waiting(self) -> None:
-        """Give vLLM what waits, as long as there are slots."""
+        """Submit waiting requests to vLLM while there are free slots."""
         while len(self._given) < self.slots and (head := self._waiting.peek()) is not None:
             self._waiting.pop()
             assert isinstance(head, VllmRequest)
             self._give(head)
 
     def _may_sample(self, entry: VllmRequest) -> int:
-        """Tokens a request may still get."""
+        """Count of tokens that a request may still sample."""
         return min(entry.sampling.max_tokens - len(entry.response), self.context_tokens - entry.tokens)
 
     def _now_given(self, entry: VllmRequest, ticket: str) -> None:
-        """vLLM has taken it."""
+        """Note that vLLM has accepted a request under ``ticket``."""
         entry.ticket, entry.preempted = ticket, 0
         entry.reprefilled = entry.reprefilled or bool(entry.response)
         self._given[ticket] = entry
@@ -136,7 +136,7 @@ class VllmRequests(OpenRequests[VllmRequest]):
         entry.response += entry.sampled
         entry.sampled.clear()
 
-    # --- what vLLM says -----------------------------------------------------------------------------------------
+    # --- outputs of vLLM ----------------------------------------------------------------------------------------
 
     def _gained(
         self,
@@ -147,7 +147,7 @@ class VllmRequests(OpenRequests[VllmRequest]):
         ended: FinishReason | None,
         error: str = "",
     ) -> None:
-        """A request's new tokens, all of one version; ``ended``: vLLM has no more for it."""
+        """Add a request's new tokens, all of one version. ``ended``: vLLM's finish reason, None while it runs."""
         if ids:
             if entry.unsent and entry.version != version:
                 self._emit(entry)
@@ -173,15 +173,15 @@ class VllmRequests(OpenRequests[VllmRequest]):
         self._end(entry, over, error)
 
     def _end_void(self, entry: VllmRequest, error: str) -> None:
-        """End one whose tokens are not to be believed, those that were handed out already included."""
+        """End a request and void all its tokens, those in earlier deltas included."""
         if entry.ticket:
             self._drop(entry)
         self._deltas.append(TokenDelta(request_id=entry.request_id, finish_reason="error", error=error, void=True))
         self._ended(entry)
 
     def _void_given(self, error: str, since: int | None = None) -> None:
-        """vLLM samples from something else than was thought: all that it has ends void, and what has ended in the
-        deltas from ``since`` on."""
+        """Void all requests in vLLM, and those that finished in the deltas from ``since`` on: vLLM samples from other
+        weights than assumed."""
         for entry in list(self._given.values()):
             self._end_void(entry, error)
         if since is not None:

@@ -1,4 +1,4 @@
-"""Responses of `vllm serve` at ``/inference/v1/generate``: the fields that are read."""
+"""Response format of `vllm serve` at ``/inference/v1/generate``: the fields that are read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Chunk(msgspec.Struct):
 
 
 class CompletionChunk(msgspec.Struct):
-    """To a probe."""
+    """Response to a probe: whole, with log-probabilities of the prompt."""
 
     choices: list[CompletionChoice]
     prompt_logprobs: list[dict[str, dict[str, Any]] | None]

@@ -1,12 +1,12 @@
-"""An existing `vllm serve` behind the interface of `engine.py`: the replica's process holds no model, it only asks.
+"""An existing `vllm serve` behind the interface `Engine`: the replica's process has no model, it calls the server.
 
 Written for vLLM 0.32. Requests go to ``/inference/v1/generate`` (token ids in and out), one connection each, all read
-without waiting by the one thread there is. New weights are written as a safetensors file into a folder that the server
-reads too, and loaded there while it stands still.
+without blocking by one thread. New weights are written as a safetensors file into a folder that the server reads too,
+and loaded from there while the server is paused.
 
-What a server doesn't say: which requests it preempted, and, before a request's last chunk, which version sampled a
-token. Tokens are labelled by when they arrive: nothing is sampled between the answers to ``/pause`` and ``/resume``,
-and all streams are read just before the latter. The last chunk's own ``weight_versions`` are compared with that.
+A server doesn't report which requests it preempted, nor, before a request's last chunk, which version sampled a token.
+Tokens are labelled by their time of arrival: nothing is sampled between the answers to ``/pause`` and ``/resume``, and
+all streams are read just before the latter. The labels are compared with the last chunk's own ``weight_versions``.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from headway.tokens.tokenizer import Tokenizer
 from headway.weights.leftovers import SHARED_MEMORY, exchange_folder, reap_folders
 from headway.weights.shared_memory import Subscriber
 
-_WAIT_S = 0.02  # a tick waits so long for tokens; calls are served between ticks
-_WITHDRAWN_S = 10.0  # within which the server must give a request back; one that doesn't is cut off
-_ABORT_AGAIN_S = 0.25  # it does not know a request yet whose abort overtook it
-_NO_LOGPROB = -9999.0  # how it writes what is not finite
+_WAIT_S = 0.02  # a tick's longest wait for tokens; calls are served between ticks
+_WITHDRAWN_S = 10.0  # the server's time to end an aborted request, before its connection is closed
+_ABORT_AGAIN_S = 0.25  # interval of repeating an abort, which may overtake its request
+_NO_LOGPROB = -9999.0  # the server's value for log-probabilities that aren't finite
 _PROBE_TEMPERATURE = 0.5  # raw and processed log-probabilities differ there
-_NEXT_TOKEN = 1e-2  # allowed difference of the probe's own token, nats, in float32; ten times the sequence's
+_NEXT_TOKEN = 1e-2  # nats: allowed difference of the probe's sampled token in float32; ten times the sequence's
 _ENDINGS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class _Asked:
-    """A request as the server has it."""
+    """A request's open stream, and the versions that its tokens were labelled with."""
 
     def __init__(self, stream: EventStream) -> None:
         self.stream = stream
-        self.spans: list[list[int]] = []  # [version, tokens] as they were labelled here
+        self.spans: list[list[int]] = []  # [version, tokens] as labelled here
 
     def add(self, version: int, tokens: int) -> None:
         if self.spans and self.spans[-1][0] == version:
@@ -67,9 +67,9 @@ class _Asked:
 class VllmServerEngine(VllmRequests):
     """Generates with a server; see `TorchEngine` for what its methods promise.
 
-    Differences: a ``step`` takes what has arrived; a resumed request goes on with other random numbers than it would
-    have had uninterrupted; preemptions are counted, but not told of by request. A server that is gone ends the process,
-    whose successor connects anew.
+    Differences: a ``step`` takes the tokens that have arrived; a resumed request gets other random numbers than it
+    would have had uninterrupted; preemptions are counted in total, not by request. When the server is gone, the
+    process ends, and its successor reconnects.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class VllmServerEngine(VllmRequests):
         exchange_directory: str | Path | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``model``: what the server is to compute with from now on. ``tied``: its head is its embedding.
+        """``model``: the weights to load into the server now. ``tied``: the head is the embedding.
 
-        Raises WeightsMismatch when the server computes with something else once it is loaded, OSError when it is gone.
+        Raises WeightsMismatch if the server computes with other weights after loading, OSError when it is gone.
         """
         super().__init__(
             slots=slots,
@@ -110,19 +110,19 @@ class VllmServerEngine(VllmRequests):
         self._subscriber = Subscriber()
         self._selector = selectors.DefaultSelector()
         self._withdrawing: set[str] = set()  # tickets
-        self._life = uuid.uuid4().hex[:12]  # the server may have served a predecessor
+        self._life = uuid.uuid4().hex[:12]  # tells this process's requests from a predecessor's
         self._updates = 0
-        self._broken = False  # it computes with unknown weights
-        self._gone = ""  # why the server is no longer the one that was connected to
+        self._broken = False  # the server computes with unknown weights
+        self._gone = ""  # why the server isn't the one connected to any more
         self._busy_s = 0.0
         self._reprefilled = 0
-        reap_folders(self._exchange)  # of a predecessor that was killed in an update
+        reap_folders(self._exchange)  # left by a predecessor that was killed in an update
         with self._written() as folder:
             self._load(folder, version, clear=True)
         self._probe()
         self._before = served.counters(server)
 
-    # --- what vLLM is told ------------------------------------------------------------------------------------
+    # --- requests to vLLM -------------------------------------------------------------------------------------
 
     def _give(self, entry: VllmRequest) -> None:
         self._tickets += 1
@@ -137,7 +137,7 @@ class VllmServerEngine(VllmRequests):
                     "temperature": how.temperature,
                     "max_tokens": self._may_sample(entry),
                     "stop_token_ids": how.stop_token_ids,
-                    "ignore_eos": True,  # what ends a response is ours to say
+                    "ignore_eos": True,  # stop_token_ids has all tokens that end a response
                     "logprobs": 0,  # of the sampled token alone
                     "detokenize": False,
                     "seed": _seed(how.seed, len(entry.response)),
@@ -153,11 +153,11 @@ class VllmServerEngine(VllmRequests):
 
     @property
     def _salt(self) -> str:
-        """Versions can repeat, and a server can serve one process after another; updates of one don't."""
+        """Cache salt of this process's current update: versions can repeat, and a server outlives its clients."""
         return f"{self._life} update {self._updates}"
 
     def _withdraw(self, entries: Sequence[VllmRequest]) -> None:
-        """See `VllmRequests`. The server says the last tokens of each."""
+        """See `VllmRequests`. Waits for each request's last tokens, up to `_WITHDRAWN_S`."""
         self._withdrawing |= {entry.ticket for entry in entries}
         until, again = self._now() + _WITHDRAWN_S, 0.0
         while left := [entry.ticket for entry in entries if entry.ticket]:
@@ -165,7 +165,7 @@ class VllmServerEngine(VllmRequests):
                 break
             if self._now() >= again:
                 ids = [f"generate-tokens-{ticket}" for ticket in left]
-                with suppress(ServerError):  # it is asked again, and cut off in the end
+                with suppress(ServerError):  # the abort is repeated; at the end the connection is closed
                     self._server.post("/inference/v1/abort_requests", {"request_ids": ids})
                 again = self._now() + _ABORT_AGAIN_S
             self._pump(_WAIT_S)
@@ -174,7 +174,7 @@ class VllmServerEngine(VllmRequests):
                 self._forget_ticket(entry)
 
     def _drop(self, entry: VllmRequest) -> None:
-        """Its last token is known: the server sees that nobody listens any more."""
+        """Close the request's stream: the server aborts it when the client disconnects."""
         self._forget_ticket(entry)
 
     def _forget_ticket(self, entry: VllmRequest) -> None:
@@ -183,12 +183,12 @@ class VllmServerEngine(VllmRequests):
         self._withdrawing.discard(entry.ticket)
         super()._forget_ticket(entry)
 
-    # --- what vLLM says -----------------------------------------------------------------------------------------
+    # --- outputs of vLLM ----------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Take over what has been sampled; waits a little for it. False when there is nothing to do.
+        """Take the tokens that have arrived, waiting briefly for some. Returns False when there is nothing to do.
 
-        Raises OSError when the server is gone, or is another: then once the deltas that say so have been taken."""
+        Raises OSError when the server is gone, or was replaced: in that case once the voiding deltas were taken."""
         if self._broken:
             return False
         if self._gone:
@@ -205,10 +205,10 @@ class VllmServerEngine(VllmRequests):
         return not self._gone
 
     def _pump(self, wait_s: float) -> None:
-        """Take over what the streams have, waiting up to ``wait_s`` for the first."""
+        """Read all streams with data, waiting up to ``wait_s`` for the first."""
         for key, _ in self._selector.select(wait_s):
             entry: VllmRequest = key.data
-            if not entry.ticket:  # another's events have ended it
+            if not entry.ticket:  # ended by another request's events
                 continue
             try:
                 events = entry.own.stream.read()
@@ -217,7 +217,7 @@ class VllmServerEngine(VllmRequests):
                 self._end(entry, "error", str(error), refused=error.status in (400, 422))
                 continue
             for event in events:
-                if entry.ticket:  # else an event before has ended it
+                if entry.ticket:  # else ended by an earlier event
                     self._absorb(entry, msgspec.json.decode(event, type=Chunk))
 
     def _absorb(self, entry: VllmRequest, chunk: Chunk) -> None:
@@ -249,8 +249,8 @@ class VllmServerEngine(VllmRequests):
         self._gained(entry, ids, logprobs, self.version, ended, error)
 
     def _mislabelled(self, spans: Sequence[Sequence[int]], told: Sequence[CompletionSpan]) -> str:
-        """Whether the server says that other versions sampled the tokens than they were labelled with: how. Weights
-        that this engine has not given it make the server another's."""
+        """Compare a request's version labels with the server's; returns the difference, or "". A version that this
+        process never loaded marks the server as gone: it was restarted, or serves another run."""
         theirs = [(one.version, one.end - one.start) for one in told]
         if theirs == [(self._label(version), tokens) for version, tokens in spans]:
             return ""
@@ -264,14 +264,14 @@ class VllmServerEngine(VllmRequests):
         return self._gone
 
     def _label(self, version: int | str) -> str:
-        """How the server names a version: no other process gives it the same name."""
+        """Name of a version on the server, unique to this process."""
         return f"{self._life}:{version}"
 
     # --- weights --------------------------------------------------------------------------------------------
 
     def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
-        """Fetch, verify and write a version while the server goes on, have it loaded, and prove that it is what the
-        server samples from. Raises WeightsCorrupt, with nothing changed, or WeightsMismatch."""
+        """Fetch, verify and write a version while the server keeps decoding, have it loaded, and probe that the server
+        samples from it. Raises WeightsCorrupt, with nothing changed, or WeightsMismatch."""
         started = self._now()
         tensors = self._subscriber.fetch(published)
         fetch_s = self._now() - started
@@ -291,12 +291,12 @@ class VllmServerEngine(VllmRequests):
         )
 
     def _update(self, folder: Path, version: int, mode: UpdateMode) -> tuple[int, int]:
-        """Returns how many requests crossed it, and how many tokens are computed anew."""
+        """Update a paused server. Returns (requests that cross the update, tokens computed anew)."""
         reprefilled = 0
         with self.paused():
             self._server.post(f"/pause?mode=keep&clear_cache={str(mode == 'recompute').lower()}")
             self._pump(0.0)
-            # What has no token yet begins under the new weights, and must not find the old ones' KV.
+            # Requests without a token begin under the new weights and must not find KV of the old ones.
             self._take_back([entry for entry in self._given.values() if not entry.sampled])
             running = list(self._given.values())
             if mode == "abort":
@@ -322,24 +322,24 @@ class VllmServerEngine(VllmRequests):
                 self._waiting.push(entry)
 
     def _load(self, folder: Path, version: int, *, clear: bool = False) -> None:
-        """The server stands still (``clear``: is made to), loads, and goes on."""
+        """Have a paused server load ``folder`` and resume; ``clear``: pause it first, aborting its requests."""
         if clear:
             self._server.post("/pause?mode=abort&clear_cache=true")
         try:
             self._server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
         except ServerError as error:
-            if error.status > 500:  # not of the load itself: of a proxy, say, or of a server that ends
+            if error.status > 500:  # not from the load: a proxy's error, or a server shutting down
                 raise
             self._break(f"it can't load {folder}: {error}; it must see that folder, and serve that model")
         self._server.post("/update_weight_version", {"new_version": self._label(version)})
-        self._pump(0.0)  # what was sampled before, whatever kept it so long
+        self._pump(0.0)  # late tokens of the old version
         self.version = version
         self._updates += 1
         self._server.post("/resume")
 
     @contextmanager
     def _written(self) -> Iterator[Path]:
-        """The model's tensors in a folder of Hugging Face's layout, which is removed afterwards."""
+        """Write the model's tensors into a folder of Hugging Face's layout, removed after the block."""
         with exchange_folder(self._exchange) as folder:
             save_file(self._checkpoint(), folder / "model.safetensors")
             yield folder
@@ -347,13 +347,14 @@ class VllmServerEngine(VllmRequests):
     def _checkpoint(self) -> dict[str, Tensor]:
         tensors = {name: tensor.contiguous() for name, tensor in self._model.tensors()}
         if self._tied:
-            # Twice, though it is one: on a CPU vLLM's head has a packed copy of its own, which it renews only for a
-            # tensor of its own.
+            # Write the tied tensor twice: on a CPU vLLM's head has its own packed copy, which is renewed only when
+            # ``lm_head.weight`` is loaded.
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         return tensors
 
     def _probe(self) -> None:
-        """Compare log-probabilities of a random sequence, and of what it samples after it at another temperature."""
+        """Compare the server's log-probabilities of a random sequence, and of a token sampled after it, with the
+        reference."""
         ids = probe_ids(self._updates, self._vocabulary, self.context_tokens)
         answer: CompletionChunk = msgspec.convert(
             self._server.post(
@@ -401,7 +402,8 @@ class VllmServerEngine(VllmRequests):
     # --- statistics -----------------------------------------------------------------------------------------
 
     def statistics(self) -> EngineStatistics:
-        """Counters since the start, and the present state; KV, preemptions, prefills and steps are the server's."""
+        """Return the counters since the start, and the present state; KV, preemptions, prefills and steps are the
+        server's."""
         with _or_die():
             seen = self._served.counters(self._server)
         before = self._before
@@ -426,8 +428,8 @@ class VllmServerEngine(VllmRequests):
 
 @contextmanager
 def _or_die(*others: type[Exception]) -> Iterator[None]:
-    """A call to the worker that finds no server ends its process, as a tick's error does; so do ``others``: the
-    successor begins from a known state."""
+    """Exit the process when a call inside the block finds no server, or raises ``others``: the restarted replica
+    begins from a known state."""
     try:
         yield
     except OSError as error:
@@ -437,8 +439,8 @@ def _or_die(*others: type[Exception]) -> Iterator[None]:
 
 
 def _seed(seed: int, sampled: int) -> int:
-    """vLLM's sampler draws from a request's seed as many numbers as it has sampled since it was given: what goes on
-    begins a stream of its own. 63 bits, not negative."""
+    """Return the seed for a request that has ``sampled`` tokens, 63 bits. vLLM restarts a request's random numbers when
+    it is resubmitted, so a resumed one needs another seed."""
     if not sampled:
         return seed & 0x7FFFFFFFFFFFFFFF
     key = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)

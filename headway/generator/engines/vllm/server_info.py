@@ -1,4 +1,4 @@
-"""Properties of a `vllm serve`, queried once, and whether Headway can work with it."""
+"""Configuration of a `vllm serve`, fetched once, and the checks that headway can work with it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from headway.records.errors import ConfigurationError, HeadwayError
 VERSION = "0.32."
 T = TypeVar("T")
 
-RETURNS_S = 300.0  # a server is awaited so long by a replica that has lost it: it loads its model at its start
-_HEALTH_S = 10.0  # for one answer of it
+RETURNS_S = 300.0  # a replica's longest wait for a server that it lost: the server may be loading its model
+_HEALTH_S = 10.0  # timeout of one health check
 _ASK_AGAIN_S = 1.0
 COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs "
@@ -25,17 +25,17 @@ COMMAND = (
 
 
 class Counters(NamedTuple):
-    """Out of the server's /metrics, since its own start."""
+    """Values of the server's /metrics; counters since the server's start."""
 
     running: int  # requests
-    kv_usage: float  # share of its KV that requests hold
+    kv_usage: float  # share of the KV in use
     prefilled: int  # prompt tokens
     preemptions: int
     steps: int
 
 
 class Served(NamedTuple):
-    """A server's own configuration."""
+    """The parts of a server's configuration that headway needs."""
 
     context_tokens: int
     kv_capacity_tokens: int
@@ -43,7 +43,7 @@ class Served(NamedTuple):
     quantised: bool
 
     def counters(self, server: VllmServer) -> Counters:
-        """Raises OSError when it is gone; all 0 where it was started with --disable-log-stats."""
+        """Fetch the counters; all 0 with --disable-log-stats. Raises OSError when the server is gone."""
         totals: dict[str, float] = {}
         for line in server.get("/metrics").decode().splitlines():
             found = re.match(r"vllm:(\w+)\{[^}]*\} (\S+)$", line)
@@ -61,15 +61,15 @@ class Served(NamedTuple):
 def wait_for(
     server: VllmServer, *, sleep: Callable[[float], object] = time.sleep, now: Callable[[], float] = time.monotonic
 ) -> None:
-    """Until a server that is away answers again. Raises HeadwayError when it doesn't within ``RETURNS_S``."""
+    """Wait until a server that is away answers again. Raises HeadwayError after ``RETURNS_S``."""
     until_s = now() + RETURNS_S
     while True:
         try:
             server.get("/health", timeout_s=_HEALTH_S)
             return
-        except (OSError, ServerError) as error:  # what stands before it may answer that it is away
+        except (OSError, ServerError) as error:  # a proxy may answer for it
             if isinstance(error, ServerError) and error.status < 500:
-                return  # it is for `connect` to say what it is
+                return  # it answers: `connect` checks what it is
             if now() >= until_s:
                 what = f"{server.address} did not come back within {RETURNS_S:g} s ({error})"
                 raise HeadwayError(f"{what}; start it again with {COMMAND}") from error
@@ -77,8 +77,9 @@ def wait_for(
 
 
 def connect(server: VllmServer, *, slots: int, context_tokens: int, again: bool = False) -> Served:
-    """Ask a server what it is. Raises ConfigurationError for one that isn't there, or can't be worked with: what it is,
-    and how it is to be started. ``again``: it was there before, so it is waited for, and OSError when it goes."""
+    """Fetch a server's configuration and check it. Raises ConfigurationError, which says how to start the server, if
+    it doesn't answer or can't be used. ``again``: it was connected before, so wait for it, and raise OSError instead
+    when it doesn't answer."""
     if again:
         wait_for(server)
     try:
@@ -118,8 +119,8 @@ def connect(server: VllmServer, *, slots: int, context_tokens: int, again: bool 
 
 
 def _settled(call: Callable[..., T], *arguments: object) -> T:
-    """The call's answer. Raises ConnectionError where the server, or what stands before it, has trouble of its own:
-    that says nothing of what it is."""
+    """Return the call's result. Raises ConnectionError for a status of 500 or more: an error of the server or a proxy
+    says nothing about the server's configuration."""
     try:
         return call(*arguments)
     except ServerError as error:

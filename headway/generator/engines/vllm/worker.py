@@ -1,4 +1,4 @@
-"""Extension that runs inside vLLM's workers: takes published weights, probes them, samples from counters.
+"""Headway's part inside vLLM's workers: applying published weights, probing them, counter-based sampling.
 
 vLLM imports this module in its worker processes (``worker_extension_cls``), or in ours where the worker is in-process;
 nothing else does. Written for vLLM 0.32; ``file:line`` in comments is relative to its package.
@@ -46,12 +46,12 @@ from headway.weights.shared_memory import Subscriber
 
 @dataclass
 class NoInitialisation(WeightTransferInitInfo):
-    """Nothing to agree on: every update says where it lies."""
+    """Empty: every update brings its own path."""
 
 
 @dataclass
 class PublishedInfo(WeightTransferUpdateInfo):
-    """A ``PublishedWeights`` as vLLM passes it on."""
+    """The fields of a ``PublishedWeights``, in the form that vLLM passes to workers."""
 
     version: int
     path: str
@@ -61,9 +61,9 @@ class PublishedInfo(WeightTransferUpdateInfo):
 
 
 class SharedMemoryTransfer(WeightTransferEngine[NoInitialisation, PublishedInfo]):
-    """Weights out of the slots of weights/shared_memory.py, verified before anything of the model is touched.
+    """Weight transfer from the slots of weights/shared_memory.py; weights are verified before the model is changed.
 
-    ``published`` is the model as it should be: views of the subscriber's private buffer.
+    ``published`` is the reference model: views of the subscriber's private buffer.
     """
 
     init_info_cls = NoInitialisation
@@ -73,19 +73,19 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInitialisation, PublishedInfo]
         super().__init__(config, vllm_config, device, model)
         self._subscriber = Subscriber()
         self.published = PublishedModel(DecoderConfig.from_pretrained(Path(vllm_config.model_config.model)))
-        self.fetch_s = 0.0  # of the last update
+        self.fetch_s = 0.0  # time to fetch the last update
 
     def init_transfer_engine(self, init_info: NoInitialisation) -> None:
         del init_info
 
-    # Both empty: a layerwise reload that has begun leaves tensors on the meta device, so it begins only once the
-    # weights are here and verified.
+    # Both empty: a layerwise reload leaves tensors on the meta device from its beginning, so it begins only once the
+    # weights are fetched and verified.
     def start_weight_update(self) -> None: ...
 
     def finish_weight_update(self) -> None: ...
 
     def receive_weights(self, update_info: PublishedInfo) -> None:
-        """Raises WeightsCorrupt or ConfigurationError, with nothing changed."""
+        """Fetch and load a version. Raises WeightsCorrupt or ConfigurationError, with nothing changed."""
         started = time.monotonic()
         tensors = self._subscriber.fetch(PublishedWeights(**vars(update_info)))
         self.fetch_s = time.monotonic() - started
@@ -95,15 +95,15 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInitialisation, PublishedInfo]
     def shutdown(self) -> None: ...
 
 
-# It warns at every update of modules that no tensor is published for: rotary embeddings, and the tied head, which is
-# seen to below.
+# This logger warns at every update of modules without a published tensor: rotary embeddings, and the tied head, which
+# `repack_tied_heads` handles.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
 
 
 def load_weights(model: nn.Module, model_config: Any, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Load checkpoint tensors into a model that runs: its storage stays where it is, prepacked matrices are packed
-    anew (a plain ``load_weights`` fails on a CPU, whose linears have given their weights away)."""
+    """Load checkpoint tensors into a running model: its storage stays in place, prepacked matrices are packed anew (a
+    plain ``load_weights`` fails on a CPU, where packed linears have dropped their weights)."""
     initialize_layerwise_reload(model)
     model.load_weights(tensors)  # type: ignore[operator]  # every model of vLLM has it
     finalize_layerwise_reload(model, model_config)
@@ -111,7 +111,7 @@ def load_weights(model: nn.Module, model_config: Any, tensors: Iterator[tuple[st
 
 
 def repack_tied_heads(model: nn.Module) -> None:
-    """Pack the output head again where it is the embedding.
+    """Pack a tied output head again.
 
     A tied head shares the embedding's parameter, but on a CPU its products go through a packed copy of its own. No
     ``lm_head.weight`` is ever loaded, so a reload leaves that copy as it was: the engine would sample from the new
@@ -132,10 +132,10 @@ def install_sampler(runner: Any) -> None:
     """Make the V1 runner on a CPU sample as DESIGN rules 5 and 12 ask.
 
     Noise comes from (request's seed, index of the token in prompt and response), so a request samples the same tokens
-    wherever it goes on; vLLM's own per-request generators start anew when it is resumed, and can't be rewound on a CPU
+    wherever it resumes; vLLM's own per-request generators restart when it is resumed, and can't be rewound on a CPU
     after a prompt computed in several steps (gpu_model_runner.py:3502 raises). Log-probabilities are those of the full
-    vocabulary at T, also where top-p or top-k restrict what is sampled. Ranks, which nobody asks for, are left out:
-    the function that computes them is compiled at its first use, 16 to 19 s.
+    vocabulary at T, also where top-p or top-k restrict the sampling. Ranks of tokens, which are unused, are left out:
+    compiling their function takes 16 to 19 s at its first use.
     """
     sampler = runner.sampler
     own, theirs, gather = sampler.topk_topp_sampler, sampler.topk_topp_sampler.forward, sampler.gather_logprobs
@@ -160,7 +160,7 @@ def install_sampler(runner: Any) -> None:
 
 
 def _noise_seeds(runner: Any) -> Tensor:
-    """Seeds of the batch's rows, [n] int64, not negative."""
+    """Noise seeds of the batch's rows, [n] int64, not negative."""
     batch = runner.input_batch
     seeds = np.array([_seed(runner.requests[name]) for name in batch.req_ids], dtype=np.uint64)
     positions = batch.num_tokens_no_spec[: len(seeds)].astype(np.int64)  # tokens of prompt and response so far
@@ -172,12 +172,12 @@ def _seed(request: Any) -> int:
     return extra.get(SEED, 0) & 0xFFFFFFFFFFFFFFFF
 
 
-# --- what the engine asks of a worker ---------------------------------------------------------------------
+# --- calls of the engine to its workers -------------------------------------------------------------------
 
 
 class WorkerExtension:
-    """Methods that vLLM mixes into its worker; called by ``collective_rpc``. Their results are plain values: between
-    processes vLLM keeps no exception's type."""
+    """Methods that vLLM mixes into its worker; called by ``collective_rpc``. They return plain values, errors too: vLLM
+    doesn't keep an exception's type between processes."""
 
     model_runner: Any
     vllm_config: Any
@@ -188,7 +188,7 @@ class WorkerExtension:
     finish_weight_update: Callable[[], None]
 
     def headway_install(self) -> dict[str, Any]:
-        """Called once, before the first request. What kind of runner samples here."""
+        """Install headway's sampler where supported, before the first request. Returns the model runner's kind."""
         if self.vllm_config.parallel_config.world_size > 1:  # a process of its own, which must not outlive ours
             die_with_parent(os.getppid())
         second = bool(self.vllm_config.use_v2_model_runner)
@@ -198,7 +198,7 @@ class WorkerExtension:
         return {"runner": "V2" if second else "V1", "cpu": on_cpu}
 
     def headway_update(self, published: dict[str, Any]) -> dict[str, Any]:
-        """Apply a published version, while nothing is being computed. ``corrupt``: it was refused, nothing changed."""
+        """Apply a published version while no step is in flight. Returns times in seconds, or ``corrupt`` if refused."""
         started = time.monotonic()
         try:
             self.start_weight_update()
@@ -210,7 +210,7 @@ class WorkerExtension:
         return {"fetch_s": fetch_s, "load_s": time.monotonic() - started - fetch_s}
 
     def headway_probe(self, update: int) -> dict[str, Any] | None:
-        """The first module that computes something else than the published weights; ``update`` varies the inputs."""
+        """Find the first module that differs from the published weights; ``update`` seeds the inputs."""
         parallel = self.vllm_config.parallel_config
         if parallel.world_size > 1:
             return None  # each rank has a part of every matrix: the probe of the whole model covers them
