@@ -88,6 +88,12 @@ def test_a_kill_between_a_step_and_its_line_loses_no_step(monkeypatch: pytest.Mo
     assert all(step.length_mean > 0 and step.endings == {"trained": 8} for step in rebuilt)
 
 
+def test_a_resume_with_its_whole_ledger_misses_nothing():
+    outcome = run_of(kills_s=(2.0, 3.0), checkpoint_steps=2)
+    assert [step.version for step in outcome.steps][-1] == 8
+    assert "ledger_incomplete" not in names(outcome)
+
+
 def test_groups_generated_anew_are_as_old_as_the_version_they_were_reopened_under():
     """Else ``drop`` would end them as overdue although no token of theirs is, and ``wait`` would wait for them."""
     knobs = Knobs(open_groups=None, concurrent_rollouts=8, steps_per_publish=1)
