@@ -106,14 +106,19 @@ def advantages_of(rule: Hook, rewards_g: FloatArray) -> FloatArray:
     Raises HookFailed when the rule raises, or returns another shape or a value that isn't finite. That ends the run:
     without advantages there is no batch.
     """
-    result = rule(rewards_g.copy())
+    return finite_numbers(rule, rule(rewards_g.copy()), rewards_g)
+
+
+def finite_numbers(rule: Hook, result: object, rewards_g: FloatArray) -> FloatArray:
+    """The result of a hook on ``rewards_g`` [G] as numbers [G]. Raises HookFailed unless it is one finite number for
+    each."""
     try:
-        advantages_g = np.asarray(result, dtype=np.float64)
+        found_g = np.asarray(result, dtype=np.float64)
     except (TypeError, ValueError):
         raise rule.failed(f"returned {shown(result)}: {len(rewards_g)} numbers are needed") from None
-    if advantages_g.shape != rewards_g.shape:
-        shape = list(advantages_g.shape)
+    if found_g.shape != rewards_g.shape:
+        shape = list(found_g.shape)
         raise rule.failed(f"returned shape {shape} for {len(rewards_g)} rewards: one number each is needed")
-    if not np.isfinite(advantages_g).all():
-        raise rule.failed(f"returned {shown(advantages_g.tolist())} for {shown(rewards_g.tolist())}: not all finite")
-    return advantages_g
+    if not np.isfinite(found_g).all():
+        raise rule.failed(f"returned {shown(found_g.tolist())} for {shown(rewards_g.tolist())}: not all finite")
+    return found_g

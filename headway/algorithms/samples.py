@@ -236,9 +236,7 @@ class MicroBatchArrays:
 
 def input_lengths(arrays: SampleArrays) -> IntArray:
     """[S] tokens each sequence feeds to the model: its length less one, or 0 if it has no loss token."""
-    loss_tokens_s = np.bincount(
-        np.repeat(np.arange(arrays.samples), arrays.lengths_s), weights=arrays.loss_mask_n, minlength=arrays.samples
-    )
+    loss_tokens_s = np.bincount(sample_of_token(arrays), weights=arrays.loss_mask_n, minlength=arrays.samples)
     return np.where(loss_tokens_s > 0, arrays.lengths_s - 1, 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -139,37 +140,22 @@ class PruningConfig(Section):
                 f"run.deterministic = true excludes pruning.{self.on[0]}: when a rollout is stopped depends on when "
                 "its tokens arrive"
             )
-        reached: list[tuple[str, int]] = []
-        if self.length is not None:
-            reached.append(("length.tokens", self.length.tokens))
-        if self.relative_length is not None:
-            reached.append(("relative_length.least_tokens", self.relative_length.least_tokens))
-        if self.budget is not None:
-            reached.append(("budget.least_tokens", self.budget.least_tokens))
-        if self.repetition is not None:
-            loop = min(self.repetition.loop_tokens, self.repetition.window_tokens)
-            reached.append(("repetition.loop_tokens and window_tokens", loop))
-        reached += [
-            (f"{pruner}.every_tokens", judge.every_tokens)
-            for pruner, judge in (("value", self.value), ("verifier", self.verifier))
-            if judge is not None and judge.name
-        ]
-        for key, tokens in [*reached, *([("every_tokens", self.every_tokens)] if self.on else [])]:
-            if tokens >= longest_tokens:
-                raise ValueError(
-                    f"pruning.{key} = {tokens} never prunes anything: it must be below rollout.max_response_tokens = "
-                    f"{longest_tokens}"
-                )
+        relative, loop = self.relative_length, self.repetition
+        tokens = {
+            "length.tokens": self.length and self.length.tokens,
+            "relative_length.least_tokens": relative and relative.least_tokens,
+            "budget.least_tokens": self.budget and self.budget.least_tokens,
+            "repetition.loop_tokens and window_tokens": loop and min(loop.loop_tokens, loop.window_tokens),
+            **{f"{pruner}.every_tokens": getattr(self, pruner).every_tokens for pruner in self.judges},
+            "every_tokens": self.every_tokens if self.on else None,
+        }
+        _require_below("rollout.max_response_tokens", longest_tokens, tokens)
         self._require_reachable(group_size)
-        siblings = [("group.least_finished", self.group.least_finished)] if self.group is not None else []
-        if self.relative_length is not None:
-            siblings.append(("relative_length.least_finished", self.relative_length.least_finished))
-        for key, finished in siblings:
-            if finished >= group_size:
-                raise ValueError(
-                    f"pruning.{key} = {finished} never prunes anything: it must be below rollout.group_size = "
-                    f"{group_size}"
-                )
+        finished = {
+            "group.least_finished": self.group and self.group.least_finished,
+            "relative_length.least_finished": relative and relative.least_finished,
+        }
+        _require_below("rollout.group_size", group_size, finished)
 
     def _require_reachable(self, group_size: int) -> None:
         """Raise ValueError for bounds that no group reaches, not even with a single member left to finish."""
@@ -190,3 +176,10 @@ class PruningConfig(Section):
                     f"= {group.prior:g}, when {others} of a group agree, all but one, the last one does with "
                     f"probability {most:.3g}"
                 )
+
+
+def _require_below(limit_key: str, limit: int, given: Mapping[str, int | None]) -> None:
+    """Raise ValueError for a key of [pruning] that isn't below the limit; None: its pruner is off."""
+    for key, value in given.items():
+        if value is not None and value >= limit:
+            raise ValueError(f"pruning.{key} = {value} never prunes anything: it must be below {limit_key} = {limit}")

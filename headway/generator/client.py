@@ -381,7 +381,7 @@ class GeneratorPool:
     async def _prepare(self, replica: Replica) -> None:
         """Prepare a replica's new process: apply the newest weights, and close its breaker after a restart."""
         replica.version, replica.update, replica.told_behind = 0, 0, False
-        restarted = replica.slot.outage is not None
+        restarted = replica.slot.has_died
         if restarted:
             await self._refresh(replica)  # the probe that closes its breaker
         await self._catch_up(replica)

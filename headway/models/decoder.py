@@ -190,10 +190,5 @@ class Decoder(nn.Module):
         """Logits [N, V] of documents laid end to end."""
         return self.head(self.forward_packed(ids_n, lengths))
 
-    def flops(self, lengths: list[int], head_tokens: int | None = None, continues: list[int] | None = None) -> float:
-        """Forward model FLOP over pieces of ``lengths``; ``head_tokens``: positions with logits (default all);
-        ``continues``: as in `forward_packed`."""
-        return self.config.flops(lengths, head_tokens, continues)
-
     def parameter_count(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())

@@ -63,7 +63,7 @@ class Family:
     default_head_dim: int | None = None  # None: width / heads
     default_max_positions: int = 32768
     default_theta: float = 10000.0
-    default_window: int | None = None
+    default_window: int | None = 4096  # of families with windows
     default_tied: bool = False
     default_epsilon: float = 1e-6
 
@@ -119,7 +119,6 @@ _ROWS = (
         model_type="mistral",
         attention_bias=False,
         windowed="all",
-        default_window=4096,
         default_max_positions=131072,
     ),
     Family(
@@ -130,7 +129,6 @@ _ROWS = (
         output_bias=False,
         windowed="upper",
         window_switch=True,
-        default_window=4096,
     ),
     Family(
         name="qwen3",
@@ -139,7 +137,6 @@ _ROWS = (
         qk_norm=True,
         windowed="upper",
         window_switch=True,
-        default_window=4096,
         default_head_dim=128,
     ),
     Family(
@@ -149,7 +146,6 @@ _ROWS = (
         qk_norm=True,
         windowed="all",
         window_switch=True,
-        default_window=4096,
         experts=_QWEN_EXPERTS,
     ),
     Family(
@@ -158,6 +154,7 @@ _ROWS = (
         model_type="mixtral",
         attention_bias=False,
         windowed="all",
+        default_window=None,
         experts=_MIXTRAL_EXPERTS,
         expert_size_key="intermediate_size",
         default_max_positions=131072,
@@ -181,7 +178,6 @@ _ROWS = (
         final_softcap=True,
         query_scale=True,
         windowed=2,
-        default_window=4096,
         **_GEMMA,
     ),
     Family(
@@ -195,7 +191,6 @@ _ROWS = (
         query_scale=True,
         local_rope=True,
         windowed=6,
-        default_window=4096,
         default_theta=1e6,
         **{**_GEMMA, "default_max_positions": 131072},
     ),

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from headway.models.configuration import DecoderConfig, ExpertMixture, SlidingWindow
 from headway.models.decoder import Decoder
@@ -149,10 +148,6 @@ def initialise_parameters(model: Decoder, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     residual = 1 / math.sqrt(2 * model.config.layers)
 
-    def fill(parameter: nn.Parameter, scale: float) -> None:
-        values = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, scale, generator=generator)
-        parameter.copy_(values)
-
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             leaf = name.rsplit(".", 1)[-1]
@@ -162,4 +157,7 @@ def initialise_parameters(model: Decoder, seed: int) -> None:
                 parameter.zero_()
             else:
                 scale = 1 / math.sqrt(parameter.shape[-1])
-                fill(parameter, scale * residual if leaf in ("output_weight", "down_weight") else scale)
+                if leaf in ("output_weight", "down_weight"):
+                    scale *= residual
+                values = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, scale, generator=generator)
+                parameter.copy_(values)

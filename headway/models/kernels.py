@@ -55,11 +55,9 @@ class _RmsNorm(torch.autograd.Function):
             ctx.save_for_backward(x_nd, inverses_n, weight)
             return ctx.fast.rms_norm(x_nd, weight, epsilon, inverses_n)
         unit, inverse = _normalise(x_nd, epsilon)
-        out = offset_product(unit, weight, offset, product_dtype(x_nd)) if offset else None
-        unit = unit.to(product_dtype(x_nd))
         ctx.dtype, ctx.offset = x_nd.dtype, offset
-        ctx.save_for_backward(unit, inverse, weight)
-        return unit * weight.to(unit.dtype) if out is None else out
+        ctx.save_for_backward(unit.to(product_dtype(x_nd)), inverse, weight)
+        return _weighted(unit, weight, offset, product_dtype(x_nd))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -81,11 +79,7 @@ def rms_norm(x_nd: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) 
         return _RmsNorm.apply(x_nd, weight, epsilon, offset)  # pyright: ignore[reportReturnType]
     if not offset and (fast := native.active(x_nd, weight)) is not None:
         return fast.rms_norm(x_nd, weight, epsilon)
-    unit = _normalise(x_nd, epsilon)[0]
-    if offset:
-        return offset_product(unit, weight, offset, product_dtype(x_nd))
-    unit = unit.to(product_dtype(x_nd))
-    return unit.mul_(weight.to(unit.dtype))  # rounded as with gradient: log-probabilities agree to the bit
+    return _weighted(_normalise(x_nd, epsilon)[0], weight, offset, product_dtype(x_nd))
 
 
 def linear(x_nd: Tensor, weight: Tensor, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
@@ -100,9 +94,12 @@ def linear(x_nd: Tensor, weight: Tensor, bias: Tensor | None = None, add: Tensor
     return torch.addmm(add, x_nd, weight.t())
 
 
-def offset_product(unit: Tensor, weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
-    """``unit * (weight + offset)``, rounded once at the end: in bfloat16 1 + weight would lose most of the weight."""
-    return (unit * with_offset(weight, offset)).to(dtype)
+def _weighted(unit: Tensor, weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
+    """``unit * (weight + offset)``. With an offset rounded once at the end: in bfloat16 1 + weight would lose most of
+    the weight."""
+    if offset:
+        return (unit * with_offset(weight, offset)).to(dtype)
+    return unit.to(dtype) * weight.to(dtype)
 
 
 def with_offset(weight: Tensor, offset: float) -> Tensor:

@@ -3,82 +3,85 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from headway.records.errors import ConfigurationError
 
 
+class RopeScaling(ABC):
+    """A scaling of rotary frequencies. The fields of each are named as in ``config.json``."""
+
+    rope_type: ClassVar[str]
+
+    @abstractmethod
+    def frequencies(self, theta: float, head_dim: int) -> list[float]:
+        """Angular frequency of each rotary pair, as `unscaled`."""
+
+    @property
+    def magnitude(self) -> float:
+        """Factor on rotated queries and keys."""
+        return 1.0
+
+    def to_mapping(self) -> dict[str, Any]:
+        return {"rope_type": self.rope_type, **vars(self)}
+
+
 @dataclass(frozen=True, kw_only=True)
-class LinearScaling:
+class LinearScaling(RopeScaling):
     """Position interpolation: every frequency divided by the same factor (Chen et al. 2023)."""
+
+    rope_type = "linear"
 
     factor: float
 
     def frequencies(self, theta: float, head_dim: int) -> list[float]:
         return [frequency / self.factor for frequency in unscaled(theta, head_dim)]
 
-    @property
-    def magnitude(self) -> float:
-        return 1.0
-
-    def to_mapping(self) -> dict[str, Any]:
-        return {"rope_type": "linear", "factor": self.factor}
-
 
 @dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
+class Llama3Scaling(RopeScaling):
     """Llama 3's frequency scaling: long wavelengths are stretched, short ones kept, those between blended."""
 
+    rope_type = "llama3"
+
     factor: float
-    low_frequency_factor: float
-    high_frequency_factor: float
-    original_max_positions: int
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
 
     def frequencies(self, theta: float, head_dim: int) -> list[float]:
         return [self._scale(frequency) for frequency in unscaled(theta, head_dim)]
 
-    @property
-    def magnitude(self) -> float:
-        return 1.0
-
     def _scale(self, frequency: float) -> float:
-        wavelength = 2 * math.pi / frequency
-        if wavelength < self.original_max_positions / self.high_frequency_factor:
+        wavelength, original = 2 * math.pi / frequency, self.original_max_position_embeddings
+        if wavelength < original / self.high_freq_factor:
             return frequency
-        if wavelength > self.original_max_positions / self.low_frequency_factor:
+        if wavelength > original / self.low_freq_factor:
             return frequency / self.factor
-        blend = (self.original_max_positions / wavelength - self.low_frequency_factor) / (
-            self.high_frequency_factor - self.low_frequency_factor
-        )
+        blend = (original / wavelength - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return (1 - blend) * frequency / self.factor + blend * frequency
-
-    def to_mapping(self) -> dict[str, Any]:
-        return {
-            "rope_type": "llama3",
-            "factor": self.factor,
-            "low_freq_factor": self.low_frequency_factor,
-            "high_freq_factor": self.high_frequency_factor,
-            "original_max_position_embeddings": self.original_max_positions,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
-class YarnScaling:
-    """YaRN (Peng et al. 2023): pairs that turn more than ``fast_turns`` times within the original context keep their
-    frequency, those that turn less than ``slow_turns`` times are interpolated, those between blended; queries and keys
+class YarnScaling(RopeScaling):
+    """YaRN (Peng et al. 2023): pairs that turn more than ``beta_fast`` times within the original context keep their
+    frequency, those that turn less than ``beta_slow`` times are interpolated, those between blended; queries and keys
     grow by ``attention_factor`` each. Computed as transformers does, whose models it must agree with."""
 
+    rope_type = "yarn"
+
     factor: float
-    original_max_positions: int
+    original_max_position_embeddings: int
     attention_factor: float
-    fast_turns: float = 32.0
-    slow_turns: float = 1.0
-    whole_pairs: bool = True  # the ends of the blend are rounded outwards to whole pairs
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # the ends of the blend are rounded outwards to whole pairs
 
     def frequencies(self, theta: float, head_dim: int) -> list[float]:
-        low, high = (self._pair_that_turns(turns, theta, head_dim) for turns in (self.fast_turns, self.slow_turns))
-        if self.whole_pairs:
+        low, high = (self._pair_that_turns(turns, theta, head_dim) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
         span = high - low or 0.001
@@ -88,25 +91,12 @@ class YarnScaling:
 
     def _pair_that_turns(self, turns: float, theta: float, head_dim: int) -> float:
         """Index (fractional) of the rotary pair that turns ``turns`` times within the original context."""
-        return head_dim * math.log(self.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        original = self.original_max_position_embeddings
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     @property
     def magnitude(self) -> float:
         return self.attention_factor
-
-    def to_mapping(self) -> dict[str, Any]:
-        return {
-            "rope_type": "yarn",
-            "factor": self.factor,
-            "original_max_position_embeddings": self.original_max_positions,
-            "attention_factor": self.attention_factor,
-            "beta_fast": self.fast_turns,
-            "beta_slow": self.slow_turns,
-            "truncate": self.whole_pairs,
-        }
-
-
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 def unscaled(theta: float, head_dim: int) -> list[float]:
@@ -145,9 +135,9 @@ def _linear(raw: dict[str, Any], _: int) -> LinearScaling:
 def _llama3(raw: dict[str, Any], max_positions: int) -> Llama3Scaling:
     return Llama3Scaling(
         factor=float(raw["factor"]),
-        low_frequency_factor=float(raw["low_freq_factor"]),
-        high_frequency_factor=float(raw["high_freq_factor"]),
-        original_max_positions=int(raw.get("original_max_position_embeddings") or max_positions),
+        low_freq_factor=float(raw["low_freq_factor"]),
+        high_freq_factor=float(raw["high_freq_factor"]),
+        original_max_position_embeddings=int(raw.get("original_max_position_embeddings") or max_positions),
     )
 
 
@@ -163,11 +153,11 @@ def _yarn(raw: dict[str, Any], max_positions: int) -> YarnScaling:
             attention = _growth(factor, 1.0)
     return YarnScaling(
         factor=factor,
-        original_max_positions=original,
+        original_max_position_embeddings=original,
         attention_factor=float(attention),
-        fast_turns=float(raw.get("beta_fast") or 32.0),
-        slow_turns=float(raw.get("beta_slow") or 1.0),
-        whole_pairs=bool(raw.get("truncate", True)),
+        beta_fast=float(raw.get("beta_fast") or 32.0),
+        beta_slow=float(raw.get("beta_slow") or 1.0),
+        truncate=bool(raw.get("truncate", True)),
     )
 
 

@@ -159,25 +159,24 @@ def rollout_of(
     """Make the unverified rollout of ``conversation``, ended at ``now`` (clock seconds). Without any answered call it
     fails at the boundary "environment" unless ``failure`` says why; a conversation that was cut counts as truncated.
     With a posted reward it is verified."""
-    if not conversation.branches:
-        cause = "the agent made no call that was answered"
-        return Rollout(
-            group=group.index,
-            member=member,
-            prompt_ids=group.prompt_ids,
-            finish_reason="error",
-            failure=failure or Failure(boundary="environment", cause=cause, infrastructure=False),
-            calls=conversation.calls,
-            abandoned_tokens=conversation.abandoned_tokens,
-            opened_s=group.admitted_s,
-            generated_s=now,
-            finished_s=now,
-        )
-    trunk, *others = conversation.branches
-    rewarded = conversation.reward is not None and failure is None
-    return Rollout(
+    begun = Rollout(
         group=group.index,
         member=member,
+        prompt_ids=group.prompt_ids,
+        failure=failure,
+        calls=conversation.calls,
+        abandoned_tokens=conversation.abandoned_tokens,
+        opened_s=group.admitted_s,
+        generated_s=now,
+    )
+    if not conversation.branches:
+        cause = "the agent made no call that was answered"
+        failure = failure or Failure(boundary="environment", cause=cause, infrastructure=False)
+        return msgspec.structs.replace(begun, finish_reason="error", failure=failure, finished_s=now)
+    trunk, *others = conversation.branches
+    rewarded = conversation.reward is not None and failure is None
+    return msgspec.structs.replace(
+        begun,
         prompt_ids=trunk.prompt_ids,
         response_ids=trunk.response_ids,
         response_logprobs=trunk.response_logprobs,
@@ -186,14 +185,9 @@ def rollout_of(
         turn_ends=trunk.turn_ends,
         finish_reason="error" if failure is not None else "length" if conversation.cut else trunk.finish_reason,
         branches=tuple(others),
-        failure=failure,
         turns=conversation.turns,
-        calls=conversation.calls,
-        abandoned_tokens=conversation.abandoned_tokens,
         rewritten=conversation.causes.get("rewritten", 0),
-        opened_s=group.admitted_s,
         first_token_s=conversation.first_token_s,
-        generated_s=now,
         finished_s=0.0 if failure is None and not rewarded else now,
         reward=conversation.reward if conversation.reward is not None and rewarded else 0.0,
         solved=conversation.solved and rewarded,

@@ -83,14 +83,7 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def since(self, before: PoolStatistics) -> PoolStatistics:
         """These statistics with counters and histograms since ``before``, an earlier look at the same pool."""
         grown = {name: getattr(self, name) - getattr(before, name) for name in POOL_COUNTERS}
-        grown |= {
-            name: {
-                cause: more
-                for cause, now in getattr(self, name).items()
-                if (more := now - getattr(before, name).get(cause, 0))
-            }
-            for name in POOL_CAUSES
-        }
+        grown |= {name: _more(getattr(self, name), getattr(before, name)) for name in POOL_CAUSES}
         grown |= {name: getattr(self, name).since(getattr(before, name)) for name in POOL_LATENCIES}
         return msgspec.structs.replace(self, **grown)
 
@@ -109,6 +102,11 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         oldest_wait_s = max((pool.oldest_wait_s for pool in pools), default=0.0)
         broken = any(pool.breaker_open for pool in pools)
         return PoolStatistics(oldest_wait_s=oldest_wait_s, breaker_open=broken, **figures)
+
+
+def _more(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
+    """By how much counts have grown; those that haven't are left out."""
+    return dict(Counter(now) - Counter(before))
 
 
 def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
@@ -158,12 +156,8 @@ class SandboxStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         return self != SandboxStatistics()
 
     def since(self, before: SandboxStatistics) -> SandboxStatistics:
-        more = {fault: count - before.injected.get(fault, 0) for fault, count in self.injected.items()}
-        return msgspec.structs.replace(
-            self,
-            pool=self.pool.since(before.pool),
-            injected={fault: count for fault, count in more.items() if count},
-        )
+        injected = _more(self.injected, before.injected)
+        return msgspec.structs.replace(self, pool=self.pool.since(before.pool), injected=injected)
 
     def counted(self) -> SandboxStatistics:
         """The counts that remain of a worker that has ended: everything it counted, and no sandbox."""

@@ -26,10 +26,6 @@ class ChannelFull(Exception):
     """``put_nowait`` found no place."""
 
 
-class ChannelEmpty(Exception):
-    """``get_nowait`` found no item."""
-
-
 class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """The present state of a channel, and its peak since it was made."""
 
@@ -97,7 +93,9 @@ class Channel(Generic[T]):
     async def get(self) -> T:
         """Take the oldest item, waiting for one. Raises ChannelClosed when closed and drained."""
         if self._items:
-            return self._take()
+            _, item = self._items.popleft()
+            self._admit_putters()
+            return item
         if self._closed:
             raise ChannelClosed(self.name)
         handed: asyncio.Future[tuple[float, T]] = asyncio.get_running_loop().create_future()
@@ -108,12 +106,6 @@ class Channel(Generic[T]):
             self._withdraw(handed)
             raise
         return item
-
-    def get_nowait(self) -> T:
-        """Take the oldest item or raise ChannelEmpty / ChannelClosed."""
-        if self._items:
-            return self._take()
-        raise ChannelClosed(self.name) if self._closed else ChannelEmpty(self.name)
 
     def __aiter__(self) -> Channel[T]:
         return self
@@ -181,11 +173,6 @@ class Channel(Generic[T]):
                 return
         self._items.append(stamped)
         self._peak = max(self._peak, len(self._items))
-
-    def _take(self) -> T:
-        _, item = self._items.popleft()
-        self._admit_putters()
-        return item
 
     def _admit_putters(self) -> None:
         while self._putters and not self._full():

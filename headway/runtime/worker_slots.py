@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from headway.records.errors import FoundBy, HeadwayError, RemoteError, WorkerDied
+from headway.records.errors import HeadwayError, RemoteError, WorkerDied
 from headway.records.trace import WorkerState
 from headway.runtime.backoff import backoff_s
 from headway.runtime.clock import Clock
@@ -23,25 +23,10 @@ _FIRST_PAUSE_S = 0.5  # before a start that follows two failures in a row; doubl
 _LONGEST_PAUSE_S = 30.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WorkerOutage:
-    """The time from a worker's death until its successor is ready.
-
-    Reported when it starts ("died"), after each failed restart ("restart_failed") and when it ends: "restarted", or
-    "lost" where the pool gave up.
-    """
-
-    worker: str
-    cause: str  # of the death
-    found_by: FoundBy  # of the death
-    down_s: float  # so far, from the last sign of life
-    restarts: int  # successful ones of this slot so far
-
-
 class OutageReporter:
     """Reports the outages of one worker and its successors as events: "NAME_died", "NAME_restart_failed",
     "NAME_restarted" and "NAME_lost", where NAME is the worker's without its number. The last two have the length of the
-    outage in seconds."""
+    outage in seconds, from the last sign of life."""
 
     def __init__(
         self, worker: str, on_event: EventCallback, now: Callable[[], float], held: Callable[[], int] = lambda: 0
@@ -52,21 +37,11 @@ class OutageReporter:
         self._worker = worker
         self._on_event = on_event
         self._now = now
-        self._death: WorkerDied | None = None  # the last one
+        self.death: WorkerDied | None = None  # the last one
         self._down_since_s = 0.0
 
-    @property
-    def outage(self) -> WorkerOutage | None:
-        """The last outage, as of now; None before the first."""
-        if (death := self._death) is None:
-            return None
-        down_s = round(self._now() - self._down_since_s, 3)
-        return WorkerOutage(
-            worker=self._worker, cause=death.cause, found_by=death.found_by, down_s=down_s, restarts=self.restarts
-        )
-
     def died(self, death: WorkerDied) -> None:
-        self._death, self._down_since_s = death, self._now() - death.silent_s
+        self.death, self._down_since_s = death, self._now() - death.silent_s
         self.report("died", f"{self._worker}: {death.cause}", lost_samples=self._held())
 
     def restarted(self) -> None:
@@ -75,10 +50,10 @@ class OutageReporter:
 
     def report(self, stage: str, detail: str, lost_samples: int = 0) -> None:
         fields: dict[str, Any] = {"worker": self._worker}
-        if self._death is not None and (outage := self.outage) is not None:
-            fields = {**death_fields(self._death, lost_samples), "restarts": outage.restarts}
+        if self.death is not None:
+            fields = {**death_fields(self.death, lost_samples), "restarts": self.restarts}
             if stage in ("restarted", "lost"):
-                fields["lost_s"] = outage.down_s
+                fields["lost_s"] = round(self._now() - self._down_since_s, 3)
         self._on_event(f"{self._worker.rstrip('-0123456789')}_{stage}", detail, **fields)
 
 
@@ -91,7 +66,7 @@ class WorkerSlot:
     resets them; each also expires after ``forgiven_after_s`` of service.
 
     Example: the worker dies: "NAME_died", 1 failure. ``restart`` fails at once: "NAME_restart_failed", 2 failures.
-    ``restart`` waits 0.5 s and takes 2 s to start one: "NAME_restarted", ``down_s`` = 2.5.
+    ``restart`` waits 0.5 s and takes 2 s to start one: "NAME_restarted", ``lost_s`` = 2.5.
     """
 
     def __init__(
@@ -154,9 +129,9 @@ class WorkerSlot:
         return self._reporter.restarts
 
     @property
-    def outage(self) -> WorkerOutage | None:
-        """The last outage, as of now; None before the first."""
-        return self._reporter.outage
+    def has_died(self) -> bool:
+        """Whether a worker of this slot has died and was reported."""
+        return self._reporter.death is not None
 
     def forgive(self) -> None:
         """Reset the failures so far, since the worker gets new work: a death by that isn't the worker's fault."""
@@ -281,4 +256,4 @@ def live_pids(slots: Sequence[WorkerSlot]) -> list[int]:
 def own_cause(error: BaseException) -> BaseException:
     """The typed error that a worker raised, where it is one of ours; ``error`` otherwise."""
     own = isinstance(error, RemoteError) and isinstance(error.__cause__, HeadwayError)
-    return error.__cause__ if own and error.__cause__ is not None else error
+    return error.__cause__ or error if own else error

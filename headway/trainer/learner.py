@@ -96,7 +96,8 @@ class Learner:
     def flops(self, batch: MicroBatchArrays, model: Decoder | None = None) -> float:
         """Model FLOP of one forward pass over the micro-batch by ``model`` (default: the one in training). Shared
         prefixes count once; recomputation by gradient checkpointing isn't counted."""
-        return (model or self.model).flops(batch.input_lengths, len(batch.targets_m), batch.continues)
+        config = (model or self.model).config
+        return config.flops(batch.input_lengths, len(batch.targets_m), batch.continues)
 
     def update(self, learning_rate: float, loss: float) -> Update:
         """Sum the gradients over the ranks, clip, step, clear them. ``loss``: this rank's part of the step's loss.

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from headway.algorithms.advantages import advantages_of
-from headway.algorithms.groups.hooks import GroupHooks
+from headway.algorithms.groups.hooks import ARGUMENTS, GroupHooks
 from headway.records.errors import HookFailed
 from headway.records.generation import VersionSpan
 from headway.records.rollout import Failure, FinishedGroup, Group, Rollout
@@ -22,6 +23,7 @@ from headway.records.task import Task
 from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
 from headway.runtime.hooks import Hook, shown
 
+_Given = TypeVar("_Given")
 Gone = str  # "failed", "filtered" or "discarded": a member that has no reward to learn from
 _TOKENS = 3  # length of every made-up response
 
@@ -67,12 +69,11 @@ def _member(index: int, member: int, given: float | Gone) -> Rollout:
 
 def hook_violations(hooks: GroupHooks, task: Task) -> Iterator[str]:
     """Yield the violations of their contracts by ``hooks``, at most one per hook (the first case); none if all hold."""
-    for short in ("reward", "group_meta", "is_valid_group", "filter_item", "normalize_group", "pad_group"):
+    for short in ARGUMENTS:
         hook: Hook = getattr(hooks, short)
         for name, members in CASES.items():
             finished = made_up_group(task, members)
-            found = _violation(hook, finished, lambda given, short=short: _calls(hooks, short, given))
-            if found:
+            if found := _violation(hook, finished, lambda given, short=short: _calls(hooks, short, given)):
                 yield f"{found} (case: {name})"
                 break
 
@@ -80,16 +81,11 @@ def hook_violations(hooks: GroupHooks, task: Task) -> Iterator[str]:
 def advantage_violations(hook: Hook) -> Iterator[str]:
     """Yield the first violation of its contract by a rule for the advantages of a group; nothing if it holds."""
     for name, members in CASES.items():
-        rewards_g = np.array([given for given in members if not isinstance(given, str)])
-        if not len(rewards_g):
+        rewards = [given for given in members if not isinstance(given, str)]
+        if not rewards:
             continue
-        try:
-            once, again = advantages_of(hook, rewards_g).tolist(), advantages_of(hook, rewards_g).tolist()
-        except HookFailed as error:
-            yield f"{error} (case: {name})"
-            return
-        if once != again:
-            yield f"{hook.failed(_fickle(once, again))} (case: {name})"
+        if found := _violation(hook, rewards, lambda given: advantages_of(hook, np.array(given)).tolist()):
+            yield f"{found} (case: {name})"
             return
 
 
@@ -111,18 +107,16 @@ def _calls(hooks: GroupHooks, short: str, finished: FinishedGroup) -> object:
     return hooks.copies(group, valid)
 
 
-def _violation(hook: Hook, finished: FinishedGroup, calls: Callable[[FinishedGroup], object]) -> str:
-    before = copy.deepcopy(finished)
+def _violation(hook: Hook, given: _Given, calls: Callable[[_Given], object]) -> str:
+    """The violation of its contract by ``hook`` when ``calls`` passes it ``given``, or ""."""
+    before = copy.deepcopy(given)
     try:
-        once, again = calls(finished), calls(finished)
+        once, again = calls(given), calls(given)
     except HookFailed as error:
         return str(error)
     if once != again:
-        return str(hook.failed(_fickle(once, again)))
-    if finished != before:
+        replay = "a replay would train on something else"
+        return str(hook.failed(f"returned {shown(once)}, then {shown(again)} of the same arguments: {replay}"))
+    if given != before:
         return str(hook.failed("changed the group or rollouts it was given: return what is new"))
     return ""
-
-
-def _fickle(once: object, again: object) -> str:
-    return f"returned {shown(once)}, then {shown(again)} of the same arguments: a replay would train on something else"

@@ -26,20 +26,12 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.algorithms.advantages import finite_numbers
 from headway.config.hooks import HOOKS, HooksConfig
 from headway.records.rollout import Group, Rollout
 from headway.runtime.hooks import Hook, finite_number, load_hook, shown
 
 FloatArray = NDArray[np.float64]
-Keep = bool | tuple[bool, str]  # keep or not; and why not, in a few words: reasons are counted
-
-ShapeReward = Callable[[Group, Rollout, str], float]
-GroupMeta = Callable[[Group, Sequence[Rollout]], Mapping[str, float]]
-IsValidGroup = Callable[[Group, Sequence[Rollout]], Keep]
-FilterItem = Callable[[Group, Rollout], Keep]
-NormalizeGroup = Callable[[Group, Sequence[Rollout], FloatArray], FloatArray]
-PadGroup = Callable[[Group, Sequence[Rollout]], Sequence[int]]
-
 LONGEST_REASON = 60  # characters of a user's reason that are kept
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "reward": ("group", "rollout", "response"),
@@ -161,21 +153,9 @@ class GroupHooks:
 
     def normalized(self, group: Group, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> list[float]:
         """The rewards to compute advantages from, one for each of ``rollouts``, the valid members."""
-        hook = self.normalize_group
-        result = hook(group, tuple(rollouts), np.array(rewards, dtype=np.float64))
-        try:
-            found = np.asarray(result, dtype=np.float64)
-        except (TypeError, ValueError):
-            raise hook.failed(f"returned {shown(result)}: {len(rewards)} numbers are needed") from None
-        if found.shape != (len(rewards),):
-            raise hook.failed(
-                f"returned shape {list(found.shape)} for {len(rewards)} rewards: one number each is needed"
-            )
-        if not np.isfinite(found).all():
-            raise hook.failed(
-                f"returned {shown(found.tolist())} for rewards {shown(list(rewards))}: not all are finite"
-            )
-        return found.tolist()
+        given = np.array(rewards, dtype=np.float64)
+        result = self.normalize_group(group, tuple(rollouts), given.copy())
+        return finite_numbers(self.normalize_group, result, given).tolist()
 
     def copies(self, group: Group, rollouts: Sequence[Rollout]) -> dict[int, int]:
         """member -> its copies in the batch: 1 for each valid member and 1 more for each place it fills. Sample weights

@@ -231,7 +231,6 @@ def test_flops_count_computed_products():
     assert config.flops([1]) == per_token + 2 * 4 * 4 * 8
     assert config.flops([3, 2]) == 5 * per_token + 2 * 4 * 4 * 8 * (6 + 3)
     assert config.flops([3], head_tokens=1) == config.flops([3]) - 2 * 2 * 61 * 24
-    assert random_model().flops([5, 9]) == config.flops([5, 9])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.runtime.channel import Channel, ChannelClosed, ChannelEmpty, ChannelFull
+from headway.runtime.channel import Channel, ChannelClosed, ChannelFull
 from headway.runtime.clock import Clock, VirtualClock, run_virtual
 
 
@@ -36,9 +36,7 @@ def test_first_in_first_out_and_bounded():
         with pytest.raises(ChannelFull):  # the freed place is the waiting putter's
             channel.put_nowait(4)
         await waiting
-        assert [await channel.get(), channel.get_nowait()] == [2, 3]
-        with pytest.raises(ChannelEmpty):
-            channel.get_nowait()
+        assert [await channel.get(), await channel.get()] == [2, 3]
 
     run(main)
 
@@ -80,8 +78,6 @@ def test_close_ends_putters_at_once_and_getters_after_draining():
         assert [item async for item in channel] == ["a", "late"]
         with pytest.raises(ChannelClosed):
             await channel.get()
-        with pytest.raises(ChannelClosed):
-            channel.get_nowait()
 
     run(main)
 
@@ -109,8 +105,8 @@ def test_statistics_know_peak_and_the_age_of_the_oldest():
         await clock.sleep(1)
         state = channel.statistics()
         assert (state.name, state.used, state.capacity, state.peak, state.oldest_age_s) == ("queue", 2, 3, 2, 3.0)
-        channel.get_nowait()
-        channel.get_nowait()
+        await channel.get()
+        await channel.get()
         state = channel.statistics()
         assert (state.used, state.peak, state.oldest_age_s) == (0, 2, 0.0)
 
@@ -125,7 +121,7 @@ def test_a_getter_cancelled_with_an_item_in_hand_does_not_lose_it():
         channel.put_nowait("a")  # handed over; the getter has not run yet
         getter.cancel()
         await asyncio.gather(getter, return_exceptions=True)
-        assert channel.get_nowait() == "a"
+        assert await channel.get() == "a"
 
         first, second = asyncio.create_task(channel.get()), asyncio.create_task(channel.get())
         await asyncio.sleep(0)
@@ -142,10 +138,10 @@ def test_a_putter_cancelled_with_a_place_in_hand_puts_nothing_and_passes_it_on()
         await channel.put("a")
         first, second = asyncio.create_task(channel.put("b")), asyncio.create_task(channel.put("c"))
         await asyncio.sleep(0)
-        assert channel.get_nowait() == "a"  # the place is first's now
+        assert await channel.get() == "a"  # the place is first's now
         first.cancel()
         await second
-        assert channel.get_nowait() == "c"
+        assert await channel.get() == "c"
         channel.put_nowait("d")  # and it is free again
 
     run(main)

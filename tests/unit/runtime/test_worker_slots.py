@@ -220,7 +220,7 @@ def test_a_death_that_was_wanted_is_no_outage(how: str) -> None:
         await one.clock.sleep(1.0)
         assert one.slot.live is None
         assert one.events == []
-        assert one.slot.outage is None
+        assert not one.slot.has_died
 
     playing(scene)
 
