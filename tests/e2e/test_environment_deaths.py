@@ -47,9 +47,10 @@ async def played(pool: EnvironmentPool, killed: list[str]) -> Rollout:
         assert parked.episode is not None
         assert parked.snapshot
         [seat] = [seat for seat in pool._seats if seat.episodes]
-        assert seat.worker is not None
-        seat.worker.kill("by its test")
-        killed.append((await seat.worker.died).worker)
+        worker = seat.slot.worker
+        assert worker is not None
+        worker.kill("by its test")
+        killed.append((await worker.died).worker)
         return "continue"
 
     section = schema.RolloutConfig(max_prompt_tokens=2000, max_response_tokens=4000)

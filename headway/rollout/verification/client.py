@@ -21,7 +21,7 @@ from headway.runtime.backoff import backoff_s
 from headway.runtime.channel import Channel, ChannelClosed, ChannelStatistics
 from headway.runtime.clock import Clock
 from headway.runtime.devices import every_core
-from headway.runtime.worker_slots import WorkerSlot, start_all, stop_all
+from headway.runtime.worker_slots import WorkerSlot, live_pids, start_all, stop_all
 from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec
 
 _FACTORY = "headway.rollout.verification.service:VerifierService"
@@ -147,6 +147,11 @@ class VerifierPool:
     def worker_states(self) -> list[WorkerState]:
         """Every worker's health; one that died is replaced when the next job needs it."""
         return [slot.state for slot in self._slots]
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the live workers."""
+        return live_pids(self._slots)
 
     # --- one slot: a worker and the loop that feeds it ---------------------------------------------------
 

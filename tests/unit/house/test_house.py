@@ -126,4 +126,4 @@ def test_the_public_door_opens_without_torch_and_names_everything():
     assert static == set(names)
 
 
-MOST_LINES = 47_100  # 46,000 is the aim
+MOST_LINES = 47_000  # 46,000 is the aim
