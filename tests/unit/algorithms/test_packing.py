@@ -58,6 +58,15 @@ def test_differencing_finds_what_longest_first_misses() -> None:
     assert sorted(loads([4, 5, 6, 7, 8], plan)) == [15, 15]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "plan"),
+    [([7, 7, 1, 5], [[0], [1], [2, 3]]), ([9, 8, 7, 5, 8], [[0], [1], [4], [2], [3]])],
+)
+def test_longest_first_at_the_lower_bound_is_the_plan(lengths, plan) -> None:
+    # Differencing is as even here and puts the lightest first: a plan is a function of its lengths, for the replay too.
+    assert pack(lengths, 9) == [plan]
+
+
 def test_sequences_over_the_budget_stand_alone() -> None:
     plan = pack([100, 3, 200, 4], 10)
     assert sorted(plan[0]) == [[0], [1, 3], [2]]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.staleness import OpenGroup, check_budget, select_batch
+from headway.control.staleness import OpenGroup, check_budget, resumption, select_batch
 from headway.records.errors import BudgetExceeded
 
 
@@ -137,3 +137,11 @@ def test_check_budget_names_the_group_and_returns_the_worst():
     assert check_budget(5, [(0, 3), (1, 5)], 2) == 2
     with pytest.raises(BudgetExceeded, match="group 7, first token at version 1, would be trained at step 5"):
         check_budget(5, [(0, 3), (7, 1)], 2)
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.sampled_from(["restart", "fail"]))
+def test_a_kept_environment_goes_on_up_to_its_limit_and_no_version_longer(made, age, limit, policy):
+    assert resumption(made, made + age, limit, policy) == ("continue" if age in range(limit + 1) else policy)
+    assert resumption(made, made + limit, limit, policy) == "continue"
+    assert resumption(made, made + age, None, policy) == "continue"
+    assert resumption(-1, made + age, limit, policy) == "continue"
