@@ -33,6 +33,16 @@ def test_every_sequence_once_within_the_budget(lengths, budget, ranks, method) -
         assert len(batch) <= 1 or sum(lengths[i] for i in batch) <= budget
 
 
+@settings(deadline=None, max_examples=200)
+@given(LENGTHS, st.integers(1, 80), st.integers(1, 4), st.sampled_from(["balanced", "areal"]))
+def test_no_micro_batch_is_empty_on_every_rank(lengths, budget, ranks, method) -> None:
+    plan = pack(lengths, budget, ranks, method)
+    filled = [sum(1 for batch in rank if batch) for rank in plan]
+    assert len(plan[0]) == max(1, *filled)
+    if method == "areal":
+        assert max(filled) - min(filled) <= 1
+
+
 @settings(deadline=None, max_examples=400)
 @given(LENGTHS, st.integers(1, 80))
 def test_one_rank_never_worse_than_areal(lengths, budget) -> None:

@@ -88,6 +88,23 @@ def test_a_kill_between_a_step_and_its_line_loses_no_step(monkeypatch: pytest.Mo
     assert all(step.length_mean > 0 and step.endings == {"trained": 8} for step in rebuilt)
 
 
+def test_a_resume_with_a_whole_ledger_misses_no_step():
+    outcome = run_of(kills_s=(2.0,), checkpoint_steps=1)  # the payloads of its first steps are released by then
+    assert int(outcome.event("restored").detail.removeprefix("version ")) > 2
+    assert "ledger_incomplete" not in names(outcome)
+
+
+@pytest.mark.parametrize("left", [0, 2])
+def test_a_resume_with_a_cut_ledger_counts_the_steps_lost_and_rebuilds_the_others(
+    monkeypatch: pytest.MonkeyPatch, left: int
+):
+    monkeypatch.setattr("tests.support.simulated_run.recorded_steps", lambda lines: left)
+    outcome = run_of(kills_s=(2.0,), checkpoint_steps=1)
+    lost, rebuilt = outcome.event("ledger_incomplete"), outcome.event("records_restored")
+    assert f"lacks the steps from {left} on" in lost.detail
+    assert outcome.event("restored").detail == f"version {left + lost.data['steps'] + rebuilt.data['steps']}"
+
+
 def test_groups_generated_anew_are_as_old_as_the_version_they_were_reopened_under():
     """Else ``drop`` would end them as overdue although no token of theirs is, and ``wait`` would wait for them."""
     knobs = Knobs(open_groups=None, concurrent_rollouts=8, steps_per_publish=1)
