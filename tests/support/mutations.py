@@ -280,8 +280,9 @@ def run_tests(copy: Path, tests: Sequence[str], *, without: Sequence[str] = ()) 
             code = started.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             code = None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(started.pid, signal.SIGKILL)  # and what its tests have left
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)  # and what its tests have left
         started.wait()
         output.seek(0)
         said = output.read()[-2000:]
