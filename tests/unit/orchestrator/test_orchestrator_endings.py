@@ -102,7 +102,8 @@ def test_a_resume_with_a_cut_ledger_counts_the_steps_lost_and_rebuilds_the_other
     outcome = run_of(kills_s=(2.0,), checkpoint_steps=1)
     lost, rebuilt = outcome.event("ledger_incomplete"), outcome.event("records_restored")
     assert f"lacks the steps from {left} on" in lost.detail
-    assert outcome.event("restored").detail == f"version {left + lost.data['steps'] + rebuilt.data['steps']}"
+    steps = left + int(lost.data["steps"]) + int(rebuilt.data["steps"])
+    assert outcome.event("restored").detail == f"version {steps}"
 
 
 def test_groups_generated_anew_are_as_old_as_the_version_they_were_reopened_under():
