@@ -375,6 +375,8 @@ def test_draws_and_what_groups_showed_come_back_in_the_order_of_commits(buffer, 
         assert [one.evidence for one in groups] == [shown(0), None, shown(2), None]
         assert groups[2].finished_as < groups[0].finished_as
         assert [one.ending for one in groups] == ["filtered", "failed", None, None]
+        assert [one.reason for one in groups] == ["zero_variance", "too_few_valid", "", ""]
+        assert [(one.size, one.admitted_version) for one in groups] == [(2, index) for index in range(4)]
         assert [one.task_id for one in groups] == [owner.task.task_id for owner in owners]
     assert read_history(path) == buffer.drawn_groups()
 

@@ -88,10 +88,22 @@ def test_a_kill_between_a_step_and_its_line_loses_no_step(monkeypatch: pytest.Mo
     assert all(step.length_mean > 0 and step.endings == {"trained": 8} for step in rebuilt)
 
 
-def test_a_resume_with_its_whole_ledger_misses_nothing():
-    outcome = run_of(kills_s=(2.0, 3.0), checkpoint_steps=2)
-    assert [step.version for step in outcome.steps][-1] == 8
+def test_a_resume_with_a_whole_ledger_misses_no_step():
+    outcome = run_of(kills_s=(2.0,), checkpoint_steps=1)  # the payloads of its first steps are released by then
+    assert int(outcome.event("restored").detail.removeprefix("version ")) > 2
     assert "ledger_incomplete" not in names(outcome)
+
+
+@pytest.mark.parametrize("left", [0, 2])
+def test_a_resume_with_a_cut_ledger_counts_the_steps_lost_and_rebuilds_the_others(
+    monkeypatch: pytest.MonkeyPatch, left: int
+):
+    monkeypatch.setattr("tests.support.simulated_run.recorded_steps", lambda lines: left)
+    outcome = run_of(kills_s=(2.0,), checkpoint_steps=1)
+    lost, rebuilt = outcome.event("ledger_incomplete"), outcome.event("records_restored")
+    assert f"lacks the steps from {left} on" in lost.detail
+    steps = left + int(lost.data["steps"]) + int(rebuilt.data["steps"])
+    assert outcome.event("restored").detail == f"version {steps}"
 
 
 def test_groups_generated_anew_are_as_old_as_the_version_they_were_reopened_under():

@@ -168,9 +168,8 @@ class Shared:
             return self._connection
         if self._starting is None or self._starting.done():
             self._starting = asyncio.create_task(self._start(), name=f"starting {self.settings.name}")
-            self._starting.add_done_callback(
-                lambda start: start.cancelled() or start.exception()
-            )  # if nobody awaits it
+            # Its error is retrieved here: asyncio would log that of a start which nobody awaits any more.
+            self._starting.add_done_callback(lambda start: start.cancelled() or start.exception())
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> ToolServerConnection:
