@@ -15,7 +15,7 @@ from headway.algorithms.groups.batches import build_batch
 from headway.algorithms.groups.outcome import group_outcome
 from headway.config.load import load_experiment
 from headway.config.schema import Experiment
-from headway.control.admission import may_open
+from headway.control.admission import credit
 from headway.control.staleness import OpenGroup, select_batch
 from headway.generator.client import GeneratorPool
 from headway.records.rollout import FinishedGroup, Group
@@ -69,7 +69,7 @@ async def minimal_loop(experiment: Experiment) -> list[StepReport]:
     async with asyncio.TaskGroup() as background:
         while version < experiment.run.steps:
             applied = await generator.applied_version()
-            while len(running) * size < experiment.concurrent_rollouts and may_open(
+            while len(running) * size < experiment.concurrent_rollouts and credit(
                 open_groups=len(running) + len(finished),
                 completed_steps=version,
                 applied_version=applied,

@@ -35,7 +35,8 @@ class Sums(vf.Taskset[SumTask, SumsConfig]):
     def load(self) -> Iterable[SumTask]:
         for line in self.config.path.read_text().splitlines():
             row = json.loads(line)
-            yield SumTask(SumData(prompt=row["prompt"], answer=row["answer"]), self.config.task)
+            data = SumData.model_validate({"prompt": row["prompt"], "answer": row["answer"]})
+            yield SumTask(data, self.config.task)
 
 
 class Steps(vf.Harness[vf.HarnessConfig]):
