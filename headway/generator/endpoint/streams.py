@@ -97,7 +97,7 @@ class _Choice:
             chat.tokenizer,
             chat.written if dialect.parsed else None,
             calls=request.calls and bool(request.tools),
-            opened=begins_inside_reasoning(answering.call.text),
+            opened=begins_inside_reasoning(answering.call.planned.text),
             stop=request.stop,
         )
 
