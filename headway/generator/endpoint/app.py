@@ -149,15 +149,14 @@ class App:
             raw = await exchange.body()
             body = self._decoded(raw)
             self._require_model(body)
-            setting = self._setting(session, exchange)
-            asked = dialect.read(body, setting)
+            asked = dialect.read(body, self._setting(session, exchange))
             fingerprint = _identity(exchange, raw)
             planned: Planned | None = None
             if len(raw) > _LARGE_BYTES and session.recorder.earlier(fingerprint) is None:
                 planned = await self._aside(session.recorder.plan, asked.request)
             answering = session.call(asked.request, asked.client, fingerprint, planned)
             if asked.stream:
-                await stream(exchange, dialect, asked, answering, setting)
+                await stream(exchange, dialect, asked, answering)
                 return
             if not answering.over:
                 await answering.wait(exchange.gone())
@@ -165,7 +164,7 @@ class App:
                 raise ClientGone
             if answering.error is not None:
                 raise answering.error
-            await exchange.reply(200, msgspec.json.encode(dialect.whole(asked, answering.call, setting)))
+            await exchange.reply(200, msgspec.json.encode(dialect.whole(asked, answering.call)))
             exchange.note_received(answering.note_received)
 
     async def _count(self, exchange: HttpExchange) -> None:
