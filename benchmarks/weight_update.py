@@ -46,7 +46,10 @@ if __name__ == "__main__" and os.environ.keys().isdisjoint(ALLOCATOR_ENVIRONMENT
 import torch
 from engine import CONTEXT_TOKENS, SIZES, machine, prompts_of
 
-from headway.generator.engines.select import Engine, EngineSettings, SubscribedTorchEngine, build_engine
+from headway.generator.engines.engine import Engine
+from headway.generator.engines.select import build_engine
+from headway.generator.engines.settings import EngineSettings
+from headway.generator.engines.torch.engine import TorchEngine
 from headway.models.configuration import DecoderConfig
 from headway.models.initialise import initialise_parameters
 from headway.models.loading import build, save_model, weights_of
@@ -96,10 +99,10 @@ class Context(WorkerContext):
         self.log = logging.getLogger(self.name)
 
 
-def watched(engine: Engine) -> Parts:
+def watched(engine: Engine[Any]) -> Parts:
     """The parts of an update of vLLM's; nothing for the torch engine."""
     parts = Parts()
-    if isinstance(engine, SubscribedTorchEngine):
+    if isinstance(engine, TorchEngine):
         return parts
     from headway.generator.engines.vllm import worker
 
@@ -113,7 +116,7 @@ def watched(engine: Engine) -> Parts:
     return parts
 
 
-def fill(engine: Engine, serial: int) -> None:
+def fill(engine: Engine[Any], serial: int) -> None:
     """So many requests in flight that none ends for long."""
     engine.submit(
         [
@@ -130,7 +133,7 @@ def fill(engine: Engine, serial: int) -> None:
     engine.take_deltas()
 
 
-def steps_s(engine: Engine) -> list[float]:
+def steps_s(engine: Engine[Any]) -> list[float]:
     """Ordinary decode steps."""
     taken: list[float] = []
     for _ in range(STEPS_BETWEEN):
@@ -141,7 +144,7 @@ def steps_s(engine: Engine) -> list[float]:
     return taken
 
 
-def update_s(engine: Engine, published: PublishedWeights) -> float:
+def update_s(engine: Engine[Any], published: PublishedWeights) -> float:
     """From the last token before the update to the first after it. The engine has just sampled."""
     started = time.perf_counter()
     applied = engine.apply(published, "keep")

@@ -87,7 +87,7 @@ class FakeGenerator:
             kv_capacity_tokens=kv_capacity_tokens,
             counted=counted,
         )
-        self._replicas = [DrivenReplica(costs, version, clock, self._end_due) for _ in range(replicas)]
+        self._replicas = [DrivenReplica(costs, version, clock, self._end) for _ in range(replicas)]
         self._open: dict[str, tuple[FakeRequest, DrivenReplica, asyncio.Future[GenerationResult]]] = {}
         self._serial = 0
         self._last_route: tuple[Sequence[int], int] | None = None
@@ -119,7 +119,7 @@ class FakeGenerator:
         replica.advance()
         replica.core.enter(entry)
         if entry.length <= entry.resumed_tokens:
-            self._end(entry, entry.reason)
+            self._end(entry)
         replica.settle()
         try:
             return await future
@@ -172,13 +172,11 @@ class FakeGenerator:
         """See :class:`headway.records.clients.Generator`."""
         if self._shares_devices and self._lend_s:
             await self._clock.sleep(self._lend_s)
-        self._set_lent(self._shares_devices)
-        self._set_beside(not self._shares_devices)
+        self._set_trainer(lent=self._shares_devices, beside=not self._shares_devices)
 
     async def reclaim_devices(self) -> None:
         """See :class:`headway.records.clients.Generator`."""
-        self._set_lent(False)
-        self._set_beside(False)
+        self._set_trainer(lent=False, beside=False)
 
     async def rest_replicas(self, resting: Collection[int]) -> None:
         """See :class:`headway.records.clients.Generator`."""
@@ -279,24 +277,19 @@ class FakeGenerator:
         self._spills += chosen.spilled
         return self._replicas[chosen.replica]
 
-    def _set_lent(self, lent: bool) -> None:
+    def _set_trainer(self, *, lent: bool, beside: bool) -> None:
+        """Set whether the trainer computes on the replicas' devices, or on its own beside them."""
         for replica in self._replicas:
-            if replica.core.lent != lent:
+            core = replica.core
+            slowed = beside and core.costs.beside != 1.0
+            if (core.lent, core.beside) != (lent, slowed):
                 replica.advance()
-                replica.core.lent = lent
+                core.lent, core.beside = lent, slowed
                 replica.settle()
 
-    def _set_beside(self, beside: bool) -> None:
-        for replica in self._replicas:
-            if replica.core.beside != beside and replica.core.costs.beside != 1.0:
-                replica.advance()
-                replica.core.beside = beside
-                replica.settle()
-
-    def _end_due(self, entry: FakeRequest) -> None:
-        self._end(entry, entry.reason)
-
-    def _end(self, entry: FakeRequest, reason: FinishReason) -> None:
+    def _end(self, entry: FakeRequest, reason: FinishReason | None = None) -> None:
+        """Resolve a request's future; ``reason``: by default the one it was opened with."""
+        reason = reason or entry.reason
         _, replica, future = self._open.pop(entry.request.request_id)
         core, begun = replica.core, entry.begun
         response, produced = core.response(entry, reason)
@@ -313,7 +306,7 @@ class FakeGenerator:
                     response=response,
                     finish_reason=reason,
                     error=self._error_of(entry.request) if reason == "error" and self._error_of is not None else "",
-                    reprefills=entry.reprefills + (1 if begun and entry.request.partial.ids else 0),
+                    reprefills=entry.reprefills + bool(begun and entry.request.partial.ids),
                     first_token_s=entry.first_token_s if produced else 0.0,
                 )
             )

@@ -42,27 +42,6 @@ class FakeRequest:
     beginning of its present stretch; ``done`` counts the tokens of earlier stretches.
     """
 
-    __slots__ = (
-        "base",
-        "begun",
-        "cached",
-        "change",
-        "decoding",
-        "done",
-        "first_token_s",
-        "length",
-        "prompt_key",
-        "reason",
-        "reprefills",
-        "request",
-        "serial",
-        "session",
-        "spans",
-        "stretch",
-        "told",
-        "watch",
-    )
-
     def __init__(
         self, request: GenerationRequest, serial: int, length: int, reason: FinishReason, watch: Watch | None
     ) -> None:
@@ -83,7 +62,6 @@ class FakeRequest:
         self.prompt_key: tuple[Sequence[int], int] = ((), 0)  # with the version it began under
         self.first_token_s = 0.0
         self.reprefills = 0
-        self.cached = False  # began with the KV of its session
 
     @property
     def resumed_tokens(self) -> int:
@@ -315,7 +293,6 @@ class FakeReplica:
         if entry.session:
             known = self._sessions.pop(entry.session, 0)
             self._session_tokens -= known
-            entry.cached = known > 0
         if costs.prefill_token_s:
             key = entry.prompt_key = (entry.request.prompt_ids, self.version)
             if not known and self._prompts[key]:

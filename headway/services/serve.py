@@ -21,7 +21,8 @@ from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.generator.endpoint.app import App
 from headway.generator.endpoint.server import listening, serving
-from headway.generator.recording.sessions import KeyRefused, NoSuchRollout, Session, key_digest, new_recorder
+from headway.generator.recording.recorder import Recorder
+from headway.generator.recording.sessions import KeyRefused, NoSuchRollout, Session, key_digest
 from headway.generator.routing.limiter import Place
 from headway.models.configuration import DecoderConfig
 from headway.records.clients import Watch
@@ -349,7 +350,7 @@ class ServedSessions:
 
     def _new(self, key: str, name: str, place: _Name | None = None) -> Session:
         endpoint = self._experiment.endpoint
-        recorder = new_recorder(self._chat, endpoint, self._experiment.max_sequence_tokens)
+        recorder = Recorder(self._chat, endpoint, self._experiment.max_sequence_tokens)
         options: dict[str, Any] = {"key": key}
         if place is not None:
             options |= {"on_seal": self._on_over, "on_call_end": functools.partial(self._call_ended, place)}

@@ -11,6 +11,7 @@ import torch
 from vllm_engines import CONTEXT_TOKENS, PublishedEngine, make_engine, model_of, needs_vllm, publisher
 
 from headway.config.engines import VLLM_TEMPERATURES
+from headway.generator.engines.settings import EngineSettings
 from headway.models.loading import weights_of
 from headway.records.errors import WeightsCorrupt, WeightsMismatch
 from headway.records.generation import GenerationRequest, SamplingParameters
@@ -143,9 +144,10 @@ def test_without_probes_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
     make_engine()
     core = make_engine()._core
-    engine = PublishedEngine(
-        core, slots=2, max_context_tokens=CONTEXT_TOKENS, vocabulary=conformance.VOCABULARY, probe_every_updates=0
+    settings = EngineSettings(
+        model_path="", dtype="float32", slots=2, max_context_tokens=CONTEXT_TOKENS, probe_every_updates=0
     )
+    engine = PublishedEngine(core, settings, conformance.VOCABULARY)
     with monkeypatch.context() as patched:
         patched.setattr(worker, "repack_tied_heads", lambda model: None)
         engine.update_weights(weights_of(model_of(1)), 1, "keep")

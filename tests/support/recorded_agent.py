@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 import real_tokenizers
 
+from headway.config.endpoint import EndpointConfig
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall
-from headway.generator.recording.recorder import Recorder, RecordingLimits
+from headway.generator.recording.recorder import Recorder
 from headway.records.conversations import HistoryReasoning, RecordedConversation
 from headway.records.generation import GenerationResult, PartialResponse, VersionSpan
 from headway.tokens.continuing import Chat
@@ -268,7 +269,7 @@ def played(
 ) -> tuple[Agent, RecordedConversation]:  # fmt: skip
     """A random conversation, and what was recorded of it."""
     chance = random.Random(seed)
-    recorder = Recorder(chat, RecordingLimits(context_tokens=100_000), history_reasoning)
+    recorder = Recorder(chat, EndpointConfig(history_reasoning=history_reasoning), 100_000)
     engine = Engine(chat.tokenizer, chance, plain=plain)
     agent = Agent(recorder, engine, chance, tools=tools, alternate=alternate, manner=manner)
     for _ in range(steps):
@@ -284,8 +285,9 @@ def chat(kind: str) -> Chat:
     return chat_of(kind, Path(mkdtemp(prefix="headway-recorder-")))
 
 
-def recorder(kind: str = "qwen2.5", history_reasoning: Any = "as_sent", **limits: int) -> Recorder:
-    return Recorder(chat(kind), RecordingLimits(**{"context_tokens": 10_000, **limits}), history_reasoning)
+def recorder(kind: str = "qwen2.5", context_tokens: int = 10_000, **settings: Any) -> Recorder:
+    """With settings that need not be valid: a limit of 0, say."""
+    return Recorder(chat(kind), EndpointConfig.model_construct(**settings), context_tokens)
 
 
 def request(*messages: dict[str, Any], **options: Any) -> CallRequest:

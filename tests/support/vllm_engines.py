@@ -3,6 +3,7 @@ with ``model_of(0)``'s weights."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import tempfile
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.core import VllmCore, engine_arguments, prepare_process
 from headway.generator.engines.vllm.engine import VllmEngine
 from headway.models.decoder import Decoder
@@ -61,18 +63,15 @@ def core_of(tied: bool = True, family: str = "qwen3", kv_capacity_tokens: int | 
     folder = _folder() / f"{family}-{tied}"
     if not folder.exists():
         save_model(model_of(0, tied, family), folder)
-    arguments = engine_arguments(
-        str(folder),
-        model_of(0, tied, family).config,
-        device,
+    settings = EngineSettings(
+        model_path=str(folder),
         dtype="float32",
         slots=SLOTS,
-        context_tokens=CONTEXT_TOKENS,
+        max_context_tokens=CONTEXT_TOKENS,
         kv_capacity_tokens=kv_capacity_tokens,
         prefill_tokens_per_step=4096 if kv_capacity_tokens is None else 7,
-        own={},
     )
-    return VllmCore(arguments)
+    return VllmCore(engine_arguments(settings, model_of(0, tied, family).config, device))
 
 
 class PublishedEngine(VllmEngine):
@@ -99,16 +98,9 @@ def make_engine(
     if core in _ENGINES:
         _ENGINES[core].abort(list(_ENGINES[core]._open))
     model = model_of(0, tied, family)
-    setting_up = PublishedEngine(
-        core, slots=1, max_context_tokens=max_context_tokens, vocabulary=model.config.vocabulary_size
-    )
-    setting_up.update_weights(weights_of(model), 0, "keep")
-    engine = PublishedEngine(
-        core,
-        slots=slots,
-        max_context_tokens=max_context_tokens,
-        vocabulary=model.config.vocabulary_size,
-        tokenizer=tokenizer,
-    )
+    settings = EngineSettings(model_path="", dtype="float32", slots=1, max_context_tokens=max_context_tokens)
+    PublishedEngine(core, settings, model.config.vocabulary_size).update_weights(weights_of(model), 0, "keep")
+    settings = dataclasses.replace(settings, slots=slots)
+    engine = PublishedEngine(core, settings, model.config.vocabulary_size, tokenizer)
     _ENGINES[core] = engine
     return engine

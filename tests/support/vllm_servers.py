@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 from vllm_engines import CONTEXT_TOKENS, SLOTS, model_of, publisher
 
+from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.http import KEY_VARIABLE, VllmServer
 from headway.generator.engines.vllm.reference import PublishedModel
 from headway.generator.engines.vllm.server_engine import VllmServerEngine
@@ -162,9 +163,6 @@ def engine_of(
         server,
         connect(server, slots=slots, context_tokens=max_context_tokens),
         published,
-        slots=slots,
-        max_context_tokens=max_context_tokens,
-        vocabulary=model.config.vocabulary_size,
-        tokenizer=tokenizer,
-        **{"tied": tied} | settings,
+        EngineSettings(model_path="", dtype="float32", slots=slots, max_context_tokens=max_context_tokens, **settings),
+        tokenizer,
     )

@@ -9,8 +9,18 @@ import msgspec
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint import fields
-from headway.generator.endpoint.dialect import AnswerWriter, Dialect, Piece, Setting, answers, event, tool_choice, usage
-from headway.generator.endpoint.fields import Field, ParsedRequest, Values
+from headway.generator.endpoint.dialect import (
+    AnswerWriter,
+    Dialect,
+    ParsedRequest,
+    Piece,
+    Setting,
+    answers,
+    event,
+    tool_choice,
+    usage,
+)
+from headway.generator.endpoint.fields import Field, Values
 from headway.generator.endpoint.refusals import HttpError
 from headway.generator.endpoint.schemas import ANTHROPIC_TOOLS, MESSAGE, MESSAGES
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
@@ -25,15 +35,15 @@ class MessageStream(AnswerWriter):
 
     ping = event({"type": "ping"}, "ping")
 
-    def __init__(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> None:
-        super().__init__(asked, call, setting)
+    def __init__(self, asked: ParsedRequest, call: RecordedCall) -> None:
+        super().__init__(asked, call)
         self._blocks = 0
         self._open = ""  # type of the open block
         self._turn: RecordedTurn | None = None
 
     def begin(self) -> bytes:
         start = {"input_tokens": len(self._call.prompt_ids), "output_tokens": 0}
-        message = {**_envelope(self._asked, self._call, self._setting), "content": [], "usage": start}
+        message = {**_envelope(self._asked), "content": [], "usage": start}
         return _named({"type": "message_start", "message": {**message, "stop_reason": None, "stop_sequence": None}})
 
     def more(self, piece: Piece) -> bytes:
@@ -58,11 +68,9 @@ class MessageStream(AnswerWriter):
 
     def close(self) -> bytes:
         assert self._turn is not None
-        reason, sequence = _stop_reason(self._turn, self._setting)
-        delta = {"stop_reason": reason, "stop_sequence": sequence}
-        return _named({"type": "message_delta", "delta": delta, "usage": _usage(self._call)}) + _named(
-            {"type": "message_stop"}
-        )
+        delta = _stop(self._turn, self._setting)
+        last = _named({"type": "message_delta", "delta": delta, "usage": _usage(self._call)})
+        return last + _named({"type": "message_stop"})
 
     def failed(self, error: HttpError) -> bytes:
         return b"event: error\ndata: " + error.anthropic(self._setting.answer_id) + b"\n\n"
@@ -111,16 +119,10 @@ class Messages(Dialect):
             stop=values["stop_sequences"],
         )
 
-    def whole(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
+    def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
         [turn] = answers(call)
-        reason, sequence = _stop_reason(turn, setting)
-        return {
-            **_envelope(asked, call, setting),
-            "content": _blocks(turn, setting),
-            "stop_reason": reason,
-            "stop_sequence": sequence,
-            "usage": _usage(call),
-        }
+        content = _blocks(turn, asked.setting)
+        return {**_envelope(asked), "content": content, **_stop(turn, asked.setting), "usage": _usage(call)}
 
 
 def _refuse_thread(name: str, value: Any) -> None:
@@ -169,21 +171,19 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], field: str) -> list[dict[str
             where = f"{field}.content[{number}]"
             what = f"{where}.type = {fields.shown(kind)}: valid are text, thinking and tool_use"
             raise RequestRefused(what, param=where)
-    message: dict[str, Any] = {"role": "assistant", "content": texts, "tool_calls": calls}
-    return [{**message, "reasoning_content": "\n".join(thoughts)}]
+    return [
+        {"role": "assistant", "content": texts, "tool_calls": calls, "reasoning_content": "\n".join(thoughts)},
+    ]
 
 
 def _user(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Convert a user message: one tool message for each tool result, then a user message of the other blocks."""
-    found: list[dict[str, Any]] = []
-    rest: list[Mapping[str, Any]] = []
-    for block in blocks:
-        if block.get("type") == "tool_result":
-            found.append(
-                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content") or ""}
-            )
-        else:
-            rest.append(block)
+    rest = [block for block in blocks if block.get("type") != "tool_result"]
+    found: list[dict[str, Any]] = [
+        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content") or ""}
+        for block in blocks
+        if block.get("type") == "tool_result"
+    ]
     return [*found, {"role": "user", "content": rest}] if rest or not found else found
 
 
@@ -204,8 +204,8 @@ def openai_tools(raw: Any) -> list[dict[str, Any]] | None:
     return tools
 
 
-def _envelope(asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
-    identity = f"msg_{setting.answer_id}"
+def _envelope(asked: ParsedRequest) -> dict[str, Any]:
+    identity = f"msg_{asked.setting.answer_id}"
     return {"id": identity, "type": "message", "role": "assistant", "model": asked.body["model"]}
 
 
@@ -231,17 +231,18 @@ def _input(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {_RAW: arguments}
 
 
-def _stop_reason(turn: RecordedTurn, setting: Setting) -> tuple[str, str | None]:
-    """Return (stop reason, the stop sequence that ended the answer or None)."""
+def _stop(turn: RecordedTurn, setting: Setting) -> dict[str, str | None]:
+    """Fields ``stop_reason`` and ``stop_sequence``: the stop string that ended the answer, if one did."""
+    reason, found = "end_turn", list[tuple[int, str]]()
     if turn.message.calls:
-        return "tool_use", None
-    if turn.finish_reason == "length":
-        return "max_tokens", None
-    if turn.answer.ids[-1] in setting.chat.tokenizer.stop_ids:
-        return "end_turn", None
-    text = setting.chat.tokenizer.decode(turn.answer.ids)
-    found = [(at, stop) for stop in turn.answer.stop if (at := text.find(stop)) >= 0]
-    return ("stop_sequence", min(found)[1]) if found else ("end_turn", None)
+        reason = "tool_use"
+    elif turn.finish_reason == "length":
+        reason = "max_tokens"
+    elif turn.answer.ids[-1] not in setting.chat.tokenizer.stop_ids:
+        text = setting.chat.tokenizer.decode(turn.answer.ids)
+        found = [(at, stop) for stop in turn.answer.stop if (at := text.find(stop)) >= 0]
+    sequence = min(found)[1] if found else None
+    return {"stop_reason": "stop_sequence" if found else reason, "stop_sequence": sequence}
 
 
 def _usage(call: RecordedCall) -> dict[str, int]:

@@ -27,9 +27,7 @@ from headway.generator.endpoint.openapi import REWARD, document
 from headway.generator.endpoint.refusals import HttpError, http_error
 from headway.generator.endpoint.responses import Responses
 from headway.generator.endpoint.streams import stream
-from headway.generator.recording.answer_tree import CallRequest
-from headway.generator.recording.inflight_call import InflightCall
-from headway.generator.recording.recorder import Planned
+from headway.generator.recording.answer_tree import CallRequest, Planned
 from headway.generator.recording.sessions import Session
 from headway.records.conversations import RequestRefused
 from headway.tokens.continuing import Chat
@@ -151,20 +149,22 @@ class App:
             raw = await exchange.body()
             body = self._decoded(raw)
             self._require_model(body)
-            setting = self._setting(session, exchange)
-            asked = dialect.read(body, setting)
+            asked = dialect.read(body, self._setting(session, exchange))
             fingerprint = _identity(exchange, raw)
             planned: Planned | None = None
             if len(raw) > _LARGE_BYTES and session.recorder.earlier(fingerprint) is None:
                 planned = await self._aside(session.recorder.plan, asked.request)
             answering = session.call(asked.request, asked.client, fingerprint, planned)
             if asked.stream:
-                await stream(exchange, dialect, asked, answering, setting)
+                await stream(exchange, dialect, asked, answering)
                 return
-            await _answered(exchange, answering)
+            if not answering.over:
+                await answering.wait(exchange.gone())
+            if not answering.over:
+                raise ClientGone
             if answering.error is not None:
                 raise answering.error
-            await exchange.reply(200, msgspec.json.encode(dialect.whole(asked, answering.call, setting)))
+            await exchange.reply(200, msgspec.json.encode(dialect.whole(asked, answering.call)))
             exchange.note_received(answering.note_received)
 
     async def _count(self, exchange: HttpExchange) -> None:
@@ -254,21 +254,6 @@ class App:
         body = refused.anthropic(exchange.request_id) if anthropic else refused.openai()
         with contextlib.suppress(ClientGone):
             await exchange.reply(refused.status, body, refused.headers)
-
-
-async def _answered(exchange: HttpExchange, answering: InflightCall) -> None:
-    """Wait until a call is over. Raises ClientGone when the client leaves first."""
-    if answering.over:
-        return
-    leave = answering.join(lambda: None)
-    try:
-        assert answering.task is not None
-        gone = exchange.gone()
-        await asyncio.wait((answering.task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not answering.over:
-            raise ClientGone
-    finally:
-        leave()
 
 
 def _identity(exchange: HttpExchange, raw: bytes) -> str:

@@ -9,8 +9,8 @@ from headway.generator.endpoint import fields
 from headway.generator.endpoint.dialect import (
     AnswerWriter,
     Dialect,
+    ParsedRequest,
     Piece,
-    Setting,
     answers,
     envelope,
     event,
@@ -18,7 +18,7 @@ from headway.generator.endpoint.dialect import (
     tool_choice,
     usage,
 )
-from headway.generator.endpoint.fields import Field, ParsedRequest, Values
+from headway.generator.endpoint.fields import Field, Values
 from headway.generator.endpoint.schemas import CHOICES, MESSAGES, TOOLS
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
 from headway.records.conversations import RequestRefused
@@ -104,13 +104,13 @@ class ChatCompletions(Dialect):
             seed=values["seed"],
         )
 
-    def whole(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
-        choices = [_choice(number, turn, asked, setting) for number, turn in enumerate(answers(call))]
-        return {**envelope("chatcmpl", "chat.completion", asked, setting), "choices": choices, "usage": usage(call)}
+    def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
+        choices = [_choice(number, turn, asked) for number, turn in enumerate(answers(call))]
+        return {**envelope("chatcmpl", "chat.completion", asked), "choices": choices, "usage": usage(call)}
 
 
-def _choice(number: int, turn: RecordedTurn, asked: ParsedRequest, setting: Setting) -> dict[str, Any]:
-    logprobs = None
+def _choice(number: int, turn: RecordedTurn, asked: ParsedRequest) -> dict[str, Any]:
+    logprobs, setting = None, asked.setting
     if asked.logprobs:
         logprobs = {"content": setting.texts.chat(turn.answer.ids, turn.logprobs), "refusal": None}
     return {

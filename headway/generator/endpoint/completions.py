@@ -6,8 +6,18 @@ from typing import Any, ClassVar
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint import fields
-from headway.generator.endpoint.dialect import AnswerWriter, Dialect, Piece, Setting, answers, envelope, event, usage
-from headway.generator.endpoint.fields import Field, ParsedRequest, Values
+from headway.generator.endpoint.dialect import (
+    AnswerWriter,
+    Dialect,
+    ParsedRequest,
+    Piece,
+    Setting,
+    answers,
+    envelope,
+    event,
+    usage,
+)
+from headway.generator.endpoint.fields import Field, Values
 from headway.generator.endpoint.schemas import CHOICES, PROMPT
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
 from headway.records.conversations import RequestRefused
@@ -23,8 +33,8 @@ class CompletionStream(AnswerWriter):
     prefix = "cmpl"
     kind = "text_completion"
 
-    def __init__(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> None:
-        super().__init__(asked, call, setting)
+    def __init__(self, asked: ParsedRequest, call: RecordedCall) -> None:
+        super().__init__(asked, call)
         self._offsets = [0] * call.request.choices
 
     def more(self, piece: Piece) -> bytes:
@@ -82,9 +92,9 @@ class Completions(Dialect):
             seed=values["seed"],
         )
 
-    def whole(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
-        choices = [_choice(number, turn, asked, setting) for number, turn in enumerate(answers(call))]
-        return {**envelope("cmpl", "text_completion", asked, setting), "choices": choices, "usage": usage(call)}
+    def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
+        choices = [_choice(number, turn, asked) for number, turn in enumerate(answers(call))]
+        return {**envelope("cmpl", "text_completion", asked), "choices": choices, "usage": usage(call)}
 
 
 def completion_text(turn: RecordedTurn, setting: Setting) -> str:
@@ -92,9 +102,9 @@ def completion_text(turn: RecordedTurn, setting: Setting) -> str:
     return response_text(setting.chat.tokenizer, turn.answer.ids, PLAIN, turn.answer.stop)
 
 
-def _choice(number: int, turn: RecordedTurn, asked: ParsedRequest, setting: Setting) -> dict[str, Any]:
-    logprobs = setting.texts.completions(turn.answer.ids, turn.logprobs, 0) if asked.logprobs else None
-    text = completion_text(turn, setting)
+def _choice(number: int, turn: RecordedTurn, asked: ParsedRequest) -> dict[str, Any]:
+    logprobs = asked.setting.texts.completions(turn.answer.ids, turn.logprobs, 0) if asked.logprobs else None
+    text = completion_text(turn, asked.setting)
     return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": turn.finish_reason}
 
 

@@ -11,10 +11,11 @@ import msgspec
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint import fields
-from headway.generator.endpoint.fields import Field, ParsedRequest, Schema, Values
+from headway.generator.endpoint.fields import Field, Schema, Values
 from headway.generator.endpoint.logprobs import TokenTexts
 from headway.generator.endpoint.refusals import HttpError
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
+from headway.records.conversations import ClientSampling
 from headway.tokens.continuing import Chat
 
 _CONSTRAINED = "this server doesn't constrain what is sampled"
@@ -30,6 +31,19 @@ class Setting:
     fixed_sampling: bool  # the experiment's sampling parameters hold, not the client's
     created: int  # seconds since the epoch
     answer_id: str  # without the API's prefix
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParsedRequest:
+    """A parsed request, in one form for all APIs."""
+
+    setting: Setting
+    request: CallRequest
+    client: ClientSampling
+    stream: bool
+    include_usage: bool = False  # OpenAI's streams end with the token counts
+    logprobs: bool = False
+    body: Mapping[str, Any]  # the request's JSON, unparsed
 
 
 @dataclass(frozen=True)
@@ -51,11 +65,11 @@ class AnswerWriter:
     prefix = ""  # of the answer's id
     kind = ""  # the "object" of every chunk
 
-    def __init__(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> None:
+    def __init__(self, asked: ParsedRequest, call: RecordedCall) -> None:
         self._asked = asked
         self._call = call
-        self._setting = setting
-        self._same = envelope(self.prefix, self.kind, asked, setting)
+        self._setting = asked.setting
+        self._same = envelope(self.prefix, self.kind, asked)
 
     def begin(self) -> bytes:
         """Events before the first piece."""
@@ -106,6 +120,7 @@ class Dialect(ABC):
         values = fields.read(body, self.all_fields(setting.settings))
         logprobs = values.get("logprobs")
         return ParsedRequest(
+            setting=setting,
             request=self.request(values),
             client=fields.client_sampling(values, fixed=setting.fixed_sampling),
             stream=values["stream"],
@@ -115,14 +130,14 @@ class Dialect(ABC):
         )
 
     @abstractmethod
-    def whole(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
+    def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
         """The response body of an answered call, as a mapping."""
 
 
-def envelope(prefix: str, kind: str, asked: ParsedRequest, setting: Setting) -> dict[str, Any]:
+def envelope(prefix: str, kind: str, asked: ParsedRequest) -> dict[str, Any]:
     """Fields of OpenAI's answers and chunks beside ``choices``: id, object, created, model."""
-    identity = f"{prefix}-{setting.answer_id}"
-    return {"id": identity, "object": kind, "created": setting.created, "model": asked.body["model"]}
+    identity = f"{prefix}-{asked.setting.answer_id}"
+    return {"id": identity, "object": kind, "created": asked.setting.created, "model": asked.body["model"]}
 
 
 def tool_choice() -> Field:

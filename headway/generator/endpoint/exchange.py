@@ -111,8 +111,9 @@ class HttpExchange:
         await self._bounded(self._head(200, b"text/event-stream; charset=utf-8", [(b"cache-control", b"no-cache")]))
 
     async def write(self, data: bytes) -> None:
-        """Send a piece of the stream. Raises ClientGone."""
-        await self._bounded({"type": "http.response.body", "body": data, "more_body": True})
+        """Send a piece of the stream, unless it is empty. Raises ClientGone."""
+        if data:
+            await self._bounded({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_stream(self, last: bytes) -> None:
         """Send the stream's last piece and the response's end in one write. Raises ClientGone."""

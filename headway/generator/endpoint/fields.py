@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headway.generator.recording.answer_tree import CallRequest
 from headway.records.conversations import ClientSampling, RequestRefused
 from headway.records.generation import LOWEST_TEMPERATURE
 
@@ -17,18 +16,6 @@ MOST_TOKENS = 1 << 31  # limit of max_tokens: no context is larger
 
 Schema = Mapping[str, Any]
 Values = Mapping[str, Any]  # parsed values of a request's fields, by name
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParsedRequest:
-    """A parsed request, in one form for all APIs."""
-
-    request: CallRequest
-    client: ClientSampling
-    stream: bool
-    include_usage: bool = False  # OpenAI's streams end with the token counts
-    logprobs: bool = False
-    body: Mapping[str, Any]  # the request's JSON, unparsed
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from headway.tokens.tokenizer import Tokenizer
@@ -11,19 +13,13 @@ _BROKEN = "\ufffd"  # decoded from an incomplete character
 
 
 class TokenTexts:
-    """Cache of the text of each token inside other text, by token id."""
+    """Texts of tokens inside other text: ``text(id)``, cached."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._anchor = tokenizer.encode("a")[-1:]  # decoders may strip the first token's leading blank
         self._before = len(tokenizer.decode(self._anchor))
-        self._texts: dict[int, str] = {}
-
-    def __getitem__(self, token: int) -> str:
-        text = self._texts.get(token)
-        if text is None:
-            text = self._texts[token] = self._text(token)
-        return text
+        self.text = functools.cache(self._text)
 
     def _text(self, token: int) -> str:
         if token in self._tokenizer.special_ids:
@@ -35,26 +31,21 @@ class TokenTexts:
         of a character."""
         return [
             {
-                "token": self[token],
+                "token": text,
                 "logprob": logprob,
-                "bytes": None if _BROKEN in self[token] else list(self[token].encode()),
+                "bytes": None if _BROKEN in text else list(text.encode()),
                 "top_logprobs": [],
             }
-            for token, logprob in zip(ids, logprobs, strict=True)
+            for text, logprob in zip(map(self.text, ids), logprobs, strict=True)
         ]
 
     def completions(self, ids: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any]:
         """``choices[].logprobs`` of tokens whose text begins ``offset`` characters after the prompt's end."""
-        texts = [self[token] for token in ids]
+        texts = [self.text(token) for token in ids]
+        ends = itertools.accumulate(map(len, texts), initial=offset)
         return {
             "tokens": texts,
             "token_logprobs": list(logprobs),
             "top_logprobs": None,
-            "text_offset": list(_offsets(texts, offset)),
+            "text_offset": list(ends)[:-1],
         }
-
-
-def _offsets(texts: Sequence[str], offset: int) -> Iterator[int]:
-    for text in texts:
-        yield offset
-        offset += len(text)

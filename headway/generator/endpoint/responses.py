@@ -10,6 +10,7 @@ from headway.generator.endpoint import fields
 from headway.generator.endpoint.dialect import (
     AnswerWriter,
     Dialect,
+    ParsedRequest,
     Piece,
     Setting,
     answers,
@@ -18,7 +19,7 @@ from headway.generator.endpoint.dialect import (
     tool_choice,
     usage,
 )
-from headway.generator.endpoint.fields import Field, ParsedRequest, Values
+from headway.generator.endpoint.fields import Field, Values
 from headway.generator.endpoint.refusals import HttpError
 from headway.generator.endpoint.schemas import INPUT, OUTPUT, RESPONSE_TOOLS
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
@@ -31,15 +32,15 @@ _STATE = "this server keeps no responses: send the whole conversation as input"
 class ResponseStream(AnswerWriter):
     """Events of a streamed response: each output item is added, filled and done."""
 
-    def __init__(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> None:
-        super().__init__(asked, call, setting)
+    def __init__(self, asked: ParsedRequest, call: RecordedCall) -> None:
+        super().__init__(asked, call)
         self._sequence = 0
         self._done = 0  # items finished so far
         self._open = ""  # type of the open item
         self._texts = {"reasoning": "", "message": ""}
 
     def begin(self) -> bytes:
-        response = _response(self._asked, self._setting, None)
+        response = _response(self._asked)
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
@@ -73,11 +74,11 @@ class ResponseStream(AnswerWriter):
         return b"".join(parts)
 
     def close(self) -> bytes:
-        response = _response(self._asked, self._setting, self._call)
+        response = _response(self._asked, self._call)
         return self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: HttpError) -> bytes:
-        response = _response(self._asked, self._setting, None)
+        response = _response(self._asked)
         what = {"code": "server_error", "message": str(error)}
         return self._event("response.failed", response={**response, "status": "failed", "error": what})
 
@@ -147,8 +148,8 @@ class Responses(Dialect):
             max_tokens=values["max_output_tokens"],
         )
 
-    def whole(self, asked: ParsedRequest, call: RecordedCall, setting: Setting) -> dict[str, Any]:
-        return _response(asked, setting, call)
+    def whole(self, asked: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
+        return _response(asked, call)
 
 
 def _messages(values: Values) -> list[dict[str, Any]]:
@@ -212,9 +213,9 @@ def _tools(raw: Any) -> Any:
     ]
 
 
-def _response(asked: ParsedRequest, setting: Setting, call: RecordedCall | None) -> dict[str, Any]:
+def _response(asked: ParsedRequest, call: RecordedCall | None = None) -> dict[str, Any]:
     """The response object; ``call``: the answered call, None while in progress."""
-    body, output = asked.body, list[dict[str, Any]]()
+    body, setting, output = asked.body, asked.setting, list[dict[str, Any]]()
     status: str = "in_progress"
     used: dict[str, Any] | None = None
     if call is not None:
@@ -257,16 +258,8 @@ def _output(turn: RecordedTurn, setting: Setting) -> list[dict[str, Any]]:
         if text:
             found.append(_item(kind, text, f"{setting.answer_id}_{len(found)}", "completed"))
     for call in message.calls:
-        found.append(
-            {
-                "id": f"fc_{setting.answer_id}_{len(found)}",
-                "type": "function_call",
-                "call_id": call.call_id,
-                "name": call.name,
-                "arguments": call.arguments,
-                "status": "completed",
-            }
-        )
+        asked = {"call_id": call.call_id, "name": call.name, "arguments": call.arguments, "status": "completed"}
+        found.append({"id": f"fc_{setting.answer_id}_{len(found)}", "type": "function_call", **asked})
     return found
 
 

@@ -11,6 +11,10 @@ def _object(required: tuple[str, ...] = (), **properties: Part) -> Part:
     return {"type": "object", "properties": properties, **({"required": list(required)} if required else {})}
 
 
+def _whole(**properties: Part) -> Part:
+    return _object(tuple(properties), **properties)
+
+
 def _list(items: Part, least: int = 0) -> Part:
     return {"type": "array", "items": items, **({"minItems": least} if least else {})}
 
@@ -30,13 +34,8 @@ PROMPT: Part = {
 }
 
 # Fields of whole answers, all of them present.
-_OPENAI_USAGE = _object(
-    ("prompt_tokens", "completion_tokens", "total_tokens"),
-    prompt_tokens=_COUNT,
-    completion_tokens=_COUNT,
-    total_tokens=_COUNT,
-)
-_TOKENS = _object(("input_tokens", "output_tokens"), input_tokens=_COUNT, output_tokens=_COUNT)
+_OPENAI_USAGE = _whole(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_TOKENS = _whole(input_tokens=_COUNT, output_tokens=_COUNT)
 CHOICES: dict[str, Part] = {
     "id": _TEXT,
     "created": {"type": "integer"},
@@ -61,13 +60,5 @@ MESSAGE: dict[str, Part] = {
     "stop_reason": _TEXT,
     "usage": _TOKENS,
 }
-OPENAI_ERROR = _object(
-    ("error",),
-    error=_object(("message", "type", "param", "code"), message=_TEXT, type=_TEXT),
-)
-ANTHROPIC_ERROR = _object(
-    ("type", "error", "request_id"),
-    type={"const": "error"},
-    error=_object(("type", "message"), type=_TEXT, message=_TEXT),
-    request_id=_TEXT,
-)
+OPENAI_ERROR = _whole(error=_object(("message", "type", "param", "code"), message=_TEXT, type=_TEXT))
+ANTHROPIC_ERROR = _whole(type={"const": "error"}, error=_whole(type=_TEXT, message=_TEXT), request_id=_TEXT)

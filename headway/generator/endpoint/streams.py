@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from headway.generator.endpoint.completions import completion_text
-from headway.generator.endpoint.dialect import Dialect, Piece, Setting, answers
+from headway.generator.endpoint.dialect import Dialect, ParsedRequest, Piece, answers
 from headway.generator.endpoint.exchange import STOPPING, ClientGone, HttpExchange
-from headway.generator.endpoint.fields import ParsedRequest
 from headway.generator.endpoint.refusals import HttpError, http_error
 from headway.generator.recording.answer_tree import RecordedTurn
 from headway.generator.recording.inflight_call import InflightCall
@@ -17,29 +16,26 @@ from headway.tokens.output_parsing import begins_inside_reasoning
 from headway.tokens.streaming import AnswerStream
 
 
-async def stream(
-    exchange: HttpExchange, dialect: Dialect, asked: ParsedRequest, answering: InflightCall, setting: Setting
-) -> None:
+async def stream(exchange: HttpExchange, dialect: Dialect, asked: ParsedRequest, answering: InflightCall) -> None:
     """Stream the answer of ``answering`` to its end. Raises ClientGone, and the call's error if it fails before the
     stream begins, when the response can still have an error's status."""
-    news = asyncio.Event()
+    news, patience_s = asyncio.Event(), asked.setting.settings.stream_ping_s
     leave = answering.join(news.set)
     try:
         gone = exchange.gone()
         gone.add_done_callback(lambda task: news.set())
-        writer = dialect.writer(asked, answering.call, setting)
-        choices = [_Choice(dialect, asked, answering, setting, n) for n in range(answering.call.request.choices)]
-        await _beginning(news, answering, gone, setting.settings.stream_ping_s)
+        writer = dialect.writer(asked, answering.call)
+        choices = [_Choice(dialect, asked, answering, n) for n in range(answering.call.request.choices)]
+        await _beginning(news, answering, gone, patience_s)
         if answering.over and answering.error is not None:
             raise answering.error
         await exchange.begin_stream()
-        await _write(exchange, writer.begin())
+        await exchange.write(writer.begin())
         while not answering.over:
-            data = b"".join(writer.more(choice.news(answering.partials)) for choice in choices)
-            await _write(exchange, data)
+            await exchange.write(b"".join(writer.more(choice.news(answering.partials)) for choice in choices))
             if gone.done():
                 raise ClientGone
-            if not await _news(news, answering, setting.settings.stream_ping_s):
+            if not await _news(news, answering, patience_s):
                 await exchange.write(writer.ping)
         if answering.error is not None:
             await exchange.end_stream(writer.failed(http_error(answering.error)))
@@ -76,28 +72,21 @@ async def _news(news: asyncio.Event, answering: InflightCall, patience_s: float 
     return True
 
 
-async def _write(exchange: HttpExchange, data: bytes) -> None:
-    if data:
-        await exchange.write(data)
-
-
 class _Choice:
     """Progress of one choice: which of its text and tokens were written."""
 
-    def __init__(
-        self, dialect: Dialect, asked: ParsedRequest, answering: InflightCall, setting: Setting, number: int
-    ) -> None:
+    def __init__(self, dialect: Dialect, asked: ParsedRequest, answering: InflightCall, number: int) -> None:
         self._number = number
         self._streamed = answering.streamed
         self._parsed = dialect.parsed
-        self._setting = setting
+        self._setting = asked.setting
         self._tokens = 0
-        request, chat = asked.request, setting.chat
+        request, chat = asked.request, asked.setting.chat
         self._stream = AnswerStream(
             chat.tokenizer,
             chat.written if dialect.parsed else None,
             calls=request.calls and bool(request.tools),
-            opened=begins_inside_reasoning(answering.call.text),
+            opened=begins_inside_reasoning(answering.call.planned.text),
             stop=request.stop,
         )
 

@@ -1,10 +1,8 @@
-"""A request inside an engine, and the queue of requests without a slot."""
+"""A request inside an engine, and what makes one invalid."""
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterator
 
 from headway.records.generation import LOWEST_TEMPERATURE, FinishReason, GenerationRequest
 from headway.records.tokens import TokenIds
@@ -17,20 +15,6 @@ class EngineRequest:
     In the torch engine a running request's tokens are in its slot's row of the ``SlotTable``; ``response`` has them
     only while it waits. Invariant there: slot >= 0 exactly while it runs.
     """
-
-    __slots__ = (
-        "arrival",
-        "interruptible",
-        "prefix_update",
-        "priority",
-        "prompt",
-        "reprefilled",
-        "request_id",
-        "response",
-        "sampling",
-        "slot",
-        "stop_strings",
-    )
 
     def __init__(self, request: GenerationRequest, arrival: int) -> None:
         self.request_id = request.request_id
@@ -49,6 +33,9 @@ class EngineRequest:
     def order(self) -> tuple[int, int]:
         """Sort key: requests are served in ascending order, preempted in descending order."""
         return (self.priority, self.arrival)
+
+    def __lt__(self, other: EngineRequest) -> bool:
+        return self.order < other.order
 
     @property
     def tokens(self) -> int:
@@ -69,33 +56,6 @@ class EngineRequest:
         if len(response) >= how.max_tokens or self.tokens >= context_tokens:
             return "length"
         return None
-
-
-class WaitingQueue:
-    """Requests without a slot, ordered by (priority, arrival)."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, EngineRequest]] = []
-
-    def push(self, request: EngineRequest) -> None:
-        heapq.heappush(self._heap, (request.priority, request.arrival, request))
-
-    def peek(self) -> EngineRequest | None:
-        return self._heap[0][2] if self._heap else None
-
-    def pop(self) -> EngineRequest:
-        return heapq.heappop(self._heap)[2]
-
-    def remove(self, request: EngineRequest) -> None:
-        """Remove a cancelled request, in linear time."""
-        self._heap = [item for item in self._heap if item[2] is not request]
-        heapq.heapify(self._heap)
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def __iter__(self) -> Iterator[EngineRequest]:
-        return (item[2] for item in self._heap)
 
 
 def refusal(request: GenerationRequest, context_tokens: int, vocabulary: int, tokenizer: Tokenizer | None) -> str:

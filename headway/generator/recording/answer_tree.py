@@ -84,20 +84,27 @@ class CallRequest:
         return "messages" if self.prompt is None else "prompt"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """Place of a request in the tree: the answer it continues, and its prompt from there."""
+
+    parent: RecordedTurn | None
+    text: str  # of the prompt, after the parent's
+    context_ids: TokenIds  # of the prompt, after the parent's answer
+    cause: Cause
+    keys: list[bytes]  # keys of the conversation up to each message
+
+
 @dataclass(eq=False, kw_only=True, slots=True)
 class RecordedCall:
     """A call and its outcome: *open* -> *answered* (`commit`) or *abandoned* (`abandon`), once."""
 
     number: int
     request: CallRequest
+    planned: Planned
     prompt_ids: TokenIds  # the whole prompt
     max_tokens: int  # of each choice, at least 1
     purposes: tuple[str, ...]  # keys of each choice's random numbers, independent of time
-    cause: Cause
-    parent: RecordedTurn | None
-    text: str  # of the prompt, after the parent's
-    context_ids: TokenIds  # of the prompt, after the parent's answer
-    keys: list[bytes]  # keys of the conversation up to each message
     fingerprint: str = ""
     state: Literal["open", "answered", "abandoned"] = "open"
     turns: tuple[RecordedTurn | None, ...] = ()  # by choice; None: generation failed or gave no token
@@ -106,7 +113,7 @@ class RecordedCall:
     def forget_question(self) -> None:
         """Drop the request's conversation of an answered call: a retry needs only the answers."""
         self.request = dataclasses.replace(self.request, messages=(), tools=None, variables={}, prompt=None)
-        self.keys = []
+        self.planned = dataclasses.replace(self.planned, keys=[])
 
 
 def ids_to(turn: RecordedTurn | None) -> TokenIds:

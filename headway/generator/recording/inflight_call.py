@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from headway.generator.recording.answer_tree import RecordedCall
 from headway.generator.recording.recorder import Recorder
@@ -75,9 +76,19 @@ class InflightCall:
 
         return leave
 
-    def cancel(self) -> None:
-        """End the call without an answer. No-op for one that is over."""
+    async def wait(self, *others: asyncio.Task[Any]) -> None:
+        """Listen until the call is over, or one of ``others`` is done."""
+        if self.task is not None:
+            leave = self.join(lambda: None)
+            try:
+                await asyncio.wait((self.task, *others), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                leave()
+
+    def cancel(self, error: Exception | None = None) -> None:
+        """End the call without an answer, with ``error``. No-op for one that is over."""
         if self.task is not None and not self.task.done():
+            self.error = error or self.error
             self._recorder.abandon(self.call, self.unheard)
             self.task.cancel()
 
@@ -85,13 +96,6 @@ class InflightCall:
         """Whether ``partial`` begins with the tokens that a client was sent of this choice."""
         streamed = self.streamed[choice]
         return partial.ids[: len(streamed)] == streamed
-
-    def _take_back(self) -> None:
-        """Fail the call: tokens that a client was sent became void and were sampled again, so no record would match."""
-        if self.task is not None and not self.task.done():
-            self.error = CallFailed(_VOID)
-            self._recorder.abandon(self.call, self.unheard)
-            self.task.cancel()
 
     def _tell(self) -> None:
         for listener in tuple(self._listeners):
@@ -126,8 +130,8 @@ class InflightCall:
 
         async def one(choice: int) -> GenerationResult:
             def told(partial: PartialResponse) -> None:
-                if not self._goes_on(choice, partial):
-                    self._take_back()
+                if not self._goes_on(choice, partial):  # no record would match what the client was sent
+                    self.cancel(CallFailed(_VOID))
                     return
                 self.partials[choice] = partial
                 self._unplaced.discard(choice)

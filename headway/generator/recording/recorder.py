@@ -10,11 +10,18 @@ import hashlib
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
-from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn, branches_of, ids_to
-from headway.records.conversations import Cause, HistoryReasoning, RecordedConversation, RequestRefused
+from headway.config.endpoint import EndpointConfig
+from headway.generator.recording.answer_tree import (
+    CallRequest,
+    Planned,
+    RecordedCall,
+    RecordedTurn,
+    branches_of,
+    ids_to,
+)
+from headway.records.conversations import Cause, RecordedConversation, RequestRefused
 from headway.records.generation import GenerationResult
 from headway.records.tokens import TokenIds
 from headway.tokens.continuing import Chat
@@ -22,28 +29,6 @@ from headway.tokens.messages import Message, canonical_value, history_keys, next
 
 _RAW = "raw"  # root key of raw prompts
 _REPEATABLE = 16  # answered calls that a retry can repeat, the newest: each keeps its whole prompt's tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordingLimits:
-    """Limits on the calls of one rollout. A request over a limit is refused with an error in the API's format."""
-
-    context_tokens: int  # prompt and response of a call: the model's context
-    calls: int = 1000  # of the rollout
-    open_calls: int = 64  # at once
-    choices: int = 16  # n of a call
-    sampled_tokens: int = 1_000_000  # of the rollout, abandoned ones included
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
-    """Place of a request in the tree: the answer it continues, and its prompt from there."""
-
-    parent: RecordedTurn | None
-    text: str
-    context_ids: TokenIds
-    cause: Cause
-    keys: list[bytes]
 
 
 class Recorder:
@@ -62,18 +47,12 @@ class Recorder:
     Several calls may be open at once; every method is synchronous and atomic.
     """
 
-    def __init__(
-        self,
-        chat: Chat,
-        limits: RecordingLimits,
-        history_reasoning: HistoryReasoning = "as_sent",
-        *,
-        call_prefix: str = "call_",
-    ) -> None:
+    def __init__(self, chat: Chat, settings: EndpointConfig, context_tokens: int) -> None:
+        """``settings``: limits on the calls, beyond which requests are refused. ``context_tokens``: limit of a call's
+        prompt and response."""
         self.chat = chat
-        self._limits = limits
-        self._history_reasoning: HistoryReasoning = history_reasoning
-        self._call_prefix = call_prefix  # of tool calls' ids
+        self._settings = settings
+        self._context_tokens = context_tokens
         self._turns: list[RecordedTurn] = []
         self._roots: list[RecordedTurn] = []
         self._answered: dict[bytes, list[RecordedTurn]] = {}  # by key of the conversation, answer included
@@ -89,10 +68,6 @@ class Recorder:
         self.kept_tokens = 0  # of prompts and answers, a measure of its memory
         self._first_token_s = 0.0
         self._cut = self._closed = False
-
-    @property
-    def open_calls(self) -> int:
-        return len(self._open)
 
     @property
     def turns(self) -> Sequence[RecordedTurn]:
@@ -137,14 +112,10 @@ class Recorder:
         call = RecordedCall(
             number=self._begun,
             request=request,
+            planned=planned,
             prompt_ids=prompt_ids,
             max_tokens=self._room(prompt_ids, request),
             purposes=self._purposes(prompt_ids, request),
-            cause=planned.cause,
-            parent=planned.parent,
-            text=planned.text,
-            context_ids=planned.context_ids,
-            keys=planned.keys,
             fingerprint=fingerprint,
         )
         self._begun += 1
@@ -189,7 +160,7 @@ class Recorder:
             turn.received = call.readers > 0
         if before == turns[0].received:
             return
-        self._causes[call.cause] += -1 if before else 1
+        self._causes[call.planned.cause] += -1 if before else 1
         if before:
             self._unread[call.number] = call
         else:
@@ -239,7 +210,7 @@ class Recorder:
 
     def _continued(self, request: CallRequest, keys: list[bytes]) -> tuple[RecordedTurn | None, str, TokenIds, Cause]:
         """Return (the answer that a request continues, text and token ids of its prompt after it, cause)."""
-        chat, most = self.chat, self._limits.context_tokens
+        chat, most = self.chat, self._context_tokens
         if isinstance(request.prompt, tuple):
             return self._continued_ids(TokenIds(request.prompt))
         raw = request.prompt is not None
@@ -330,7 +301,7 @@ class Recorder:
     def _restored(self, messages: tuple[Message, ...], keys: list[bytes]) -> tuple[Message, ...]:
         """Return the messages with reasoning that the client left out put back, if configured. The longest match
         decides for all answers on its path."""
-        if self._history_reasoning == "as_sent":
+        if self._settings.history_reasoning == "as_sent":
             return messages
         restored, settled = list(messages), set[int]()
         for place in range(len(messages) - 1, -1, -1):
@@ -349,26 +320,24 @@ class Recorder:
     def _require_open(self) -> None:
         if self._closed:
             raise RequestRefused("this rollout has ended: its key takes no further calls", code="rollout_closed")
-        if len(self._open) >= self._limits.open_calls:
-            raise RequestRefused(f"this rollout has {self._limits.open_calls} calls open", code="rollout_busy")
+        if len(self._open) >= self._settings.open_calls:
+            raise RequestRefused(f"this rollout has {self._settings.open_calls} calls open", code="rollout_busy")
 
     def _require_valid(self, request: CallRequest) -> None:
-        limits = self._limits
         if isinstance(request.prompt, tuple):
             self._require_context(len(request.prompt), request)
         vocabulary = self.chat.tokenizer.vocabulary_size
         if isinstance(request.prompt, tuple) and not all(0 <= i < vocabulary for i in request.prompt):
             raise RequestRefused(f"prompt: valid token ids are 0 to {vocabulary - 1}", param="prompt")
-        if not 1 <= request.choices <= limits.choices:
-            raise RequestRefused(f"n = {request.choices}: valid are 1 to {limits.choices}", param="n")
+        if not 1 <= request.choices <= self._settings.choices:
+            raise RequestRefused(f"n = {request.choices}: valid are 1 to {self._settings.choices}", param="n")
         if request.max_tokens is not None and request.max_tokens < 1:
             raise RequestRefused(f"max_tokens = {request.max_tokens}: 1 or more are needed", param="max_tokens")
 
     def _require_room(self) -> None:
-        limits = self._limits
         for what, used, most in (
-            ("calls", self._begun, limits.calls),
-            ("sampled tokens", self._sampled, limits.sampled_tokens),
+            ("calls", self._begun, self._settings.calls),
+            ("sampled tokens", self._sampled, self._settings.sampled_tokens),
         ):
             if used >= most:
                 raise RequestRefused(f"this rollout has had its {most} {what}", code="rollout_limit_exceeded")
@@ -378,12 +347,12 @@ class Recorder:
         if not prompt_ids:
             raise RequestRefused("the prompt has no token", param=request.param)
         self._require_context(len(prompt_ids), request)
-        left = min(self._limits.context_tokens - len(prompt_ids), self._limits.sampled_tokens - self._sampled)
+        left = min(self._context_tokens - len(prompt_ids), self._settings.sampled_tokens - self._sampled)
         return min(left, request.max_tokens or left)
 
     def _require_context(self, tokens: int, request: CallRequest) -> None:
         """Raise RequestRefused if a prompt of ``tokens`` tokens leaves no room in the context."""
-        whole = self._limits.context_tokens
+        whole = self._context_tokens
         if tokens >= whole:  # clients recognise an overflow by this text
             shown = tokens if tokens <= 2 * whole else f"more than {2 * whole}"
             raise RequestRefused(
@@ -427,20 +396,20 @@ class Recorder:
         if not response.ids or (finish_reason != "stop" and finish_reason != "length"):
             self._abandoned_tokens += len(response.ids)
             return None
-        number = len(self._turns)
+        planned = call.planned
         turn = RecordedTurn(
-            number=number,
+            number=len(self._turns),
             call=call.number,
             choice=choice,
-            parent=call.parent,
-            text=call.text,
-            context_ids=call.context_ids,
+            parent=planned.parent,
+            text=planned.text,
+            context_ids=planned.context_ids,
             answer=self.chat.answer(
                 response.ids,
-                call.text,
+                planned.text,
                 calls=call.request.calls and bool(call.request.tools),
                 stop=call.request.stop,
-                call_prefix=f"{self._call_prefix}{_digest(call.purposes[choice])}_",
+                call_prefix=f"call_{_digest(call.purposes[choice])}_",
             ),
             logprobs=response.logprobs,
             versions=response.versions,
@@ -454,9 +423,9 @@ class Recorder:
         self.kept_tokens += len(turn.context_ids) + len(response.ids)
         (self._roots if turn.parent is None else turn.parent.children).append(turn)
         if not isinstance(call.request.prompt, tuple):
-            self._asked.setdefault(call.keys[-1], []).append(turn)
+            self._asked.setdefault(planned.keys[-1], []).append(turn)
         if call.request.prompt is None:
-            self._answered.setdefault(next_key(call.keys[-1], turn.message), []).append(turn)
+            self._answered.setdefault(next_key(planned.keys[-1], turn.message), []).append(turn)
         return turn
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from headway.config.endpoint import EndpointConfig
-from headway.generator.recording.answer_tree import CallRequest, RecordedCall
+from headway.generator.recording.answer_tree import CallRequest, Planned, RecordedCall
 from headway.generator.recording.inflight_call import InflightCall
-from headway.generator.recording.recorder import Planned, Recorder, RecordingLimits
+from headway.generator.recording.recorder import Recorder
 from headway.records.conversations import ChatAnswer, ClientSampling, RecordedConversation, RequestRefused, SampleTurn
 from headway.records.generation import GenerationResult
 from headway.tokens.continuing import Chat
@@ -77,10 +77,6 @@ class Session:
         return self.recorder.chat
 
     @property
-    def open_calls(self) -> int:
-        return len(self._open)
-
-    @property
     def busy(self) -> bool:
         """Whether a request is being served, so that the session should not be ended now."""
         return bool(self._open or self._attended)
@@ -128,12 +124,7 @@ class Session:
         long = sum(len(message.content) for message in request.messages) > _LARGE_CHARACTERS
         planned = await asyncio.to_thread(self.recorder.plan, request) if long else None
         answering = self.call(request, planned=planned)
-        leave = answering.join(lambda: None)
-        try:
-            assert answering.task is not None
-            await asyncio.wait((answering.task,))
-        finally:
-            leave()
+        await answering.wait()
         if answering.error is not None:
             raise answering.error
         return self._said(answering.call)
@@ -219,7 +210,7 @@ class Sessions:
         key = self._new_key()
         session = Session(
             rollout,
-            new_recorder(self._chat, self._settings, self._context_tokens),
+            Recorder(self._chat, self._settings, self._context_tokens),
             sample,
             self._settings.call_timeout_s,
             key=key,
@@ -276,18 +267,6 @@ def _request(
 ) -> CallRequest:
     normal = normal_messages(messages)
     return CallRequest(messages=normal, tools=normal_tools(tools), stop=stop, max_tokens=max_tokens)
-
-
-def new_recorder(chat: Chat, settings: EndpointConfig, context_tokens: int) -> Recorder:
-    """Make a rollout's recorder with the limits of ``settings``."""
-    limits = RecordingLimits(
-        context_tokens=context_tokens,
-        calls=settings.calls,
-        open_calls=settings.open_calls,
-        choices=settings.choices,
-        sampled_tokens=settings.sampled_tokens,
-    )
-    return Recorder(chat, limits, settings.history_reasoning)
 
 
 def key_digest(key: str) -> bytes:

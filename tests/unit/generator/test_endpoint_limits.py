@@ -159,7 +159,7 @@ def test_a_client_that_leaves_ends_its_call(streaming: bool) -> None:
         else:
             await until(lambda: server.engine.asked)
             call.cancel()
-        await until(lambda: server.engine.cancelled and not server.session.open_calls)
+        await until(lambda: server.engine.cancelled and not server.session.busy)
         conversation = recorded(server)
         assert (conversation.turns, conversation.calls, conversation.abandoned_calls) == (0, 0, 1)
         assert conversation.abandoned_tokens == 3

@@ -11,6 +11,7 @@ import pytest
 from headway.config import engines
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
+from headway.generator.engines.settings import EngineSettings
 from headway.models.configuration import DecoderConfig
 from headway.orchestrator.preflight.engine import engine_findings
 from headway.records.errors import ConfigurationError
@@ -135,18 +136,15 @@ def test_kv_bytes_are_those_of_one_rank() -> None:
     from headway.generator.engines.vllm.core import engine_arguments
 
     def kv(ranks: int) -> int:
-        arguments = engine_arguments(
-            "m",
-            model(32),
-            parse_device("cuda:0"),
+        settings = EngineSettings(
+            model_path="m",
             dtype="bfloat16",
             slots=4,
-            context_tokens=64,
-            kv_capacity_tokens=None,
+            max_context_tokens=64,
             prefill_tokens_per_step=64,
-            own={"tensor_parallel_size": ranks},
+            engine_arguments={"tensor_parallel_size": ranks},
         )
-        return arguments["kv_cache_memory_bytes"]
+        return engine_arguments(settings, model(32), parse_device("cuda:0"))["kv_cache_memory_bytes"]
 
     assert kv(2) == kv(1) // 2
     assert kv(4) == kv(2)

@@ -26,8 +26,9 @@ from recorded_agent import (
     spelled,
 )
 
+from headway.config.endpoint import EndpointConfig
 from headway.generator.recording.answer_tree import CallRequest
-from headway.generator.recording.recorder import Recorder, RecordingLimits
+from headway.generator.recording.recorder import Recorder
 from headway.records.conversations import RecordedConversation
 from headway.tokens.continuing import Chat
 from headway.tokens.tokenizer import Tokenizer
@@ -119,7 +120,7 @@ def test_an_answer_is_fed_again_as_it_was_sampled() -> None:
     second = record.begin(request(*talk))
     behind = tokenizer.encode("\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n")
     assert second.prompt_ids == (*first.prompt_ids, *ids, *behind)
-    assert (first.cause, second.cause) == ("start", "continued")
+    assert (first.planned.cause, second.planned.cause) == ("start", "continued")
 
 
 def test_the_ids_of_tool_calls_tell_answers_of_one_text_apart() -> None:
@@ -196,7 +197,7 @@ def test_a_stop_string_that_the_template_writes_anyway_is_not_there_twice(tmp_pa
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}assistant: "
     )
     plain = Chat(Tokenizer.load(tmp_path))
-    record = Recorder(plain, RecordingLimits(context_tokens=1000))
+    record = Recorder(plain, EndpointConfig(), 1000)
     ids = plain.tokenizer.encode("3\nuser:")
     call = record.begin(request(USER, stop=("\nuser:",)))
     committed(record, call, [result(ids)])
@@ -208,15 +209,15 @@ def test_a_template_that_closes_nothing_goes_on_behind_what_was_sampled(tmp_path
     chat_of("chatml", tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     plain = Chat(Tokenizer.load(tmp_path))
-    record = Recorder(plain, RecordingLimits(context_tokens=1000))
+    record = Recorder(plain, EndpointConfig(), 1000)
     ids = plain.tokenizer.encode("27") + plain.tokenizer.encode("-3=")
     call = record.begin(request({"role": "user", "content": "30-3-3="}, stop=("=",)))
     committed(record, call, [result(ids)])
     talk = [{"role": "user", "content": "30-3-3="}, {"role": "assistant", "content": "27-3"}]
     second = record.begin(request(*talk, {"role": "user", "content": "="}))
-    assert (second.cause, second.prompt_ids) == ("continued", (*call.prompt_ids, *ids))
+    assert (second.planned.cause, second.prompt_ids) == ("continued", (*call.prompt_ids, *ids))
     third = record.begin(request(*talk, {"role": "user", "content": "+1="}))  # its "=" isn't what was sampled
-    assert (third.cause, plain.tokenizer.decode(third.prompt_ids)) == ("rewritten", "30-3-3=27-3+1=")
+    assert (third.planned.cause, plain.tokenizer.decode(third.prompt_ids)) == ("rewritten", "30-3-3=27-3+1=")
 
 
 def test_an_answer_that_was_cut_is_closed_by_the_template() -> None:
@@ -243,7 +244,7 @@ def test_a_template_that_drops_reasoning_starts_a_branch_that_keeps_the_prompt()
     first = said(record, THOUGHT, USER)
     answer = {"role": "assistant", "content": "3", "reasoning_content": "hm"}
     second = said(record, "yes", USER, answer, {"role": "user", "content": "sure?"})
-    assert second.cause == "rewritten"
+    assert second.planned.cause == "rewritten"
     assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
     assert "hm" not in chat("qwen3").tokenizer.decode(second.prompt_ids)
     trunk, branch = record.close().branches
@@ -254,7 +255,7 @@ def test_a_template_that_drops_reasoning_starts_a_branch_that_keeps_the_prompt()
 @pytest.mark.parametrize("mode", ["as_sent", "restore"])
 def test_reasoning_that_a_client_leaves_out(mode: str) -> None:
     """Between an answer and those of its tools the template keeps reasoning; the client doesn't send it."""
-    record = recorder("qwen3", mode)
+    record = recorder("qwen3", history_reasoning=mode)
     text = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "bash", "arguments": {}}\n</tool_call>'
     first = said(record, text, USER, tools=TOOLS)
     assert first.turns[0] is not None
@@ -263,7 +264,7 @@ def test_reasoning_that_a_client_leaves_out(mode: str) -> None:
     second = record.begin(request(USER, answer, {"role": "tool", "content": "a"}, tools=TOOLS))
     fed = (*first.prompt_ids, *spelled(text))
     assert (second.prompt_ids[: len(fed)] == fed) == (mode == "restore")
-    assert second.cause == ("continued" if mode == "restore" else "branched")
+    assert second.planned.cause == ("continued" if mode == "restore" else "branched")
 
 
 def test_an_answer_that_the_client_dropped_is_learned_all_the_same() -> None:
@@ -284,7 +285,7 @@ def test_an_answer_that_the_template_spaces_anew_is_not_ended_twice() -> None:
     again = record.begin(request(USER, answer, {"role": "user", "content": "on"}, tools=TOOLS))
     tail = chat("qwen2.5").tokenizer.encode("\n<|im_start|>user\non<|im_end|>\n<|im_start|>assistant\n")
     assert again.prompt_ids == (*call.prompt_ids, *spelled(text), *tail)
-    assert record.begin(request(USER, tools=TOOLS)).cause == "sibling"
+    assert record.begin(request(USER, tools=TOOLS)).planned.cause == "sibling"
 
 
 def test_choices_share_their_prompt_and_one_goes_on() -> None:
@@ -325,9 +326,9 @@ def test_raw_prompts_go_on_where_their_text_or_ids_do() -> None:
     assert second.prompt_ids == (*first.prompt_ids, *ids, *tokenizer.encode("    return"))
     third = record.begin(CallRequest(prompt=(*first.prompt_ids, *ids, 5)))
     assert third.prompt_ids == (*first.prompt_ids, *ids, 5)
-    assert (second.cause, third.cause) == ("continued", "continued")
-    assert record.begin(CallRequest(prompt="def f(")).cause == "sibling"
-    assert record.begin(CallRequest(prompt="def g(")).cause == "branched"
+    assert (second.planned.cause, third.planned.cause) == ("continued", "continued")
+    assert record.begin(CallRequest(prompt="def f(")).planned.cause == "sibling"
+    assert record.begin(CallRequest(prompt="def g(")).planned.cause == "branched"
     committed(record, third, [result([7])])
     assert len(record.close().branches) == 1
 
@@ -353,9 +354,9 @@ def test_a_long_history_in_token_ids_is_looked_at_once() -> None:
     prompt = Counted(ids)
     twin = record.begin(CallRequest(prompt=ids[:50]))
     committed(record, twin, [result([6] * 50)])  # equal to the first answer, and newer
-    assert record.begin(CallRequest(prompt=prompt)).parent is record.turns[99]
+    assert record.begin(CallRequest(prompt=prompt)).planned.parent is record.turns[99]
     assert prompt.looked < 3 * len(prompt)
-    assert record.begin(CallRequest(prompt=ids[:101])).parent is twin.turns[0]
+    assert record.begin(CallRequest(prompt=ids[:101])).planned.parent is twin.turns[0]
 
 
 def test_a_raw_prompt_that_only_begins_like_another_is_encoded_whole() -> None:
@@ -371,6 +372,6 @@ def test_other_tools_or_template_arguments_are_another_conversation() -> None:
     record = recorder()
     said(record, "3", USER)
     talk = [USER, {"role": "assistant", "content": "3"}, {"role": "user", "content": "sure?"}]
-    assert record.begin(request(*talk, variables={"enable_thinking": False})).cause == "branched"
-    assert record.begin(request(*talk, tools=TOOLS)).cause == "branched"
-    assert record.begin(request(*talk)).cause == "continued"
+    assert record.begin(request(*talk, variables={"enable_thinking": False})).planned.cause == "branched"
+    assert record.begin(request(*talk, tools=TOOLS)).planned.cause == "branched"
+    assert record.begin(request(*talk)).planned.cause == "continued"

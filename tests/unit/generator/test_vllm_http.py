@@ -48,6 +48,11 @@ def test_a_stream_that_breaks_off_is_no_end() -> None:
         read(HEAD + chunked(b"data: 1\n\n"), 1000, close=True)
 
 
+def test_an_answer_that_is_no_http_ends_the_stream_as_a_lost_connection() -> None:
+    with pytest.raises(ConnectionError, match="the server's answer is no HTTP"):
+        read(b"SSH-2.0-OpenSSH_9.6\r\n", 1000)
+
+
 def test_a_refusal_is_read_to_its_end() -> None:
     body = b'{"error": {"message": "no such token", "code": 400}}'
     head = b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(body)

@@ -7,7 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 
 from headway.generator import service as service_module
+from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.http import EventStream, ServerError
 from headway.generator.engines.vllm.reference import PublishedModel
 from headway.generator.engines.vllm.server_engine import VllmServerEngine
@@ -94,17 +96,22 @@ class FakeServer:
         self.asked[index][0].sendall(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
 
 
-def engine_of(server: FakeServer, folder: Path, **settings: Any) -> VllmServerEngine:
+def engine_of(
+    server: FakeServer, folder: Path, now: Callable[[], float] = time.monotonic, **settings: Any
+) -> VllmServerEngine:
     return VllmServerEngine(
         server,  # type: ignore[arg-type]
         SERVED,
         server.published,
-        slots=8,
-        max_context_tokens=200,
-        vocabulary=40,
-        tied=True,
-        exchange_directory=folder,
-        **settings,
+        EngineSettings(
+            model_path="",
+            dtype="float32",
+            slots=8,
+            max_context_tokens=200,
+            exchange_directory=str(folder),
+            **settings,
+        ),
+        now=now,
     )
 
 

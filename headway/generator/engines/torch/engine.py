@@ -6,30 +6,34 @@ change (DESIGN rule 4).
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from headway.generator.engines.open_requests import OpenRequests
+from headway.generator.engines.engine import Engine
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.torch.model_runner import ModelRunner, Prefill
 from headway.generator.engines.torch.slot_table import SlotTable
 from headway.models.decoder import Decoder
-from headway.models.loading import copy_weights
+from headway.models.loading import adopt_weights, copy_weights
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
     FinishReason,
     GenerationRequest,
+    PublishedWeights,
     TokenDelta,
     UpdateMode,
 )
 from headway.records.tokens import TokenIds
 from headway.tokens.tokenizer import Tokenizer
+from headway.weights.shared_memory import Subscriber
 
 HEADROOM_TOKENS = 8  # free KV tokens for each running request that admitting another must leave
 
@@ -41,9 +45,9 @@ class _Partial(NamedTuple):
     update: int  # number of the update whose weights computed it
 
 
-class TorchEngine(OpenRequests[EngineRequest]):
+class TorchEngine(Engine[EngineRequest]):
     """Generates for many requests at once with a `Decoder`. The engine owns the model: its weights change only by
-    ``update_weights``.
+    ``apply`` and ``update_weights``.
 
     ``submit`` queues requests; each ``step`` admits waiting ones (lowest priority number first, then oldest),
     computes their prompts beside the running requests' next tokens, and samples. ``take_deltas`` returns the tokens
@@ -76,9 +80,8 @@ class TorchEngine(OpenRequests[EngineRequest]):
         native_kernels: bool = True,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``model`` is changed in place by ``update_weights``; ``native_kernels``: use models/cpu/native.py where it
-        supports the model; ``now``: monotonic seconds, for the statistics."""
-        self.version = version
+        """``model`` is changed in place by updates; ``native_kernels``: use models/cpu/native.py where it supports the
+        model; ``now``: monotonic seconds, for the statistics."""
         self.kv_capacity_tokens = slots * max_context_tokens if kv_capacity_tokens is None else kv_capacity_tokens
         # One request must always fit alone, else preemption could never make room for it.
         context_tokens = min(max_context_tokens, self.kv_capacity_tokens)
@@ -88,6 +91,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
             context_tokens=context_tokens,
             vocabulary=self._runner.vocabulary,
             tokenizer=tokenizer,
+            version=version,
             now=now,
         )
         self._scarce = self.kv_capacity_tokens < slots * context_tokens
@@ -101,13 +105,12 @@ class TorchEngine(OpenRequests[EngineRequest]):
         self._donors: dict[TokenIds, list[EngineRequest]] = {}  # running requests by prompt
         self._watched: set[EngineRequest] = set()  # running requests with stop strings
         self._updates = 0  # applied so far; unlike versions they never repeat
-        self._generated = self._prefilled = self._preemptions = self._steps = 0
-        self._busy_s = 0.0
+        self._subscriber = Subscriber()
 
     # --- requests -------------------------------------------------------------------------------------------
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests with reason "abort"; their last delta has the unsent tokens. Unknown ids: no-op."""
+        """See `Engine.abort`."""
         for request_id in request_ids:
             request = self._open.get(request_id)
             if request is None:
@@ -115,8 +118,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
             if request.slot >= 0:
                 self._end_running(request.slot, "abort")
             else:
-                self._waiting.remove(request)
-                self._end(request, "abort")
+                self._end_waiting(request)
         self._note_idleness()
 
     def _entry(self, request: GenerationRequest, arrival: int) -> EngineRequest:
@@ -126,7 +128,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Sample one token for every running request. Returns False when there is nothing to do."""
+        """See `Engine.step`."""
         if self._scarce:
             self._make_room()
         prefills = self._admit()
@@ -162,7 +164,8 @@ class TorchEngine(OpenRequests[EngineRequest]):
         copies: dict[int, list[tuple[int, int]]] = {}  # tokens -> (source slot, target slot)
         begun_slots: dict[int, list[int]] = {}  # tokens -> slots that get them from the last one
         admitted: list[EngineRequest] = []
-        while (self._holes or self._rows < self.slots) and (request := self._waiting.peek()) is not None:
+        while (self._holes or self._rows < self.slots) and self._waiting:
+            request = self._waiting[0]
             running = self._rows - len(self._holes)
             if self._scarce and running:
                 wanted = used + request.tokens + running * HEADROOM_TOKENS
@@ -183,7 +186,7 @@ class TorchEngine(OpenRequests[EngineRequest]):
                     break
                 budget -= len(ids) - begun
                 plan = plans[ids] = Prefill(ids, [], begun)
-            self._waiting.pop()
+            heapq.heappop(self._waiting)
             slot = self._place(request)
             used += request.tokens
             admitted.append(request)
@@ -315,20 +318,32 @@ class TorchEngine(OpenRequests[EngineRequest]):
         """Preempt the youngest requests until the next step's KV tokens fit."""
         running = [request for request in self._table.requests[: self._rows] if request is not None]
         used = self._kv_used()
-        for request in sorted(running, key=lambda request: request.order, reverse=True)[:-1]:
+        for request in sorted(running, reverse=True)[:-1]:
             if used <= self.kv_capacity_tokens:
                 return
             used -= int(self._table.position[request.slot]) + 1
             self._emit(request)
             request.response = self._table.response_ids(request.slot)
             self._vacate(request)
-            self._waiting.push(request)
+            heapq.heappush(self._waiting, request)
             self._preemptions += 1
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    def update_weights(self, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode) -> AppliedWeights:
-        """Replace the weights in place between two steps (DESIGN rule 4).
+    def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
+        """See `Engine.apply`; `update_weights` explains the modes."""
+        started = self._now()
+        with self.paused():  # ticks and calls share a thread: fetching pauses decoding too
+            tensors = self._subscriber.fetch(published)
+        fetch_s = self._now() - started
+        applied = self.update_weights(tensors, published.version, mode, adopt=True)
+        return msgspec.structs.replace(applied, fetch_s=fetch_s, pause_s=applied.pause_s + fetch_s)
+
+    def update_weights(
+        self, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode, *, adopt: bool = False
+    ) -> AppliedWeights:
+        """Replace the weights between two steps (DESIGN rule 4). ``adopt``: the tensors are the subscriber's last
+        fetch, and become the parameters without a copy where they fit.
 
         ``keep``: running requests continue on their KV; ``recompute``: their KV is computed anew first; ``abort``:
         they end with reason "abort" (waiting and not interruptible requests stay).
@@ -336,7 +351,10 @@ class TorchEngine(OpenRequests[EngineRequest]):
         """
         before_s = self._paused_s
         with self.paused():
-            self._take_weights(tensors)
+            if not adopt:
+                copy_weights(self._model, tensors)
+            elif adopt_weights(self._model, tensors):
+                self._subscriber.keep()
             self._runner.weights_changed()
             self._close_holes()
             self._emit_ready()  # tokens so far are the old version's
@@ -356,9 +374,6 @@ class TorchEngine(OpenRequests[EngineRequest]):
             in_flight=len(running),
             reprefilled_tokens=reprefilled,
         )
-
-    def _take_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        copy_weights(self._model, tensors)
 
     def _recompute(self, running: Sequence[EngineRequest]) -> int:
         """Recompute the KV of all running requests with the present weights. Returns the count of tokens computed."""
@@ -400,20 +415,6 @@ class TorchEngine(OpenRequests[EngineRequest]):
     # --- statistics -----------------------------------------------------------------------------------------
 
     def statistics(self) -> EngineStatistics:
-        """Return the counters since the start, and the present state."""
-        return EngineStatistics(
-            version=self.version,
-            running=self._rows - len(self._holes),
-            waiting=len(self._waiting),
-            slots=self.slots,
-            kv_used_tokens=int(self._table.position[: self._rows].sum()),
-            kv_capacity_tokens=self.kv_capacity_tokens,
-            generated_tokens=self._generated,
-            prefilled_tokens=self._prefilled,
-            finished=self._finished,
-            preemptions=self._preemptions,
-            busy_s=self._busy_s,
-            idle_s=self.idle_s,
-            paused_s=self._paused_s,
-            decode_steps=self._steps,
-        )
+        """See `Engine.statistics`."""
+        kv_used_tokens = int(self._table.position[: self._rows].sum())
+        return self._statistics(self._rows - len(self._holes), kv_used_tokens, self.kv_capacity_tokens)

@@ -169,7 +169,7 @@ class ModelRunner:
                 x_nd, blocks = x_nd[:n], ()
             parts: list[Tensor] = []
             if position_n is not None and self._natively(scores):
-                parts.append(self._native_attention(index, q[:n], k[:n], v[:n], None, position_n, scores, write=True))
+                parts.append(self._native_attention(index, (q[:n], k[:n], v[:n]), None, position_n, scores, write=True))
             elif rows is not None:
                 self.cache.flat_keys[index].index_copy_(0, rows, k[:n].reshape(-1, self.head_dimension))
                 self.cache.flat_values[index].index_copy_(0, rows, v[:n].reshape(-1, self.head_dimension))
@@ -227,19 +227,11 @@ class ModelRunner:
         return out.reshape(n, -1)
 
     def _native_attention(
-        self,
-        index: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slot_n: Tensor | None,
-        position_n: Tensor,
-        scores: Scores,
-        write: bool,
+        self, index: int, qkv: Sequence[Tensor], slot_n: Tensor | None, position_n: Tensor, scores: Scores, write: bool
     ) -> Tensor:
         """Attention of single rows by the native kernels, each over its own length or window."""
         assert self._attention_kernels is not None
-        keys, values = self.cache.keys[index], self.cache.values[index]
+        (q, k, v), keys, values = qkv, self.cache.keys[index], self.cache.values[index]
         return self._attention_kernels.attention(
             q, k, v, keys, values, slot_n, position_n, scores.scale, write, scores.window
         )
@@ -258,7 +250,7 @@ class ModelRunner:
         q, k, v = (one[block.rows] for one in (q, k, v))
         if block.start and self._natively(scores):
             slot_n = block.own.repeat_interleave(block.length)
-            return self._native_attention(index, q, k, v, slot_n, position[block.rows], scores, write=False)
+            return self._native_attention(index, (q, k, v), slot_n, position[block.rows], scores, write=False)
         shape = (block.count, block.length, -1, self.head_dimension)
         q, k, v = (one.view(shape).transpose(1, 2) for one in (q, k, v))
         if block.start:  # the whole context is in the cache: the block's own part was just stored

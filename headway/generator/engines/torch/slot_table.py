@@ -27,34 +27,17 @@ class SlotTable:
         self.requests: list[EngineRequest | None] = [None] * slots
         self.tokens = np.zeros((slots, context_tokens), SAMPLED)  # prompt, then response, whose log-probabilities count
         self.sequence, self.logprobs = self.tokens["id"], self.tokens["logprob"]  # views
-        self.pending = np.zeros(slots, np.int64)
-        self.position = np.zeros(slots, np.int64)
-        self.prompt = np.zeros(slots, np.int64)  # prompt length
-        self.sent = np.zeros(slots, np.int64)  # tokens of the sequence already in deltas (prompt included)
-        self.limit = np.full(slots, UNLIMITED, np.int64)  # sequence length at which the request ends with "length"
+        # ``prompt``: its length. ``sent``: tokens of the sequence already in deltas, prompt included. ``limit``: the
+        # sequence length at which the request ends with "length".
+        self._counts = np.zeros((6, slots), np.int64)
+        self.pending, self.position, self.prompt, self.sent, self.limit, self.top_k = self._counts
+        self._flags = np.zeros((2, slots), np.bool_)
+        self.greedy, self.truncated = self._flags
+        self.limit[:] = UNLIMITED
         self.seed = np.zeros(slots, np.uint64)
         self.temperature = np.ones(slots, np.float32)  # 1 where greedy
-        self.greedy = np.zeros(slots, np.bool_)
-        self.truncated = np.zeros(slots, np.bool_)
         self.top_p = np.ones(slots, np.float64)
-        self.top_k = np.full(slots, UNLIMITED, np.int64)
         self.stop_ids = np.full((slots, 1), -1, np.int64)  # widened when a request brings more
-
-    def _columns(self) -> tuple[np.ndarray, ...]:
-        return (
-            self.pending,
-            self.position,
-            self.prompt,
-            self.sent,
-            self.limit,
-            self.seed,
-            self.temperature,
-            self.greedy,
-            self.truncated,
-            self.top_p,
-            self.top_k,
-            self.stop_ids,
-        )
 
     def occupy(self, slot: int, request: EngineRequest, context_tokens: int) -> None:
         """Put a request into a free row, its last known token pending."""
@@ -87,7 +70,7 @@ class SlotTable:
         request = self.requests[source]
         assert request is not None
         assert self.requests[target] is None
-        for column in self._columns():
+        for column in (*self._counts, *self._flags, self.seed, self.temperature, self.top_p, self.stop_ids):
             column[target] = column[source]
         length = int(self.position[source]) + 1
         self.tokens[target, :length] = self.tokens[source, :length]
@@ -104,8 +87,7 @@ class SlotTable:
         self.pending[slot] = 0
         self.position[slot] = 0
         self.limit[slot] = UNLIMITED
-        self.greedy[slot] = False
-        self.truncated[slot] = False
+        self._flags[:, slot] = False
         self.temperature[slot] = 1.0
         self.stop_ids[slot] = -1
 

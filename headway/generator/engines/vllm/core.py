@@ -14,7 +14,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from headway.config.engines import VLLM_INSTALL
+from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.reference import PROBE_TOKENS
 from headway.models.configuration import DecoderConfig
 from headway.records.errors import ConfigurationError, WeightsCorrupt, WeightsMismatch
@@ -40,17 +43,6 @@ class Sampled(NamedTuple):
     computed_tokens: int  # prompt tokens computed, reported with the first token
 
 
-class CoreRequest(NamedTuple):
-    """A request in the form that `VllmCore.add` takes."""
-
-    ticket: str  # unique id
-    prompt_ids: Sequence[int]
-    parameters: Any  # vllm.SamplingParams
-    priority: int
-    arrival: int
-    salt: str  # equal prompts share KV only under equal salts
-
-
 def prepare_process(device: Device, ranks: int) -> None:
     """Set the environment variables that vLLM reads when imported; those the user has set stay."""
     for name, value in {
@@ -70,25 +62,15 @@ def prepare_process(device: Device, ranks: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(known[device.first : device.first + ranks])
 
 
-def engine_arguments(
-    model_path: str,
-    model: DecoderConfig,
-    device: Device,
-    *,
-    dtype: str,
-    slots: int,
-    context_tokens: int,
-    kv_capacity_tokens: int | None,
-    prefill_tokens_per_step: int,
-    own: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return vLLM's ``EngineArgs`` as a mapping: defaults, the user's ``own``, headway's requirements."""
+def engine_arguments(settings: EngineSettings, model: DecoderConfig, device: Device) -> dict[str, Any]:
+    """Return vLLM's ``EngineArgs`` as a mapping: defaults, the user's own arguments, headway's requirements."""
+    own, slots, context_tokens = settings.engine_arguments, settings.slots, settings.max_context_tokens
     arguments: dict[str, Any] = {
-        "model": model_path,
-        "dtype": dtype,
+        "model": settings.model_path,
+        "dtype": settings.dtype,
         "max_model_len": context_tokens,
         "max_num_seqs": slots + 1,  # the probe's is one more
-        "max_num_batched_tokens": prefill_tokens_per_step + slots + 1,
+        "max_num_batched_tokens": settings.prefill_tokens_per_step + slots + 1,
         "enable_prefix_caching": True,
         "enforce_eager": device.kind == "cpu",
     }
@@ -101,8 +83,9 @@ def engine_arguments(
         per_slot = -(-context_tokens // block)
         # By default there is KV for a whole context in each slot, and for the probe.
         full = slots * per_slot + -(-(PROBE_TOKENS + 1) // block)
-        blocks = full if kv_capacity_tokens is None else max(per_slot, kv_capacity_tokens // block)
-        width = 4 if dtype == "float32" else 2
+        wanted = settings.kv_capacity_tokens
+        blocks = full if wanted is None else max(per_slot, wanted // block)
+        width = 4 if settings.dtype == "float32" else 2
         heads = -(-model.kv_heads // arguments.get("tensor_parallel_size", 1))  # in each rank, at least one
         block_bytes = 2 * block * heads * model.head_dim * width
         arguments["kv_cache_memory_bytes"] = (blocks + 1) * model.layers * block_bytes  # one block is vLLM's
@@ -161,19 +144,24 @@ class VllmCore:
 
     # --- requests -------------------------------------------------------------------------------------------
 
-    def add(self, request: CoreRequest) -> Any:
-        """Queue a request; returns vLLM's own record of it. Raises ValueError when vLLM refuses it."""
+    def add(
+        self, ticket: str, prompt_ids: Sequence[int], parameters: Any, *, salt: str, priority: int, arrival: int
+    ) -> Any:
+        """Queue a request; returns vLLM's own record of it. Raises ValueError when vLLM refuses it.
+
+        ``ticket``: unique id. ``parameters``: vllm.SamplingParams. ``salt``: equal prompts share KV only under equal
+        salts."""
         from vllm.inputs.engine import tokens_input
 
         asked = self._engine.input_processor.process_inputs(
-            request.ticket,
-            tokens_input(list(request.prompt_ids), cache_salt=request.salt),
-            request.parameters,
+            ticket,
+            tokens_input(list(prompt_ids), cache_salt=salt),
+            parameters,
             supported_tasks=self._tasks,
-            arrival_time=float(request.arrival),
-            priority=request.priority,
+            arrival_time=float(arrival),
+            priority=priority,
         )
-        asked.external_req_id = request.ticket
+        asked.external_req_id = ticket
         queued, wave = self._core.preprocess_add_request(asked)
         self._core.add_request(queued, wave)
         return queued
@@ -211,12 +199,12 @@ class VllmCore:
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    def update(self, published: PublishedWeights) -> tuple[float, float]:
-        """Apply a version while no step is in flight. Returns (seconds to fetch, seconds to load).
+    def update(self, published: PublishedWeights) -> float:
+        """Apply a version while no step is in flight. Returns the seconds to fetch it.
 
         Raises WeightsCorrupt, with nothing changed; WeightsMismatch if just some of the ranks took the weights.
         """
-        fields = {name: getattr(published, name) for name in published.__struct_fields__}
+        fields = msgspec.structs.asdict(published)
         reports = self._engine.collective_rpc("headway_update", kwargs={"published": fields})
         corrupt = [report["corrupt"] for report in reports if "corrupt" in report]
         if len(corrupt) == len(reports):
@@ -225,7 +213,7 @@ class VllmCore:
             raise WeightsMismatch(f"{len(corrupt)} of {len(reports)} ranks could not take new weights: {corrupt[0]}")
         self.updates += 1
         self._engine.set_weight_version(str(published.version))
-        return max(report["fetch_s"] for report in reports), max(report["load_s"] for report in reports)
+        return max(report["fetch_s"] for report in reports)
 
     def name_version(self, version: int) -> None:
         """Label the weights that the engine was built with as ``version``."""
@@ -236,7 +224,7 @@ class VllmCore:
         scheduled."""
         self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
-    def differing_module(self) -> dict[str, Any] | None:
+    def differing_module(self) -> str:
         """See ``WorkerExtension.headway_probe``."""
         return self._rpc("headway_probe", update=self.updates)
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headway.generator.engines.requests import EngineRequest
-from headway.generator.engines.vllm.core import SEED, CoreRequest, Sampled, VllmCore
+from headway.generator.engines.settings import EngineSettings
+from headway.generator.engines.vllm.core import SEED, Sampled, VllmCore
 from headway.generator.engines.vllm.reference import PROBE, compare, probe_ids
 from headway.generator.engines.vllm.requests import VllmRequest, VllmRequests
 from headway.records.errors import WeightsMismatch
@@ -33,36 +34,26 @@ class VllmEngine(VllmRequests):
     def __init__(
         self,
         core: VllmCore,
-        *,
-        slots: int,
-        max_context_tokens: int,
+        settings: EngineSettings,
         vocabulary: int,
         tokenizer: Tokenizer | None = None,
-        version: int = 0,
-        dtype: str = "float32",
-        quantised: bool = False,
-        probe_every_updates: int = 1,
+        *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The engine owns ``core``. ``probe_every_updates``: 0 never probes."""
+        """The engine owns ``core``, which was built with ``settings``."""
         super().__init__(
-            slots=slots,
-            context_tokens=min(max_context_tokens, core.context_tokens),
+            settings,
+            name="vLLM",
+            context_tokens=core.context_tokens,
             vocabulary=vocabulary,
             tokenizer=tokenizer,
             truncates=core.own_sampling,
             now=now,
         )
-        self.version = version
         self._core = core
-        self._dtype = dtype
-        self._quantised = quantised
-        self._probe_every_updates = probe_every_updates
+        self._settings = settings
         self._probe_logprobs: list[float] | None = None  # result of the probe under way
-        self._broken = False  # vLLM computes with unknown weights
-        self._prefilled = self._preemptions = self._steps = 0
-        self._busy_s = 0.0
-        core.name_version(version)
+        core.name_version(settings.version)
 
     # --- requests to vLLM -------------------------------------------------------------------------------------
 
@@ -71,14 +62,12 @@ class VllmEngine(VllmRequests):
         ticket = f"{self._core.updates}-{self._tickets}"
         try:
             entry.own = self._core.add(
-                CoreRequest(
-                    ticket=ticket,
-                    prompt_ids=entry.prompt + entry.response,
-                    parameters=_parameters(entry, self._may_sample(entry), self._core.own_sampling),
-                    priority=entry.priority,
-                    arrival=entry.arrival,
-                    salt=self._salt,
-                )
+                ticket,
+                entry.prompt + entry.response,
+                _parameters(entry, self._may_sample(entry), self._core.own_sampling),
+                salt=self._salt,
+                priority=entry.priority,
+                arrival=entry.arrival,
             )
         except ValueError as error:  # vLLM's own refusal of one request
             self._end(entry, "error", str(error), refused=True)
@@ -98,18 +87,8 @@ class VllmEngine(VllmRequests):
 
     # --- one step -------------------------------------------------------------------------------------------
 
-    def step(self) -> bool:
-        """Sample one token for every running request. Returns False when there is nothing to do."""
-        if self._broken:
-            return False
-        self._give_waiting()
-        if not self._given:
-            return False
-        started = self._now()
+    def _pump(self) -> None:
         self._absorb(self._core.step())
-        self._busy_s += self._now() - started
-        self._note_idleness()
-        return True
 
     def _absorb(self, outputs: Sequence[Sampled]) -> None:
         """Add a step's outputs to their requests."""
@@ -117,67 +96,50 @@ class VllmEngine(VllmRequests):
         for output in outputs:
             entry = self._given.get(output.ticket)
             if entry is not None:
-                self._extend(entry, output)
+                self._prefilled += output.computed_tokens
+                self._note_preemptions(entry)
+                self._gained(entry, output.ids, output.logprobs, output.version, output.ended)
             elif output.prompt_logprobs is not None:
                 self._probe_logprobs = output.prompt_logprobs
         self._steps += self._generated > before
-
-    def _extend(self, entry: VllmRequest, output: Sampled) -> None:
-        self._prefilled += output.computed_tokens
-        self._note_preemptions(entry)
-        self._gained(entry, output.ids, output.logprobs, output.version, output.ended)
 
     def _note_preemptions(self, entry: VllmRequest) -> None:
         """Count the preemptions of a request by vLLM since its last token."""
         times = entry.own.num_preemptions - entry.preempted
         if times > 0:
-            if entry.unsent:
-                self._emit(entry)  # those before had the old KV behind them
+            self._recomputed(entry)
             entry.preempted += times
-            entry.reprefilled = True
             self._preemptions += times
             self._prefilled += entry.tokens
 
     # --- weights --------------------------------------------------------------------------------------------
 
     def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
-        """Fetch, verify and apply a version (DESIGN rule 4), then probe that vLLM samples from it.
-
-        Raises WeightsCorrupt, with nothing changed, or WeightsMismatch.
-        """
+        """See `Engine.apply`. Probes after the update that vLLM samples from the published weights."""
         before_s = self._paused_s
         with self.paused():
             self._absorb(self._core.drain())
             try:
-                fetch_s, _ = self._core.update(published)
+                fetch_s = self._core.update(published)
             except WeightsMismatch:  # the ranks have different weights
                 self._broken = True
                 raise
             running = self._set_aside()
             self.version = published.version
-            reprefilled = 0
-            if mode == "abort":
-                parked = [entry for entry in running if entry.interruptible]
-                self._withdraw(parked)
-                for entry in parked:
-                    self._end(entry, "abort")
-            elif mode == "recompute":
+            if mode == "recompute":
                 self._core.void_kv()
-                for entry in running:
+            reprefilled = self._crossed(running, mode)
+            self._prefilled += reprefilled
+            for entry in running:
+                if mode == "recompute":
                     entry.preempted += 1  # vLLM counts it as a preemption
-                    if entry.unsent:
-                        self._emit(entry)  # those before had the old KV behind them
-                    entry.reprefilled = True
-                    reprefilled += entry.tokens
-                self._prefilled += reprefilled
-            if mode != "recompute":
-                for entry in [entry for entry in running if entry.ticket]:
+                elif entry.ticket:
                     # If it is preempted later, it must not find its own blocks of the older weights, which are cached
                     # under the salt that it came with.
                     entry.own.skip_reading_prefix_cache = True
-            probed = self._probe_every_updates > 0 and self._core.updates % self._probe_every_updates == 0
-            if probed:
-                self._probe_modules()
+            probed = self._probe_due(self._core.updates)
+            if probed and (differing := self._core.differing_module()):
+                self._break(differing)
         if probed:
             self._probe_sequence()
         self._note_idleness()
@@ -199,34 +161,16 @@ class VllmEngine(VllmRequests):
             self._note_preemptions(entry)
             if entry.unsent:
                 self._emit(entry)
-        self._withdraw(back)
-        for entry in back:
-            self._waiting.push(entry)
+        self._take_back(back)
         return kept
-
-    def _probe_modules(self) -> None:
-        found = self._core.differing_module()
-        if found is not None:
-            self._break(
-                f"module {found['module']}: its output differs by {found['difference']:.2g} of the largest value, "
-                f"allowed is {found['allowed']:.2g}"
-            )
 
     def _probe_sequence(self) -> None:
         """Compare log-probabilities of a random sequence, computed by vLLM's whole path, with the reference."""
         ids = probe_ids(self._core.updates, self._vocabulary, self.context_tokens)
         expected = self._core.reference_logprobs(ids)
         self._probe_logprobs, before = None, len(self._deltas)
-        self._core.add(
-            CoreRequest(
-                ticket=f"{PROBE}-{self._core.updates}",
-                prompt_ids=ids,
-                parameters=_probe_parameters(),
-                priority=_FIRST,
-                arrival=0,
-                salt=self._salt,
-            )
-        )
+        ticket = f"{PROBE}-{self._core.updates}"
+        self._core.add(ticket, ids, _probe_parameters(), salt=self._salt, priority=_FIRST, arrival=0)
         started = self._now()
         for _ in range(_PROBE_STEPS):
             self._absorb(self._core.step())
@@ -235,40 +179,17 @@ class VllmEngine(VllmRequests):
         self._busy_s += self._now() - started
         if self._probe_logprobs is None:
             self._break(f"the probe was not served within {_PROBE_STEPS} steps", before)
-        elif wrong := compare(self._probe_logprobs, expected, self._dtype, self._quantised):
+        quantised = "quantization" in self._settings.engine_arguments
+        if wrong := compare(self._probe_logprobs, expected, self._settings.dtype, quantised):
             other = "though no module of its own differs: attention, rotary embedding or configuration"
             self._break(f"{wrong}, {other}", before)
-
-    def _break(self, what: str, since: int | None = None) -> None:
-        """Stop sampling and void all requests in vLLM. ``since``: first delta that may be of other weights.
-
-        Raises WeightsMismatch."""
-        self._broken = True
-        error = f"vLLM does not compute with the published weights of version {self.version}: {what}"
-        self._void_given(error, since)
-        raise WeightsMismatch(error)
 
     # --- statistics -----------------------------------------------------------------------------------------
 
     def statistics(self) -> EngineStatistics:
-        """Return the counters since the start, and the present state; KV in whole blocks."""
+        """See `Engine.statistics`; KV in whole blocks."""
         running = sum(ticket in self._given for ticket in self._core.running)
-        return EngineStatistics(
-            version=self.version,
-            running=running,
-            waiting=len(self._open) - running,
-            slots=self.slots,
-            kv_used_tokens=self._core.kv_used_tokens,
-            kv_capacity_tokens=self._core.kv_capacity_tokens,
-            generated_tokens=self._generated,
-            prefilled_tokens=self._prefilled,
-            finished=self._finished,
-            preemptions=self._preemptions,
-            busy_s=self._busy_s,
-            idle_s=self.idle_s,
-            paused_s=self._paused_s,
-            decode_steps=self._steps,
-        )
+        return self._statistics(running, self._core.kv_used_tokens, self._core.kv_capacity_tokens)
 
 
 def _parameters(entry: EngineRequest, max_tokens: int, own_sampling: bool) -> Any:

@@ -8,6 +8,7 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
+import httptools
 import msgspec
 
 from headway.records.errors import HeadwayError
@@ -70,14 +71,10 @@ class VllmServer:
 
     def stream(self, path: str, body: Any) -> EventStream:
         """POST ``body`` as JSON and return the response as a stream of events."""
-        payload = msgspec.json.encode(body)
-        headers = self._headers | {"Host": f"{self.host}:{self.port}", "Content-Length": str(len(payload))}
-        head = f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        connection = socket.create_connection((self.host, self.port), timeout=_CONNECT_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(head.encode("latin-1") + b"\r\n" + payload)
-        connection.setblocking(False)
-        return EventStream(connection)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=_CONNECT_S)
+        connection.request("POST", path, msgspec.json.encode(body), self._headers)
+        connection.sock.setblocking(False)
+        return EventStream(connection.sock)
 
 
 class EventStream:
@@ -85,11 +82,16 @@ class EventStream:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._parser = httptools.HttpResponseParser(self)  # calls `on_headers_complete` and `on_body`
         self._status = 0
-        self._chunked = False
-        self._raw = bytearray()  # bytes received
-        self._body = bytearray()  # without HTTP's framing
+        self._body = bytearray()
         self.over = False
+
+    def on_headers_complete(self) -> None:
+        self._status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        self._body += body
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -105,11 +107,12 @@ class EventStream:
         try:
             while not closed:
                 data = self._socket.recv(_READ_BYTES)
-                self._raw += data
+                self._parser.feed_data(data)
                 closed = not data
         except BlockingIOError:
             pass
-        self._unframe()
+        except httptools.HttpParserError as error:
+            raise ConnectionError(f"the server's answer is no HTTP: {error}") from error
         if self._status not in (0, 200):
             if not closed:
                 return []
@@ -120,29 +123,6 @@ class EventStream:
         if closed and not self.over:
             raise ConnectionError("the server closed a stream before its end")
         return events
-
-    def _unframe(self) -> None:
-        """Move complete chunks from ``_raw`` to ``_body``, without HTTP's framing."""
-        if not self._status:
-            end = self._raw.find(b"\r\n\r\n")
-            if end < 0:
-                return
-            head = self._raw[:end].decode("latin-1").lower()
-            del self._raw[: end + 4]
-            self._status = int(head.split(None, 2)[1])
-            self._chunked = "\r\ntransfer-encoding: chunked" in head
-        if not self._chunked:
-            self._body += self._raw
-            self._raw.clear()
-            return
-        start = 0
-        while (line := self._raw.find(b"\r\n", start)) >= 0:
-            size = int(self._raw[start:line].split(b";")[0], 16)
-            if len(self._raw) < line + 2 + size + 2:
-                break
-            self._body += self._raw[line + 2 : line + 2 + size]
-            start = line + 2 + size + 2
-        del self._raw[:start]
 
     def _events(self) -> list[bytes]:
         *whole, rest = bytes(self._body).split(b"\n\n")

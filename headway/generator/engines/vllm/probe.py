@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -24,12 +23,18 @@ ROUNDING = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 QUANTISED = 0.15
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
+class Difference(NamedTuple):
     """A module whose output differs from that of the published weights."""
 
     module: str
     difference: float  # largest, as a share of the largest expected value
     allowed: float
+
+    def __str__(self) -> str:
+        return (
+            f"module {self.module}: its output differs by {self.difference:.2g} of the largest value, allowed is "
+            f"{self.allowed:.2g}"
+        )
 
 
 class _Check(NamedTuple):
@@ -57,7 +62,7 @@ def differing_module(
             scale = max(float(expected.abs().max()), 1e-30)
             difference = float((got.float() - expected.float()).abs().max()) / scale
             if not difference <= allowed:  # a NaN differs
-                return Difference(module=name, difference=difference, allowed=allowed)
+                return Difference(name, difference, allowed)
     return None
 
 

@@ -32,7 +32,7 @@ class PublishedModel:
     """
 
     def __init__(self, shape: DecoderConfig) -> None:
-        self._shape = shape
+        self.shape = shape
         self._decoder: Decoder | None = None  # None before the first version
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
@@ -40,7 +40,7 @@ class PublishedModel:
         dtypes = {tensor.dtype for tensor in tensors.values()}
         decoder = self._decoder
         if decoder is None or dtypes != {decoder.dtype}:
-            decoder = build(self._shape, next(iter(dtypes)))  # its memory is never touched
+            decoder = build(self.shape, next(iter(dtypes)))  # its memory is never touched
         parameters = dict(decoder.named_parameters())
         expected = {name: parameter.shape for name, parameter in parameters.items()}
         given = {name: tensor.shape for name, tensor in tensors.items()}

@@ -6,24 +6,27 @@ vLLM's own scheduler decides. Sampled tokens become token deltas, split where th
 
 from __future__ import annotations
 
+import heapq
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from headway.config.engines import VLLM_TEMPERATURES
-from headway.generator.engines.open_requests import OpenRequests
+from headway.generator.engines.engine import Engine
 from headway.generator.engines.requests import EngineRequest
-from headway.records.generation import FinishReason, GenerationRequest, TokenDelta
+from headway.generator.engines.settings import EngineSettings
+from headway.records.errors import WeightsMismatch
+from headway.records.generation import FinishReason, GenerationRequest, TokenDelta, UpdateMode
 from headway.tokens.tokenizer import Tokenizer
 
 
 class VllmRequest(EngineRequest):
     """A request: *waiting* (here) -> *given* to vLLM under a ticket -> finished; an update returns a request without
-    tokens, or without KV, to waiting. Invariant: ``ticket`` is set exactly while vLLM has the request."""
+    tokens, or without KV, to waiting. Invariant: ``ticket`` is set exactly while vLLM has the request.
 
-    __slots__ = ("logprobs", "own", "preempted", "sampled", "ticket", "unsent", "version")
-    # ``response`` has the tokens from before vLLM got the request, ``sampled`` those since.
+    ``response`` has the tokens from before vLLM got the request, ``sampled`` those since.
+    """
 
     def __init__(self, request: GenerationRequest, arrival: int) -> None:
         super().__init__(request, arrival)
@@ -40,27 +43,36 @@ class VllmRequest(EngineRequest):
         return super().tokens + len(self.sampled)
 
 
-class VllmRequests(OpenRequests[VllmRequest]):
+class VllmRequests(Engine[VllmRequest]):
     """Base of the vLLM engines: requests and their tokens. Subclasses submit requests to vLLM and step it."""
 
     def __init__(
         self,
+        settings: EngineSettings,
         *,
-        slots: int,
+        name: str,
         context_tokens: int,
         vocabulary: int,
         tokenizer: Tokenizer | None,
         truncates: bool,
         now: Callable[[], float],
     ) -> None:
-        """``truncates``: vLLM returns log-probabilities over the full vocabulary under top-p and top-k, too."""
+        """``name``: of vLLM, in errors. ``context_tokens``: vLLM's own limit. ``truncates``: vLLM returns
+        log-probabilities over the full vocabulary under top-p and top-k, too."""
         super().__init__(
-            slots=slots, context_tokens=context_tokens, vocabulary=vocabulary, tokenizer=tokenizer, now=now
+            slots=settings.slots,
+            context_tokens=min(settings.max_context_tokens, context_tokens),
+            vocabulary=vocabulary,
+            tokenizer=tokenizer,
+            version=settings.version,
+            now=now,
         )
+        self._name = name
         self._truncates = truncates
+        self._probe_every_updates = settings.probe_every_updates
         self._given: dict[str, VllmRequest] = {}  # by ticket
         self._tickets = 0
-        self._generated = 0
+        self._broken = False  # vLLM computes with unknown weights
 
     # --- requests to vLLM -------------------------------------------------------------------------------------
 
@@ -72,21 +84,51 @@ class VllmRequests(OpenRequests[VllmRequest]):
     def _withdraw(self, entries: Sequence[VllmRequest]) -> None:
         """Abort requests in vLLM; they keep the tokens sampled so far. Some may finish meanwhile."""
 
+    @abstractmethod
+    def _pump(self) -> None:
+        """Add the tokens that vLLM has sampled to their requests."""
+
+    def step(self) -> bool:
+        """See `Engine.step`."""
+        if self._broken:
+            return False
+        while len(self._given) < self.slots and self._waiting:
+            self._give(heapq.heappop(self._waiting))
+        if not self._given:
+            return False
+        started = self._now()
+        self._pump()
+        self._busy_s += self._now() - started
+        self._note_idleness()
+        return True
+
     # --- requests -------------------------------------------------------------------------------------------
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """See `TorchEngine.abort`."""
+        """See `Engine.abort`."""
         for request_id in request_ids:
             entry = self._open.get(request_id)
             if entry is None:
                 continue
             if entry.ticket:
-                self._withdraw([entry])
+                self._end_given([entry])
             else:
-                self._waiting.remove(entry)
-            if request_id in self._open:
-                self._end(entry, "abort")
+                self._end_waiting(entry)
         self._note_idleness()
+
+    def _end_given(self, entries: Sequence[VllmRequest]) -> None:
+        """End requests that vLLM has with reason "abort", unless they finish meanwhile."""
+        self._withdraw(entries)
+        for entry in entries:
+            if entry.request_id in self._open:
+                self._end(entry, "abort")
+
+    def _take_back(self, entries: Sequence[VllmRequest]) -> None:
+        """Return requests from vLLM to waiting, unless they finish meanwhile."""
+        self._withdraw(entries)
+        for entry in entries:
+            if entry.request_id in self._open:
+                heapq.heappush(self._waiting, entry)
 
     def _entry(self, request: GenerationRequest, arrival: int) -> VllmRequest:
         return VllmRequest(request, arrival)
@@ -112,13 +154,6 @@ class VllmRequests(OpenRequests[VllmRequest]):
     def _drop(self, entry: VllmRequest) -> None:
         """Abort a request in vLLM whose further tokens aren't needed."""
         self._withdraw([entry])
-
-    def _give_waiting(self) -> None:
-        """Submit waiting requests to vLLM while there are free slots."""
-        while len(self._given) < self.slots and (head := self._waiting.peek()) is not None:
-            self._waiting.pop()
-            assert isinstance(head, VllmRequest)
-            self._give(head)
 
     def _may_sample(self, entry: VllmRequest) -> int:
         """Count of tokens that a request may still sample."""
@@ -171,6 +206,35 @@ class VllmRequests(OpenRequests[VllmRequest]):
         else:
             self._forget_ticket(entry)
         self._end(entry, over, error)
+
+    def _recomputed(self, entry: VllmRequest) -> None:
+        """Note that a request's KV is computed anew: its unsent tokens still had the old KV."""
+        if entry.unsent:
+            self._emit(entry)
+        entry.reprefilled = True
+
+    def _crossed(self, running: Sequence[VllmRequest], mode: UpdateMode) -> int:
+        """End the requests that cross an update, or note that their KV is computed anew, by the update mode. Returns
+        the count of tokens computed anew."""
+        if mode == "abort":
+            self._end_given([entry for entry in running if entry.interruptible])
+        if mode != "recompute":
+            return 0
+        for entry in running:
+            self._recomputed(entry)
+        return sum(entry.tokens for entry in running)
+
+    def _probe_due(self, updates: int) -> bool:
+        return self._probe_every_updates > 0 and updates % self._probe_every_updates == 0
+
+    def _break(self, what: str, since: int | None = None) -> NoReturn:
+        """Stop sampling and void all requests in vLLM. ``since``: first delta that may be of other weights.
+
+        Raises WeightsMismatch."""
+        self._broken = True
+        error = f"{self._name} does not compute with the published weights of version {self.version}: {what}"
+        self._void_given(error, since)
+        raise WeightsMismatch(error)
 
     def _end_void(self, entry: VllmRequest, error: str) -> None:
         """End a request and void all its tokens, those in earlier deltas included."""

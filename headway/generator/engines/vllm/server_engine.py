@@ -24,19 +24,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headway.generator.engines.sampling import counter_bits
+from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.http import EventStream, ServerError, VllmServer, require_engine
 from headway.generator.engines.vllm.reference import PublishedModel, compare, probe_ids
 from headway.generator.engines.vllm.requests import VllmRequest, VllmRequests
 from headway.generator.engines.vllm.responses import Chunk, CompletionChunk, CompletionSpan, Logprob, content, of_token
 from headway.generator.engines.vllm.server_info import Served
-from headway.records.errors import WeightsMismatch
-from headway.records.generation import (
-    AppliedWeights,
-    EngineStatistics,
-    FinishReason,
-    PublishedWeights,
-    UpdateMode,
-)
+from headway.records.generation import AppliedWeights, EngineStatistics, FinishReason, PublishedWeights, UpdateMode
 from headway.tokens.tokenizer import Tokenizer
 from headway.weights.leftovers import SHARED_MEMORY, exchange_folder, reap_folders
 from headway.weights.shared_memory import Subscriber
@@ -77,48 +71,39 @@ class VllmServerEngine(VllmRequests):
         server: VllmServer,
         served: Served,
         model: PublishedModel,
-        *,
-        slots: int,
-        max_context_tokens: int,
-        vocabulary: int,
-        tied: bool,
+        settings: EngineSettings,
         tokenizer: Tokenizer | None = None,
-        version: int = 0,
-        probe_every_updates: int = 1,
-        exchange_directory: str | Path | None = None,
+        *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``model``: the weights to load into the server now. ``tied``: the head is the embedding.
+        """``model``: the weights to load into the server now.
 
         Raises WeightsMismatch if the server computes with other weights after loading, OSError when it is gone.
         """
         super().__init__(
-            slots=slots,
-            context_tokens=min(max_context_tokens, served.context_tokens),
-            vocabulary=vocabulary,
+            settings,
+            name=server.address,
+            context_tokens=served.context_tokens,
+            vocabulary=model.shape.vocabulary_size,
             tokenizer=tokenizer,
             truncates=False,
             now=now,
         )
-        self.version = version
         self._server = server
         self._served = served
         self._model = model
-        self._tied = tied
-        self._probe_every_updates = probe_every_updates
-        self._exchange = Path(exchange_directory or SHARED_MEMORY)
+        self._tied = model.shape.tied  # the head is the embedding
+        self._exchange = Path(settings.exchange_directory or SHARED_MEMORY)
         self._subscriber = Subscriber()
         self._selector = selectors.DefaultSelector()
         self._withdrawing: set[str] = set()  # tickets
         self._life = uuid.uuid4().hex[:12]  # tells this process's requests from a predecessor's
         self._updates = 0
-        self._broken = False  # the server computes with unknown weights
         self._gone = ""  # why the server isn't the one connected to any more
-        self._busy_s = 0.0
         self._reprefilled = 0
         reap_folders(self._exchange)  # left by a predecessor that was killed in an update
         with self._written() as folder:
-            self._load(folder, version, clear=True)
+            self._load(folder, settings.version, clear=True)
         self._probe()
         self._before = served.counters(server)
 
@@ -168,7 +153,7 @@ class VllmServerEngine(VllmRequests):
                 with suppress(ServerError):  # the abort is repeated; at the end the connection is closed
                     self._server.post("/inference/v1/abort_requests", {"request_ids": ids})
                 again = self._now() + _ABORT_AGAIN_S
-            self._pump(_WAIT_S)
+            self._pump()
         for entry in entries:
             if entry.ticket:
                 self._forget_ticket(entry)
@@ -189,22 +174,13 @@ class VllmServerEngine(VllmRequests):
         """Take the tokens that have arrived, waiting briefly for some. Returns False when there is nothing to do.
 
         Raises OSError when the server is gone, or was replaced: in that case once the voiding deltas were taken."""
-        if self._broken:
-            return False
-        if self._gone:
+        if self._gone and not self._broken:
             if self._deltas:
                 return False
             raise ConnectionError(self._gone)
-        self._give_waiting()
-        if not self._given:
-            return False
-        started = self._now()
-        self._pump(_WAIT_S)
-        self._busy_s += self._now() - started
-        self._note_idleness()
-        return not self._gone
+        return super().step() and not self._gone
 
-    def _pump(self, wait_s: float) -> None:
+    def _pump(self, wait_s: float = _WAIT_S) -> None:
         """Read all streams with data, waiting up to ``wait_s`` for the first."""
         for key, _ in self._selector.select(wait_s):
             entry: VllmRequest = key.data
@@ -279,7 +255,7 @@ class VllmServerEngine(VllmRequests):
         before_s = self._paused_s
         with _or_die(ServerError), self._written() as folder:
             running, reprefilled = self._update(folder, published.version, mode)
-            if self._probe_every_updates and self._updates % self._probe_every_updates == 0:
+            if self._probe_due(self._updates):
                 self._probe()
         self._note_idleness()
         return AppliedWeights(
@@ -292,34 +268,16 @@ class VllmServerEngine(VllmRequests):
 
     def _update(self, folder: Path, version: int, mode: UpdateMode) -> tuple[int, int]:
         """Update a paused server. Returns (requests that cross the update, tokens computed anew)."""
-        reprefilled = 0
         with self.paused():
             self._server.post(f"/pause?mode=keep&clear_cache={str(mode == 'recompute').lower()}")
             self._pump(0.0)
             # Requests without a token begin under the new weights and must not find KV of the old ones.
             self._take_back([entry for entry in self._given.values() if not entry.sampled])
             running = list(self._given.values())
-            if mode == "abort":
-                parked = [entry for entry in running if entry.interruptible]
-                self._withdraw(parked)
-                for entry in parked:
-                    if entry.request_id in self._open:
-                        self._end(entry, "abort")
-            elif mode == "recompute":
-                for entry in running:
-                    if entry.unsent:
-                        self._emit(entry)  # those before had the old KV behind them
-                    entry.reprefilled = True
-                    reprefilled += entry.tokens
+            reprefilled = self._crossed(running, mode)
             self._load(folder, version)
         self._reprefilled += reprefilled
         return len(running), reprefilled
-
-    def _take_back(self, entries: Sequence[VllmRequest]) -> None:
-        self._withdraw(entries)
-        for entry in entries:
-            if entry.request_id in self._open:
-                self._waiting.push(entry)
 
     def _load(self, folder: Path, version: int, *, clear: bool = False) -> None:
         """Have a paused server load ``folder`` and resume; ``clear``: pause it first, aborting its requests."""
@@ -393,37 +351,17 @@ class VllmServerEngine(VllmRequests):
             f"{expected:.4g}: start it with --logprobs-mode processed_logprobs"
         )
 
-    def _break(self, what: str) -> None:
-        self._broken = True
-        error = f"{self._server.address} does not compute with the published weights of version {self.version}: {what}"
-        self._void_given(error)
-        raise WeightsMismatch(error)
-
     # --- statistics -----------------------------------------------------------------------------------------
 
     def statistics(self) -> EngineStatistics:
-        """Return the counters since the start, and the present state; KV, preemptions, prefills and steps are the
-        server's."""
+        """See `Engine.statistics`; KV, preemptions, prefills and steps are the server's."""
         with _or_die():
             seen = self._served.counters(self._server)
-        before = self._before
-        running = min(len(self._given), seen.running)
-        return EngineStatistics(
-            version=self.version,
-            running=running,
-            waiting=len(self._open) - running,
-            slots=self.slots,
-            kv_used_tokens=round(seen.kv_usage * self._served.kv_capacity_tokens),
-            kv_capacity_tokens=self._served.kv_capacity_tokens,
-            generated_tokens=self._generated,
-            prefilled_tokens=self._reprefilled + seen.prefilled - before.prefilled,
-            finished=self._finished,
-            preemptions=seen.preemptions - before.preemptions,
-            busy_s=self._busy_s,
-            idle_s=self.idle_s,
-            paused_s=self._paused_s,
-            decode_steps=seen.steps - before.steps,
-        )
+        before, capacity = self._before, self._served.kv_capacity_tokens
+        self._prefilled = self._reprefilled + seen.prefilled - before.prefilled
+        self._preemptions = seen.preemptions - before.preemptions
+        self._steps = seen.steps - before.steps
+        return self._statistics(min(len(self._given), seen.running), round(seen.kv_usage * capacity), capacity)
 
 
 @contextmanager

@@ -90,26 +90,24 @@ def connect(server: VllmServer, *, slots: int, context_tokens: int, again: bool 
             raise
         raise _refusal(server, f"nobody answers ({error}); start it with {COMMAND}") from error
     model, scheduler, cache = config["model_config"], config["scheduler_config"], config["cache_config"]
-    _require_scheduler(server, scheduler, slots)
-    on_cpu = str(config["device_config"]["device"]).startswith("cpu") or config["device_config"]["device_type"] == "cpu"
-    if on_cpu and scheduler["enable_chunked_prefill"]:
-        raise _refusal(
-            server,
-            "it computes on a CPU, where vLLM's sampler fails at a request with a seed whose prompt takes several "
-            "steps: start it with --no-enable-chunked-prefill",
-        )
-    if config["parallel_config"]["data_parallel_size"] > 1:
-        raise _refusal(
-            server,
-            f"it runs {config['parallel_config']['data_parallel_size']} engines, of which a probe would see one: start "
-            "a server for each, without --data-parallel-size, and name them all in generator.devices",
-        )
-    if model["max_model_len"] < context_tokens:
-        raise _refusal(
-            server,
-            f"its --max-model-len {model['max_model_len']} is less than {context_tokens}, the tokens of "
-            "rollout.max_prompt_tokens and rollout.max_response_tokens",
-        )
+    device, engines = config["device_config"], config["parallel_config"]["data_parallel_size"]
+    on_cpu = str(device["device"]).startswith("cpu") or device["device_type"] == "cpu"
+    problems = {
+        f"its --scheduling-policy is {scheduler['policy']!r}: start it with --scheduling-policy priority": (
+            scheduler["policy"] != "priority"
+        ),
+        f"its --max-num-seqs {scheduler['max_num_seqs']} leaves no room for a probe beside generator.slots = {slots}; "
+        f"valid: {slots + 1} or more": scheduler["max_num_seqs"] <= slots,
+        "it computes on a CPU, where vLLM's sampler fails at a request with a seed whose prompt takes several steps: "
+        "start it with --no-enable-chunked-prefill": on_cpu and scheduler["enable_chunked_prefill"],
+        f"it runs {engines} engines, of which a probe would see one: start a server for each, without "
+        "--data-parallel-size, and name them all in generator.devices": engines > 1,
+        f"its --max-model-len {model['max_model_len']} is less than {context_tokens}, the tokens of "
+        "rollout.max_prompt_tokens and rollout.max_response_tokens": model["max_model_len"] < context_tokens,
+    }
+    for what, holds in problems.items():
+        if holds:
+            raise _refusal(server, what)
     return Served(
         context_tokens=model["max_model_len"],
         kv_capacity_tokens=(cache["num_gpu_blocks"] - 1) * cache["block_size"],
@@ -151,19 +149,6 @@ def _configuration(server: VllmServer) -> Any:
         raise _refusal(
             server, f"its weights can't be updated ({error}): start it with VLLM_SERVER_DEV_MODE=1 in its environment"
         ) from error
-
-
-def _require_scheduler(server: VllmServer, scheduler: Any, slots: int) -> None:
-    if scheduler["policy"] != "priority":
-        raise _refusal(
-            server, f"its --scheduling-policy is {scheduler['policy']!r}: start it with --scheduling-policy priority"
-        )
-    if scheduler["max_num_seqs"] <= slots:
-        raise _refusal(
-            server,
-            f"its --max-num-seqs {scheduler['max_num_seqs']} leaves no room for a probe beside generator.slots = "
-            f"{slots}; valid: {slots + 1} or more",
-        )
 
 
 def _refusal(server: VllmServer, what: str) -> ConfigurationError:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -198,28 +197,26 @@ class WorkerExtension:
         return {"runner": "V2" if second else "V1", "cpu": on_cpu}
 
     def headway_update(self, published: dict[str, Any]) -> dict[str, Any]:
-        """Apply a published version while no step is in flight. Returns times in seconds, or ``corrupt`` if refused."""
-        started = time.monotonic()
+        """Apply a published version while no step is in flight. Returns the seconds to fetch it, or ``corrupt``."""
         try:
             self.start_weight_update()
             self.update_weights(published)
             self.finish_weight_update()
         except WeightsCorrupt as error:
             return {"corrupt": str(error)}
-        fetch_s = self.weight_transfer_engine.fetch_s
-        return {"fetch_s": fetch_s, "load_s": time.monotonic() - started - fetch_s}
+        return {"fetch_s": self.weight_transfer_engine.fetch_s}
 
-    def headway_probe(self, update: int) -> dict[str, Any] | None:
-        """Find the first module that differs from the published weights; ``update`` seeds the inputs."""
+    def headway_probe(self, update: int) -> str:
+        """Describe the first module that differs from the published weights, or "". ``update`` seeds the inputs."""
         parallel = self.vllm_config.parallel_config
         if parallel.world_size > 1:
-            return None  # each rank has a part of every matrix: the probe of the whole model covers them
+            return ""  # each rank has a part of every matrix: the probe of the whole model covers them
         quantised = self.vllm_config.model_config.quantization is not None
         model = self.model_runner.get_model()
         with torch.inference_mode():
             published = dict(self.weight_transfer_engine.published.tensors())
             found = differing_module(model, published, update, quantised)
-        return None if found is None else msgspec.structs.asdict(found)
+        return "" if found is None else str(found)
 
     def headway_reference(self, ids: list[int]) -> list[float]:
         """See `PublishedModel.logprobs`."""

@@ -1,21 +1,30 @@
-"""Open requests of an engine, whatever samples for them: accepting, refusing, ending; idle and paused time."""
+"""Base of the engines, whatever samples for them: accepting, refusing and ending requests; idle and paused time."""
 
 from __future__ import annotations
 
+import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from headway.generator.engines.requests import EngineRequest, WaitingQueue, refusal
-from headway.records.generation import FinishReason, GenerationRequest, TokenDelta
+from headway.generator.engines.requests import EngineRequest, refusal
+from headway.records.generation import (
+    AppliedWeights,
+    EngineStatistics,
+    FinishReason,
+    GenerationRequest,
+    PublishedWeights,
+    TokenDelta,
+    UpdateMode,
+)
 from headway.tokens.tokenizer import Tokenizer
 
 Entry = TypeVar("Entry", bound=EngineRequest)
 
 
-class OpenRequests(ABC, Generic[Entry]):
-    """Base of the engines: request bookkeeping before and after sampling.
+class Engine(ABC, Generic[Entry]):
+    """An engine as its replica's process calls it, and the request bookkeeping before and after sampling.
 
     Invariant: a request is in ``_open`` from ``submit`` to its one delta with a ``finish_reason``.
     """
@@ -27,21 +36,40 @@ class OpenRequests(ABC, Generic[Entry]):
         context_tokens: int,
         vocabulary: int,
         tokenizer: Tokenizer | None,
+        version: int,
         now: Callable[[], float],
     ) -> None:
         """``now``: monotonic seconds, for the statistics."""
         self.slots = slots
         self.context_tokens = context_tokens
+        self.version = version
         self._vocabulary = vocabulary
         self._tokenizer = tokenizer
         self._now = now
-        self._waiting = WaitingQueue()
+        self._waiting: list[Entry] = []  # a heap of the requests without a slot
         self._open: dict[str, Entry] = {}
         self._deltas: list[TokenDelta] = []
         self._arrivals = 0
-        self._finished = 0
+        self._generated = self._prefilled = self._finished = self._preemptions = self._steps = 0
         self._idle_since: float | None = now()
-        self._idle_s = self._paused_s = 0.0
+        self._idle_s = self._paused_s = self._busy_s = 0.0
+
+    @abstractmethod
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests with reason "abort"; their last delta has the unsent tokens. Unknown ids: no-op."""
+
+    @abstractmethod
+    def step(self) -> bool:
+        """Sample one token for every running request. Returns False when there is nothing to do."""
+
+    @abstractmethod
+    def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
+        """Fetch, verify and apply a version between two steps (DESIGN rule 4). Raises WeightsCorrupt, with nothing
+        changed, or WeightsMismatch, after which the engine samples no more."""
+
+    @abstractmethod
+    def statistics(self) -> EngineStatistics:
+        """Return the counters since the start, and the present state."""
 
     @abstractmethod
     def _entry(self, request: GenerationRequest, arrival: int) -> Entry:
@@ -99,24 +127,28 @@ class OpenRequests(ABC, Generic[Entry]):
         error = refusal(request, self.context_tokens, self._vocabulary, self._tokenizer) or self._unserved(entry)
         if error:
             self._end(entry, "error", error, refused=True)
-            return
-        ended = entry.already_ended(self._tokenizer, self.context_tokens)
-        if ended is None:
-            self._waiting.push(entry)
-        else:
+        elif (ended := entry.already_ended(self._tokenizer, self.context_tokens)) is not None:
             self._end(entry, ended)
+        else:
+            heapq.heappush(self._waiting, entry)
 
     def _end(self, entry: Entry, reason: FinishReason, error: str = "", *, refused: bool = False) -> None:
         """End a request with its last delta. ``refused``: the request itself is at fault."""
         self._emit(entry, reason, error, refused)
         self._ended(entry)
 
+    def _end_waiting(self, entry: Entry) -> None:
+        """End a waiting request with reason "abort", in linear time."""
+        self._waiting.remove(entry)
+        heapq.heapify(self._waiting)
+        self._end(entry, "abort")
+
     def _ended(self, entry: Entry) -> None:
         """Close a request whose last delta has been made."""
         del self._open[entry.request_id]
         self._finished += 1
 
-    # --- time -----------------------------------------------------------------------------------------------
+    # --- time and statistics --------------------------------------------------------------------------------
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -142,3 +174,21 @@ class OpenRequests(ABC, Generic[Entry]):
         elif self._open and self._idle_since is not None:
             self._idle_s += self._now() - self._idle_since
             self._idle_since = None
+
+    def _statistics(self, running: int, kv_used_tokens: int, kv_capacity_tokens: int) -> EngineStatistics:
+        return EngineStatistics(
+            version=self.version,
+            running=running,
+            waiting=len(self._open) - running,
+            slots=self.slots,
+            kv_used_tokens=kv_used_tokens,
+            kv_capacity_tokens=kv_capacity_tokens,
+            generated_tokens=self._generated,
+            prefilled_tokens=self._prefilled,
+            finished=self._finished,
+            preemptions=self._preemptions,
+            busy_s=self._busy_s,
+            idle_s=self.idle_s,
+            paused_s=self._paused_s,
+            decode_steps=self._steps,
+        )

@@ -1,0 +1,27 @@
+"""Settings of a replica's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Settings of one replica's engine, out of `[generator]` and related sections."""
+
+    model_path: str
+    dtype: str
+    slots: int
+    max_context_tokens: int
+    kv_capacity_tokens: int | None = None
+    version: int = 0
+    deterministic: bool = False
+    native_kernels: bool = True
+    prefill_tokens_per_step: int = 8192
+    engine: str = "torch"
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    probe_every_updates: int = 1
+    exchange_directory: str | None = None
+    restarted: bool = False  # of a replica that died: a server that is away is waited for
