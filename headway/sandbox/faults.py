@@ -55,7 +55,6 @@ class FaultyBackend:
         self,
         spec: SandboxSpec,
         *,
-        idempotency_key: str | None = None,
         labels: Mapping[str, str] | None = None,
         ttl_s: float | None = None,
         snapshot: Snapshot | None = None,
@@ -67,27 +66,17 @@ class FaultyBackend:
             await self._clock.sleep(self._slow_s)
         while kind == "unanswered":
             await self._clock.sleep(3600.0)
-        made = await self._backend.create(
-            spec, idempotency_key=idempotency_key, labels=labels, ttl_s=ttl_s, snapshot=snapshot
-        )
+        made = await self._backend.create(spec, labels=labels, ttl_s=ttl_s, snapshot=snapshot)
         return FaultySandbox(made, self, self._clock)
-
-    async def attach(self, sandbox_id: str) -> Sandbox:
-        return FaultySandbox(await self._backend.attach(sandbox_id), self, self._clock)
 
     async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
         return await self._backend.list(labels)
 
-    async def terminate(self, sandbox_id: str) -> None:
-        await self._backend.terminate(sandbox_id)
-
     async def capabilities(self) -> Capabilities:
         return await self._backend.capabilities()
 
-    async def preflight(
-        self, specs: Sequence[SandboxSpec], *, live: int = 1, allow_unbounded: bool = False
-    ) -> list[str]:
-        return await self._backend.preflight(specs, live=live, allow_unbounded=allow_unbounded)
+    async def preflight(self, spec: SandboxSpec, *, live: int = 1) -> list[str]:
+        return await self._backend.preflight(spec, live=live)
 
     async def reap(self) -> list[Reaped]:
         return await self._backend.reap() if isinstance(self._backend, Reaping) else []

@@ -132,7 +132,7 @@ def play(
 
 
 async def end_sandboxes(backend: LocalBackend) -> None:
-    await asyncio.gather(*(backend.terminate(one.id) for one in await backend.list()))
+    await asyncio.gather(*(box.terminate() for box in list(backend._sandboxes.values())))
 
 
 async def run_out_of_memory(backend: LocalBackend) -> None:

@@ -238,18 +238,16 @@ class DockerBackend(LocalBackend):
             missing=tuple(missing),
         )
 
-    async def preflight(
-        self, specs: Sequence[SandboxSpec], *, live: int = 1, allow_unbounded: bool = False
-    ) -> list[str]:
+    async def preflight(self, spec: SandboxSpec, *, live: int = 1) -> list[str]:
         """See :meth:`Backend.preflight`."""
         try:
             await self.start()
         except (SandboxError, ConfigurationError) as error:
             return [str(error)]
-        return await super().preflight(specs, live=live, allow_unbounded=allow_unbounded)
+        return await super().preflight(spec, live=live)
 
-    def _written(self, specs: Sequence[SandboxSpec], live: int) -> list[tuple[Path, int]]:
-        return super()._written(specs, live)[1:]  # records are the daemon's
+    def _written(self, spec: SandboxSpec, live: int) -> list[tuple[Path, int]]:
+        return super()._written(spec, live)[1:]  # records are the daemon's
 
     async def reap(self) -> list[Reaped]:
         """See :meth:`Reaping.reap`."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 CLEANING_S = 4.0  # for all that is left of a dead owner's sandboxes
 RETRY_MS = 20  # until groups can be removed
-SPARE, LIVE = "", "live"
+SPARE = ""  # in place of a sandbox: none yet
 
 
 class Zygote:

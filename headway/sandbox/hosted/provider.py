@@ -85,7 +85,9 @@ class Provider(Protocol):
 
     async def create(
         self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, key: str, snapshot: str | None
-    ) -> str: ...
+    ) -> str:
+        """Make a sandbox and return its id. ``key``: of this attempt alone, for providers that tell retries by it."""
+        ...
 
     async def list(self, labels: Mapping[str, str]) -> list[SandboxInfo]: ...
 

@@ -197,9 +197,6 @@ class HostedSandbox:
         what = f"sandbox {self.id}: its time to live of {self._ttl_s:g} s is over; give more, or renew it"
         return environment_failure(what)
 
-    async def health(self) -> None:
-        await self._ask({"do": "list", "path": FOLDER, "max_entries": 10_000})
-
     async def terminate(self) -> None:
         """See :meth:`Sandbox.terminate`. Raises SandboxError when the provider's call fails."""
         if self._why is None:

@@ -202,14 +202,6 @@ def remove(parents: Parents, slot: str) -> bool:
     return gone
 
 
-def memory_bytes(parents: Parents, slot: str) -> int:
-    """Bytes of memory that a sandbox uses now, kernel memory included."""
-    for controller, name in (("memory", "memory.usage_in_bytes"), (V2, "memory.current")):
-        if controller in parents:
-            return int(Path(parents[controller], slot, name).read_text())
-    return 0
-
-
 def clear(owner_group: Path, *, patience_s: float = 5.0) -> bool:
     """Kill all processes below an owner's group, and remove it. False: that took longer than ``patience_s``."""
     deadline = time.monotonic() + patience_s

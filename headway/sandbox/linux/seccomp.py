@@ -123,29 +123,6 @@ def _ranges(numbers: set[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def verdict(filter_program: bytes, machine: str, number: int, arguments: tuple[int, ...] = ()) -> int:
-    """The filter's return value for a call, by a small interpreter of filter programs, for tests and `preflight`."""
-    padded = (*arguments, 0, 0, 0, 0, 0, 0)[:6]
-    data = struct.pack("=IIQ6Q", number, ARCHITECTURES.get(machine, 0), 0, *padded)
-    steps = list(struct.iter_unpack("=HBBI", filter_program))
-    at, loaded = 0, 0
-    while True:
-        code, if_true, if_false, operand = steps[at]
-        at += 1
-        if code == RETURN:
-            return operand
-        if code == LOAD:
-            (loaded,) = struct.unpack_from("=I", data, operand)
-            continue
-        outcome = {
-            JUMP_EQUAL: loaded == operand,
-            JUMP_GREATER: loaded > operand,
-            JUMP_AT_LEAST: loaded >= operand,
-            JUMP_SET: bool(loaded & operand),
-        }[code]
-        at += if_true if outcome else if_false
-
-
 class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 

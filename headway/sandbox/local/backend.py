@@ -13,7 +13,7 @@ import resource
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -69,7 +69,6 @@ class LocalBackend:
         self._zygote: ZygoteProcess | None = None
         self._starting = asyncio.Lock()
         self._sandboxes: dict[str, LocalSandbox] = {}
-        self._by_key: dict[str, asyncio.Task[LocalSandbox]] = {}
         self._closed = False
 
     async def start(self) -> None:
@@ -87,21 +86,13 @@ class LocalBackend:
         self,
         spec: SandboxSpec,
         *,
-        idempotency_key: str | None = None,
         labels: Mapping[str, str] | None = None,
         ttl_s: float | None = None,
         snapshot: Snapshot | None = None,
     ) -> LocalSandbox:
         """See :meth:`Backend.create`."""
         self._check(spec)
-        if idempotency_key is None:
-            return await self._create(spec, dict(labels or {}), ttl_s or spec.ttl_s, snapshot)
-        making = self._by_key.get(idempotency_key)
-        if making is None or (making.done() and _of_no_use(making)):
-            making = asyncio.create_task(self._create(spec, dict(labels or {}), ttl_s or spec.ttl_s, snapshot))
-            self._by_key = {key: task for key, task in self._by_key.items() if not (task.done() and _of_no_use(task))}
-            self._by_key[idempotency_key] = making
-        return await asyncio.shield(making)  # a cancelled caller asks again with the same key
+        return await self._create(spec, dict(labels or {}), ttl_s or spec.ttl_s, snapshot)
 
     def _check(self, spec: SandboxSpec) -> None:
         spec.limits.check()
@@ -174,21 +165,9 @@ class LocalBackend:
         if sandbox is not None:
             sandbox.has_ended(code, oom_kills, why)
 
-    async def attach(self, sandbox_id: str) -> LocalSandbox:
-        sandbox = self._sandboxes.get(sandbox_id)
-        if sandbox is None or sandbox.ended:
-            raise SandboxError(
-                infrastructure_failure(f"sandbox {sandbox_id} is none of this process's live ones", retry=False)
-            )
-        return sandbox
-
     async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
         wanted = dict(labels or {}).items()
         return [box.info for box in self._sandboxes.values() if wanted <= box.info.labels.items()]
-
-    async def terminate(self, sandbox_id: str) -> None:
-        if sandbox_id in self._sandboxes:
-            await self._sandboxes[sandbox_id].terminate()
 
     async def capabilities(self) -> Capabilities:
         await self.start()
@@ -210,45 +189,26 @@ class LocalBackend:
             missing=self._zygote.missing,
         )
 
-    async def preflight(
-        self, specs: Sequence[SandboxSpec], *, live: int = 1, allow_unbounded: bool = False
-    ) -> list[str]:
+    async def preflight(self, spec: SandboxSpec, *, live: int = 1) -> list[str]:
         """See :meth:`Backend.preflight`."""
         try:
-            can = await self.capabilities()
+            await self.start()
         except (SandboxError, ConfigurationError, OSError, TimeoutError) as error:
             return [f"sandboxes can't be started here: {error}; their records are kept in {self._state}"]
         problems: list[str] = []
-        if not can.fit_for_untrusted and not allow_unbounded:
-            problems += [f"untrusted code could take all memory: {line}" for line in can.missing]
         room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
-        reaching = 1 + 2 * self._settings.proxy.connections if any(spec.network for spec in specs) else 0
+        reaching = 1 + 2 * self._settings.proxy.connections if spec.network else 0
         need = live * (1 + reaching)
         if room < need + 64:
             problems.append(f"{live} sandboxes need {need} open files, {room} are left: ulimit -n {need + 1024}")
-        full = [line for folder, least in self._written(specs, live) if (line := no_room(folder, least))]
-        for spec in specs if not full else ():
-            problems += await self._tried(spec)
-        return problems + full
+        return problems + [line for folder, least in self._written(spec, live) if (line := no_room(folder, least))]
 
-    def _written(self, specs: Sequence[SandboxSpec], live: int) -> list[tuple[Path, int]]:
+    def _written(self, spec: SandboxSpec, live: int) -> list[tuple[Path, int]]:
         """Folders on this machine's disks that are written to, and the least free bytes each needs."""
         folders = [(self._state, RECORD_BYTES * live)]
         if self._snapshots is not None:
-            folders.append((self._snapshots.path, max((spec.limits.disk_bytes for spec in specs), default=0)))
+            folders.append((self._snapshots.path, spec.limits.disk_bytes))
         return folders
-
-    async def _tried(self, spec: SandboxSpec) -> list[str]:
-        try:
-            box = await self.create(spec, labels={"purpose": "preflight"}, ttl_s=60.0)
-            try:
-                await box.write("/tmp/preflight", b"written")
-                wrong = await box.read("/tmp/preflight") != b"written"
-            finally:
-                await box.terminate()
-        except (SandboxError, ConfigurationError) as error:
-            return [f"a sandbox{f' of {spec.root}' if spec.root else ''} can't be made: {error}"]
-        return ["a file that was written is read otherwise: this disk or memory is broken"] if wrong else []
 
     async def reap(self) -> list[Reaped]:
         """See :meth:`Reaping.reap`."""
@@ -268,7 +228,3 @@ class LocalBackend:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-def _of_no_use(made: asyncio.Task[LocalSandbox]) -> bool:
-    return made.cancelled() or made.exception() is not None or made.result().ended

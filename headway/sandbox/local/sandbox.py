@@ -259,9 +259,6 @@ class LocalSandbox:
     async def renew(self, ttl_s: float) -> None:
         await self._change({"do": "renew", "ttl_s": ttl_s})
 
-    async def health(self) -> None:
-        await self._change({"do": "health"})
-
     async def _change(self, head: Head) -> None:
         answer, _ = await self._ask(head)
         if "error" in answer:

@@ -392,7 +392,7 @@ def test_closing_waits_for_what_is_being_made_and_ends_it(tmp_path: Path):
         provider = Scripted()
         made = backend(tmp_path, provider)
         kept = await made.create(SandboxSpec())
-        asking = asyncio.create_task(made.create(SandboxSpec(), idempotency_key="one"))
+        asking = asyncio.create_task(made.create(SandboxSpec()))
         await asyncio.sleep(0.5)
         await made.close()
         assert asking.done()
@@ -413,7 +413,7 @@ def test_where_the_provider_keeps_no_time_its_owner_does(tmp_path: Path):
         await asyncio.sleep(3.0)
         assert provider.ended == [box.id]
         with pytest.raises(SandboxError, match="time to live of 10 s is over") as raised:
-            await box.health()
+            await box.renew(10.0)
         assert (raised.value.failure.cause, raised.value.failure.retry) == ("environment", False)
 
     run_virtual(main())
