@@ -17,13 +17,17 @@ from headway.config.sandbox import SandboxConfig
 from headway.records.errors import ConfigurationError
 from headway.records.sandbox import SandboxSpec
 from headway.sandbox.hosted.backend import HostedBackend
+from headway.sandbox.hosted.e2b import E2BProvider
+from headway.sandbox.hosted.modal import ModalProvider
+from headway.sandbox.hosted.prime import PrimeProvider
 from headway.sandbox.hosted.provider import HostedSettings, Provider
 from headway.sandbox.images import resolve
 from headway.sandbox.local.backend import LocalBackend
 from headway.sandbox.local.zygote_process import LocalSettings
 from headway.sandbox.protocol import Backend
 
-HOSTED = ("modal", "e2b", "prime")
+PROVIDERS: dict[str, type[Provider[Any]]] = {one.name: one for one in (ModalProvider, E2BProvider, PrimeProvider)}
+HOSTED = tuple(PROVIDERS)
 
 
 class NoSettings(msgspec.Struct, frozen=True):
@@ -74,22 +78,8 @@ def backend_of(settings: SandboxConfig, *, run: str = "", snapshots: Path | None
         return LocalBackend(run=run, snapshots=snapshots, snapshot_bytes=settings.snapshot_bytes, settings=made)
     if settings.backend == "docker":
         return _docker(settings, run, snapshots)
-    return HostedBackend(_provider_of(settings), run=run, snapshots=snapshots)
-
-
-def _provider_of(settings: SandboxConfig) -> Provider:
-    """Make the provider's adapter, imported only here: its SDK may not be installed."""
-    if settings.backend == "e2b":
-        from headway.sandbox.hosted.e2b import E2BProvider, E2BSettings
-
-        return E2BProvider(_own(settings, E2BSettings))
-    if settings.backend == "prime":
-        from headway.sandbox.hosted.prime import PrimeProvider, PrimeSettings
-
-        return PrimeProvider(_own(settings, PrimeSettings))
-    from headway.sandbox.hosted.modal import ModalProvider, ModalSettings
-
-    return ModalProvider(_own(settings, ModalSettings))
+    provider = PROVIDERS[settings.backend]
+    return HostedBackend(provider(_own(settings, provider.kind)), run=run, snapshots=snapshots)
 
 
 def _bubblewrap(wanted: str) -> str:

@@ -57,7 +57,7 @@ class HostedBackend:
 
     def __init__(
         self,
-        provider: Provider,
+        provider: Provider[Any],
         *,
         run: str = "",
         state: str | Path | None = None,

@@ -14,7 +14,7 @@ from headway.records.sandbox import (
     SandboxInfo,
     SandboxSpec,
 )
-from headway.sandbox.hosted.provider import HostedSettings, ProviderBase, ShellResult
+from headway.sandbox.hosted.provider import HostedSettings, Provider, ShellResult
 
 ALL = "0.0.0.0/0"
 
@@ -25,9 +25,10 @@ class E2BSettings(HostedSettings, frozen=True, kw_only=True):
     sandbox_address: str = ""  # of envd; "": by the sandbox's own domain
 
 
-class E2BProvider(ProviderBase[E2BSettings]):
+class E2BProvider(Provider[E2BSettings]):
     """The adapter to E2B; see `Provider`."""
 
+    kind = E2BSettings
     name = package = "e2b"
     life_s = None  # renewed at E2B, any number of times
     pauses = True

@@ -22,7 +22,7 @@ from headway.records.sandbox import (
     SandboxSpec,
     infrastructure_failure,
 )
-from headway.sandbox.hosted.provider import HOLD_S, OWNER, HostedSettings, ProviderBase, ShellResult
+from headway.sandbox.hosted.provider import HOLD_S, OWNER, HostedSettings, Provider, ShellResult
 
 
 class ModalSettings(HostedSettings, frozen=True, kw_only=True):
@@ -33,9 +33,10 @@ class ModalSettings(HostedSettings, frozen=True, kw_only=True):
     life_s: float = 4 * 3600.0  # of a sandbox, even if its owner dies; Modal's own limit is a day
 
 
-class ModalProvider(ProviderBase[ModalSettings]):
+class ModalProvider(Provider[ModalSettings]):
     """The adapter to Modal; see `Provider`."""
 
+    kind = ModalSettings
     name = package = "modal"
     missing = ("no pause", "limits of disk, inodes and processes are Modal's, whatever the spec says")
     gone = ("SandboxTerminatedError", "SandboxTimeoutError")
@@ -91,7 +92,7 @@ class ModalProvider(ProviderBase[ModalSettings]):
             app=app,
             tags=labels,
             image=image,
-            timeout=math.ceil(max(ttl_s, self.life_s)),
+            timeout=math.ceil(max(ttl_s, self.settings.life_s)),
             cpu=(spec.limits.cpus, spec.limits.cpus),
             memory=(math.ceil(spec.limits.memory_bytes / MIB), math.ceil(spec.limits.memory_bytes / MIB)),
             client=client,
