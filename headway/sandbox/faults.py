@@ -1,4 +1,4 @@
-"""A backend that injects infrastructure failures, for tests and for drills of a whole run (`sandbox.inject_faults`)."""
+"""A source of sandboxes that injects infrastructure failures, for drills of a whole run (`sandbox.inject_faults`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from collections.abc import Mapping, Sequence
 from headway.records.sandbox import (
     Capabilities,
     SandboxError,
-    SandboxInfo,
     SandboxSpec,
     Snapshot,
     infrastructure_failure,
 )
-from headway.records.sandbox_statistics import Reaped
 from headway.runtime.clock import Clock
-from headway.sandbox.protocol import Backend, Reaping, Sandbox
+from headway.sandbox.protocol import Sandbox, SandboxSource
 from headway.sandbox.wrapper import SandboxWrapper
 
 OF_CREATE = ("refused", "slow", "unanswered")
@@ -26,7 +24,7 @@ GRACE_S = 10.0  # beyond a command's own time, until a missing answer is given u
 
 
 class FaultyBackend:
-    """A wrapper of a backend in which a ``share`` of `create` and `exec` calls, drawn from ``seed``, fail:
+    """A `SandboxSource` in which a ``share`` of a backend's `create` and `exec` calls, drawn from ``seed``, fail:
 
     - a start is *refused*, is *slow* (``slow_s`` more), or never answers (*unanswered*: until the caller gives up);
     - a command's sandbox is *lost* in the middle of it, or never answers (*unanswered*): `GRACE_S` after the command's
@@ -35,7 +33,9 @@ class FaultyBackend:
     Everything else is the backend's own. ``injected`` counts, by call and kind: "create refused", ...
     """
 
-    def __init__(self, backend: Backend, clock: Clock, *, share: float, slow_s: float = 30.0, seed: int = 0) -> None:
+    def __init__(
+        self, backend: SandboxSource, clock: Clock, *, share: float, slow_s: float = 30.0, seed: int = 0
+    ) -> None:
         self._backend = backend
         self._clock = clock
         self._share = share
@@ -69,20 +69,8 @@ class FaultyBackend:
         made = await self._backend.create(spec, labels=labels, ttl_s=ttl_s, snapshot=snapshot)
         return FaultySandbox(made, self, self._clock)
 
-    async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
-        return await self._backend.list(labels)
-
     async def capabilities(self) -> Capabilities:
         return await self._backend.capabilities()
-
-    async def preflight(self, spec: SandboxSpec, *, live: int = 1) -> list[str]:
-        return await self._backend.preflight(spec, live=live)
-
-    async def reap(self) -> list[Reaped]:
-        return await self._backend.reap() if isinstance(self._backend, Reaping) else []
-
-    async def close(self) -> None:
-        await self._backend.close()
 
 
 class FaultySandbox(SandboxWrapper):

@@ -30,7 +30,7 @@ from headway.runtime.clock import Clock
 from headway.runtime.supervision import to_its_end
 from headway.sandbox.fair_semaphore import FairSemaphore
 from headway.sandbox.leased import CommandCounts, LeasedSandbox
-from headway.sandbox.protocol import Backend
+from headway.sandbox.protocol import SandboxSource
 
 RECENT_STARTS = 512  # durations kept, against which a straggler is recognised
 
@@ -101,7 +101,7 @@ class SandboxPool:
     """
 
     def __init__(
-        self, backend: Backend, settings: PoolSettings, clock: Clock, *, breaker: StartBreaker | None = None
+        self, backend: SandboxSource, settings: PoolSettings, clock: Clock, *, breaker: StartBreaker | None = None
     ) -> None:
         self._backend = backend
         self._settings = settings

@@ -58,8 +58,8 @@ class Sandbox(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """Makes sandboxes."""
+class SandboxSource(Protocol):
+    """The part of a `Backend` that leases need."""
 
     async def create(
         self,
@@ -72,11 +72,15 @@ class Backend(Protocol):
         """Make a sandbox and return it ready."""
         ...
 
+    async def capabilities(self) -> Capabilities: ...
+
+
+class Backend(SandboxSource, Protocol):
+    """Makes sandboxes."""
+
     async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
         """This owner's sandboxes with all of ``labels``."""
         ...
-
-    async def capabilities(self) -> Capabilities: ...
 
     async def preflight(self, spec: SandboxSpec, *, live: int = 1) -> list[str]:
         """Problems that would stop a run with ``live`` of these at once, quotas included: a line each, with the remedy.

@@ -416,9 +416,9 @@ def test_a_path_that_is_too_long_is_refused_and_harms_no_other_sandbox(tmp_path:
                     await backend.create(msgspec.structs.replace(SMALL, **changed))
             with pytest.raises(SandboxError, match="name too long"):
                 await backend.create(msgspec.structs.replace(SMALL, workdir=longest, root=longest))
-            assert backend._zygote is not None
+            assert backend._maker is not None
             with pytest.raises(ConfigurationError, match="65536"):
-                backend._zygote.request({"do": "terminate", "id": "x" * 65536})
+                backend._maker.request({"do": "terminate", "id": "x" * 65536})
             assert (await box.exec(Command(argv=["echo", "alive"]))).stdout == b"alive\n"
 
     run(main)

@@ -148,9 +148,9 @@ async def kill_sandboxes_soon(backend: LocalBackend) -> None:
         while not backend._sandboxes:  # noqa: ASYNC110  nobody tells
             await asyncio.sleep(0.05)
         await asyncio.sleep(1.0)
-        assert backend._zygote is not None
-        assert backend._zygote._process is not None
-        backend._zygote._process.kill()
+        assert backend._maker is not None
+        assert backend._maker._process is not None
+        backend._maker._process.kill()
 
     _KILLING.add(asyncio.create_task(kill()))
 

@@ -21,7 +21,7 @@ import sys
 import time
 from typing import Any
 
-from headway.sandbox.guest import files
+from headway.sandbox.guest import files, wire
 
 MARK = "headway:"  # before an answer
 INLINE_BYTES = 1 << 16  # of an answer; a longer one is left in a file
@@ -48,10 +48,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             writing.finish()
             return {}
         raise OSError(errno.ENOSYS, f"unknown request {do!r}")
-    except OSError as error:
-        return {"error": error.errno or errno.EIO, "what": str(error.strerror or error)[:500]}
-    except (ValueError, MemoryError) as error:
-        return {"error": errno.EINVAL, "what": str(error)[:500]}
+    except wire.MISTAKES as error:
+        return wire.error_of(error)
 
 
 def _begin(request: dict[str, Any]) -> dict[str, Any]:

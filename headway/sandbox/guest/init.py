@@ -22,7 +22,6 @@ from headway.sandbox.guest.commands import Commands, limits_of_commands, tasks
 from headway.sandbox.linux import cgroups
 
 RECEIVE_BYTES = 1 << 17
-MISTAKES = (OSError, ValueError, MemoryError)  # of a request: names that can't be names among them
 Head = dict[str, Any]
 
 
@@ -135,9 +134,9 @@ class Init:
             self._producing.popleft()
             self._send({"id": number})
             finished()
-        except MISTAKES as error:
+        except wire.MISTAKES as error:
             self._producing.popleft()
-            self._send({"id": number, **_told(error)})
+            self._send({"id": number, **wire.error_of(error)})
             finished()
         return True
 
@@ -147,8 +146,8 @@ class Init:
         number = head["id"]
         try:
             answer = self._do(number, head, body)
-        except MISTAKES as error:
-            answer = _told(error)
+        except wire.MISTAKES as error:
+            answer = wire.error_of(error)
         if answer is not None:
             self._send({"id": number, **answer})
 
@@ -161,7 +160,7 @@ class Init:
             try:
                 self._commands.start(number, head, body if head["stdin"] else None)
             except OSError as error:
-                return {**_told(error), "tasks": tasks()}
+                return {**wire.error_of(error), "tasks": tasks()}
             return None
         if do == "read":
             self._producing.append((number, files.read(head["path"], head["max_bytes"]), lambda: None))
@@ -211,13 +210,6 @@ class Init:
             raise
         del self._writings[number]
         return {}
-
-
-def _told(error: Exception) -> Head:
-    if isinstance(error, OSError):
-        return {"error": error.errno or errno.EIO, "what": f"{error.strerror or error}"[:500]}
-    code = errno.ENOMEM if isinstance(error, MemoryError) else errno.EINVAL
-    return {"error": code, "what": f"{error}"[:500]}
 
 
 def fail(owner: OwnerConnection, step: str, code: int, what: str) -> None:

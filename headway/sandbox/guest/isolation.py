@@ -76,9 +76,9 @@ def die_with(zygote: int) -> None:
 
 
 def _map(uid: int, gid: int) -> None:
-    _put("/proc/self/setgroups", "deny")
-    _put("/proc/self/uid_map", f"{INSIDE_ID} {uid} 1")
-    _put("/proc/self/gid_map", f"{INSIDE_ID} {gid} 1")
+    kernel.put("/proc/self/setgroups", "deny")
+    kernel.put("/proc/self/uid_map", f"{INSIDE_ID} {uid} 1")
+    kernel.put("/proc/self/gid_map", f"{INSIDE_ID} {gid} 1")
 
 
 def listen_for_proxy(place: socket.socket) -> None:
@@ -107,9 +107,8 @@ def build_root(wanted: dict[str, Any]) -> tuple[int, int]:
         kernel.unmount(".")
         os.chdir("/")
     with step("limits"):
-        _put(
-            f"/proc/self/fd/{proc}/sys/user/max_user_namespaces", "0"
-        )  # no namespaces within, whatever the filter says
+        # No namespaces within, whatever the filter says.
+        kernel.put(f"/proc/self/fd/{proc}/sys/user/max_user_namespaces", "0")
     with step("workdir"):
         os.makedirs(wanted["workdir"], exist_ok=True)
     return upper, proc
@@ -204,11 +203,3 @@ def restrict_command(limits: dict[str, Any], memory_limited: bool) -> None:
         _, hard = resource.getrlimit(name)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(name, (value, value))
-
-
-def _put(file: str, value: str) -> None:
-    descriptor = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(descriptor, value.encode())
-    finally:
-        os.close(descriptor)

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
-from headway.sandbox.images.layers import DAMAGED, Tar
+from headway.sandbox.images.layers import DAMAGED, Tar, whole_tar
 from headway.sandbox.images.streams import CHUNK_BYTES, Counted, Region, decompressed, sha256_of
 from headway.sandbox.images.tree import ImageError
 
@@ -130,7 +130,7 @@ def opened(path: Path, name: str, scratch: Path, take: Callable[[int], None], mo
         if was_compressed:
             path = _decompress(path, scratch, take, most_bytes)
             raw = stack.enter_context(open(path, "rb"))
-        files = _Archive(raw.fileno(), take)
+        files = _Archive(raw, take)
         if files.has("oci-layout") and files.has("index.json"):
             yield _layout(files, name, take)
         elif files.has("manifest.json"):
@@ -195,21 +195,16 @@ class _Folder:
 class _Archive:
     """An uncompressed tar of blobs."""
 
-    def __init__(self, descriptor: int, take: Callable[[int], None]) -> None:
-        self._descriptor = descriptor
+    def __init__(self, raw: io.BufferedReader, take: Callable[[int], None]) -> None:
+        self._descriptor = raw.fileno()
         self._places: dict[str, tuple[int, int]] = {}
         self._links: dict[str, str] = {}  # archives of an old docker save name a layer twice
-        size = os.fstat(descriptor).st_size
-        with _region(descriptor, 0, size) as raw:
-            stream = _Skipping(raw, lambda _: take(0))
-            try:
-                with Tar.of(stream) as archive:
-                    while (member := archive.next()) is not None:
-                        self._remember(member, size)
-            except DAMAGED as error:
-                raise ImageError(f"it isn't a tar, or is damaged or cut off: {error}") from None
-            if stream.last.strip(b"\0") or not stream.last:
-                raise ImageError("it is damaged or cut off: its end isn't marked as such")
+        size = os.fstat(self._descriptor).st_size
+        raw.seek(0)
+        stream = _Skipping(raw, lambda _: take(0))
+        with whole_tar(stream, marked=True) as archive:
+            while (member := archive.next()) is not None:
+                self._remember(member, size)
 
     def _remember(self, member: tarfile.TarInfo, size: int) -> None:
         name = member.name.removeprefix("./")
@@ -230,11 +225,7 @@ class _Archive:
         if not self.has(name):
             raise ImageError(f"it lacks {name[:200]}: an incomplete copy?")
         start, size = self._places[self._links.get(name, name)]
-        return _region(self._descriptor, start, size)
-
-
-def _region(descriptor: int, start: int, size: int) -> io.BufferedReader:
-    return cast(io.BufferedReader, io.BufferedReader(Region(descriptor, start, size), 1 << 16))
+        return cast(io.BufferedReader, io.BufferedReader(Region(self._descriptor, start, size), 1 << 16))
 
 
 class _Skipping(Counted):
@@ -242,12 +233,12 @@ class _Skipping(Counted):
 
     def __init__(self, source: io.BufferedReader, passed: Callable[[int], None]) -> None:
         super().__init__(source, passed)
-        self._region = source
+        self._file = source
 
     def seek(self, to: int) -> None:
         if to < self._at:
             raise ImageError("one of its headers points backwards: it is damaged or malicious")
-        self._region.seek(to)
+        self._file.seek(to)
         self._at = to
 
 

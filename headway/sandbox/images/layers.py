@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -80,6 +80,19 @@ class Tar(tarfile.TarFile):
         return cls.open(fileobj=stream, mode="r:", encoding="utf-8", errors="surrogateescape")  # type: ignore[call-overload]
 
 
+@contextlib.contextmanager
+def whole_tar(stream: Counted, *, marked: bool) -> Iterator[Tar]:
+    """The tar in ``stream``, for a block that reads all its members. ``marked``: require the end mark. Raises
+    ImageError where the tar is damaged or cut off."""
+    try:
+        with Tar.of(stream) as archive:
+            yield archive
+    except DAMAGED as error:
+        raise ImageError(f"it isn't a tar, or is damaged or cut off: {error}") from None
+    if stream.last.strip(b"\0") or (marked and not stream.last):
+        raise ImageError("it is damaged or cut off: its end isn't marked as such")
+
+
 class FileOwner(msgspec.Struct, frozen=True):
     """The user and group that own the files: an overlay can't take over files of a user it doesn't know."""
 
@@ -111,14 +124,9 @@ def unpack(
 
     stream = Counted(source, count)
     writer = _Writer(folder, owner, take)
-    try:
-        with Tar.of(stream) as archive:
-            while (member := archive.next()) is not None:
-                writer.take_in(archive, member)
-    except DAMAGED as error:
-        raise ImageError(f"it isn't a tar, or is damaged or cut off: {error}") from None
-    if stream.last.strip(b"\0") or (marked and not stream.last):
-        raise ImageError("it is damaged or cut off: its end isn't marked as such")
+    with whole_tar(stream, marked=marked) as archive:
+        while (member := archive.next()) is not None:
+            writer.take_in(archive, member)
     stream.drain()
     return f"sha256:{stream.digest.hexdigest()}", writer.finish()
 

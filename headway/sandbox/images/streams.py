@@ -24,20 +24,11 @@ class Region(io.RawIOBase):
 
     def __init__(self, descriptor: int, start: int, size: int) -> None:
         self._descriptor = descriptor
-        self._start = start
         self._at = start
         self._end = start + size
 
     def readable(self) -> bool:
         return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: self._start, os.SEEK_CUR: self._at, os.SEEK_END: self._end}[whence]
-        self._at = max(base + offset, self._start)
-        return self._at - self._start
 
     def readinto(self, buffer: Any) -> int:
         data = os.pread(self._descriptor, max(0, min(len(buffer), self._end - self._at)), self._at)
@@ -66,10 +57,9 @@ class Counted:
         while size:
             try:
                 part = self._source.read(size)
-            except BROKEN as error:
-                raise ImageError(f"it is cut off or damaged: {error}") from None
             except Exception as error:
-                if type(error).__name__ != "ZstdError":  # of a package that may not be there to import it from
+                zstd = type(error).__name__ == "ZstdError"  # of a package that may not be there to import it from
+                if not (zstd or isinstance(error, BROKEN)):
                     raise
                 raise ImageError(f"it is cut off or damaged: {error}") from None
             if not part:

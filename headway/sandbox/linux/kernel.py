@@ -98,6 +98,17 @@ def keep_only(*kept: int) -> None:
     os.closerange(start, 1 << 20)
 
 
+def put(file: str, value: str) -> None:
+    """Write to a file of the kernel's, in one call."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, value.encode())
+    except OSError as error:
+        raise OSError(error.errno, f"{file} = {value}: {os.strerror(error.errno or 0)}") from None
+    finally:
+        os.close(descriptor)
+
+
 def _number(call: str) -> int:
     if call not in _numbers:
         raise OSError(38, f"{call}: its number on {platform.machine()} isn't known")

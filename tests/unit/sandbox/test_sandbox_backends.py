@@ -35,7 +35,7 @@ def test_each_has_its_own_settings(tmp_path: Path):
         SandboxConfig(backend="docker", image="debian", settings={"url": "unix:///x", "runtime": "runsc"})
     )
     assert isinstance(docker, DockerBackend)
-    assert (docker._docker.image, docker._docker.url, docker._docker.runtime) == ("debian", "unix:///x", "runsc")
+    assert (docker._settings.image, docker._settings.url, docker._settings.runtime) == ("debian", "unix:///x", "runsc")
 
 
 @pytest.mark.parametrize(
