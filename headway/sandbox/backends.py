@@ -68,12 +68,12 @@ async def spec_of(settings: SandboxConfig) -> SandboxSpec:
 def backend_of(settings: SandboxConfig, *, run: str = "", snapshots: Path | None = None) -> Backend:
     """Make the backend that ``settings`` names, not yet started. ``run``: the run that owns its sandboxes;
     ``snapshots``: the folder for snapshots of parked ones. Raises ConfigurationError where it isn't installed."""
-    if settings.backend == "local":
-        _own(settings, NoSettings)
-        made = LocalSettings(start_timeout_s=settings.start_limit_s)
-        return LocalBackend(run=run, snapshots=snapshots, snapshot_bytes=settings.snapshot_bytes, settings=made)
-    if settings.backend == "bubblewrap":
-        program = _bubblewrap(_own(settings, BubblewrapSettings).program)
+    if settings.backend in ("local", "bubblewrap"):
+        program = ""
+        if settings.backend == "bubblewrap":
+            program = _bubblewrap(_own(settings, BubblewrapSettings).program)
+        else:
+            _own(settings, NoSettings)
         made = LocalSettings(bubblewrap=program, start_timeout_s=settings.start_limit_s)
         return LocalBackend(run=run, snapshots=snapshots, snapshot_bytes=settings.snapshot_bytes, settings=made)
     if settings.backend == "docker":
@@ -130,7 +130,6 @@ def _own(settings: SandboxConfig, kind: type[Any]) -> Any:
     if issubclass(kind, HostedSettings) and settings.image:
         given.setdefault("template", settings.image)
     try:
-        made = msgspec.convert(given, kind)
+        return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"sandbox.settings of {settings.backend}: {error}") from None
-    return made

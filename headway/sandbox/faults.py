@@ -7,13 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from headway.records.sandbox import (
-    Capabilities,
-    SandboxError,
-    SandboxSpec,
-    Snapshot,
-    infrastructure_failure,
-)
+from headway.records.sandbox import Capabilities, SandboxError, SandboxSpec, Snapshot, infrastructure_failure
 from headway.runtime.clock import Clock
 from headway.sandbox.protocol import Sandbox, SandboxSource
 from headway.sandbox.wrapper import SandboxWrapper

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from headway.sandbox.guest import files, snapshots, wire
 from headway.sandbox.guest.commands import Commands, limits_of_commands, tasks
-from headway.sandbox.linux import cgroups
+from headway.sandbox.linux import cgroups, kernel
 
 RECEIVE_BYTES = 1 << 17
 Head = dict[str, Any]
@@ -54,12 +54,8 @@ class Init:
         prepare = limits_of_commands(wanted["limits"], kills >= 0, proc)
         self._commands = Commands(self._poll, prepare, lambda: cgroups.read_kill_count(kills))
         self._kills = kills
-        self._wake, wake_end = os.pipe()
-        for descriptor in (self._wake, wake_end):
-            os.set_blocking(descriptor, False)
+        self._wake = kernel.wake_on_child()
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # from within, the first process gets what it has a handler for
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
         owner.setblocking(False)
         self._poll.register(self._wake, select.POLLIN)
         self._poll.register(owner, select.POLLIN)

@@ -10,11 +10,13 @@ The current directory is the owner's: paths are relative to it, so nothing above
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import select
 import signal
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 from headway.sandbox.linux import kernel, seccomp
@@ -38,18 +40,13 @@ class SetupFailed(Exception):
         self.code = error.errno or 0
 
 
-class step:
-    """Names what is being done, for the error it may raise."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, OSError):
-            raise SetupFailed(self._name, error) from error
+@contextlib.contextmanager
+def step(name: str) -> Iterator[None]:
+    """Names what is being done in the block, for the SetupFailed that its OSError becomes."""
+    try:
+        yield
+    except OSError as error:
+        raise SetupFailed(name, error) from error
 
 
 def enter(zygote: int, uid: int, gid: int) -> None:

@@ -54,11 +54,7 @@ class Zygote:
         self._children: dict[int, tuple[str, str]] = {}
         self._by_sandbox: dict[str, int] = {}
         self._emptying: list[tuple[str, str, int, int]] = []  # slot, sandbox, exit status, kills for memory
-        self._wake, wake_end = os.pipe()
-        for descriptor in (self._wake, wake_end):
-            os.set_blocking(descriptor, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+        self._wake = kernel.wake_on_child()
 
     def run(self) -> None:
         """Serve requests until the owner is gone."""

@@ -10,10 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from headway.records.sandbox import (
-    SandboxInfo,
-    SandboxSpec,
-)
+from headway.records.sandbox import SandboxInfo, SandboxSpec
 from headway.sandbox.hosted.provider import HostedSettings, Provider, ShellResult
 
 ALL = "0.0.0.0/0"
@@ -57,7 +54,7 @@ class E2BProvider(Provider[E2BSettings]):
             allow_internet_access=None if network else False,
             network=network,
             lifecycle={"on_timeout": "kill"},
-            idempotency_key=_idempotency_key(key),
+            idempotency_key=key,
             retries=0,  # the shared rate limit handles "too many requests"
             **self._options,
         )
@@ -121,9 +118,3 @@ class E2BProvider(Provider[E2BSettings]):
     def status_of(self, error: Exception) -> int | None:
         status = getattr(error, "status_code", None)
         return status if isinstance(status, int) else None
-
-
-def _idempotency_key(key: str) -> str:
-    """Convert a key to E2B's characters: lower-case letters, digits and hyphens."""
-    plain = "".join(sign if sign.isascii() and (sign.isalnum() or sign == "-") else f"-{ord(sign):x}-" for sign in key)
-    return plain.lower()[:255]

@@ -15,13 +15,7 @@ from typing import Any
 
 from headway.records.errors import ConfigurationError
 from headway.records.network import authority_of, is_address
-from headway.records.sandbox import (
-    MIB,
-    SandboxFailure,
-    SandboxInfo,
-    SandboxSpec,
-    infrastructure_failure,
-)
+from headway.records.sandbox import MIB, SandboxFailure, SandboxInfo, SandboxSpec, infrastructure_failure
 from headway.sandbox.hosted.provider import HOLD_S, OWNER, HostedSettings, Provider, ShellResult
 
 

@@ -18,13 +18,7 @@ from pathlib import Path
 
 from headway.records.errors import ConfigurationError
 from headway.records.network import authority_of, is_address
-from headway.records.sandbox import (
-    SandboxFailure,
-    SandboxInfo,
-    SandboxSpec,
-    environment_failure,
-    model_failure,
-)
+from headway.records.sandbox import SandboxFailure, SandboxInfo, SandboxSpec, environment_failure, model_failure
 from headway.sandbox.hosted.provider import HostedSettings, Provider, ShellResult
 
 GIB = 1 << 30

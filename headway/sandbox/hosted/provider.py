@@ -119,7 +119,8 @@ class Provider(ABC, Generic[S]):
     async def create(
         self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, key: str, snapshot: str | None
     ) -> str:
-        """Make a sandbox and return its id. ``key``: of this attempt alone, for providers that tell retries by it."""
+        """Make a sandbox and return its id. ``key``: of this attempt alone,
+        for providers that tell retries by it: 32 hexadecimal digits."""
 
     @abstractmethod
     async def list(self, labels: Mapping[str, str]) -> list[SandboxInfo]: ...

@@ -213,7 +213,7 @@ class Proxy:
                 found = [host_of(f"[{one}]" if ":" in one else one) for one in await self._looked_up(host, port)]
         except (OSError, TimeoutError, UnicodeError) as error:
             raise ProxyRefused(502, "Bad Gateway", f"{host} can't be resolved: {error or 'no answer'}") from error
-        addresses = [one for one in found if one is not None and self._may_be(one, port)]
+        addresses = [one for one in found if one and (is_public(one) or self._allowed.allows(one, port))]
         if not addresses:
             raise self._not_listed(f"{host} is {', '.join(map(str, found[:4]))}, which isn't public, and", "Not public")
         return addresses
@@ -229,9 +229,6 @@ class Proxy:
         self._lookups.release()
         if not looking.cancelled():
             looking.exception()  # there may be no waiter
-
-    def _may_be(self, address: str, port: int) -> bool:
-        return is_public(address) or self._allowed.allows(address, port)
 
     async def _open_to(self, address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(address, port, limit=CHUNK_BYTES)
