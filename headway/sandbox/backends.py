@@ -43,6 +43,7 @@ class DaemonSettings(msgspec.Struct, frozen=True):
     runtime: str = ""  # of its containers; "": the daemon's own
 
 
+OWN = {"local": NoSettings, "bubblewrap": BubblewrapSettings, "docker": DaemonSettings}
 BUBBLEWRAP = 0, 8  # the first that can forbid user namespaces within
 
 _in_use: list[resolve.Image] = []  # of this process: its sandboxes may start at any time
@@ -68,18 +69,15 @@ async def spec_of(settings: SandboxConfig) -> SandboxSpec:
 def backend_of(settings: SandboxConfig, *, run: str = "", snapshots: Path | None = None) -> Backend:
     """Make the backend that ``settings`` names, not yet started. ``run``: the run that owns its sandboxes;
     ``snapshots``: the folder for snapshots of parked ones. Raises ConfigurationError where it isn't installed."""
-    if settings.backend in ("local", "bubblewrap"):
-        program = ""
-        if settings.backend == "bubblewrap":
-            program = _bubblewrap(_own(settings, BubblewrapSettings).program)
-        else:
-            _own(settings, NoSettings)
-        made = LocalSettings(bubblewrap=program, start_timeout_s=settings.start_limit_s)
-        return LocalBackend(run=run, snapshots=snapshots, snapshot_bytes=settings.snapshot_bytes, settings=made)
+    provider = PROVIDERS.get(settings.backend)
+    own = _own(settings, OWN[settings.backend] if provider is None else provider.kind)
+    if provider is not None:
+        return HostedBackend(provider(own), run=run, snapshots=snapshots)
     if settings.backend == "docker":
-        return _docker(settings, run, snapshots)
-    provider = PROVIDERS[settings.backend]
-    return HostedBackend(provider(_own(settings, provider.kind)), run=run, snapshots=snapshots)
+        return _docker(settings, own, run, snapshots)
+    program = _bubblewrap(own.program) if settings.backend == "bubblewrap" else ""
+    made = LocalSettings(bubblewrap=program, start_timeout_s=settings.start_limit_s)
+    return LocalBackend(run=run, snapshots=snapshots, snapshot_bytes=settings.snapshot_bytes, settings=made)
 
 
 def _bubblewrap(wanted: str) -> str:
@@ -93,20 +91,17 @@ def _bubblewrap(wanted: str) -> str:
     said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
     version = re.search(r"(\d+)\.(\d+)", said)
     if version is None or (int(version[1]), int(version[2])) < BUBBLEWRAP:
-        raise ConfigurationError(
-            f"sandbox.backend = 'bubblewrap': {program} is {said.strip()!r}: 0.8 or later is needed"
-        )
+        what = f"sandbox.backend = 'bubblewrap': {program} is {said.strip()!r}: 0.8 or later is needed"
+        raise ConfigurationError(what)
     return program
 
 
-def _docker(settings: SandboxConfig, run: str, snapshots: Path | None) -> Backend:
+def _docker(settings: SandboxConfig, own: DaemonSettings, run: str, snapshots: Path | None) -> Backend:
     try:
         from headway.sandbox.docker.backend import DockerBackend, DockerSettings
     except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"sandbox.backend = 'docker': {error.name} isn't installed: pip install 'headway[docker]'"
-        ) from error
-    own = _own(settings, DaemonSettings)
+        what = f"sandbox.backend = 'docker': {error.name} isn't installed: pip install 'headway[docker]'"
+        raise ConfigurationError(what) from error
     if not settings.image:
         raise ConfigurationError(
             "sandbox.image = '': sandbox.backend = 'docker' needs one: a name that the daemon knows (docker pull,"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from headway.records.sandbox import Capabilities, SandboxError, SandboxSpec, Snapshot, infrastructure_failure
+from headway.records.sandbox import Capabilities, SandboxError, SandboxSpec, infrastructure_failure
 from headway.runtime.clock import Clock
 from headway.sandbox.protocol import Sandbox, SandboxSource
 from headway.sandbox.wrapper import SandboxWrapper
@@ -45,14 +46,7 @@ class FaultyBackend:
         self.injected[f"{call} {kind}"] += 1
         return kind
 
-    async def create(
-        self,
-        spec: SandboxSpec,
-        *,
-        labels: Mapping[str, str] | None = None,
-        ttl_s: float | None = None,
-        snapshot: Snapshot | None = None,
-    ) -> Sandbox:
+    async def create(self, spec: SandboxSpec, **wanted: Any) -> Sandbox:
         kind = self.draw("create", OF_CREATE)
         if kind == "refused":
             raise SandboxError(infrastructure_failure("a start was refused (a fault that was injected)"))
@@ -60,7 +54,7 @@ class FaultyBackend:
             await self._clock.sleep(self._slow_s)
         while kind == "unanswered":
             await self._clock.sleep(3600.0)
-        made = await self._backend.create(spec, labels=labels, ttl_s=ttl_s, snapshot=snapshot)
+        made = await self._backend.create(spec, **wanted)
         return FaultySandbox(made, self, self._clock)
 
     async def capabilities(self) -> Capabilities:

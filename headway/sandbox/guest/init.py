@@ -124,16 +124,17 @@ class Init:
         if not self._producing:
             return False
         number, chunks, finished = self._producing[0]
+        end: Head = {}
         try:
             self._send({"id": number, "more": True}, next(chunks))
+            return True
         except StopIteration:
-            self._producing.popleft()
-            self._send({"id": number})
-            finished()
+            pass
         except wire.MISTAKES as error:
-            self._producing.popleft()
-            self._send({"id": number, **wire.error_of(error)})
-            finished()
+            end = wire.error_of(error)
+        self._producing.popleft()
+        self._send({"id": number, **end})
+        finished()
         return True
 
     # Requests.
@@ -193,19 +194,15 @@ class Init:
         """Write a chunk of a file; the last one is answered."""
         if head["first"]:
             self._writings[number] = files.Writing(head["path"], head["mode"])
-        writing = self._writings.get(number)
+        writing = self._writings.pop(number, None)
         if writing is None:
             return None  # it failed before, and that was told
-        try:
-            writing.add(body)
-            if not head["last"]:
-                return None
+        writing.add(body)
+        if head["last"]:
             writing.finish()
-        except OSError:
-            del self._writings[number]
-            raise
-        del self._writings[number]
-        return {}
+            return {}
+        self._writings[number] = writing
+        return None
 
 
 def fail(owner: OwnerConnection, step: str, code: int, what: str) -> None:

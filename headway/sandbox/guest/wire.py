@@ -31,10 +31,10 @@ def frame(head: dict[str, Any], body: bytes = b"") -> bytes:
     return LENGTHS.pack(len(encoded), len(body)) + encoded + body
 
 
-def lengths(prefix: bytes, *, most_body: int = BODY_BYTES) -> tuple[int, int]:
+def lengths(prefix: bytes) -> tuple[int, int]:
     """Lengths of a frame's head and body in bytes. Raises Malformed beyond the limits."""
     head, body = LENGTHS.unpack(prefix)
-    if head > HEAD_BYTES or body > most_body:
+    if head > HEAD_BYTES or body > BODY_BYTES:
         raise Malformed(f"a frame of {head} + {body} bytes")
     return head, body
 

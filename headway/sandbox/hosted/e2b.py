@@ -108,9 +108,8 @@ class E2BProvider(Provider[E2BSettings]):
         self._boxes[sandbox] = await self._sdk.AsyncSandbox.connect(sandbox, timeout=math.ceil(ttl_s), **self._options)
 
     async def snapshot(self, sandbox: str, name: str) -> str:
-        return str(
-            (await self._sdk.AsyncSandbox.create_snapshot(sandbox, mode="filesystem", **self._options)).snapshot_id
-        )
+        taken = await self._sdk.AsyncSandbox.create_snapshot(sandbox, mode="filesystem", **self._options)
+        return str(taken.snapshot_id)
 
     async def delete_snapshot(self, snapshot: str) -> None:
         await self._sdk.AsyncSandbox.delete_snapshot(snapshot, **self._options)

@@ -48,9 +48,8 @@ class ModalProvider(Provider[ModalSettings]):
         super().__init__(settings, sdk)
         self.life_s = settings.life_s
         if settings.address:
-            raise ConfigurationError(
-                "sandbox.settings.address: Modal's is set by MODAL_SERVER_URL, before it is loaded"
-            )
+            what = "sandbox.settings.address: Modal's is set by MODAL_SERVER_URL, before it is loaded"
+            raise ConfigurationError(what)
         self._client: Any = None
         self._app: Any = None
 
@@ -68,11 +67,10 @@ class ModalProvider(Provider[ModalSettings]):
     ) -> str:
         app, client = await self._opened()
         images = self._sdk.Image
-        image = (
-            images.from_id(snapshot, client=client)
-            if snapshot
-            else images.from_registry(spec.root or self.settings.template)
-        )
+        if snapshot:
+            image = images.from_id(snapshot, client=client)
+        else:
+            image = images.from_registry(spec.root or self.settings.template)
         network: dict[str, Any] = {"block_network": not spec.network}
         if spec.network:
             addresses = [entry for entry in spec.network if is_address(authority_of(entry)[0] or "")]

@@ -111,9 +111,8 @@ class Provider(ABC, Generic[S]):
         """Raise ConfigurationError for a specification that the provider can't serve."""
         for entry in spec.network:
             if authority_of(entry.removeprefix("*."))[1] is not None:
-                raise ConfigurationError(
-                    f"sandbox network {entry!r}: {self.name} has no ports in its list; leave :PORT out"
-                )
+                what = f"sandbox network {entry!r}: {self.name} has no ports in its list; leave :PORT out"
+                raise ConfigurationError(what)
 
     @abstractmethod
     async def create(

@@ -7,6 +7,7 @@ streams.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import platform
@@ -124,7 +125,7 @@ def opened(path: Path, name: str, scratch: Path, take: Callable[[int], None], mo
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(open(path, "rb"))
         stream, was_compressed = decompressed(raw)
-        if not ARCHIVE_NAME.fullmatch(_first_name(Counted(stream, lambda _: take(0)))):
+        if not ARCHIVE_NAME.fullmatch(_first_name(Counted(stream, take))):
             yield _plain(path, name)
             return
         if was_compressed:
@@ -170,11 +171,9 @@ def _decompress(path: Path, scratch: Path, take: Callable[[int], None], most_byt
     """Decompress an archive of layers into ``scratch``: reading it in any order takes a plain file."""
     target = scratch / "archive.tar"
     with open(path, "rb") as raw, open(target, "xb") as out:
-        stream = Counted(decompressed(raw)[0], lambda _: take(0))
+        stream = Counted(decompressed(raw)[0], take, most_bytes)
         while part := stream.read(CHUNK_BYTES):
             take(len(part))
-            if stream.tell() > most_bytes:
-                raise ImageError(f"it unpacks to more than {most_bytes} bytes: give sandbox.store_bytes more")
             out.write(part)
     return target
 
@@ -201,8 +200,7 @@ class _Archive:
         self._links: dict[str, str] = {}  # archives of an old docker save name a layer twice
         size = os.fstat(self._descriptor).st_size
         raw.seek(0)
-        stream = _Skipping(raw, lambda _: take(0))
-        with whole_tar(stream, marked=True) as archive:
+        with whole_tar(_Skipping(raw, take), marked=True) as archive:
             while (member := archive.next()) is not None:
                 self._remember(member, size)
 
@@ -231,14 +229,10 @@ class _Archive:
 class _Skipping(Counted):
     """A stream that seeks over skipped bytes instead of reading them: nearly all of an archive of layers."""
 
-    def __init__(self, source: io.BufferedReader, passed: Callable[[int], None]) -> None:
-        super().__init__(source, passed)
-        self._file = source
-
     def seek(self, to: int) -> None:
         if to < self._at:
             raise ImageError("one of its headers points backwards: it is damaged or malicious")
-        self._file.seek(to)
+        self._source.seek(to)
         self._at = to
 
 
@@ -284,9 +278,8 @@ def _layout(files: _Files, name: str, take: Callable[[int], None]) -> Found:
                 " application/vnd.oci.image.layer.v1.tar, with +gzip or +zstd, and Docker's"
             )
         blob = _blob(layer.digest)
-        layers.append(
-            LayerSource(what=blob, diff_id=diff_id, open=lambda blob=blob: files.open(blob), digest=layer.digest)
-        )
+        source = functools.partial(files.open, blob)
+        layers.append(LayerSource(what=blob, diff_id=diff_id, open=source, digest=layer.digest))
     return Found(layers=tuple(layers), environment=_environment(config))
 
 
@@ -382,7 +375,7 @@ def _saved(files: _Files, name: str) -> Found:
     config = _document(files, image.config, ImageConfig, f"sha256:{stated[1]}" if stated else None)
     _check(config, len(image.layers))
     layers = [
-        LayerSource(what=layer, diff_id=diff_id, open=lambda layer=layer: files.open(layer))
+        LayerSource(what=layer, diff_id=diff_id, open=functools.partial(files.open, layer))
         for layer, diff_id in zip(image.layers, config.rootfs.diff_ids, strict=True)
     ]
     return Found(layers=tuple(layers), environment=_environment(config))

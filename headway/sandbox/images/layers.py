@@ -113,16 +113,7 @@ def unpack(
     they don't fit or the caller has stopped waiting. ``most_bytes``: limit on the tar itself. ``marked``: require the
     end mark, where nothing else shows that the tar was cut off. Raises ImageError, OSError.
     """
-    passed = 0
-
-    def count(size: int) -> None:
-        nonlocal passed
-        passed += size
-        take(0)
-        if passed > most_bytes:
-            raise ImageError(f"it unpacks to more than {most_bytes} bytes: give sandbox.store_bytes more")
-
-    stream = Counted(source, count)
+    stream = Counted(source, take, most_bytes)
     writer = _Writer(folder, owner, take)
     with whole_tar(stream, marked=marked) as archive:
         while (member := archive.next()) is not None:

@@ -119,15 +119,10 @@ def _reachable(root: Path, owner: FileOwner) -> Path:
     """``root``. Raises ImageError where the sandboxes' user can't reach it: the overlay's own error wouldn't say so."""
     for place in (*reversed(root.parents), root):
         found = place.stat()
-        if os.geteuid() == owner.uid:
-            open_to = os.access(place, os.X_OK)
-        elif found.st_uid == owner.uid:
-            open_to = bool(found.st_mode & stat.S_IXUSR)
-        elif found.st_gid == owner.gid:
-            open_to = bool(found.st_mode & stat.S_IXGRP)
-        else:
-            open_to = bool(found.st_mode & stat.S_IXOTH)
-        if not open_to:
+        of_group = stat.S_IXGRP if found.st_gid == owner.gid else stat.S_IXOTH
+        needed = stat.S_IXUSR if found.st_uid == owner.uid else of_group
+        is_open = os.access(place, os.X_OK) if os.geteuid() == owner.uid else found.st_mode & needed
+        if not is_open:
             raise ImageError(
                 f"user {owner.uid}, whom sandboxes run as, can't go through {place}: chmod o+x {place}, or take another"
                 " place"

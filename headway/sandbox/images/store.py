@@ -328,9 +328,8 @@ class StoreChange:
             most = self._store.most_bytes
             digest, size = unpack(stream, folder, self._store.owner, self.take, most, marked=marked)
         if source.diff_id not in (None, digest):
-            raise ImageError(
-                f"its unpacked digest should be {source.diff_id}, and is {digest}: it is damaged or was changed"
-            )
+            what = f"its unpacked digest should be {source.diff_id}, and is {digest}: it is damaged or was changed"
+            raise ImageError(what)
         self.unpacked += 1
         self._wanted.add(digest)
         if self._has(digest):  # a plain tar that another image had as a layer
@@ -401,9 +400,8 @@ class StoreChange:
         self._used -= one.record.bytes
         freed = one.record.bytes + self._drop_layers()
         idle_s = max(0.0, time.time() - one.used_s)
-        self.removed.append(
-            f"image {one.record.id[:12]} of {one.record.source}: {freed} bytes, unused for {idle_s:.0f} s"
-        )
+        what = f"image {one.record.id[:12]} of {one.record.source}"
+        self.removed.append(f"{what}: {freed} bytes, unused for {idle_s:.0f} s")
         return True
 
     def _drop_layers(self) -> int:

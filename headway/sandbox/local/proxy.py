@@ -179,10 +179,8 @@ class Proxy:
         except TimeoutError:
             raise ProxyRefused(408, "Request Timeout", f"no whole head in {self._settings.head_s:g} s") from None
         except asyncio.LimitOverrunError:
-            most = self._settings.head_bytes
-            raise ProxyRefused(
-                431, "Request Header Fields Too Large", f"a head has at most {most} bytes here"
-            ) from None
+            why = f"a head has at most {self._settings.head_bytes} bytes here"
+            raise ProxyRefused(431, "Request Header Fields Too Large", why) from None
 
     # Allowed hosts.
 
@@ -192,9 +190,8 @@ class Proxy:
         if not self._allowed.allows(host, port):
             raise self._not_listed(f"{host} port {port}")
         if self._bytes >= self._settings.bytes:
-            raise ProxyRefused(
-                403, "Out of bytes", f"this sandbox has sent and received its {self._settings.bytes} bytes"
-            )
+            why = f"this sandbox has sent and received its {self._settings.bytes} bytes"
+            raise ProxyRefused(403, "Out of bytes", why)
         addresses = [host] if is_address(host) else await self._addresses(host, port)
         error: Exception | None = None
         for address in addresses[:4]:
@@ -203,9 +200,8 @@ class Proxy:
                     return await self._open_to(address, port)
             except (OSError, TimeoutError) as failed:
                 error = failed
-        raise ProxyRefused(
-            502, "Bad Gateway", f"{host} port {port} can't be reached: {error or 'no answer'}"
-        ) from error
+        why = f"{host} port {port} can't be reached: {error or 'no answer'}"
+        raise ProxyRefused(502, "Bad Gateway", why) from error
 
     async def _addresses(self, host: str, port: int) -> list[str]:
         try:

@@ -67,9 +67,9 @@ class ZygoteClient(Protocol):
 class _Call:
     """A pending request: its answer, and the consumer of the parts that come before."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, take: Take, room: int) -> None:
         self.answer: asyncio.Future[tuple[Head, bytes]] = asyncio.get_running_loop().create_future()
-        self.take: Take = lambda part: None
+        self.take = take
         self.room = room  # bytes that parts may still have
 
 
@@ -323,7 +323,7 @@ class LocalSandbox:
         body: bytes = b"",
         *,
         more: Sequence[tuple[Head, bytes]] = (),
-        take: Take | None = None,
+        take: Take = lambda part: None,
         room: int = 0,
         wait_s: float | None = None,
     ) -> tuple[Head, bytes]:
@@ -335,9 +335,7 @@ class LocalSandbox:
             raise SandboxError(infrastructure_failure(f"sandbox {self.id} has closed its socket"))
         self._count += 1
         number = self._count
-        call = self._calls[number] = _Call(room)
-        if take is not None:
-            call.take = take
+        call = self._calls[number] = _Call(take, room)
         wait_s = self._grace_s if wait_s is None else wait_s
         try:
             async with asyncio.timeout(max(wait_s, self._grace_s)):
