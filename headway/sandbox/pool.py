@@ -245,9 +245,7 @@ class SandboxPool:
         since_s, limit_s = self._clock.now(), self._settings.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                made = await self._backend.create(
-                    wanted.spec, labels=wanted.labels, ttl_s=wanted.ttl_s, snapshot=wanted.snapshot
-                )
+                made = await self._backend.create(**msgspec.structs.asdict(wanted))
         except TimeoutError:
             raise SandboxError(infrastructure_failure(f"a sandbox wasn't ready in {limit_s:g} s")) from None
         except SandboxError as error:

@@ -232,11 +232,8 @@ def _open_root(path: str, packed: Any) -> Any:
     return open(path, "rb")
 
 
-Labelled = tuple[str, str, dict[str, str]]  # kind, name, labels
-
-
-async def labelled(client: aiodocker.Docker, label: str) -> AsyncIterator[Labelled]:
-    """Everything with such a label: containers first, then volumes and images."""
+async def labelled(client: aiodocker.Docker, label: str) -> AsyncIterator[tuple[str, str, dict[str, str]]]:
+    """Kind, name and labels of everything with such a label: containers first, then volumes and images."""
     wanted = json.dumps({"label": [label]})
     for one in await client._query_json("containers/json", params={"all": "1", "filters": wanted}):
         yield "containers", one["Id"], one["Labels"]

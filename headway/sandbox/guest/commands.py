@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import select
@@ -305,9 +304,7 @@ def _become(
     try:
         try:
             for number, descriptor in enumerate(streams):
-                if descriptor == number:  # can't be: 0, 1 and 2 are taken
-                    fcntl.fcntl(descriptor, fcntl.F_SETFD, 0)
-                os.dup2(descriptor, number)
+                os.dup2(descriptor, number)  # another number: 0, 1 and 2 are taken
             os.setsid()
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):

@@ -228,8 +228,7 @@ class HostedBackend:
         return [info for info in found if wanted.items() <= info.labels.items()]
 
     async def capabilities(self) -> Capabilities:
-        can = self._provider.can()
-        return msgspec.structs.replace(can, missing=(*can.missing, UNTESTED))
+        return msgspec.structs.replace(self._provider.can(), missing=(*self._provider.missing, UNTESTED))
 
     async def preflight(self, spec: SandboxSpec, *, live: int = 1) -> list[str]:
         """See :meth:`Backend.preflight`; also checks ``live`` more sandboxes against the account's limit."""

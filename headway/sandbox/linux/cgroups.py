@@ -24,10 +24,7 @@ SHARED = "headway-sandboxes"  # below it a group per owner, below those a group 
 MAKER = "zygote"  # the group of the process that makes sandboxes
 OF_SWAP = ("memory.memsw.limit_in_bytes", "memory.swap.max")  # absent where the kernel counts no swap
 V2 = "v2"  # stands for the one hierarchy that has all controllers
-PARTS = {  # version 1: which file holds the number of kills for memory; version 2: the same
-    "memory": "memory.oom_control",
-    V2: "memory.events",
-}
+KILLS = {"memory": "memory.oom_control", V2: "memory.events"}  # the file with the number of kills for memory
 
 Parents = dict[str, str]  # controller, or V2 -> directory of the owner's groups
 
@@ -67,10 +64,8 @@ def find_parents(owner: str, uid: int, *, places: dict[str, Path] | None = None)
         try:
             return {V2: str(_make(places[V2], owner, uid, v2=True))}, ()
         except OSError as error:
-            why = f"{places[V2]}: {error.strerror}"
-            return {}, tuple(
-                f"no limit of {name}: {why}; delegate the group (systemd: Delegate=yes)" for name in CONTROLLERS
-            )
+            why = f"{places[V2]}: {error.strerror}; delegate the group (systemd: Delegate=yes)"
+            return {}, tuple(f"no limit of {name}: {why}" for name in CONTROLLERS)
     for name in CONTROLLERS:
         if name not in places:
             missing.append(f"no limit of {name}: its controller isn't mounted; mount it, or run where it is")
@@ -150,7 +145,7 @@ def limit(parents: Parents, slot: str, *, memory_bytes: int, processes: int, cpu
 
 def open_kill_count(parents: Parents, slot: str) -> int:
     """A descriptor of the file with the number of kills for memory; -1: memory isn't limited."""
-    for controller, name in PARTS.items():
+    for controller, name in KILLS.items():
         if controller in parents:
             return os.open(f"{parents[controller]}/{slot}/{name}", os.O_RDONLY | os.O_CLOEXEC)
     return -1

@@ -108,16 +108,16 @@ class Proxy:
             task.cancel()
 
     def statistics(self) -> NetworkUse:
-        hosts = [
+        hosts = tuple(
             HostUse(host=host, port=port, refused=why, requests=requests, bytes=passed)
             for (host, port, why), (requests, passed) in self._hosts.items()
-        ]
+        )
         return NetworkUse(
             used=len(self._open),
             capacity=self._settings.connections,
             peak=self._peak,
             bytes=self._bytes,
-            hosts=tuple(hosts),
+            hosts=hosts,
         )
 
     async def _accept(self) -> None:
@@ -283,10 +283,7 @@ class Proxy:
 
 
 async def _pump(
-    source: asyncio.StreamReader,
-    target: asyncio.StreamWriter,
-    passed: Callable[[int], None],
-    most: int | None = None,
+    source: asyncio.StreamReader, target: asyncio.StreamWriter, passed: Callable[[int], None], most: int | None = None
 ) -> None:
     """Copy ``source`` to ``target`` until its end, and pass the end on. ``most``: bytes allowed; more raise
     ConnectionAbortedError, and the end isn't passed on."""
