@@ -17,13 +17,17 @@ from headway.config.sandbox import SandboxConfig
 from headway.records.errors import ConfigurationError
 from headway.records.sandbox import SandboxSpec
 from headway.sandbox.hosted.backend import HostedBackend
+from headway.sandbox.hosted.e2b import E2BProvider
+from headway.sandbox.hosted.modal import ModalProvider
+from headway.sandbox.hosted.prime import PrimeProvider
 from headway.sandbox.hosted.provider import HostedSettings, Provider
 from headway.sandbox.images import resolve
 from headway.sandbox.local.backend import LocalBackend
 from headway.sandbox.local.zygote_process import LocalSettings
 from headway.sandbox.protocol import Backend
 
-HOSTED = ("modal", "e2b", "prime")
+PROVIDERS: dict[str, type[Provider[Any]]] = {one.name: one for one in (ModalProvider, E2BProvider, PrimeProvider)}
+HOSTED = tuple(PROVIDERS)
 
 
 class NoSettings(msgspec.Struct, frozen=True):
@@ -39,6 +43,7 @@ class DaemonSettings(msgspec.Struct, frozen=True):
     runtime: str = ""  # of its containers; "": the daemon's own
 
 
+OWN = {"local": NoSettings, "bubblewrap": BubblewrapSettings, "docker": DaemonSettings}
 BUBBLEWRAP = 0, 8  # the first that can forbid user namespaces within
 
 _in_use: list[resolve.Image] = []  # of this process: its sandboxes may start at any time
@@ -64,32 +69,15 @@ async def spec_of(settings: SandboxConfig) -> SandboxSpec:
 def backend_of(settings: SandboxConfig, *, run: str = "", snapshots: Path | None = None) -> Backend:
     """Make the backend that ``settings`` names, not yet started. ``run``: the run that owns its sandboxes;
     ``snapshots``: the folder for snapshots of parked ones. Raises ConfigurationError where it isn't installed."""
-    if settings.backend == "local":
-        _own(settings, NoSettings)
-        made = LocalSettings(start_timeout_s=settings.start_limit_s)
-        return LocalBackend(run=run, snapshots=snapshots, snapshot_bytes=settings.snapshot_bytes, settings=made)
-    if settings.backend == "bubblewrap":
-        program = _bubblewrap(_own(settings, BubblewrapSettings).program)
-        made = LocalSettings(bubblewrap=program, start_timeout_s=settings.start_limit_s)
-        return LocalBackend(run=run, snapshots=snapshots, snapshot_bytes=settings.snapshot_bytes, settings=made)
+    provider = PROVIDERS.get(settings.backend)
+    own = _own(settings, OWN[settings.backend] if provider is None else provider.kind)
+    if provider is not None:
+        return HostedBackend(provider(own), run=run, snapshots=snapshots)
     if settings.backend == "docker":
-        return _docker(settings, run, snapshots)
-    return HostedBackend(_provider_of(settings), run=run, snapshots=snapshots)
-
-
-def _provider_of(settings: SandboxConfig) -> Provider:
-    """Make the provider's adapter, imported only here: its SDK may not be installed."""
-    if settings.backend == "e2b":
-        from headway.sandbox.hosted.e2b import E2BProvider, E2BSettings
-
-        return E2BProvider(_own(settings, E2BSettings))
-    if settings.backend == "prime":
-        from headway.sandbox.hosted.prime import PrimeProvider, PrimeSettings
-
-        return PrimeProvider(_own(settings, PrimeSettings))
-    from headway.sandbox.hosted.modal import ModalProvider, ModalSettings
-
-    return ModalProvider(_own(settings, ModalSettings))
+        return _docker(settings, own, run, snapshots)
+    program = _bubblewrap(own.program) if settings.backend == "bubblewrap" else ""
+    made = LocalSettings(bubblewrap=program, start_timeout_s=settings.start_limit_s)
+    return LocalBackend(run=run, snapshots=snapshots, snapshot_bytes=settings.snapshot_bytes, settings=made)
 
 
 def _bubblewrap(wanted: str) -> str:
@@ -103,20 +91,17 @@ def _bubblewrap(wanted: str) -> str:
     said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
     version = re.search(r"(\d+)\.(\d+)", said)
     if version is None or (int(version[1]), int(version[2])) < BUBBLEWRAP:
-        raise ConfigurationError(
-            f"sandbox.backend = 'bubblewrap': {program} is {said.strip()!r}: 0.8 or later is needed"
-        )
+        what = f"sandbox.backend = 'bubblewrap': {program} is {said.strip()!r}: 0.8 or later is needed"
+        raise ConfigurationError(what)
     return program
 
 
-def _docker(settings: SandboxConfig, run: str, snapshots: Path | None) -> Backend:
+def _docker(settings: SandboxConfig, own: DaemonSettings, run: str, snapshots: Path | None) -> Backend:
     try:
         from headway.sandbox.docker.backend import DockerBackend, DockerSettings
     except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"sandbox.backend = 'docker': {error.name} isn't installed: pip install 'headway[docker]'"
-        ) from error
-    own = _own(settings, DaemonSettings)
+        what = f"sandbox.backend = 'docker': {error.name} isn't installed: pip install 'headway[docker]'"
+        raise ConfigurationError(what) from error
     if not settings.image:
         raise ConfigurationError(
             "sandbox.image = '': sandbox.backend = 'docker' needs one: a name that the daemon knows (docker pull,"
@@ -140,7 +125,6 @@ def _own(settings: SandboxConfig, kind: type[Any]) -> Any:
     if issubclass(kind, HostedSettings) and settings.image:
         given.setdefault("template", settings.image)
     try:
-        made = msgspec.convert(given, kind)
+        return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"sandbox.settings of {settings.backend}: {error}") from None
-    return made

@@ -1,13 +1,16 @@
-"""Interprets the answers of a local sandbox: results of commands, and which side caused a failure."""
+"""Requests for commands in a sandbox, their results, and which side caused a failure."""
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
 from typing import Any
 
 from headway.records.sandbox import (
+    Command,
     ExecResult,
     SandboxFailure,
+    SandboxSpec,
     environment_failure,
     infrastructure_failure,
     model_failure,
@@ -16,10 +19,22 @@ from headway.records.sandbox import (
 Head = dict[str, Any]
 
 
-def result_of(answer: Head, body: bytes, timeout_s: float) -> ExecResult:
-    split = int(answer["stdout_bytes"])
+def request_of(command: Command, spec: SandboxSpec, environment: Mapping[str, str]) -> Head:
+    """Make the request for a command, without its input."""
+    return {
+        "do": "exec",
+        "argv": list(command.argv),
+        "environment": {**environment, **command.environment},
+        "workdir": command.workdir or spec.workdir,
+        "timeout_s": command.timeout_s,
+        "max_output_bytes": command.max_output_bytes,
+        "exclusive": command.exclusive,
+    }
+
+
+def result_of(answer: Head, stdout: bytes, stderr: bytes, timeout_s: float) -> ExecResult:
     code, number = answer["exit_code"], answer["signal"]
-    timed_out, oom = bool(answer["timed_out"]), bool(answer["oom"])
+    timed_out, oom = bool(answer["timed_out"]), bool(answer.get("oom"))  # providers don't say
     failure = None
     if timed_out:
         failure = model_failure(f"not done in {timeout_s:g} s, and killed", timed_out=True, oom=oom)
@@ -33,8 +48,8 @@ def result_of(answer: Head, body: bytes, timeout_s: float) -> ExecResult:
         timed_out=timed_out,
         oom=oom,
         truncated=bool(answer["truncated"]),
-        stdout=body[:split],
-        stderr=body[split:],
+        stdout=stdout,
+        stderr=stderr,
         duration_s=float(answer["duration_s"]),
         failure=failure,
     )
@@ -69,6 +84,11 @@ def refused(code: int, what: str) -> SandboxFailure:
     busy = code in (errno.EAGAIN, errno.ENOMEM)
     remedy = "fewer sandboxes at once, or a higher limit of processes" if busy else NAMESPACES
     return infrastructure_failure(f"a sandbox can't be made, {what[:300]}: {remedy}", retry=busy, evidence=evidence)
+
+
+def outlived(sandbox: str, ttl_s: float) -> SandboxFailure:
+    what = f"sandbox {sandbox}: its time to live of {ttl_s:g} s is over; give more, or renew it"
+    return environment_failure(what)
 
 
 def setup_failure(head: Head) -> SandboxFailure:

@@ -50,7 +50,7 @@ class FairSemaphore:
             raise SandboxError(self._closed)
         if self.taken >= self.count:
             return False
-        self._fill(1)
+        self._fill()
         return True
 
     def give_back(self) -> None:
@@ -58,7 +58,7 @@ class FairSemaphore:
         while self._line and self.taken < self.count:
             turn, _ = self._line.popitem(last=False)
             if not turn.done():
-                self._fill(1)
+                self._fill()
                 turn.set_result(None)
 
     def close(self, why: SandboxFailure) -> None:
@@ -69,8 +69,8 @@ class FairSemaphore:
             if not turn.done():
                 turn.set_exception(SandboxError(why))
 
-    def _fill(self, more: int) -> None:
-        self.taken += more
+    def _fill(self) -> None:
+        self.taken += 1
         self.peak = max(self.peak, self.taken)
 
 

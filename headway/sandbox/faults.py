@@ -1,23 +1,16 @@
-"""A backend that injects infrastructure failures, for tests and for drills of a whole run (`sandbox.inject_faults`)."""
+"""A source of sandboxes that injects infrastructure failures, for drills of a whole run (`sandbox.inject_faults`)."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from headway.records.sandbox import (
-    Capabilities,
-    SandboxError,
-    SandboxInfo,
-    SandboxSpec,
-    Snapshot,
-    infrastructure_failure,
-)
-from headway.records.sandbox_statistics import Reaped
+from headway.records.sandbox import Capabilities, SandboxError, SandboxSpec, infrastructure_failure
 from headway.runtime.clock import Clock
-from headway.sandbox.protocol import Backend, Reaping, Sandbox
+from headway.sandbox.protocol import Sandbox, SandboxSource
 from headway.sandbox.wrapper import SandboxWrapper
 
 OF_CREATE = ("refused", "slow", "unanswered")
@@ -26,7 +19,7 @@ GRACE_S = 10.0  # beyond a command's own time, until a missing answer is given u
 
 
 class FaultyBackend:
-    """A wrapper of a backend in which a ``share`` of `create` and `exec` calls, drawn from ``seed``, fail:
+    """A `SandboxSource` in which a ``share`` of a backend's `create` and `exec` calls, drawn from ``seed``, fail:
 
     - a start is *refused*, is *slow* (``slow_s`` more), or never answers (*unanswered*: until the caller gives up);
     - a command's sandbox is *lost* in the middle of it, or never answers (*unanswered*): `GRACE_S` after the command's
@@ -35,7 +28,9 @@ class FaultyBackend:
     Everything else is the backend's own. ``injected`` counts, by call and kind: "create refused", ...
     """
 
-    def __init__(self, backend: Backend, clock: Clock, *, share: float, slow_s: float = 30.0, seed: int = 0) -> None:
+    def __init__(
+        self, backend: SandboxSource, clock: Clock, *, share: float, slow_s: float = 30.0, seed: int = 0
+    ) -> None:
         self._backend = backend
         self._clock = clock
         self._share = share
@@ -51,15 +46,7 @@ class FaultyBackend:
         self.injected[f"{call} {kind}"] += 1
         return kind
 
-    async def create(
-        self,
-        spec: SandboxSpec,
-        *,
-        idempotency_key: str | None = None,
-        labels: Mapping[str, str] | None = None,
-        ttl_s: float | None = None,
-        snapshot: Snapshot | None = None,
-    ) -> Sandbox:
+    async def create(self, spec: SandboxSpec, **wanted: Any) -> Sandbox:
         kind = self.draw("create", OF_CREATE)
         if kind == "refused":
             raise SandboxError(infrastructure_failure("a start was refused (a fault that was injected)"))
@@ -67,33 +54,11 @@ class FaultyBackend:
             await self._clock.sleep(self._slow_s)
         while kind == "unanswered":
             await self._clock.sleep(3600.0)
-        made = await self._backend.create(
-            spec, idempotency_key=idempotency_key, labels=labels, ttl_s=ttl_s, snapshot=snapshot
-        )
+        made = await self._backend.create(spec, **wanted)
         return FaultySandbox(made, self, self._clock)
-
-    async def attach(self, sandbox_id: str) -> Sandbox:
-        return FaultySandbox(await self._backend.attach(sandbox_id), self, self._clock)
-
-    async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
-        return await self._backend.list(labels)
-
-    async def terminate(self, sandbox_id: str) -> None:
-        await self._backend.terminate(sandbox_id)
 
     async def capabilities(self) -> Capabilities:
         return await self._backend.capabilities()
-
-    async def preflight(
-        self, specs: Sequence[SandboxSpec], *, live: int = 1, allow_unbounded: bool = False
-    ) -> list[str]:
-        return await self._backend.preflight(specs, live=live, allow_unbounded=allow_unbounded)
-
-    async def reap(self) -> list[Reaped]:
-        return await self._backend.reap() if isinstance(self._backend, Reaping) else []
-
-    async def close(self) -> None:
-        await self._backend.close()
 
 
 class FaultySandbox(SandboxWrapper):

@@ -95,30 +95,22 @@ def machine_findings(limits: MachineLimits, spec: SandboxSpec, needed: int) -> I
         what = f"{needed} sandboxes need {needed * LEAST_BYTES // MIB} MiB at least, and {memory // MIB} MiB are left"
         yield SandboxFinding(what=what, fix=fewer)
     elif memory is not None and needed * own.memory_bytes > memory:
-        what = (
-            f"{needed} sandboxes may take {needed * own.memory_bytes // MIB} MiB together, and {memory // MIB} MiB are"
-            " left: if they all did, the kernel would kill processes of the run"
-        )
+        what = f"{needed} sandboxes may take {needed * own.memory_bytes // MIB} MiB together, and {memory // MIB} MiB"
+        what += " are left: if they all did, the kernel would kill processes of the run"
         yield SandboxFinding(what=what, fix=f"a smaller sandbox.limits.memory_bytes, or {fewer}", fatal=False)
-    if processes is not None and needed * LEAST_PROCESSES + SPARE > processes:
-        what = (
-            f"{needed} sandboxes need {needed * LEAST_PROCESSES + SPARE} processes at least; the limit is {processes}"
-        )
+    least = needed * LEAST_PROCESSES + SPARE
+    if processes is not None and least > processes:
+        what = f"{needed} sandboxes need {least} processes at least; the limit is {processes}"
         yield SandboxFinding(what=what, fix=f"raise it: {limits.processes_by}; or {fewer}")
     elif processes is not None and needed * own.processes + SPARE > processes:
-        what = (
-            f"{needed} sandboxes may have {needed * own.processes} processes together, and the limit is {processes}:"
-            " if they did, nobody could start another"
-        )
+        what = f"{needed} sandboxes may have {needed * own.processes} processes together, and the limit is {processes}"
+        what += ": if they did, nobody could start another"
         fix = f"a smaller sandbox.limits.processes, or raise it: {limits.processes_by}"
         yield SandboxFinding(what=what, fix=fix, fatal=False)
     if namespaces is not None and needed + SPARE > namespaces:
-        what = (
-            f"{needed} sandboxes need {needed + SPARE} namespaces of each kind; {limits.namespaces_by} = {namespaces}"
-        )
-        yield SandboxFinding(
-            what=what, fix=f"as root: sysctl -w {limits.namespaces_by}={2 * needed + 1000}; or {fewer}"
-        )
+        key = limits.namespaces_by
+        what = f"{needed} sandboxes need {needed + SPARE} namespaces of each kind; {key} = {namespaces}"
+        yield SandboxFinding(what=what, fix=f"as root: sysctl -w {key}={2 * needed + 1000}; or {fewer}")
 
 
 def no_room(folder: Path, least_bytes: int) -> str:

@@ -30,7 +30,7 @@ from headway.runtime.clock import Clock
 from headway.runtime.supervision import to_its_end
 from headway.sandbox.fair_semaphore import FairSemaphore
 from headway.sandbox.leased import CommandCounts, LeasedSandbox
-from headway.sandbox.protocol import Backend
+from headway.sandbox.protocol import SandboxSource
 
 RECENT_STARTS = 512  # durations kept, against which a straggler is recognised
 
@@ -101,7 +101,7 @@ class SandboxPool:
     """
 
     def __init__(
-        self, backend: Backend, settings: PoolSettings, clock: Clock, *, breaker: StartBreaker | None = None
+        self, backend: SandboxSource, settings: PoolSettings, clock: Clock, *, breaker: StartBreaker | None = None
     ) -> None:
         self._backend = backend
         self._settings = settings
@@ -245,9 +245,7 @@ class SandboxPool:
         since_s, limit_s = self._clock.now(), self._settings.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                made = await self._backend.create(
-                    wanted.spec, labels=wanted.labels, ttl_s=wanted.ttl_s, snapshot=wanted.snapshot
-                )
+                made = await self._backend.create(**msgspec.structs.asdict(wanted))
         except TimeoutError:
             raise SandboxError(infrastructure_failure(f"a sandbox wasn't ready in {limit_s:g} s")) from None
         except SandboxError as error:

@@ -23,10 +23,10 @@ from headway.sandbox.protocol import Backend, Reaping, Sandbox
 
 ON_THIS_MACHINE = ("local", "bubblewrap", "docker")  # at a provider a sandbox of any size is somebody else's memory
 TTL_S = 120.0
-HOG = ResourceLimits(
-    memory_bytes=48 * MIB, disk_bytes=8 * MIB, inodes=1000, processes=16
-)  # a sandbox for finding its limit
+# Of a sandbox that takes HOG_BYTES, to find whether its limit holds.
+HOG = ResourceLimits(memory_bytes=48 * MIB, disk_bytes=8 * MIB, inodes=1000, processes=16)
 HOG_BYTES = 96 * MIB
+WRITTEN = b"written and told"  # to a sandbox, as a file and as a command's input
 FAILURES = (SandboxError, ConfigurationError, OSError, TimeoutError)
 
 
@@ -47,7 +47,7 @@ async def findings(
         found.append(SandboxFinding(what=what, fix="0 for a run that counts", fatal=False))
     try:
         found += [one async for one in _left_over(backend)]  # first: starting a backend reaps too, without reporting
-        said = await backend.preflight([spec], live=needed, allow_unbounded=True)  # `unbounded` decides that below
+        said = await backend.preflight(spec, live=needed)
         found += [SandboxFinding(what=line) for line in said]
         if any(finding.fatal for finding in found):
             return found
@@ -60,7 +60,8 @@ async def findings(
             if can.memory_limit and settings.backend in ON_THIS_MACHINE:
                 found += [one async for one in _hog(backend, msgspec.structs.replace(spec, limits=HOG))]
     except FAILURES as error:
-        found.append(SandboxFinding(what=f"sandboxes can't be made: {error}"))
+        of_root = f" of {spec.root}" if spec.root else ""
+        found.append(SandboxFinding(what=f"sandboxes{of_root} can't be made: {error}"))
     return found
 
 
@@ -103,22 +104,20 @@ async def _trial(backend: Backend, spec: SandboxSpec) -> AsyncIterator[SandboxFi
 
 
 async def _use(box: Sandbox) -> AsyncIterator[SandboxFinding]:
-    done = await box.exec(
-        Command(argv=["sh", "-c", "cat > preflight && cat preflight"], stdin=b"written", timeout_s=30.0)
-    )
+    await box.write("/tmp/preflight", WRITTEN[:8])
+    script = "cat /tmp/preflight - > preflight && cat preflight"
+    done = await box.exec(Command(argv=["sh", "-c", script], stdin=WRITTEN[8:], timeout_s=30.0))
     if done.exit_code in (126, 127):
         said = done.stderr.decode(errors="replace").strip()[:200]
-        yield SandboxFinding(
-            what=f"no shell can be run in a sandbox: {said}", fix="an image with /bin/sh and coreutils"
-        )
-    elif not done.ok or done.stdout != b"written":
+        fix = "an image with /bin/sh and coreutils"
+        yield SandboxFinding(what=f"no shell can be run in a sandbox: {said}", fix=fix)
+    elif not done.ok or done.stdout != WRITTEN:
         how = f"exit code {done.exit_code}, {done.stderr.decode(errors='replace').strip()[:200]}"
         fix = "see whether commands may write in their working directory, in this image and as its user"
         yield SandboxFinding(what=f"a command that writes a file doesn't: {how}", fix=fix)
-    elif await box.read("preflight") != b"written":
-        yield SandboxFinding(
-            what="a file that a command wrote is read otherwise", fix="report it: nothing can be judged"
-        )
+    elif await box.read("preflight") != WRITTEN:
+        what = "a file that a command wrote is read otherwise"
+        yield SandboxFinding(what=what, fix="report it: nothing can be judged")
 
 
 async def _hog(backend: Backend, spec: SandboxSpec) -> AsyncIterator[SandboxFinding]:

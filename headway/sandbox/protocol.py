@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from headway.records.sandbox import Capabilities, Command, ExecResult, FileInfo, SandboxInfo, SandboxSpec, Snapshot
@@ -53,47 +53,38 @@ class Sandbox(Protocol):
 
     async def renew(self, ttl_s: float) -> None: ...
 
-    async def health(self) -> None:
-        """Return if the sandbox answers; raise SandboxError if it doesn't."""
-        ...
-
     async def terminate(self) -> None:
         """End the sandbox and everything in it; no-op if it has ended. Returns when nothing of it is left."""
         ...
 
 
-class Backend(Protocol):
-    """Makes sandboxes."""
+class SandboxSource(Protocol):
+    """The part of a `Backend` that leases need."""
 
     async def create(
         self,
         spec: SandboxSpec,
         *,
-        idempotency_key: str | None = None,
         labels: Mapping[str, str] | None = None,
         ttl_s: float | None = None,
         snapshot: Snapshot | None = None,
     ) -> Sandbox:
-        """Make a sandbox and return it ready. The same ``idempotency_key`` returns the same one, while it lives."""
+        """Make a sandbox and return it ready."""
         ...
 
-    async def attach(self, sandbox_id: str) -> Sandbox: ...
+    async def capabilities(self) -> Capabilities: ...
+
+
+class Backend(SandboxSource, Protocol):
+    """Makes sandboxes."""
 
     async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
         """This owner's sandboxes with all of ``labels``."""
         ...
 
-    async def terminate(self, sandbox_id: str) -> None:
-        """End a sandbox. Idempotent: an unknown one counts as ended."""
-        ...
-
-    async def capabilities(self) -> Capabilities: ...
-
-    async def preflight(
-        self, specs: Sequence[SandboxSpec], *, live: int = 1, allow_unbounded: bool = False
-    ) -> list[str]:
-        """Problems that would stop a run with ``live`` of these at once, quotas and images included: a line each, with
-        the remedy. ``allow_unbounded``: accept that a sandbox's memory can't be limited. Leaves nothing behind."""
+    async def preflight(self, spec: SandboxSpec, *, live: int = 1) -> list[str]:
+        """Problems that would stop a run with ``live`` of these at once, quotas included: a line each, with the remedy.
+        Makes no sandbox: `preflight.findings` does."""
         ...
 
     async def close(self) -> None:

@@ -23,13 +23,7 @@ from typing import IO, TypeVar
 from urllib.parse import quote, unquote
 
 from headway.records.errors import ConfigurationError
-from headway.records.sandbox import (
-    SandboxError,
-    SandboxFailure,
-    Snapshot,
-    environment_failure,
-    infrastructure_failure,
-)
+from headway.records.sandbox import SandboxError, SandboxFailure, Snapshot, environment_failure, infrastructure_failure
 from headway.runtime.supervision import to_its_end
 
 T = TypeVar("T")
@@ -56,15 +50,13 @@ class SnapshotFolder:
         path = self.path / f".{name}.{sandbox}.{os.getpid()}{INCOMING}"
         return IncomingSnapshot(self, path, self.path / f"{name}{SUFFIX}")
 
-    def names(self) -> frozenset[str]:
-        """File names of this process's incoming snapshots."""
-        return frozenset(one.path.name for one in self._open)
+    def others(self) -> Callable[[str], bool]:
+        """Which file names now are neither this process's incoming snapshots nor incomplete ones of dead processes."""
+        ours = frozenset(one.path.name for one in self._open)
+        return lambda name: name not in ours and not _left(name)
 
-    def others_bytes(self, ours: frozenset[str]) -> int:
-        """Bytes of all files in the folder, except ``ours`` and incomplete ones of dead processes."""
-        return self._counted(lambda name: name not in ours and not _left(name))
-
-    def _counted(self, wanted: Callable[[str], bool]) -> int:
+    def bytes_of(self, wanted: Callable[[str], bool]) -> int:
+        """Bytes of the folder's files with such names."""
         there = 0
         for entry in os.scandir(self.path):
             with contextlib.suppress(FileNotFoundError):  # its rollout has resumed or ended
@@ -92,7 +84,7 @@ class SnapshotFolder:
             return
         with open(self.path / LOCK, "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if self._counted(lambda name: name.endswith(SUFFIX)) + more_bytes > self.most_bytes:
+            if self.bytes_of(lambda name: name.endswith(SUFFIX)) + more_bytes > self.most_bytes:
                 raise SandboxError(self.full())
             yield
 
@@ -152,8 +144,8 @@ class IncomingSnapshot:
 
     async def __aenter__(self) -> IncomingSnapshot:
         try:
-            ours = self._folder.names()
-            self._folder.admit(self, await self._on_disk(lambda: self._begin(ours)))
+            others = self._folder.others()
+            self._folder.admit(self, await self._on_disk(lambda: self._begin(others)))
         except BaseException as error:
             await self.__aexit__()
             if isinstance(error, OSError):
@@ -179,10 +171,10 @@ class IncomingSnapshot:
 
     # In threads.
 
-    def _begin(self, ours: frozenset[str]) -> int:
+    def _begin(self, others: Callable[[str], bool]) -> int:
         self._folder.path.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "wb")  # noqa: SIM115  closed in _end
-        return self._folder.others_bytes(ours)
+        return self._folder.bytes_of(others)
 
     def _write(self, part: bytes) -> None:
         assert self._file is not None

@@ -60,8 +60,5 @@ class SandboxWrapper:
     async def renew(self, ttl_s: float) -> None:
         await self.inner().renew(ttl_s)
 
-    async def health(self) -> None:
-        await self.inner().health()
-
     async def terminate(self) -> None:
         await self._box.terminate()

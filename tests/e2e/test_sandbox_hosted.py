@@ -24,9 +24,9 @@ from test_sandbox_conformance import (  # noqa: F401  run here with the fixture 
     test_alone_means_that_nothing_else_runs,
     test_commands_run_side_by_side_and_large_data_goes_both_ways,
     test_commands_that_cant_run_say_so,
-    test_create_is_idempotent_and_list_knows_labels,
     test_files,
     test_its_time_to_live_ends_it_and_can_be_renewed,
+    test_list_knows_the_labels_of_those_that_live,
     test_names_that_cant_be_names_are_refused_and_nothing_breaks,
 )
 
@@ -228,11 +228,11 @@ def test_sandboxes_carry_their_labels_from_the_start(backend: Hosted):
 def test_preflight_counts_what_lives_against_the_accounts_limit(backend: Hosted):
     async def main():
         async with backend:
-            assert await backend.preflight([SMALL]) == []
+            assert await backend.preflight(SMALL) == []
             kept = [await backend.create(SMALL) for _ in range(2)]
             limited = backend.another(account_limit=5)
-            assert await limited.preflight([SMALL], live=3) == []
-            (problem,) = await limited.preflight([], live=4)
+            assert await limited.preflight(SMALL, live=3) == []
+            (problem,) = await limited.preflight(SMALL, live=4)
             assert "4 sandboxes are needed and 2 live" in problem
             assert "lower sandbox.live to 3" in problem
             assert len(await backend.list()) == len(kept)

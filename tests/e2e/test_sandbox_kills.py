@@ -374,7 +374,7 @@ def test_one_that_doesnt_answer_is_ended(tmp_path: Path):
             for pid in first_processes(tmp_path):
                 os.kill(pid, signal.SIGSTOP)
             with pytest.raises(SandboxError, match="no answer") as raised:
-                await box.health()
+                await box.list("/")
             assert raised.value.failure.cause == "infrastructure"
             assert await backend.list() == []
 

@@ -16,7 +16,6 @@ from headway.records.sandbox import (
     SandboxSpec,
     Snapshot,
     environment_failure,
-    infrastructure_failure,
 )
 from headway.runtime.clock import Clock
 from headway.sandbox.protocol import FILE_BYTES
@@ -76,9 +75,6 @@ class FakeSandbox:
         await self._after(0.0)
         self._backend.renewals.append(ttl_s)
 
-    async def health(self) -> None:
-        await self._after(0.0)
-
     async def terminate(self) -> None:
         await self._backend.clock.sleep(self._backend.end_s)
         if self._backend.end_failures:
@@ -133,7 +129,6 @@ class FakeBackend:
         self,
         spec: SandboxSpec,
         *,
-        idempotency_key: str | None = None,
         labels: Mapping[str, str] | None = None,
         ttl_s: float | None = None,
         snapshot: Snapshot | None = None,
@@ -158,18 +153,9 @@ class FakeBackend:
         box.files = dict(self.snapshots[snapshot.path]) if snapshot is not None else {}
         return box
 
-    async def attach(self, sandbox_id: str) -> FakeSandbox:
-        if sandbox_id not in self.sandboxes:
-            raise SandboxError(infrastructure_failure(f"sandbox {sandbox_id} is unknown", retry=False))
-        return self.sandboxes[sandbox_id]
-
     async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
         wanted = dict(labels or {}).items()
         return [box.info for box in self.sandboxes.values() if wanted <= box.info.labels.items()]
-
-    async def terminate(self, sandbox_id: str) -> None:
-        if sandbox_id in self.sandboxes:
-            await self.sandboxes[sandbox_id].terminate()
 
     async def capabilities(self) -> Capabilities:
         return Capabilities(
@@ -182,9 +168,7 @@ class FakeBackend:
             snapshot=True,
         )
 
-    async def preflight(
-        self, specs: Sequence[SandboxSpec], *, live: int = 1, allow_unbounded: bool = False
-    ) -> list[str]:
+    async def preflight(self, spec: SandboxSpec, *, live: int = 1) -> list[str]:
         return []
 
     async def close(self) -> None:

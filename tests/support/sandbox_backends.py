@@ -17,6 +17,7 @@ import sandbox_docker
 from headway.records.sandbox import MIB, ResourceLimits, SandboxSpec
 from headway.sandbox.docker.backend import DockerBackend, DockerSettings
 from headway.sandbox.local.backend import LocalBackend
+from headway.sandbox.local.machine_backend import MachineBackend
 from headway.sandbox.local.zygote_process import LocalSettings
 from headway.sandbox.protocol import Sandbox
 
@@ -52,7 +53,7 @@ def docker(folder: Path) -> DockerBackend:
     return DockerBackend(snapshots=folder / "snapshots", settings=settings)
 
 
-BACKENDS: dict[str, Callable[[Path], LocalBackend]] = {
+BACKENDS: dict[str, Callable[[Path], MachineBackend[Any]]] = {
     "local": local,
     "local-without-groups": local_without_groups,
     "bubblewrap": bubblewrap,
@@ -71,7 +72,7 @@ def run(main: Callable[[], Coroutine[Any, Any, Any]], limit_s: float = 90.0) -> 
 
 
 @asynccontextmanager
-async def opened(backend: LocalBackend, spec: SandboxSpec = SMALL) -> AsyncIterator[Sandbox]:
+async def opened(backend: MachineBackend[Any], spec: SandboxSpec = SMALL) -> AsyncIterator[Sandbox]:
     async with backend:
         box = await backend.create(spec)
         try:

@@ -132,7 +132,7 @@ def play(
 
 
 async def end_sandboxes(backend: LocalBackend) -> None:
-    await asyncio.gather(*(backend.terminate(one.id) for one in await backend.list()))
+    await asyncio.gather(*(box.terminate() for box in list(backend._sandboxes.values())))
 
 
 async def run_out_of_memory(backend: LocalBackend) -> None:
@@ -148,9 +148,9 @@ async def kill_sandboxes_soon(backend: LocalBackend) -> None:
         while not backend._sandboxes:  # noqa: ASYNC110  nobody tells
             await asyncio.sleep(0.05)
         await asyncio.sleep(1.0)
-        assert backend._zygote is not None
-        assert backend._zygote._process is not None
-        backend._zygote._process.kill()
+        assert backend._maker is not None
+        assert backend._maker._process is not None
+        backend._maker._process.kill()
 
     _KILLING.add(asyncio.create_task(kill()))
 

@@ -17,7 +17,7 @@ import secrets
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from headway.sandbox.docker.daemon import BROKEN, CARRIED, ENDS, LABEL, Daemon
 from headway.sandbox.guest import portable_python, wire
 from headway.sandbox.guest.entry import PLACES
 from headway.sandbox.linux.cgroups import KEPT_PROCESSES
-from headway.sandbox.local.backend import LocalBackend
+from headway.sandbox.local.machine_backend import MachineBackend
 from headway.sandbox.local.sandbox import LocalSandbox
 
 # Paths by which the kernel shows the machine in a container; the first are Docker's own defaults.
@@ -65,9 +65,11 @@ class DockerSettings(msgspec.Struct, frozen=True, kw_only=True):
     answer_grace_s: float = 10.0  # beyond a command's own time, until its sandbox counts as dead
 
 
-class DockerBackend(LocalBackend):
-    """Makes sandboxes in a Docker daemon. Its lifecycle is the local backend's, with the daemon in the zygote's place:
-    when the daemon goes away its sandboxes count as dead, and the next `create` tries to reach it again."""
+class DockerBackend(MachineBackend[Daemon]):
+    """Makes sandboxes in a Docker daemon: when it goes away its sandboxes count as dead, and the next `create` tries to
+    reach it again."""
+
+    name = "docker"
 
     def __init__(
         self,
@@ -77,79 +79,47 @@ class DockerBackend(LocalBackend):
         snapshot_bytes: int | None = None,
         settings: DockerSettings | None = None,
     ) -> None:
-        super().__init__(run=run, snapshots=snapshots, snapshot_bytes=snapshot_bytes)
-        self._docker = settings or DockerSettings()
-        self._daemon: Daemon | None = None
+        super().__init__(run, snapshots, snapshot_bytes)
+        self._settings = settings or DockerSettings()
         self._reached = False
 
-    async def start(self) -> None:
-        """Connect to the daemon, and remove what dead owners left there; no-op if connected."""
-        async with self._starting:
-            if self._closed:
-                raise SandboxError(infrastructure_failure("the backend is closed", retry=False))
-            if self._daemon is not None and self._daemon.alive:
-                return
-            if self._daemon is not None:
-                gone, self._daemon = self._daemon, None
-                await gone.close()
-            try:
-                self._daemon = await Daemon.reach(self._docker.url, self._run, self._docker.python, self._on_ended)
-            except SandboxError as error:
-                if self._reached:  # it went away: it may come back
-                    raise
-                remedy = "start it, add this user to its group, or name it by sandbox.settings.url or DOCKER_HOST"
-                raise ConfigurationError(f"sandbox.backend = 'docker': {error.failure.what}; {remedy}") from error
-            self._reached = True
+    async def _new_maker(self) -> Daemon:
+        try:
+            daemon = await Daemon.reach(self._settings.url, self._run, self._settings.python, self._on_ended)
+        except SandboxError as error:
+            if self._reached:  # it went away: it may come back
+                raise
+            remedy = "start it, add this user to its group, or name it by sandbox.settings.url or DOCKER_HOST"
+            raise ConfigurationError(f"sandbox.backend = 'docker': {error.failure.what}; {remedy}") from error
+        self._reached = True
+        return daemon
 
     def _check(self, spec: SandboxSpec) -> None:
-        spec.limits.check()
-        if not (spec.root or self._docker.image):
+        if not (spec.root or self._settings.image):
             raise ConfigurationError("sandbox image: Docker needs one: a name that the daemon knows, or a tar's path")
         if spec.network:
             raise ConfigurationError("sandbox network: the docker backend has no allow-list; leave it empty")
 
     async def _create(
-        self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, snapshot: Snapshot | None
+        self, maker: Daemon, record: leftovers.SandboxRecord, spec: SandboxSpec, snapshot: Snapshot | None
     ) -> LocalSandbox:
-        await self.start()
-        daemon = self._daemon
-        assert daemon is not None
-        try:
-            return await self._make(daemon, spec, labels, ttl_s, snapshot)
-        except BROKEN as error:
-            raise SandboxError(infrastructure_failure(f"the Docker daemon: {error}")) from error
-
-    async def _make(
-        self, daemon: Daemon, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, snapshot: Snapshot | None
-    ) -> LocalSandbox:
-        image, variables = await daemon.image(spec.root or self._docker.image)
-        volume = await daemon.carried_volume(image)
-        now_s = time.time()
-        record = leftovers.SandboxRecord(
-            id=f"sb-{secrets.token_hex(6)}",
-            backend="docker",
-            run=self._run,
-            labels=labels,
-            owner_pid=os.getpid(),
-            owner_started=leftovers.started(os.getpid()) or 0,
-            ttl_s=ttl_s,
-            created_s=now_s,
-        )
-        config = self._config(daemon, spec, image, volume)
-        own = {f"{LABEL}{key}": value for key, value in labels.items()}
-        config["Labels"] = {**daemon.labels, **own, ENDS: str(now_s + ttl_s)}
-        container = _Container(daemon, record.id)
-        told = msgspec.structs.replace(spec, environment={**variables, **spec.environment})
-        sandbox = LocalSandbox(record, told, container, self._snapshots, self._docker.answer_grace_s)
-        self._sandboxes[record.id] = sandbox
-        try:
-            with contextlib.ExitStack() as opened:
-                tar = await snapshot_store.opened(snapshot, opened) if snapshot is not None else None
-                wanted = {"limits": msgspec.to_builtins(spec.limits), "workdir": spec.workdir, "ttl_s": ttl_s}
-                wanted["snapshot"] = tar is not None
-                async with asyncio.timeout(self._docker.start_timeout_s):
+        with _daemon_errors(), contextlib.ExitStack() as opened:
+            image, variables = await maker.image(spec.root or self._settings.image)
+            volume = await maker.carried_volume(image)
+            config = self._config(maker, spec, image, volume)
+            own = {f"{LABEL}{key}": value for key, value in record.labels.items()}
+            config["Labels"] = {**maker.labels, **own, ENDS: str(time.time() + record.ttl_s)}
+            container = _Container(maker, record.id)
+            told = msgspec.structs.replace(spec, environment={**variables, **spec.environment})
+            sandbox = LocalSandbox(record, told, container, self._snapshots, self._settings.answer_grace_s)
+            limit_s = self._settings.start_timeout_s
+            try:
+                async with self._ended_on_error(sandbox), asyncio.timeout(limit_s):
+                    tar = await snapshot_store.opened(snapshot, opened) if snapshot is not None else None
                     reader, writer = await container.start(config)
-                    opening = asyncio.create_task(sandbox.serve(reader, writer, self._docker.start_timeout_s))
+                    opening = asyncio.create_task(sandbox.serve(reader, writer, limit_s))
+                    wanted = {"limits": msgspec.to_builtins(spec.limits), "workdir": spec.workdir}
+                    wanted |= {"ttl_s": record.ttl_s, "snapshot": tar is not None}
                     with contextlib.suppress(ConnectionError):  # it has ended: its last output tells why
                         await writer.send(wire.frame(wanted))
                         while tar is not None:
@@ -158,14 +128,8 @@ class DockerBackend(LocalBackend):
                             if not part:
                                 break
                     await opening
-        except TimeoutError:
-            with contextlib.suppress(SandboxError):  # it couldn't be ended: left to the next look of the reaper
-                await to_its_end(sandbox.terminate())
-            raise SandboxError(infrastructure_failure(f"sandbox {record.id} wasn't ready in time")) from None
-        except BaseException:
-            with contextlib.suppress(SandboxError):
-                await to_its_end(sandbox.terminate())
-            raise
+            except TimeoutError:
+                raise SandboxError(infrastructure_failure(f"sandbox {record.id} wasn't ready in time")) from None
         return sandbox
 
     def _config(self, daemon: Daemon, spec: SandboxSpec, image: str, volume: str) -> dict[str, Any]:
@@ -196,7 +160,7 @@ class DockerBackend(LocalBackend):
             "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],
             "LogConfig": {"Type": "none"},  # its output is our protocol, not a log
             "Init": False,
-            **({"Runtime": self._docker.runtime} if self._docker.runtime else {}),
+            **({"Runtime": self._settings.runtime} if self._settings.runtime else {}),
         }
         return {
             "Image": image,
@@ -217,16 +181,14 @@ class DockerBackend(LocalBackend):
         }
 
     async def capabilities(self) -> Capabilities:
-        await self.start()
-        assert self._daemon is not None
-        can = self._daemon.information
+        can = (await self.start()).information
         missing = [
             f"no limit of {name}: the daemon says it can't ({key} in docker info); mount that control group"
             for name, key in (("memory", "MemoryLimit"), ("processes", "PidsLimit"), ("cpus", "CpuCfsQuota"))
             if not can.get(key)
         ]
         return Capabilities(
-            backend="docker",
+            backend=self.name,
             memory_limit=bool(can.get("MemoryLimit")),
             process_limit=bool(can.get("PidsLimit")),
             cpu_limit=bool(can.get("CpuCfsQuota")),
@@ -238,35 +200,19 @@ class DockerBackend(LocalBackend):
             missing=tuple(missing),
         )
 
-    async def preflight(
-        self, specs: Sequence[SandboxSpec], *, live: int = 1, allow_unbounded: bool = False
-    ) -> list[str]:
-        """See :meth:`Backend.preflight`."""
-        try:
-            await self.start()
-        except (SandboxError, ConfigurationError) as error:
-            return [str(error)]
-        return await super().preflight(specs, live=live, allow_unbounded=allow_unbounded)
-
-    def _written(self, specs: Sequence[SandboxSpec], live: int) -> list[tuple[Path, int]]:
-        return super()._written(specs, live)[1:]  # records are the daemon's
-
     async def reap(self) -> list[Reaped]:
-        """See :meth:`Reaping.reap`."""
-        await self.start()
-        assert self._daemon is not None
-        try:
-            return await self._daemon.reap()
-        except BROKEN as error:
-            raise SandboxError(infrastructure_failure(f"the Docker daemon: {error}")) from error
+        daemon = await self.start()
+        with _daemon_errors():
+            return await daemon.reap()
 
-    async def close(self) -> None:
-        self._closed = True
-        await asyncio.gather(*(box.terminate() for box in list(self._sandboxes.values())), return_exceptions=True)
-        async with self._starting:
-            if self._daemon is not None:
-                await self._daemon.close()
-                self._daemon = None
+
+@contextlib.contextmanager
+def _daemon_errors() -> Iterator[None]:
+    """Turn errors of the daemon, and of the connection to it, into SandboxErrors."""
+    try:
+        yield
+    except BROKEN as error:
+        raise SandboxError(infrastructure_failure(f"the Docker daemon: {error}")) from error
 
 
 class _Container:

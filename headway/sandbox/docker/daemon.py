@@ -15,7 +15,7 @@ import os
 import tarfile
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,8 +55,7 @@ class Daemon:
         self.information: dict[str, Any] = {}
         self.alive = False
         self._containers: dict[str, tuple[int | None, int]] = {}  # by name: exit code so far, kills
-        self._volume: asyncio.Task[str] | None = None
-        self._images: dict[str, asyncio.Task[str]] = {}
+        self._made: dict[str, asyncio.Task[str]] = {}  # the volume, and images that were imported
         self._listening: asyncio.Task[None] | None = None
 
     @classmethod
@@ -129,9 +128,14 @@ class Daemon:
 
     async def carried_volume(self, image: str) -> str:
         """Return a volume with the first process's Python; filled once, through a container that is never started."""
-        if self._volume is None or (self._volume.done() and self._volume.exception()):
-            self._volume = asyncio.create_task(self._fill(image))
-        return await asyncio.shield(self._volume)
+        return await self._once(CARRIED, lambda: self._fill(image))
+
+    async def _once(self, key: str, make: Callable[[], Coroutine[Any, Any, str]]) -> str:
+        """Return what ``make`` returns, which runs once for each key, and again where it has failed."""
+        making = self._made.get(key)
+        if making is None or (making.done() and making.exception()):
+            making = self._made[key] = asyncio.create_task(make())
+        return await asyncio.shield(making)
 
     async def _fill(self, image: str) -> str:
         packing = await asyncio.create_subprocess_exec(
@@ -155,13 +159,11 @@ class Daemon:
     async def image(self, wanted: str) -> tuple[str, dict[str, str]]:
         """Return an image's id and environment. ``wanted``: a name that the daemon knows, or the path of a root file
         system, a directory or a tar, which is imported for as long as this owner lives."""
-        making = self._images.get(wanted)
-        if wanted.startswith("/") and (making is None or (making.done() and making.exception())):
-            making = self._images[wanted] = asyncio.create_task(self._import(wanted))
         try:
-            found = await self._client.images.inspect(wanted if making is None else await asyncio.shield(making))
+            name = await self._once(wanted, lambda: self._import(wanted)) if wanted.startswith("/") else wanted
+            found = await self._client.images.inspect(name)
         except aiodocker.DockerError as error:
-            self._images.pop(wanted, None)
+            self._made.pop(wanted, None)
             if error.status in (400, 404):
                 what = f"image {wanted!r}: {error.message}; docker pull or docker load it, or give a tar's whole path"
                 raise SandboxError(environment_failure(what)) from error
@@ -230,11 +232,8 @@ def _open_root(path: str, packed: Any) -> Any:
     return open(path, "rb")
 
 
-Labelled = tuple[str, str, dict[str, str]]  # kind, name, labels
-
-
-async def labelled(client: aiodocker.Docker, label: str) -> AsyncIterator[Labelled]:
-    """Everything with such a label: containers first, then volumes and images."""
+async def labelled(client: aiodocker.Docker, label: str) -> AsyncIterator[tuple[str, str, dict[str, str]]]:
+    """Kind, name and labels of everything with such a label: containers first, then volumes and images."""
     wanted = json.dumps({"label": [label]})
     for one in await client._query_json("containers/json", params={"all": "1", "filters": wanted}):
         yield "containers", one["Id"], one["Labels"]

@@ -1,4 +1,4 @@
-"""Bubblewrap's walls instead of our own (`rooms.py`), around the same first process. Standard library alone.
+"""Bubblewrap's walls instead of our own (`isolation.py`), around the same first process. Standard library alone.
 
 Bubblewrap makes the namespaces, the mounts and the new root, gives up all rights and installs the filter of system
 calls. Two things it can't: a disk with limits on bytes and inodes that the whole root is written to (it has no overlay

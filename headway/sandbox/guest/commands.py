@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import select
@@ -29,6 +28,7 @@ HELD_PIPES = 64  # of daemons, read and thrown away; beyond that the oldest is c
 NICER = 5  # than init, which comes first when the cores are full of commands
 ERROR = struct.Struct("=i")  # the system's number of one; 0: none
 CANT_RUN, NOT_FOUND = 126, 127  # what shells return
+EVERYBODY = -1  # all processes but init, in one call, which none can outrun by forking
 
 
 class RunningCommand:
@@ -250,30 +250,27 @@ class Commands:
 
     def _kill(self, command: RunningCommand) -> None:
         """Kill a command and all it has started; processes in other sessions are found by being newer than it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(command.pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(command.pid, signal.SIGKILL)
+        _signal(-command.pid, signal.SIGKILL)  # the group that it leads
+        _signal(command.pid, signal.SIGKILL)
         if command.overlapped:
             return
         if not command.others:
-            _kill_everybody()
+            _signal(EVERYBODY, signal.SIGKILL)
             return
         for _ in range(KILL_ROUNDS):
             newer = _processes() - command.others
             for pid in newer:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                _signal(pid, signal.SIGKILL)
             if not newer:
                 return
             time.sleep(0.001)
             self.reap()
-        _kill_everybody()  # it forks faster than it can be followed
+        _signal(EVERYBODY, signal.SIGKILL)  # it forks faster than it can be followed
 
     def kill_all(self) -> None:
         """Kill everything but init; running commands are reported as killed."""
         self.go_on()
-        _kill_everybody()
+        _signal(EVERYBODY, signal.SIGKILL)
         deadline = time.monotonic() + 2.0
         while self.reap() and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -283,8 +280,7 @@ class Commands:
         would outlive an owner that is."""
         if self._stopped_s is None:
             self._stopped_s = time.monotonic()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGSTOP)
+            _signal(EVERYBODY, signal.SIGSTOP)
 
     def go_on(self) -> None:
         if self._stopped_s is not None:
@@ -292,8 +288,7 @@ class Commands:
             self._stopped_s = None
             for command in self._running.values():
                 command.timeout_s += stood_s
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGCONT)
+            _signal(EVERYBODY, signal.SIGCONT)
 
     @property
     def stopped(self) -> bool:
@@ -309,9 +304,7 @@ def _become(
     try:
         try:
             for number, descriptor in enumerate(streams):
-                if descriptor == number:  # can't be: 0, 1 and 2 are taken
-                    fcntl.fcntl(descriptor, fcntl.F_SETFD, 0)
-                os.dup2(descriptor, number)
+                os.dup2(descriptor, number)  # another number: 0, 1 and 2 are taken
             os.setsid()
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
@@ -330,10 +323,9 @@ def _become(
         os._exit(code)
 
 
-def _kill_everybody() -> None:
-    """Kill all processes but init in one call, which none can outrun by forking."""
+def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)
+        os.kill(pid, number)
 
 
 def _processes() -> set[int]:

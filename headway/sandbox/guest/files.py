@@ -16,6 +16,7 @@ from typing import Any
 
 from headway.sandbox.guest.wire import BODY_BYTES, CHUNK_BYTES
 
+KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
 OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
@@ -46,7 +47,7 @@ def entries(path: str, max_entries: int) -> list[dict[str, Any]]:
             kind, size = "other", 0
             with contextlib.suppress(OSError):
                 seen = entry.stat(follow_symlinks=False)
-                kind, size = _kind(seen.st_mode), seen.st_size
+                kind, size = KINDS.get(stat.S_IFMT(seen.st_mode), "other"), seen.st_size
             name = entry.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
             found.append({"name": name, "kind": kind, "size_bytes": size if kind == "file" else 0})
     return sorted(found, key=lambda one: one["name"])
@@ -58,12 +59,6 @@ def listing(path: str, max_entries: int) -> bytes:
     if len(encoded) > BODY_BYTES:
         raise OSError(errno.EFBIG, f"a list of {len(encoded)} bytes, more than {BODY_BYTES}")
     return encoded
-
-
-def _kind(mode: int) -> str:
-    if stat.S_ISREG(mode):
-        return "file"
-    return "directory" if stat.S_ISDIR(mode) else "link" if stat.S_ISLNK(mode) else "other"
 
 
 class Writing:

@@ -15,13 +15,14 @@ import errno
 import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from typing import Any
 
-from headway.sandbox.guest import files
+from headway.sandbox.guest import files, wire
 
 MARK = "headway:"  # before an answer
 INLINE_BYTES = 1 << 16  # of an answer; a longer one is left in a file
@@ -48,10 +49,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             writing.finish()
             return {}
         raise OSError(errno.ENOSYS, f"unknown request {do!r}")
-    except OSError as error:
-        return {"error": error.errno or errno.EIO, "what": str(error.strerror or error)[:500]}
-    except (ValueError, MemoryError) as error:
-        return {"error": errno.EINVAL, "what": str(error)[:500]}
+    except wire.MISTAKES as error:
+        return wire.error_of(error)
 
 
 def _begin(request: dict[str, Any]) -> dict[str, Any]:
@@ -60,14 +59,10 @@ def _begin(request: dict[str, Any]) -> dict[str, Any]:
         os.makedirs(request["workdir"], exist_ok=True)
     except PermissionError:  # images whose user isn't root mostly let it become root
         own = ["sudo", "-n", "install", "-d", "-o", str(os.getuid()), "-g", str(os.getgid()), request["workdir"]]
-        made = subprocess.run(own, capture_output=True, check=False) if _has("sudo") else None
+        made = subprocess.run(own, capture_output=True, check=False) if shutil.which("sudo") else None
         if made is None or made.returncode:
             raise
     return {"processes": [[pid, started] for pid, started in _processes().items()]}
-
-
-def _has(program: str) -> bool:
-    return any(os.access(os.path.join(folder, program), os.X_OK) for folder in os.get_exec_path())
 
 
 def _exec(request: dict[str, Any]) -> dict[str, Any]:
@@ -169,16 +164,22 @@ def _feed(selector: selectors.BaseSelector, pipe: Any, data: bytes) -> bytes:
     return data
 
 
+def _stat(pid: Any) -> list[str]:
+    """What the kernel says of a process, from its state on; none: it is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
+    return []
+
+
+def _parent(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
+
+
 def _processes() -> dict[int, str]:
     """Every process that can be seen, by when it was started: a number alone may be another's later."""
-    found: dict[int, str] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
-                fields = file.read().rpartition(")")[2].split()
-                if fields[0] not in "ZX":
-                    found[int(name)] = fields[19]
-    return found
+    found = {int(name): _stat(name) for name in os.listdir("/proc") if name.isdigit()}
+    return {pid: fields[19] for pid, fields in found.items() if fields and fields[0] not in "ZX"}
 
 
 def _kill(but: dict[int, str], *, others_too: bool = False) -> None:
@@ -208,14 +209,6 @@ def _of_another_request(pid: int) -> bool:
                 return True
         pid = _parent(pid)
     return False
-
-
-def _parent(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 def _encoded(data: bytes) -> str:

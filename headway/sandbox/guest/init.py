@@ -19,10 +19,9 @@ from typing import Any, Protocol
 
 from headway.sandbox.guest import files, snapshots, wire
 from headway.sandbox.guest.commands import Commands, limits_of_commands, tasks
-from headway.sandbox.linux import cgroups
+from headway.sandbox.linux import cgroups, kernel
 
 RECEIVE_BYTES = 1 << 17
-MISTAKES = (OSError, ValueError, MemoryError)  # of a request: names that can't be names among them
 Head = dict[str, Any]
 
 
@@ -55,12 +54,8 @@ class Init:
         prepare = limits_of_commands(wanted["limits"], kills >= 0, proc)
         self._commands = Commands(self._poll, prepare, lambda: cgroups.read_kill_count(kills))
         self._kills = kills
-        self._wake, wake_end = os.pipe()
-        for descriptor in (self._wake, wake_end):
-            os.set_blocking(descriptor, False)
+        self._wake = kernel.wake_on_child()
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # from within, the first process gets what it has a handler for
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
         owner.setblocking(False)
         self._poll.register(self._wake, select.POLLIN)
         self._poll.register(owner, select.POLLIN)
@@ -129,16 +124,17 @@ class Init:
         if not self._producing:
             return False
         number, chunks, finished = self._producing[0]
+        end: Head = {}
         try:
             self._send({"id": number, "more": True}, next(chunks))
+            return True
         except StopIteration:
-            self._producing.popleft()
-            self._send({"id": number})
-            finished()
-        except MISTAKES as error:
-            self._producing.popleft()
-            self._send({"id": number, **_told(error)})
-            finished()
+            pass
+        except wire.MISTAKES as error:
+            end = wire.error_of(error)
+        self._producing.popleft()
+        self._send({"id": number, **end})
+        finished()
         return True
 
     # Requests.
@@ -147,8 +143,8 @@ class Init:
         number = head["id"]
         try:
             answer = self._do(number, head, body)
-        except MISTAKES as error:
-            answer = _told(error)
+        except wire.MISTAKES as error:
+            answer = wire.error_of(error)
         if answer is not None:
             self._send({"id": number, **answer})
 
@@ -161,7 +157,7 @@ class Init:
             try:
                 self._commands.start(number, head, body if head["stdin"] else None)
             except OSError as error:
-                return {**_told(error), "tasks": tasks()}
+                return {**wire.error_of(error), "tasks": tasks()}
             return None
         if do == "read":
             self._producing.append((number, files.read(head["path"], head["max_bytes"]), lambda: None))
@@ -186,7 +182,7 @@ class Init:
             self._commands.go_on()
         elif do == "renew":
             self._ends_s = time.monotonic() + head["ttl_s"]
-        elif do != "health":
+        else:
             raise OSError(errno.ENOSYS, f"unknown request {do!r}")
         return {}
 
@@ -198,26 +194,15 @@ class Init:
         """Write a chunk of a file; the last one is answered."""
         if head["first"]:
             self._writings[number] = files.Writing(head["path"], head["mode"])
-        writing = self._writings.get(number)
+        writing = self._writings.pop(number, None)
         if writing is None:
             return None  # it failed before, and that was told
-        try:
-            writing.add(body)
-            if not head["last"]:
-                return None
+        writing.add(body)
+        if head["last"]:
             writing.finish()
-        except OSError:
-            del self._writings[number]
-            raise
-        del self._writings[number]
-        return {}
-
-
-def _told(error: Exception) -> Head:
-    if isinstance(error, OSError):
-        return {"error": error.errno or errno.EIO, "what": f"{error.strerror or error}"[:500]}
-    code = errno.ENOMEM if isinstance(error, MemoryError) else errno.EINVAL
-    return {"error": code, "what": f"{error}"[:500]}
+            return {}
+        self._writings[number] = writing
+        return None
 
 
 def fail(owner: OwnerConnection, step: str, code: int, what: str) -> None:

@@ -10,11 +10,13 @@ The current directory is the owner's: paths are relative to it, so nothing above
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import select
 import signal
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 from headway.sandbox.linux import kernel, seccomp
@@ -38,18 +40,13 @@ class SetupFailed(Exception):
         self.code = error.errno or 0
 
 
-class step:
-    """Names what is being done, for the error it may raise."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, OSError):
-            raise SetupFailed(self._name, error) from error
+@contextlib.contextmanager
+def step(name: str) -> Iterator[None]:
+    """Names what is being done in the block, for the SetupFailed that its OSError becomes."""
+    try:
+        yield
+    except OSError as error:
+        raise SetupFailed(name, error) from error
 
 
 def enter(zygote: int, uid: int, gid: int) -> None:
@@ -76,9 +73,9 @@ def die_with(zygote: int) -> None:
 
 
 def _map(uid: int, gid: int) -> None:
-    _put("/proc/self/setgroups", "deny")
-    _put("/proc/self/uid_map", f"{INSIDE_ID} {uid} 1")
-    _put("/proc/self/gid_map", f"{INSIDE_ID} {gid} 1")
+    kernel.put("/proc/self/setgroups", "deny")
+    kernel.put("/proc/self/uid_map", f"{INSIDE_ID} {uid} 1")
+    kernel.put("/proc/self/gid_map", f"{INSIDE_ID} {gid} 1")
 
 
 def listen_for_proxy(place: socket.socket) -> None:
@@ -107,9 +104,8 @@ def build_root(wanted: dict[str, Any]) -> tuple[int, int]:
         kernel.unmount(".")
         os.chdir("/")
     with step("limits"):
-        _put(
-            f"/proc/self/fd/{proc}/sys/user/max_user_namespaces", "0"
-        )  # no namespaces within, whatever the filter says
+        # No namespaces within, whatever the filter says.
+        kernel.put(f"/proc/self/fd/{proc}/sys/user/max_user_namespaces", "0")
     with step("workdir"):
         os.makedirs(wanted["workdir"], exist_ok=True)
     return upper, proc
@@ -204,11 +200,3 @@ def restrict_command(limits: dict[str, Any], memory_limited: bool) -> None:
         _, hard = resource.getrlimit(name)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(name, (value, value))
-
-
-def _put(file: str, value: str) -> None:
-    descriptor = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(descriptor, value.encode())
-    finally:
-        os.close(descriptor)

@@ -69,9 +69,8 @@ def _member(name: str, found: os.stat_result) -> tarfile.TarInfo:
     member = tarfile.TarInfo(name)
     member.mode, member.mtime = stat.S_IMODE(found.st_mode), int(found.st_mtime)
     kinds = {stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE, stat.S_IFIFO: tarfile.FIFOTYPE}
+    kinds[stat.S_IFCHR] = tarfile.CHRTYPE
     member.type = kinds.get(stat.S_IFMT(found.st_mode), tarfile.REGTYPE)
-    if stat.S_ISCHR(found.st_mode):
-        member.type = tarfile.CHRTYPE
     member.size = found.st_size if stat.S_ISREG(found.st_mode) else 0
     return member
 

@@ -6,6 +6,7 @@ first: what is behind that socket isn't trusted.
 
 from __future__ import annotations
 
+import errno
 import json
 import struct
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ BODY_BYTES = 8 << 20  # the most of a body: the output of a command, both stream
 CHUNK_BYTES = 1 << 18  # what files are sent in
 MESSAGE_BYTES = 1 << 16  # the most of a request to the zygote, which comes as one packet
 
+MISTAKES = (OSError, ValueError, MemoryError)  # of a request: names that can't be names among them
 EXIT_CLOSED, EXIT_TTL, EXIT_SETUP = 0, 3, 4  # how init ends by itself
 
 
@@ -29,10 +31,10 @@ def frame(head: dict[str, Any], body: bytes = b"") -> bytes:
     return LENGTHS.pack(len(encoded), len(body)) + encoded + body
 
 
-def lengths(prefix: bytes, *, most_body: int = BODY_BYTES) -> tuple[int, int]:
+def lengths(prefix: bytes) -> tuple[int, int]:
     """Lengths of a frame's head and body in bytes. Raises Malformed beyond the limits."""
     head, body = LENGTHS.unpack(prefix)
-    if head > HEAD_BYTES or body > most_body:
+    if head > HEAD_BYTES or body > BODY_BYTES:
         raise Malformed(f"a frame of {head} + {body} bytes")
     return head, body
 
@@ -45,6 +47,14 @@ def head_from(encoded: bytes) -> dict[str, Any]:
     if not isinstance(head, dict):
         raise Malformed("a head that is no object")
     return head
+
+
+def error_of(error: Exception) -> dict[str, Any]:
+    """The answer to a request that raised ``error``."""
+    if isinstance(error, OSError):
+        return {"error": error.errno or errno.EIO, "what": f"{error.strerror or error}"[:500]}
+    code = errno.ENOMEM if isinstance(error, MemoryError) else errno.EINVAL
+    return {"error": code, "what": f"{error}"[:500]}
 
 
 class Frames:

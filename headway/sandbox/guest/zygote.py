@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 CLEANING_S = 4.0  # for all that is left of a dead owner's sandboxes
 RETRY_MS = 20  # until groups can be removed
-SPARE, LIVE = "", "live"
+SPARE = ""  # in place of a sandbox: none yet
 
 
 class Zygote:
@@ -54,11 +54,7 @@ class Zygote:
         self._children: dict[int, tuple[str, str]] = {}
         self._by_sandbox: dict[str, int] = {}
         self._emptying: list[tuple[str, str, int, int]] = []  # slot, sandbox, exit status, kills for memory
-        self._wake, wake_end = os.pipe()
-        for descriptor in (self._wake, wake_end):
-            os.set_blocking(descriptor, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+        self._wake = kernel.wake_on_child()
 
     def run(self) -> None:
         """Serve requests until the owner is gone."""
@@ -137,15 +133,63 @@ class Zygote:
         return pid, here
 
     def _be_spare(self, place: socket.socket, slot: str) -> None:
-        """In the child. Never returns."""
+        """In the child, which is in namespaces of its own: become a sandbox's first process. Never returns."""
         try:
-            shell = self._shell
-            kernel.keep_only(place.fileno(), self._self, *(shell.descriptors if shell else ()))
-            spare(place, slot, self._parents, self._self, self._uid, self._gid, shell)
+            kernel.keep_only(place.fileno(), self._self, *(self._shell.descriptors if self._shell else ()))
+            self._wait_for_wanted(place, slot)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(wire.EXIT_SETUP)
+
+    def _wait_for_wanted(self, place: socket.socket, slot: str) -> None:
+        """In the child: get ready, then take a specification. A step that fails before there is an owner to tell is
+        told when there is one."""
+        failed: isolation.SetupFailed | None = None
+        signal.set_wakeup_fd(-1)
+        try:
+            kernel.name_process("sandbox-spare")
+            with isolation.step("control groups"):
+                cgroups.join(self._parents, slot)
+            isolation.enter(self._self, self._uid, self._gid)
+        except isolation.SetupFailed as error:
+            failed = error
+        data, descriptors, _, _ = socket.recv_fds(place, wire.MESSAGE_BYTES, 3)
+        place.close()
+        if not data:
+            os._exit(0)  # the zygote is gone, or needs no more
+        wanted = json.loads(data)["wanted"]
+        owner = socket.socket(fileno=descriptors.pop(0))
+        snapshot = descriptors.pop(0) if wanted["snapshot"] else -1
+        door = socket.socket(fileno=descriptors.pop(0)) if wanted["door"] else None
+        try:
+            if failed is not None:
+                raise failed
+            if door is not None:
+                isolation.listen_for_proxy(door)
+            self._become_first_process(owner, wanted, slot, snapshot)
+        except isolation.SetupFailed as error:
+            init.fail(owner, error.step, error.code, str(error))
+
+    def _become_first_process(self, owner: socket.socket, wanted: dict[str, Any], slot: str, snapshot: int) -> None:
+        limits = wanted["limits"]
+        kernel.name_process("sandbox-init")
+        with isolation.step("limits"):
+            own = {name: limits[name] for name in ("memory_bytes", "processes", "cpus")}
+            cgroups.limit(self._parents, slot, **own)
+            kills = cgroups.open_kill_count(self._parents, slot)
+        if self._shell is not None:
+            upper, proc = isolation.build_disk(wanted)
+            passed = {"owner": owner.fileno(), "upper": upper, "proc": proc, "kills": kills, "snapshot": snapshot}
+            with isolation.step("bubblewrap"):
+                self._shell.enter(wanted, passed)
+        upper, proc = isolation.build_root(wanted)
+        isolation.lock(self._self)
+        if snapshot >= 0:
+            with isolation.step("snapshot"), os.fdopen(snapshot, "rb") as file:
+                snapshots.unpack(file)
+        os.close(self._self)
+        init.Init(owner, wanted, [("", upper)], proc, kills).run()
 
     def _reap(self) -> None:
         """Reap children that have ended, and remove groups that are empty by now."""
@@ -179,7 +223,6 @@ class Zygote:
 
     def _clean(self) -> None:
         """Remove everything: processes, groups, the owner's directory."""
-
         for pid in self._children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -197,73 +240,6 @@ class Zygote:
         shutil.rmtree(".", ignore_errors=True)
         with contextlib.suppress(OSError):
             os.rmdir(f"../{folder}")
-
-
-def spare(
-    place: socket.socket,
-    slot: str,
-    parents: cgroups.Parents,
-    zygote: int,
-    uid: int,
-    gid: int,
-    shell: bubblewrap.Shell | None,
-) -> None:
-    """A process in namespaces of its own: made ready, then given a specification, then a sandbox's first process.
-    What goes wrong before there is an owner to tell is told when there is one. Never returns."""
-    failed: isolation.SetupFailed | None = None
-    signal.set_wakeup_fd(-1)
-    try:
-        kernel.name_process("sandbox-spare")
-        with isolation.step("control groups"):
-            cgroups.join(parents, slot)
-        isolation.enter(zygote, uid, gid)
-    except isolation.SetupFailed as error:
-        failed = error
-    data, descriptors, _, _ = socket.recv_fds(place, wire.MESSAGE_BYTES, 3)
-    place.close()
-    if not data:
-        os._exit(0)  # the zygote is gone, or needs no more
-    wanted = json.loads(data)["wanted"]
-    owner = socket.socket(fileno=descriptors.pop(0))
-    snapshot = descriptors.pop(0) if wanted["snapshot"] else -1
-    door = socket.socket(fileno=descriptors.pop(0)) if wanted["door"] else None
-    try:
-        if failed is not None:
-            raise failed
-        if door is not None:
-            isolation.listen_for_proxy(door)
-        _become_first_process(owner, wanted, slot, parents, zygote, snapshot, shell)
-    except isolation.SetupFailed as error:
-        init.fail(owner, error.step, error.code, str(error))
-
-
-def _become_first_process(
-    owner: socket.socket,
-    wanted: dict[str, Any],
-    slot: str,
-    parents: cgroups.Parents,
-    zygote: int,
-    snapshot: int,
-    shell: bubblewrap.Shell | None,
-) -> None:
-    limits = wanted["limits"]
-    kernel.name_process("sandbox-init")
-    with isolation.step("limits"):
-        own = {name: limits[name] for name in ("memory_bytes", "processes", "cpus")}
-        cgroups.limit(parents, slot, **own)
-        kills = cgroups.open_kill_count(parents, slot)
-    if shell is not None:
-        upper, proc = isolation.build_disk(wanted)
-        passed = {"owner": owner.fileno(), "upper": upper, "proc": proc, "kills": kills, "snapshot": snapshot}
-        with isolation.step("bubblewrap"):
-            shell.enter(wanted, passed)
-    upper, proc = isolation.build_root(wanted)
-    isolation.lock(zygote)
-    if snapshot >= 0:
-        with isolation.step("snapshot"), os.fdopen(snapshot, "rb") as file:
-            snapshots.unpack(file)
-    os.close(zygote)
-    init.Init(owner, wanted, [("", upper)], proc, kills).run()
 
 
 def main(settings: dict[str, Any]) -> None:

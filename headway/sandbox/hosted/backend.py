@@ -18,7 +18,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,7 +57,7 @@ class HostedBackend:
 
     def __init__(
         self,
-        provider: Provider,
+        provider: Provider[Any],
         *,
         run: str = "",
         state: str | Path | None = None,
@@ -76,7 +76,7 @@ class HostedBackend:
         file = state / "rates" / f"{provider.name}-{account}"
         self._pace = SharedRateLimit(file, settings.creates_per_s, settings.creates_at_once, self._clock)
         self._sandboxes: dict[str, HostedSandbox] = {}
-        self._by_key: dict[str, asyncio.Task[HostedSandbox]] = {}
+        self._making: set[asyncio.Task[HostedSandbox]] = set()
         self._orphans: dict[str, HostedSandbox] = {}  # never handed out, and couldn't be ended
         self._endings: set[asyncio.Task[None]] = set()  # of sandboxes whose caller gave up
         self._starting = asyncio.Lock()
@@ -132,7 +132,6 @@ class HostedBackend:
         self,
         spec: SandboxSpec,
         *,
-        idempotency_key: str | None = None,
         labels: Mapping[str, str] | None = None,
         ttl_s: float | None = None,
         snapshot: Snapshot | None = None,
@@ -141,18 +140,10 @@ class HostedBackend:
         spec.limits.check()
         allow_list(spec.network)
         self._provider.check(spec)
-        key = idempotency_key or secrets.token_hex(16)
-        making = self._by_key.get(key)
-        if making is None or (making.done() and _of_no_use(making)):
-            making = asyncio.create_task(self._create(spec, dict(labels or {}), ttl_s or spec.ttl_s, snapshot))
-            self._by_key = {one: task for one, task in self._by_key.items() if not (task.done() and _of_no_use(task))}
-            self._by_key[key] = making
-        if idempotency_key is not None:
-            return await asyncio.shield(making)  # a cancelled caller asks again with the same key
-        try:
-            return await making
-        finally:
-            self._by_key.pop(key, None)
+        making = asyncio.create_task(self._create(spec, dict(labels or {}), ttl_s or spec.ttl_s, snapshot))
+        self._making.add(making)
+        making.add_done_callback(self._making.discard)
+        return await making
 
     async def _create(
         self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, snapshot: Snapshot | None
@@ -161,9 +152,8 @@ class HostedBackend:
         await self._pace.wait()
         told = plain_labels({**labels, OWNER: this_owner(), RUN: self._run})
         source = None if snapshot is None else self._source(snapshot)
-        key = secrets.token_hex(16)  # of this attempt: the caller's own key could return a sandbox that has ended
         # Shielded: a sandbox made by a cancelled call would be unknown here.
-        making = asyncio.create_task(self._provider.create(spec, told, ttl_s, key, source))
+        making = asyncio.create_task(self._provider.create(spec, told, ttl_s, secrets.token_hex(16), source))
         try:
             name = await self._asked("make a sandbox", asyncio.shield(making))
         except asyncio.CancelledError:
@@ -231,61 +221,35 @@ class HostedBackend:
     async def _asked(self, what: str, call: Awaitable[T]) -> T:
         return await asked(self._provider, what, call)
 
-    async def attach(self, sandbox_id: str) -> HostedSandbox:
-        sandbox = self._sandboxes.get(sandbox_id)
-        if sandbox is None or sandbox.ended:
-            raise SandboxError(
-                infrastructure_failure(f"sandbox {sandbox_id} is none of this process's live ones", retry=False)
-            )
-        return sandbox
-
     async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
         """List this owner's sandboxes with all of ``labels``, as the provider knows them."""
         wanted = plain_labels({**(labels or {}), OWNER: this_owner()})
         found = await self._asked("list sandboxes", self._provider.list(wanted))
         return [info for info in found if wanted.items() <= info.labels.items()]
 
-    async def terminate(self, sandbox_id: str) -> None:
-        if sandbox_id in self._sandboxes:
-            await self._sandboxes[sandbox_id].terminate()
-        else:
-            await self._asked(f"end {sandbox_id}", self._provider.terminate(sandbox_id))
-
     async def capabilities(self) -> Capabilities:
-        can = self._provider.can()
-        return msgspec.structs.replace(can, missing=(*can.missing, UNTESTED))
+        return msgspec.structs.replace(self._provider.can(), missing=(*self._provider.missing, UNTESTED))
 
-    async def preflight(
-        self, specs: Sequence[SandboxSpec], *, live: int = 1, allow_unbounded: bool = False
-    ) -> list[str]:
+    async def preflight(self, spec: SandboxSpec, *, live: int = 1) -> list[str]:
         """See :meth:`Backend.preflight`; also checks ``live`` more sandboxes against the account's limit."""
-        problems: list[str] = []
         limit = self._provider.settings.account_limit
         try:
             await self.start()
             if limit and (there := await self._asked("count sandboxes", self._provider.count())) + live > limit:
-                problems.append(
+                return [
                     f"{live} sandboxes are needed and {there} live at {self._provider.name}, more than its account's"
                     f" {limit}: lower sandbox.live to {max(0, limit - there)}, end those (`headway sandboxes reap"
                     f" --backend {self._provider.name}`), or have the limit raised"
-                )
-            for spec in specs:
-                box = await self.create(spec, labels={"purpose": "preflight"}, ttl_s=300.0)
-                try:
-                    await box.write("/tmp/preflight", b"written")
-                    if await box.read("/tmp/preflight") != b"written":
-                        problems.append("a file that was written is read otherwise")
-                finally:
-                    await box.terminate()
+                ]
         except (SandboxError, ConfigurationError) as error:
-            problems.append(f"a sandbox can't be made at {self._provider.name}: {error}")
-        return problems
+            return [f"a sandbox can't be made at {self._provider.name}: {error}"]
+        return []
 
     async def close(self) -> None:
         self._closed = True
-        for making in self._by_key.values():
+        for making in self._making:
             making.cancel()
-        await asyncio.gather(*self._by_key.values(), return_exceptions=True)
+        await asyncio.gather(*self._making, return_exceptions=True)
         if self._endings:
             await asyncio.wait(self._endings, timeout=ENDING_S)
         await asyncio.gather(*(box.terminate() for box in list(self._sandboxes.values())), return_exceptions=True)
@@ -300,7 +264,3 @@ class HostedBackend:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-def _of_no_use(made: asyncio.Task[HostedSandbox]) -> bool:
-    return made.cancelled() or made.exception() is not None or made.result().ended

@@ -10,11 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from headway.records.sandbox import (
-    SandboxInfo,
-    SandboxSpec,
-)
-from headway.sandbox.hosted.provider import HostedSettings, ProviderBase, ShellResult
+from headway.records.sandbox import SandboxInfo, SandboxSpec
+from headway.sandbox.hosted.provider import HostedSettings, Provider, ShellResult
 
 ALL = "0.0.0.0/0"
 
@@ -25,9 +22,10 @@ class E2BSettings(HostedSettings, frozen=True, kw_only=True):
     sandbox_address: str = ""  # of envd; "": by the sandbox's own domain
 
 
-class E2BProvider(ProviderBase[E2BSettings]):
+class E2BProvider(Provider[E2BSettings]):
     """The adapter to E2B; see `Provider`."""
 
+    kind = E2BSettings
     name = package = "e2b"
     life_s = None  # renewed at E2B, any number of times
     pauses = True
@@ -56,7 +54,7 @@ class E2BProvider(ProviderBase[E2BSettings]):
             allow_internet_access=None if network else False,
             network=network,
             lifecycle={"on_timeout": "kill"},
-            idempotency_key=_idempotency_key(key),
+            idempotency_key=key,
             retries=0,  # the shared rate limit handles "too many requests"
             **self._options,
         )
@@ -110,9 +108,8 @@ class E2BProvider(ProviderBase[E2BSettings]):
         self._boxes[sandbox] = await self._sdk.AsyncSandbox.connect(sandbox, timeout=math.ceil(ttl_s), **self._options)
 
     async def snapshot(self, sandbox: str, name: str) -> str:
-        return str(
-            (await self._sdk.AsyncSandbox.create_snapshot(sandbox, mode="filesystem", **self._options)).snapshot_id
-        )
+        taken = await self._sdk.AsyncSandbox.create_snapshot(sandbox, mode="filesystem", **self._options)
+        return str(taken.snapshot_id)
 
     async def delete_snapshot(self, snapshot: str) -> None:
         await self._sdk.AsyncSandbox.delete_snapshot(snapshot, **self._options)
@@ -120,9 +117,3 @@ class E2BProvider(ProviderBase[E2BSettings]):
     def status_of(self, error: Exception) -> int | None:
         status = getattr(error, "status_code", None)
         return status if isinstance(status, int) else None
-
-
-def _idempotency_key(key: str) -> str:
-    """Convert a key to E2B's characters: lower-case letters, digits and hyphens."""
-    plain = "".join(sign if sign.isascii() and (sign.isalnum() or sign == "-") else f"-{ord(sign):x}-" for sign in key)
-    return plain.lower()[:255]

@@ -15,14 +15,8 @@ from typing import Any
 
 from headway.records.errors import ConfigurationError
 from headway.records.network import authority_of, is_address
-from headway.records.sandbox import (
-    MIB,
-    SandboxFailure,
-    SandboxInfo,
-    SandboxSpec,
-    infrastructure_failure,
-)
-from headway.sandbox.hosted.provider import HOLD_S, OWNER, HostedSettings, ProviderBase, ShellResult
+from headway.records.sandbox import MIB, SandboxFailure, SandboxInfo, SandboxSpec, infrastructure_failure
+from headway.sandbox.hosted.provider import HOLD_S, OWNER, HostedSettings, Provider, ShellResult
 
 
 class ModalSettings(HostedSettings, frozen=True, kw_only=True):
@@ -33,9 +27,10 @@ class ModalSettings(HostedSettings, frozen=True, kw_only=True):
     life_s: float = 4 * 3600.0  # of a sandbox, even if its owner dies; Modal's own limit is a day
 
 
-class ModalProvider(ProviderBase[ModalSettings]):
+class ModalProvider(Provider[ModalSettings]):
     """The adapter to Modal; see `Provider`."""
 
+    kind = ModalSettings
     name = package = "modal"
     missing = ("no pause", "limits of disk, inodes and processes are Modal's, whatever the spec says")
     gone = ("SandboxTerminatedError", "SandboxTimeoutError")
@@ -53,9 +48,8 @@ class ModalProvider(ProviderBase[ModalSettings]):
         super().__init__(settings, sdk)
         self.life_s = settings.life_s
         if settings.address:
-            raise ConfigurationError(
-                "sandbox.settings.address: Modal's is set by MODAL_SERVER_URL, before it is loaded"
-            )
+            what = "sandbox.settings.address: Modal's is set by MODAL_SERVER_URL, before it is loaded"
+            raise ConfigurationError(what)
         self._client: Any = None
         self._app: Any = None
 
@@ -73,11 +67,10 @@ class ModalProvider(ProviderBase[ModalSettings]):
     ) -> str:
         app, client = await self._opened()
         images = self._sdk.Image
-        image = (
-            images.from_id(snapshot, client=client)
-            if snapshot
-            else images.from_registry(spec.root or self.settings.template)
-        )
+        if snapshot:
+            image = images.from_id(snapshot, client=client)
+        else:
+            image = images.from_registry(spec.root or self.settings.template)
         network: dict[str, Any] = {"block_network": not spec.network}
         if spec.network:
             addresses = [entry for entry in spec.network if is_address(authority_of(entry)[0] or "")]
@@ -91,7 +84,7 @@ class ModalProvider(ProviderBase[ModalSettings]):
             app=app,
             tags=labels,
             image=image,
-            timeout=math.ceil(max(ttl_s, self.life_s)),
+            timeout=math.ceil(max(ttl_s, self.settings.life_s)),
             cpu=(spec.limits.cpus, spec.limits.cpus),
             memory=(math.ceil(spec.limits.memory_bytes / MIB), math.ceil(spec.limits.memory_bytes / MIB)),
             client=client,

@@ -18,14 +18,8 @@ from pathlib import Path
 
 from headway.records.errors import ConfigurationError
 from headway.records.network import authority_of, is_address
-from headway.records.sandbox import (
-    SandboxFailure,
-    SandboxInfo,
-    SandboxSpec,
-    environment_failure,
-    model_failure,
-)
-from headway.sandbox.hosted.provider import HostedSettings, ProviderBase, ShellResult
+from headway.records.sandbox import SandboxFailure, SandboxInfo, SandboxSpec, environment_failure, model_failure
+from headway.sandbox.hosted.provider import HostedSettings, Provider, ShellResult
 
 GIB = 1 << 30
 STATUS = re.compile(r"HTTP (\d{3})\b")
@@ -39,9 +33,10 @@ class PrimeSettings(HostedSettings, frozen=True, kw_only=True):
     start_timeout_s: float = 300.0
 
 
-class PrimeProvider(ProviderBase[PrimeSettings]):
+class PrimeProvider(Provider[PrimeSettings]):
     """The adapter to Prime Intellect; see `Provider`."""
 
+    kind = PrimeSettings
     name = "prime"
     package = "prime_sandboxes"
     missing = (
@@ -77,7 +72,7 @@ class PrimeProvider(ProviderBase[PrimeSettings]):
             memory_gb=math.ceil(limits.memory_bytes / GIB),
             disk_size_gb=None if snapshot else math.ceil(limits.disk_bytes / GIB),
             network_allowlist=list(spec.network),
-            timeout_minutes=math.ceil(max(ttl_s, self.life_s) / 60),
+            timeout_minutes=math.ceil(max(ttl_s, self.settings.life_s) / 60),
             labels=[f"{name}={value}" for name, value in labels.items()],
             idempotency_key=key,
         )

@@ -1,12 +1,13 @@
-"""The Protocol of adapters to sandbox providers (`Provider`), their base, the meaning of errors, and owner labels."""
+"""The base of adapters to sandbox providers (`Provider`), the meaning of their errors, and owner labels."""
 
 from __future__ import annotations
 
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -58,78 +59,18 @@ class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
     stdout: str
 
 
-class Provider(Protocol):
-    """An adapter to a provider's SDK. Its calls raise the SDK's errors; `failure_of` converts each to a failure."""
+class Provider(ABC, Generic[S]):
+    """An adapter to a provider's SDK. Its calls raise the SDK's errors; `failure_of` converts each to a failure.
 
-    @property
-    def settings(self) -> HostedSettings: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def account(self) -> str:
-        """An identifier of the account, by which the rate of creations is counted."""
-        ...
-
-    @property
-    def life_s(self) -> float | None:
-        """Time to live that is fixed when a sandbox is made, seconds; None: it can be renewed at the provider."""
-        ...
-
-    def can(self) -> Capabilities: ...
-
-    def check(self, spec: SandboxSpec) -> None:
-        """Raise ConfigurationError for a specification that the provider can't serve."""
-        ...
-
-    async def create(
-        self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, key: str, snapshot: str | None
-    ) -> str: ...
-
-    async def list(self, labels: Mapping[str, str]) -> list[SandboxInfo]: ...
-
-    async def count(self) -> int:
-        """Number of live sandboxes of the account, of all owners."""
-        ...
-
-    async def terminate(self, sandbox: str) -> None:
-        """End a sandbox; no-op where there is none."""
-        ...
-
-    async def run(self, sandbox: str, line: str, timeout_s: float) -> ShellResult: ...
-
-    async def put(self, sandbox: str, path: str, data: bytes) -> None: ...
-
-    async def get(self, sandbox: str, path: str) -> bytes: ...
-
-    async def renew(self, sandbox: str, ttl_s: float) -> None: ...
-
-    async def pause(self, sandbox: str) -> None: ...
-
-    async def resume(self, sandbox: str, ttl_s: float) -> None: ...
-
-    async def snapshot(self, sandbox: str, name: str) -> str:
-        """Take a snapshot; return the provider's id of it, which `create` restores from."""
-        ...
-
-    async def delete_snapshot(self, snapshot: str) -> None:
-        """Delete a snapshot; no-op where there is none."""
-        ...
-
-    def failure_of(self, error: Exception, what: str) -> SandboxFailure: ...
-
-    async def close(self) -> None: ...
-
-
-class ProviderBase(Generic[S]):
-    """A base of adapters with the behaviour of most providers: an SDK and a key, lists of hosts without ports, a time
+    What is written out here is the behaviour of most providers: an SDK and a key, lists of hosts without ports, a time
     to live fixed at creation, no pause, errors recognised by the names of their classes. Adapters set these names and
     override what differs at their provider."""
 
+    kind: type[HostedSettings]  # of its settings
     name: str
     package: str  # the SDK's
     missing: tuple[str, ...]  # see `Capabilities`
+    life_s: float | None  # time to live that is fixed when a sandbox is made; None: it can be renewed at the provider
     pauses = False
     gone: tuple[str, ...] = ()  # errors, subclasses included, which mean: the sandbox doesn't exist any more
     model_made: tuple[str, ...] = ()  # ... the model's code caused it
@@ -145,7 +86,7 @@ class ProviderBase(Generic[S]):
         self._keys = [os.environ.get(variable, "") for variable in variables]
         if not all(self._keys):
             raise ConfigurationError(f"{backend}: set {' and '.join(variables)} to the account's key")
-        self.account = self._keys[0]
+        self.account = self._keys[0]  # by which the rate of creations is counted
         self._boxes: dict[str, Any] = {}  # the SDK's, by id
 
     def key_variables(self) -> tuple[str, ...]:
@@ -167,20 +108,55 @@ class ProviderBase(Generic[S]):
         )
 
     def check(self, spec: SandboxSpec) -> None:
+        """Raise ConfigurationError for a specification that the provider can't serve."""
         for entry in spec.network:
             if authority_of(entry.removeprefix("*."))[1] is not None:
-                raise ConfigurationError(
-                    f"sandbox network {entry!r}: {self.name} has no ports in its list; leave :PORT out"
-                )
+                what = f"sandbox network {entry!r}: {self.name} has no ports in its list; leave :PORT out"
+                raise ConfigurationError(what)
+
+    @abstractmethod
+    async def create(
+        self, spec: SandboxSpec, labels: dict[str, str], ttl_s: float, key: str, snapshot: str | None
+    ) -> str:
+        """Make a sandbox and return its id. ``key``: of this attempt alone,
+        for providers that tell retries by it: 32 hexadecimal digits."""
+
+    @abstractmethod
+    async def list(self, labels: Mapping[str, str]) -> list[SandboxInfo]: ...
+
+    @abstractmethod
+    async def count(self) -> int:
+        """Number of live sandboxes of the account, of all owners."""
+
+    @abstractmethod
+    async def terminate(self, sandbox: str) -> None:
+        """End a sandbox; no-op where there is none."""
+
+    @abstractmethod
+    async def run(self, sandbox: str, line: str, timeout_s: float) -> ShellResult: ...
+
+    @abstractmethod
+    async def put(self, sandbox: str, path: str, data: bytes) -> None: ...
+
+    @abstractmethod
+    async def get(self, sandbox: str, path: str) -> bytes: ...
+
+    @abstractmethod
+    async def snapshot(self, sandbox: str, name: str) -> str:
+        """Take a snapshot; return the provider's id of it, which `create` restores from."""
+
+    @abstractmethod
+    async def delete_snapshot(self, snapshot: str) -> None:
+        """Delete a snapshot; no-op where there is none."""
 
     async def renew(self, sandbox: str, ttl_s: float) -> None:
         """No-op: the owner enforces the time to live, within `life_s`."""
 
     async def pause(self, sandbox: str) -> None:
-        raise NotImplementedError
+        raise SandboxError(environment_failure(f"{self.name} has no pauses of this kind"))
 
     async def resume(self, sandbox: str, ttl_s: float) -> None:
-        raise NotImplementedError
+        await self.pause(sandbox)
 
     def status_of(self, error: Exception) -> int | None:
         """The HTTP status that an error of the SDK carries; None: it has none."""
@@ -204,7 +180,7 @@ class ProviderBase(Generic[S]):
         self._boxes.clear()
 
 
-async def asked(provider: Provider, what: str, call: Awaitable[T]) -> T:
+async def asked(provider: Provider[Any], what: str, call: Awaitable[T]) -> T:
     """Await a provider's call; convert an error of its SDK to the SandboxError that it means."""
     try:
         return await call

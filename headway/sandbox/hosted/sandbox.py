@@ -29,7 +29,7 @@ from headway.records.sandbox import (
     infrastructure_failure,
     model_failure,
 )
-from headway.sandbox.failures import file_failure
+from headway.sandbox.failures import file_failure, outlived, request_of, result_of
 from headway.sandbox.guest.hosted_runner import MARK
 from headway.sandbox.hosted.provider import Provider, ShellResult, asked
 from headway.sandbox.protocol import FILE_BYTES
@@ -58,7 +58,7 @@ class HostedSandbox:
         info: SandboxInfo,
         spec: SandboxSpec,
         ttl_s: float,
-        provider: Provider,
+        provider: Provider[Any],
         gone: Callable[[str], None],
         snapshots: Path | None = None,
     ) -> None:
@@ -99,17 +99,8 @@ class HostedSandbox:
 
     async def exec(self, command: Command) -> ExecResult:
         """See :meth:`Sandbox.exec`."""
-        request = {
-            "do": "exec",
-            "argv": list(command.argv),
-            "environment": {**self._spec.environment, **command.environment},
-            "workdir": command.workdir or self._spec.workdir,
-            "stdin": command.stdin or b"",
-            "timeout_s": command.timeout_s,
-            "max_output_bytes": command.max_output_bytes,
-            "exclusive": command.exclusive,
-            "processes": self._processes,
-        }
+        request = request_of(command, self._spec, self._spec.environment)
+        request |= {"stdin": command.stdin or b"", "processes": self._processes}
         said = await self._ask(request, command.timeout_s)
         if said.get("killed"):
             failure = model_failure(f"what watched over the command {said['killed']}", signal=9)
@@ -117,7 +108,8 @@ class HostedSandbox:
         if "error" in said:
             raise SandboxError(infrastructure_failure(f"a command can't be started: {said['what']}"))
         with self._understanding():
-            return _result(said, command.timeout_s)
+            stdout, stderr = base64.b64decode(said["stdout"]), base64.b64decode(said["stderr"])
+            return result_of(said, stdout, stderr, command.timeout_s)
 
     async def read(self, path: str, *, max_bytes: int = FILE_BYTES) -> bytes:
         said = await self._file({"do": "read", "path": path, "max_bytes": max_bytes})
@@ -145,7 +137,6 @@ class HostedSandbox:
 
     async def snapshot(self, name: str) -> Snapshot:
         """Take a snapshot at the provider, and note its id here; no data is transferred."""
-        self._need(self._provider.can().snapshot, "snapshots")
         paused = self._paused
         if paused:  # E2B takes no snapshot of a paused sandbox
             await self.resume()
@@ -159,18 +150,12 @@ class HostedSandbox:
         return Snapshot(path=path, bytes=0, sha256="")
 
     async def pause(self) -> None:
-        self._need(self._provider.can().pause, "pauses")
         await self._asked("pause", self._provider.pause(self.id))
         self._paused = True
 
     async def resume(self) -> None:
-        self._need(self._provider.can().pause, "pauses")
         await self._asked("resume", self._provider.resume(self.id, self._ttl_s))
         self._paused = False
-
-    def _need(self, can: bool, what: str) -> None:
-        if not can:
-            raise SandboxError(environment_failure(f"{self._provider.name} has no {what} of this kind"))
 
     async def renew(self, ttl_s: float) -> None:
         await self._asked("give it more time", self._provider.renew(self.id, ttl_s))
@@ -186,19 +171,12 @@ class HostedSandbox:
             self._timer = loop.call_later(ttl_s, self._time_is_over)
 
     def _time_is_over(self) -> None:
-        self._why = self._why or self._over()
+        self._why = self._why or outlived(self.id, self._ttl_s)
         self._ending = asyncio.create_task(self._end_late())
 
     async def _end_late(self) -> None:
         with contextlib.suppress(SandboxError):  # its lessee tries again
             await self.terminate()
-
-    def _over(self) -> SandboxFailure:
-        what = f"sandbox {self.id}: its time to live of {self._ttl_s:g} s is over; give more, or renew it"
-        return environment_failure(what)
-
-    async def health(self) -> None:
-        await self._ask({"do": "list", "path": FOLDER, "max_entries": 10_000})
 
     async def terminate(self) -> None:
         """See :meth:`Sandbox.terminate`. Raises SandboxError when the provider's call fails."""
@@ -263,7 +241,7 @@ class HostedSandbox:
             if self._why is None and not error.failure.evidence.get("gone"):
                 raise
             over = asyncio.get_running_loop().time() >= self._ends_s
-            self._why = self._why or (self._over() if over else error.failure)
+            self._why = self._why or (outlived(self.id, self._ttl_s) if over else error.failure)
             self._tell_gone(self.id)
             raise SandboxError(self._why) from error
 
@@ -288,22 +266,3 @@ def _runner() -> bytes:
         for name in IN_RUNNER:
             archive.writestr(f"headway/{name}", (package / name).read_bytes())
     return made.getvalue()
-
-
-def _result(said: Mapping[str, Any], timeout_s: float) -> ExecResult:
-    code, number, timed_out = said["exit_code"], said["signal"], bool(said["timed_out"])
-    failure = None
-    if timed_out:
-        failure = model_failure(f"not done in {timeout_s:g} s, and killed", timed_out=True)
-    elif number is not None:
-        failure = model_failure(f"ended by signal {int(number)}", signal=int(number))
-    return ExecResult(
-        exit_code=None if code is None else int(code),
-        signal=None if number is None else int(number),
-        timed_out=timed_out,
-        truncated=bool(said["truncated"]),
-        stdout=base64.b64decode(said["stdout"]),
-        stderr=base64.b64decode(said["stderr"]),
-        duration_s=float(said["duration_s"]),
-        failure=failure,
-    )

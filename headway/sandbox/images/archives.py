@@ -7,6 +7,7 @@ streams.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import platform
@@ -18,7 +19,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
-from headway.sandbox.images.layers import DAMAGED, Tar
+from headway.sandbox.images.layers import DAMAGED, Tar, whole_tar
 from headway.sandbox.images.streams import CHUNK_BYTES, Counted, Region, decompressed, sha256_of
 from headway.sandbox.images.tree import ImageError
 
@@ -33,14 +34,8 @@ LAYER_TYPE = re.compile(
     r"application/vnd\.(oci\.image\.layer\.(nondistributable\.)?v1|docker\.image\.rootfs\.(foreign\.)?diff)"
     r"\.tar([+.](gzip|zstd))?"
 )
-INDEX_TYPES = (
-    "application/vnd.oci.image.index.v1+json",
-    "application/vnd.docker.distribution.manifest.list.v2+json",
-)
-MANIFEST_TYPES = (
-    "application/vnd.oci.image.manifest.v1+json",
-    "application/vnd.docker.distribution.manifest.v2+json",
-)
+INDEX_TYPES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
+MANIFEST_TYPES = ("application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json")
 CONFIG_TYPES = ("application/vnd.oci.image.config.v1+json", "application/vnd.docker.container.image.v1+json")
 NAMES = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
 # First names in archives of layers, whichever tool wrote them: a root file system has other names.
@@ -124,13 +119,13 @@ def opened(path: Path, name: str, scratch: Path, take: Callable[[int], None], mo
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(open(path, "rb"))
         stream, was_compressed = decompressed(raw)
-        if not ARCHIVE_NAME.fullmatch(_first_name(Counted(stream, lambda _: take(0)))):
+        if not ARCHIVE_NAME.fullmatch(_first_name(Counted(stream, take))):
             yield _plain(path, name)
             return
         if was_compressed:
             path = _decompress(path, scratch, take, most_bytes)
             raw = stack.enter_context(open(path, "rb"))
-        files = _Archive(raw.fileno(), take)
+        files = _Archive(raw, take)
         if files.has("oci-layout") and files.has("index.json"):
             yield _layout(files, name, take)
         elif files.has("manifest.json"):
@@ -170,11 +165,9 @@ def _decompress(path: Path, scratch: Path, take: Callable[[int], None], most_byt
     """Decompress an archive of layers into ``scratch``: reading it in any order takes a plain file."""
     target = scratch / "archive.tar"
     with open(path, "rb") as raw, open(target, "xb") as out:
-        stream = Counted(decompressed(raw)[0], lambda _: take(0))
+        stream = Counted(decompressed(raw)[0], take, most_bytes)
         while part := stream.read(CHUNK_BYTES):
             take(len(part))
-            if stream.tell() > most_bytes:
-                raise ImageError(f"it unpacks to more than {most_bytes} bytes: give sandbox.store_bytes more")
             out.write(part)
     return target
 
@@ -195,21 +188,15 @@ class _Folder:
 class _Archive:
     """An uncompressed tar of blobs."""
 
-    def __init__(self, descriptor: int, take: Callable[[int], None]) -> None:
-        self._descriptor = descriptor
+    def __init__(self, raw: io.BufferedReader, take: Callable[[int], None]) -> None:
+        self._descriptor = raw.fileno()
         self._places: dict[str, tuple[int, int]] = {}
         self._links: dict[str, str] = {}  # archives of an old docker save name a layer twice
-        size = os.fstat(descriptor).st_size
-        with _region(descriptor, 0, size) as raw:
-            stream = _Skipping(raw, lambda _: take(0))
-            try:
-                with Tar.of(stream) as archive:
-                    while (member := archive.next()) is not None:
-                        self._remember(member, size)
-            except DAMAGED as error:
-                raise ImageError(f"it isn't a tar, or is damaged or cut off: {error}") from None
-            if stream.last.strip(b"\0") or not stream.last:
-                raise ImageError("it is damaged or cut off: its end isn't marked as such")
+        size = os.fstat(self._descriptor).st_size
+        raw.seek(0)
+        with whole_tar(_Skipping(raw, take), marked=True) as archive:
+            while (member := archive.next()) is not None:
+                self._remember(member, size)
 
     def _remember(self, member: tarfile.TarInfo, size: int) -> None:
         name = member.name.removeprefix("./")
@@ -230,24 +217,16 @@ class _Archive:
         if not self.has(name):
             raise ImageError(f"it lacks {name[:200]}: an incomplete copy?")
         start, size = self._places[self._links.get(name, name)]
-        return _region(self._descriptor, start, size)
-
-
-def _region(descriptor: int, start: int, size: int) -> io.BufferedReader:
-    return cast(io.BufferedReader, io.BufferedReader(Region(descriptor, start, size), 1 << 16))
+        return cast(io.BufferedReader, io.BufferedReader(Region(self._descriptor, start, size), 1 << 16))
 
 
 class _Skipping(Counted):
     """A stream that seeks over skipped bytes instead of reading them: nearly all of an archive of layers."""
 
-    def __init__(self, source: io.BufferedReader, passed: Callable[[int], None]) -> None:
-        super().__init__(source, passed)
-        self._region = source
-
     def seek(self, to: int) -> None:
         if to < self._at:
             raise ImageError("one of its headers points backwards: it is damaged or malicious")
-        self._region.seek(to)
+        self._source.seek(to)
         self._at = to
 
 
@@ -293,9 +272,8 @@ def _layout(files: _Files, name: str, take: Callable[[int], None]) -> Found:
                 " application/vnd.oci.image.layer.v1.tar, with +gzip or +zstd, and Docker's"
             )
         blob = _blob(layer.digest)
-        layers.append(
-            LayerSource(what=blob, diff_id=diff_id, open=lambda blob=blob: files.open(blob), digest=layer.digest)
-        )
+        source = functools.partial(files.open, blob)
+        layers.append(LayerSource(what=blob, diff_id=diff_id, open=source, digest=layer.digest))
     return Found(layers=tuple(layers), environment=_environment(config))
 
 
@@ -391,7 +369,7 @@ def _saved(files: _Files, name: str) -> Found:
     config = _document(files, image.config, ImageConfig, f"sha256:{stated[1]}" if stated else None)
     _check(config, len(image.layers))
     layers = [
-        LayerSource(what=layer, diff_id=diff_id, open=lambda layer=layer: files.open(layer))
+        LayerSource(what=layer, diff_id=diff_id, open=functools.partial(files.open, layer))
         for layer, diff_id in zip(image.layers, config.rootfs.diff_ids, strict=True)
     ]
     return Found(layers=tuple(layers), environment=_environment(config))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -80,6 +80,19 @@ class Tar(tarfile.TarFile):
         return cls.open(fileobj=stream, mode="r:", encoding="utf-8", errors="surrogateescape")  # type: ignore[call-overload]
 
 
+@contextlib.contextmanager
+def whole_tar(stream: Counted, *, marked: bool) -> Iterator[Tar]:
+    """The tar in ``stream``, for a block that reads all its members. ``marked``: require the end mark. Raises
+    ImageError where the tar is damaged or cut off."""
+    try:
+        with Tar.of(stream) as archive:
+            yield archive
+    except DAMAGED as error:
+        raise ImageError(f"it isn't a tar, or is damaged or cut off: {error}") from None
+    if stream.last.strip(b"\0") or (marked and not stream.last):
+        raise ImageError("it is damaged or cut off: its end isn't marked as such")
+
+
 class FileOwner(msgspec.Struct, frozen=True):
     """The user and group that own the files: an overlay can't take over files of a user it doesn't know."""
 
@@ -100,25 +113,11 @@ def unpack(
     they don't fit or the caller has stopped waiting. ``most_bytes``: limit on the tar itself. ``marked``: require the
     end mark, where nothing else shows that the tar was cut off. Raises ImageError, OSError.
     """
-    passed = 0
-
-    def count(size: int) -> None:
-        nonlocal passed
-        passed += size
-        take(0)
-        if passed > most_bytes:
-            raise ImageError(f"it unpacks to more than {most_bytes} bytes: give sandbox.store_bytes more")
-
-    stream = Counted(source, count)
+    stream = Counted(source, take, most_bytes)
     writer = _Writer(folder, owner, take)
-    try:
-        with Tar.of(stream) as archive:
-            while (member := archive.next()) is not None:
-                writer.take_in(archive, member)
-    except DAMAGED as error:
-        raise ImageError(f"it isn't a tar, or is damaged or cut off: {error}") from None
-    if stream.last.strip(b"\0") or (marked and not stream.last):
-        raise ImageError("it is damaged or cut off: its end isn't marked as such")
+    with whole_tar(stream, marked=marked) as archive:
+        while (member := archive.next()) is not None:
+            writer.take_in(archive, member)
     stream.drain()
     return f"sha256:{stream.digest.hexdigest()}", writer.finish()
 

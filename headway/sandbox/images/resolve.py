@@ -15,37 +15,13 @@ from pathlib import Path
 from headway.records.errors import ConfigurationError
 from headway.sandbox.images import archives
 from headway.sandbox.images.layers import FileOwner
-from headway.sandbox.images.store import Held, Store
+from headway.sandbox.images.store import Image, Store
 from headway.sandbox.images.tree import ImageError
 from headway.sandbox.local.zygote_process import LocalSettings
 
 STORE_BYTES = 20 << 30
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 log = logging.getLogger(__name__)
-
-
-class Image:
-    """A root file system that is ready. Until it is released or this process ends, it is in use and isn't removed.
-
-    Example: ``with prepare("python.tar") as image: spec = SandboxSpec(root=str(image.root))``
-    """
-
-    def __init__(self, root: Path, held: Held | None = None, *, unpacked: int = 0, removed: tuple[str, ...] = ()):
-        self.root = root
-        self.environment = held.record.environment if held is not None else {}  # the image's own variables
-        self.unpacked = unpacked  # number of layers unpacked; 0: the image was in the store
-        self.removed = removed  # a line for each image that made room for this one
-        self._held = held
-
-    def release(self) -> None:
-        if self._held is not None:
-            self._held.release()
-
-    def __enter__(self) -> Image:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 def default_store() -> Path:
@@ -114,8 +90,8 @@ def _from_store(store: Store, path: Path, name: str, stop: threading.Event | Non
     key = Path(f"{path}#{name}") if name else path
     stamp = _stamp(path)
     known = store.known(key, stamp)
-    if known is not None and (held := store.acquire(known)) is not None:
-        return Image(held.root, held)
+    if known is not None and (image := store.acquire(known)) is not None:
+        return image
     with store.changing(stop) as change:
         known = store.known(key, stamp)  # another process may have made it meanwhile
         if known is None:
@@ -125,11 +101,12 @@ def _from_store(store: Store, path: Path, name: str, stop: threading.Event | Non
             if _stamp(path) != stamp:
                 raise ImageError("it was changed while it was read: try again")
             store.remember(key, stamp, known)
-        held = store.acquire(known)
-    assert held is not None  # none but the one that changes it removes anything
+        image = store.acquire(known)
+    assert image is not None  # none but the one that changes it removes anything
     for line in change.removed:
         log.info("removed for room: %s", line)
-    return Image(held.root, held, unpacked=change.unpacked, removed=tuple(change.removed))
+    image.unpacked, image.removed = change.unpacked, tuple(change.removed)
+    return image
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
@@ -142,15 +119,10 @@ def _reachable(root: Path, owner: FileOwner) -> Path:
     """``root``. Raises ImageError where the sandboxes' user can't reach it: the overlay's own error wouldn't say so."""
     for place in (*reversed(root.parents), root):
         found = place.stat()
-        if os.geteuid() == owner.uid:
-            open_to = os.access(place, os.X_OK)
-        elif found.st_uid == owner.uid:
-            open_to = bool(found.st_mode & stat.S_IXUSR)
-        elif found.st_gid == owner.gid:
-            open_to = bool(found.st_mode & stat.S_IXGRP)
-        else:
-            open_to = bool(found.st_mode & stat.S_IXOTH)
-        if not open_to:
+        of_group = stat.S_IXGRP if found.st_gid == owner.gid else stat.S_IXOTH
+        needed = stat.S_IXUSR if found.st_uid == owner.uid else of_group
+        is_open = os.access(place, os.X_OK) if os.geteuid() == owner.uid else found.st_mode & needed
+        if not is_open:
             raise ImageError(
                 f"user {owner.uid}, whom sandboxes run as, can't go through {place}: chmod o+x {place}, or take another"
                 " place"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import stat
@@ -19,13 +20,13 @@ def build(tree: Folder, root: Path, data: list[Path], owner: FileOwner, take: Ca
     _Builder(data, owner, take).fill(tree, os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Builder:
     """Makes a tree of directories and hard links. Every name is one component, made in a directory just made here."""
 
-    def __init__(self, data: list[Path], owner: FileOwner, take: Callable[[int], None]) -> None:
-        self._data = data
-        self._owner = owner
-        self._take = take
+    data: list[Path]
+    owner: FileOwner
+    take: Callable[[int], None]
 
     def fill(self, folder: Folder, descriptor: int) -> None:
         """Make the content of ``folder`` in the directory ``descriptor``, and close that."""
@@ -34,11 +35,11 @@ class _Builder:
                 if isinstance(node, Leaf):
                     self._leaf(name, node, descriptor)
                 else:
-                    self._take(BLOCK_BYTES)
+                    self.take(BLOCK_BYTES)
                     os.mkdir(name, 0o700, dir_fd=descriptor)
                     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
                     self.fill(node, os.open(name, flags, dir_fd=descriptor))
-            self._owner.give(descriptor)
+            self.owner.give(descriptor)
             os.fchmod(descriptor, folder.mode)
             os.utime(descriptor, (folder.mtime_s, folder.mtime_s))
         finally:
@@ -46,15 +47,15 @@ class _Builder:
 
     def _leaf(self, name: bytes, leaf: Leaf, folder: int) -> None:
         if leaf.kind == "file":
-            os.link(self._data[leaf.layer] / str(leaf.data), name, dst_dir_fd=folder, follow_symlinks=False)
+            os.link(self.data[leaf.layer] / str(leaf.data), name, dst_dir_fd=folder, follow_symlinks=False)
             return
         if leaf.kind == "link":
             os.symlink(leaf.target, name, dir_fd=folder)
         else:
             os.mkfifo(name, 0o600, dir_fd=folder)
             os.chmod(name, leaf.mode, dir_fd=folder)
-        if self._owner.uid != os.geteuid():
-            os.chown(name, self._owner.uid, self._owner.gid, dir_fd=folder, follow_symlinks=False)
+        if self.owner.uid != os.geteuid():
+            os.chown(name, self.owner.uid, self.owner.gid, dir_fd=folder, follow_symlinks=False)
         os.utime(name, (leaf.mtime_s, leaf.mtime_s), dir_fd=folder, follow_symlinks=False)
 
 

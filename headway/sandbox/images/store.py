@@ -43,6 +43,7 @@ T = TypeVar("T")
 FORMAT = 1
 LOOK_AGAIN_S = 0.1  # between two attempts to lock the store
 LAYER, IMAGE = "layer.json", "image.json"
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class StoreRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +78,34 @@ class StoredImage(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int  # with its layers, which others may share
     used_s: float  # last use, seconds since the epoch
     in_use: bool
+
+
+class Image:
+    """A root file system that is ready. Until it is released or this process ends, it is in use and isn't removed.
+
+    Example: ``with prepare("python.tar") as image: spec = SandboxSpec(root=str(image.root))``
+    """
+
+    def __init__(self, root: Path, environment: dict[str, str] | None = None, descriptor: int | None = None) -> None:
+        """``descriptor``: the locked folder of an image in a store; None: ``root`` is a directory of the user's."""
+        self.root = root
+        self.environment = environment or {}  # the image's own variables
+        self.unpacked = 0  # number of layers unpacked; 0: the image was in the store
+        self.removed: tuple[str, ...] = ()  # a line for each image that made room for this one
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.utime(self.root.parent / IMAGE)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> Image:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class Stopped(Exception):
@@ -126,19 +155,19 @@ class Store:
 
     # Looking up.
 
-    def acquire(self, image: str) -> Held | None:
+    def acquire(self, image: str) -> Image | None:
         """Take an image into use until it is released or this process ends; None: it isn't in the store."""
-        place = self._image(image)
+        place = self.image(image)
         while True:
             try:
-                descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                descriptor = os.open(place, FOLDER)
             except FileNotFoundError:
                 return None
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH)  # exclusive locks, which test for use, last an instant
                 if _is(place, descriptor):
                     os.utime(place / IMAGE)
-                    return Held(place / "root", descriptor, _read(place / IMAGE, ImageRecord), place / IMAGE)
+                    return Image(place / "root", _read(place / IMAGE, ImageRecord).environment, descriptor)
             except FileNotFoundError:
                 pass  # it went meanwhile
             except BaseException:
@@ -186,8 +215,12 @@ class Store:
     def layer(self, digest: str) -> Path:
         return self.folder / "layers" / "sha256" / digest.removeprefix("sha256:")
 
-    def _image(self, image: str) -> Path:
-        return self.folder / "images" / image
+    def image(self, name: str) -> Path:
+        return self.folder / "images" / name
+
+    def incoming(self) -> Path:
+        """A place for a folder that is being made or removed."""
+        return self.folder / "incoming" / secrets.token_hex(8)
 
     def _source(self, path: Path) -> Path:
         return self.folder / "sources" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()}.json"
@@ -212,13 +245,9 @@ class Store:
     def _locked(self, stop: threading.Event | None) -> Iterator[None]:
         descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    _look(stop)
-                    time.sleep(LOOK_AGAIN_S)  # real time: another process is at work, for seconds to minutes
+            while not _lock(descriptor):
+                _look(stop)
+                time.sleep(LOOK_AGAIN_S)  # real time: another process is at work, for seconds to minutes
             yield
         finally:
             os.close(descriptor)
@@ -228,34 +257,17 @@ class Store:
         records += [(place, place / LAYER) for place in (self.folder / "layers/sha256").iterdir()]
         for place, record in records:
             if not record.exists():  # not made by us
-                os.rename(place, self.folder / "incoming" / secrets.token_hex(8))
+                os.rename(place, self.incoming())
         for place in (self.folder / "incoming").iterdir():
             remove(place)
         for place in (self.folder / "sources").iterdir():
             with contextlib.suppress(OSError):
                 try:
-                    stale = not self._image(_read(place, Known).image).exists()
+                    stale = not self.image(_read(place, Known).image).exists()
                 except msgspec.DecodeError:
                     stale = True
                 if stale:
                     place.unlink()
-
-
-class Held:
-    """An image in use. Lifecycle: held -> ``release``d, or the process ends."""
-
-    def __init__(self, root: Path, descriptor: int, record: ImageRecord, used: Path) -> None:
-        self.root = root
-        self.record = record
-        self._used = used
-        self._descriptor: int | None = descriptor
-
-    def release(self) -> None:
-        if self._descriptor is not None:
-            with contextlib.suppress(OSError):
-                os.utime(self._used)
-            os.close(self._descriptor)
-            self._descriptor = None
 
 
 class StoreChange:
@@ -286,7 +298,7 @@ class StoreChange:
 
     def scratch(self) -> Path:
         """A new folder that is removed when the change is over."""
-        place = self._store.folder / "incoming" / secrets.token_hex(8)
+        place = self._store.incoming()
         place.mkdir(mode=0o700)
         return place
 
@@ -316,9 +328,8 @@ class StoreChange:
             most = self._store.most_bytes
             digest, size = unpack(stream, folder, self._store.owner, self.take, most, marked=marked)
         if source.diff_id not in (None, digest):
-            raise ImageError(
-                f"its unpacked digest should be {source.diff_id}, and is {digest}: it is damaged or was changed"
-            )
+            what = f"its unpacked digest should be {source.diff_id}, and is {digest}: it is damaged or was changed"
+            raise ImageError(what)
         self.unpacked += 1
         self._wanted.add(digest)
         if self._has(digest):  # a plain tar that another image had as a layer
@@ -333,7 +344,7 @@ class StoreChange:
         """Make the root of these layers, the lowest first; returns its name in the store."""
         identity = msgspec.json.encode([layers, sorted(environment.items())])
         name = hashlib.sha256(identity).hexdigest()
-        target = self._store.folder / "images" / name
+        target = self._store.image(name)
         if target.exists():
             return name
         folder = self.scratch()
@@ -345,23 +356,16 @@ class StoreChange:
         size = self._claimed - before
         record = ImageRecord(id=name, source=source, layers=tuple(layers), environment=environment, bytes=size)
         write(folder, IMAGE, record)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            if os.geteuid() != self._store.owner.uid:
-                os.fchown(descriptor, -1, self._store.owner.gid)
-            os.fchmod(descriptor, 0o710)  # sandboxes' user goes through it, and nobody else
-        finally:
-            os.close(descriptor)
+        if os.geteuid() != self._store.owner.uid:
+            os.chown(folder, -1, self._store.owner.gid)
+        folder.chmod(0o710)  # sandboxes' user goes through it, and nobody else
         self._publish(folder, target)
         return name
 
     def _publish(self, folder: Path, target: Path) -> None:
         """Move a finished folder to its place atomically and durably, even if the machine fails right after."""
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with _opened(folder) as descriptor:
             kernel.sync_file_system(descriptor)
-        finally:
-            os.close(descriptor)
         os.rename(folder, target)
 
     # Removing.
@@ -387,23 +391,17 @@ class StoreChange:
         return any(self._drop_image(one) for one in self._store.images())
 
     def _drop_image(self, one: StoredImage) -> bool:
-        place = self._store.folder / "images" / one.record.id
-        descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        trash = self._store.folder / "incoming" / secrets.token_hex(8)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        place, trash = self._store.image(one.record.id), self._store.incoming()
+        with _opened(place) as descriptor:
+            if not _lock(descriptor):
+                return False
             os.rename(place, trash)
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(descriptor)
         remove(trash)
         self._used -= one.record.bytes
         freed = one.record.bytes + self._drop_layers()
         idle_s = max(0.0, time.time() - one.used_s)
-        self.removed.append(
-            f"image {one.record.id[:12]} of {one.record.source}: {freed} bytes, unused for {idle_s:.0f} s"
-        )
+        what = f"image {one.record.id[:12]} of {one.record.source}"
+        self.removed.append(f"{what}: {freed} bytes, unused for {idle_s:.0f} s")
         return True
 
     def _drop_layers(self) -> int:
@@ -417,9 +415,8 @@ class StoreChange:
         return {layer for one in self._store.images() for layer in one.record.layers}
 
     def _drop_layer(self, layer: str) -> None:
-        place = self._store.layer(layer)
+        place, trash = self._store.layer(layer), self._store.incoming()
         self._used -= _read(place / LAYER, LayerRecord).bytes
-        trash = self._store.folder / "incoming" / secrets.token_hex(8)
         os.rename(place, trash)
         remove(trash)
 
@@ -441,12 +438,24 @@ def _is(place: Path, descriptor: int) -> bool:
         return False
 
 
-def _in_use(place: Path) -> bool:
-    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, FOLDER)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a file for this process alone; False: another has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+        return False
+    return True
+
+
+def _in_use(place: Path) -> bool:
+    with _opened(place) as descriptor:
+        return not _lock(descriptor)

@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import io
 import os
+import sys
 import zlib
 from collections.abc import Callable
 from typing import IO, Any, cast
@@ -24,20 +25,11 @@ class Region(io.RawIOBase):
 
     def __init__(self, descriptor: int, start: int, size: int) -> None:
         self._descriptor = descriptor
-        self._start = start
         self._at = start
         self._end = start + size
 
     def readable(self) -> bool:
         return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: self._start, os.SEEK_CUR: self._at, os.SEEK_END: self._end}[whence]
-        self._at = max(base + offset, self._start)
-        return self._at - self._start
 
     def readinto(self, buffer: Any) -> int:
         data = os.pread(self._descriptor, max(0, min(len(buffer), self._end - self._at)), self._at)
@@ -49,12 +41,13 @@ class Region(io.RawIOBase):
 class Counted:
     """A stream for `tarfile` that goes forward only, limits the size of a read, and hashes all that passes.
 
-    ``passed`` is called with every count of bytes; it raises beyond a limit or when the caller has stopped waiting.
+    ``take``: as in `layers.unpack`; ``most_bytes``: more raise ImageError.
     """
 
-    def __init__(self, source: IO[bytes], passed: Callable[[int], None]) -> None:
+    def __init__(self, source: IO[bytes], take: Callable[[int], None], most_bytes: int = sys.maxsize) -> None:
         self._source = source
-        self._passed = passed
+        self._take = take
+        self._most_bytes = most_bytes
         self._at = 0
         self.last = b""  # the bytes read last
         self.digest = hashlib.sha256()
@@ -66,17 +59,18 @@ class Counted:
         while size:
             try:
                 part = self._source.read(size)
-            except BROKEN as error:
-                raise ImageError(f"it is cut off or damaged: {error}") from None
             except Exception as error:
-                if type(error).__name__ != "ZstdError":  # of a package that may not be there to import it from
+                zstd = type(error).__name__ == "ZstdError"  # of a package that may not be there to import it from
+                if not (zstd or isinstance(error, BROKEN)):
                     raise
                 raise ImageError(f"it is cut off or damaged: {error}") from None
             if not part:
                 break
             size -= len(part)
             self._at += len(part)
-            self._passed(len(part))
+            self._take(0)
+            if self._at > self._most_bytes:
+                raise ImageError(f"it unpacks to more than {self._most_bytes} bytes: give sandbox.store_bytes more")
             self.digest.update(part)
             parts.append(part)
         self.last = b"".join(parts)
@@ -121,9 +115,9 @@ def _zstd(raw: io.BufferedReader) -> IO[bytes]:
         raise ImageError("it is compressed with zstd: pip install zstandard, or compress it with gzip") from None
 
 
-def sha256_of(source: IO[bytes], passed: Callable[[int], None]) -> str:
+def sha256_of(source: IO[bytes], take: Callable[[int], None]) -> str:
     digest = hashlib.sha256()
     while data := source.read(CHUNK_BYTES):
-        passed(0)
+        take(0)
         digest.update(data)
     return f"sha256:{digest.hexdigest()}"

@@ -111,11 +111,9 @@ class _Tree:
             there.mode, there.mtime_s = entry.mode, entry.mtime_s
         elif entry.kind == "nothing":
             parent.inside.pop(last, None)
-        elif entry.kind == "same":
-            parent.inside[last] = self._leaf(entry)
-            self._count()
         else:
-            parent.inside[last] = Leaf(entry.kind, entry.mode, entry.mtime_s, entry.target, layer, entry.data)
+            own = Leaf(entry.kind, entry.mode, entry.mtime_s, entry.target, layer, entry.data)
+            parent.inside[last] = self._leaf(entry) if entry.kind == "same" else own
             self._count()
 
     def _leaf(self, entry: TreeEntry) -> Leaf:

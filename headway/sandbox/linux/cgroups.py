@@ -15,16 +15,16 @@ import signal
 import time
 from pathlib import Path
 
+from headway.sandbox.linux import kernel
+
 CONTROLLERS = ("memory", "pids", "cpu")
 PERIOD_US = 100_000
 KEPT_PROCESSES = 5  # reserved for init and its children beyond the commands' limit (RLIMIT_NPROC)
 SHARED = "headway-sandboxes"  # below it a group per owner, below those a group per sandbox
 MAKER = "zygote"  # the group of the process that makes sandboxes
+OF_SWAP = ("memory.memsw.limit_in_bytes", "memory.swap.max")  # absent where the kernel counts no swap
 V2 = "v2"  # stands for the one hierarchy that has all controllers
-PARTS = {  # version 1: which file holds the number of kills for memory; version 2: the same
-    "memory": "memory.oom_control",
-    V2: "memory.events",
-}
+KILLS = {"memory": "memory.oom_control", V2: "memory.events"}  # the file with the number of kills for memory
 
 Parents = dict[str, str]  # controller, or V2 -> directory of the owner's groups
 
@@ -62,48 +62,38 @@ def find_parents(owner: str, uid: int, *, places: dict[str, Path] | None = None)
     missing: list[str] = []
     if V2 in places and set(CONTROLLERS) <= set(_words(places[V2] / "cgroup.controllers")):
         try:
-            return {V2: str(_make_v2(places[V2], owner, uid))}, ()
+            return {V2: str(_make(places[V2], owner, uid, v2=True))}, ()
         except OSError as error:
-            why = f"{places[V2]}: {error.strerror}"
-            return {}, tuple(
-                f"no limit of {name}: {why}; delegate the group (systemd: Delegate=yes)" for name in CONTROLLERS
-            )
+            why = f"{places[V2]}: {error.strerror}; delegate the group (systemd: Delegate=yes)"
+            return {}, tuple(f"no limit of {name}: {why}" for name in CONTROLLERS)
     for name in CONTROLLERS:
         if name not in places:
             missing.append(f"no limit of {name}: its controller isn't mounted; mount it, or run where it is")
             continue
         try:
-            parents[name] = str(_make_v1(places[name], owner, uid))
+            parents[name] = str(_make(places[name], owner, uid, v2=False))
         except OSError as error:
             remedy = f"once, as root: mkdir {places[name] / SHARED} && chown {uid} {places[name] / SHARED}"
             missing.append(f"no limit of {name}: {places[name]}: {error.strerror}; {remedy}")
     return parents, tuple(missing)
 
 
-def _make_v1(place: Path, owner: str, uid: int) -> Path:
-    shared = place / SHARED
+def _make(place: Path, owner: str, uid: int, *, v2: bool) -> Path:
+    """Make the owner's group. Version 2 gives controllers only to children of a group without processes."""
+    shared, made = place / SHARED, place / SHARED / owner
+    if v2:
+        _enable(place)
     with contextlib.suppress(FileExistsError):
         shared.mkdir()
         os.chown(shared, uid, -1)
-    made = shared / owner
+    if v2:
+        _enable(shared)
     made.mkdir()
     os.chown(made, uid, -1)
-    return made
-
-
-def _make_v2(place: Path, owner: str, uid: int) -> Path:
-    """Make the owner's group in version 2, which gives controllers only to children of a group without processes."""
-    shared = place / SHARED
-    _enable(place)
-    with contextlib.suppress(FileExistsError):
-        shared.mkdir()
-        os.chown(shared, uid, -1)
-    _enable(shared)
-    made = shared / owner
-    made.mkdir()
-    _enable(made)
-    for file in (made, made / "cgroup.procs", made / "cgroup.subtree_control"):
-        os.chown(file, uid, -1)
+    if v2:
+        _enable(made)
+        for name in ("cgroup.procs", "cgroup.subtree_control"):
+            os.chown(made / name, uid, -1)
     return made
 
 
@@ -134,33 +124,28 @@ def join(parents: Parents, slot: str) -> None:
     """Make the groups of a sandbox, and move this process into them."""
     for parent in parents.values():
         os.mkdir(f"{parent}/{slot}")
-        _put(f"{parent}/{slot}/cgroup.procs", "0")
+        kernel.put(f"{parent}/{slot}/cgroup.procs", "0")
 
 
 def limit(parents: Parents, slot: str, *, memory_bytes: int, processes: int, cpus: float) -> None:
     """Set the limits of a sandbox's groups."""
-    quota = max(1000, round(cpus * PERIOD_US))
+    quota, most = max(1000, round(cpus * PERIOD_US)), processes + KEPT_PROCESSES
+    files = {
+        "memory": {"memory.limit_in_bytes": memory_bytes, "memory.memsw.limit_in_bytes": memory_bytes},
+        "pids": {"pids.max": most},
+        "cpu": {"cpu.cfs_quota_us": quota},
+        V2: {"memory.max": memory_bytes, "memory.swap.max": 0, "pids.max": most, "cpu.max": f"{quota} {PERIOD_US}"},
+    }
     for controller, parent in parents.items():
-        group = f"{parent}/{slot}/"
-        if controller == "memory":
-            _put(group + "memory.limit_in_bytes", str(memory_bytes))
-            if os.path.exists(group + "memory.memsw.limit_in_bytes"):  # else memory beyond the limit goes to swap
-                _put(group + "memory.memsw.limit_in_bytes", str(memory_bytes))
-        elif controller == "pids":
-            _put(group + "pids.max", str(processes + KEPT_PROCESSES))
-        elif controller == "cpu":
-            _put(group + "cpu.cfs_quota_us", str(quota))
-        else:
-            _put(group + "memory.max", str(memory_bytes))
-            if os.path.exists(group + "memory.swap.max"):
-                _put(group + "memory.swap.max", "0")
-            _put(group + "pids.max", str(processes + KEPT_PROCESSES))
-            _put(group + "cpu.max", f"{quota} {PERIOD_US}")
+        for name, value in files[controller].items():
+            file = f"{parent}/{slot}/{name}"
+            if name not in OF_SWAP or os.path.exists(file):
+                kernel.put(file, str(value))
 
 
 def open_kill_count(parents: Parents, slot: str) -> int:
     """A descriptor of the file with the number of kills for memory; -1: memory isn't limited."""
-    for controller, name in PARTS.items():
+    for controller, name in KILLS.items():
         if controller in parents:
             return os.open(f"{parents[controller]}/{slot}/{name}", os.O_RDONLY | os.O_CLOEXEC)
     return -1
@@ -202,14 +187,6 @@ def remove(parents: Parents, slot: str) -> bool:
     return gone
 
 
-def memory_bytes(parents: Parents, slot: str) -> int:
-    """Bytes of memory that a sandbox uses now, kernel memory included."""
-    for controller, name in (("memory", "memory.usage_in_bytes"), (V2, "memory.current")):
-        if controller in parents:
-            return int(Path(parents[controller], slot, name).read_text())
-    return 0
-
-
 def clear(owner_group: Path, *, patience_s: float = 5.0) -> bool:
     """Kill all processes below an owner's group, and remove it. False: that took longer than ``patience_s``."""
     deadline = time.monotonic() + patience_s
@@ -227,13 +204,3 @@ def clear(owner_group: Path, *, patience_s: float = 5.0) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
-
-
-def _put(file: str, value: str) -> None:
-    descriptor = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(descriptor, value.encode())
-    except OSError as error:
-        raise OSError(error.errno, f"{file} = {value}: {os.strerror(error.errno or 0)}") from None
-    finally:
-        os.close(descriptor)

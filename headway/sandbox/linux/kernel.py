@@ -10,24 +10,23 @@ import signal
 import socket
 import struct
 
+from headway.sandbox.linux.system_calls import MACHINES, numbers
+
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 ALL_NAMESPACES = (
     CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
 )
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MNT_DETACH = 2
 ATTRIBUTE_RDONLY, ATTRIBUTE_NOSUID, ATTRIBUTE_NODEV = 1, 2, 4  # flags of mount_setattr
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 15, 24, 38
-NUMBERS = {  # clone, pivot_root, capset, mount_setattr
-    "x86_64": {"clone": 56, "pivot_root": 155, "capset": 126, "mount_setattr": 442},
-    "aarch64": {"clone": 220, "pivot_root": 41, "capset": 91, "mount_setattr": 442},
-}
+CALLS = "clone=56/220 pivot_root=155/41 capset=126/91 mount_setattr=442/442"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _holding = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock: the child of a clone needs it held
-_numbers = NUMBERS.get(platform.machine(), {})
+_numbers = numbers(CALLS, platform.machine()) if platform.machine() in MACHINES else {}
 
 
 def clone(flags: int) -> int:
@@ -89,6 +88,16 @@ def bring_up_loopback() -> None:
         fcntl.ioctl(control, 0x8914, request)  # SIOCSIFFLAGS
 
 
+def wake_on_child() -> int:
+    """Return a descriptor that can be read from when a child has ended, or this process gets another signal."""
+    wake, end = os.pipe()
+    for descriptor in (wake, end):
+        os.set_blocking(descriptor, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(end, warn_on_full_buffer=False)
+    return wake
+
+
 def keep_only(*kept: int) -> None:
     """Close all descriptors but these and the standard ones."""
     start = 3
@@ -96,6 +105,17 @@ def keep_only(*kept: int) -> None:
         os.closerange(start, descriptor)
         start = descriptor + 1
     os.closerange(start, 1 << 20)
+
+
+def put(file: str, value: str) -> None:
+    """Write to a file of the kernel's, in one call."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, value.encode())
+    except OSError as error:
+        raise OSError(error.errno, f"{file} = {value}: {os.strerror(error.errno or 0)}") from None
+    finally:
+        os.close(descriptor)
 
 
 def _number(call: str) -> int:

@@ -17,27 +17,17 @@ import errno
 import platform
 import struct
 
-from headway.sandbox.linux.system_calls import allowed_numbers
+from headway.sandbox.linux.system_calls import ALLOWED, numbers
 
 LOAD, JUMP_EQUAL, JUMP_GREATER, JUMP_AT_LEAST, JUMP_SET, RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # offsets in struct seccomp_data; little-endian machines only
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-LOOKED_AT = {  # call -> its numbers
-    "clone": {"x86_64": 56, "aarch64": 220},
-    "clone3": {"x86_64": 435, "aarch64": 435},
-    "socket": {"x86_64": 41, "aarch64": 198},
-    "socketpair": {"x86_64": 53, "aarch64": 199},
-    "ioctl": {"x86_64": 16, "aarch64": 29},
-    "personality": {"x86_64": 135, "aarch64": 92},
-    "prlimit64": {"x86_64": 302, "aarch64": 261},
-    "sched_setaffinity": {"x86_64": 203, "aarch64": 122},
-    "sched_setscheduler": {"x86_64": 144, "aarch64": 119},
-    "sched_setparam": {"x86_64": 142, "aarch64": 118},
-    "sched_setattr": {"x86_64": 314, "aarch64": 274},
-    "setpriority": {"x86_64": 141, "aarch64": 140},
-    "ioprio_set": {"x86_64": 251, "aarch64": 30},
-}
+LOOKED_AT = """
+clone=56/220 clone3=435/435 socket=41/198 socketpair=53/199 ioctl=16/29 personality=135/92 prlimit64=302/261
+sched_setaffinity=203/122 sched_setscheduler=144/119 sched_setparam=142/118 sched_setattr=314/274 setpriority=141/140
+ioprio_set=251/30
+"""  # calls that are decided by their arguments
 X32_CALLS = 0x40000000  # bit of a second set of numbers that x86_64 kernels may accept
 NEWEST_KNOWN = 456  # newer calls are reported as missing, so that programs use older ones
 NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}
@@ -48,6 +38,7 @@ ONESELF, FIRST_PROCESS = 0, 1  # process ids
 PRIO_USER, IOPRIO_WHO_USER = 2, 3
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
+PASS: Instruction = (RETURN, 0, 0, ALLOW)
 
 
 def program(machine: str | None = None) -> bytes:
@@ -63,10 +54,11 @@ def program(machine: str | None = None) -> bytes:
     ]
     if machine == "x86_64":
         steps += [(JUMP_AT_LEAST, 0, 1, X32_CALLS), _refuse(errno.ENOSYS)]
+    looked_at = numbers(LOOKED_AT, machine)
     for call, checks in _looked_at().items():
-        steps += [(JUMP_EQUAL, 0, len(checks), LOOKED_AT[call][machine]), *checks]
-    for first, last in _ranges(allowed_numbers(machine)):
-        steps += [(JUMP_GREATER, 2, 0, last), (JUMP_AT_LEAST, 0, 1, first), (RETURN, 0, 0, ALLOW)]
+        steps += [(JUMP_EQUAL, 0, len(checks), looked_at[call]), *checks]
+    for first, last in _ranges(set(numbers(ALLOWED, machine).values())):
+        steps += [(JUMP_GREATER, 2, 0, last), (JUMP_AT_LEAST, 0, 1, first), PASS]
     steps += [(JUMP_GREATER, 0, 1, NEWEST_KNOWN), _refuse(errno.ENOSYS), _refuse(errno.EPERM)]
     return b"".join(struct.pack("=HBBI", *step) for step in steps)
 
@@ -76,32 +68,27 @@ def _looked_at() -> dict[str, list[Instruction]]:
     arguments are compared: the kernel takes all of these as 32 bits."""
     first = (LOAD, 0, 0, ARGUMENTS_AT)
     second = (LOAD, 0, 0, ARGUMENTS_AT + 8)
-    families = [first, *_one_of(FAMILIES, otherwise=errno.EAFNOSUPPORT)]
-    not_the_first = [first, *_none_of((FIRST_PROCESS,))]
+    families = [first, *_if_in(FAMILIES, PASS, _refuse(errno.EAFNOSUPPORT))]
     # Of the number 1 is also the first process's own group, where it has one that can be named.
-    second_not_the_first = [second, *_none_of((FIRST_PROCESS,))]
+    not_the_first = _if_in((FIRST_PROCESS,), _refuse(errno.EPERM), PASS)
+    scheduling = [first, *not_the_first]
     return {
         "clone3": [_refuse(errno.ENOSYS)],
-        "clone": [first, (JUMP_SET, 0, 1, NAMESPACES), _refuse(errno.EPERM), (RETURN, 0, 0, ALLOW)],
+        "clone": [first, (JUMP_SET, 0, 1, NAMESPACES), _refuse(errno.EPERM), PASS],
         "socket": families,
         "socketpair": families,
-        "personality": [first, *_one_of(PERSONALITIES, otherwise=errno.EPERM)],
-        "ioctl": [second, *_none_of(TERMINAL_INPUT)],
-        "prlimit64": [first, *_one_of((ONESELF,), otherwise=errno.EPERM)],
-        **dict.fromkeys(("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), not_the_first),
-        "setpriority": [first, *_unless(PRIO_USER), *second_not_the_first],
-        "ioprio_set": [first, *_unless(IOPRIO_WHO_USER), *second_not_the_first],
+        "personality": [first, *_if_in(PERSONALITIES, PASS, _refuse(errno.EPERM))],
+        "ioctl": [second, *_if_in(TERMINAL_INPUT, _refuse(errno.EPERM), PASS)],
+        "prlimit64": [first, *_if_in((ONESELF,), PASS, _refuse(errno.EPERM))],
+        **dict.fromkeys(("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), scheduling),
+        "setpriority": [first, *_unless(PRIO_USER), second, *not_the_first],
+        "ioprio_set": [first, *_unless(IOPRIO_WHO_USER), second, *not_the_first],
     }
 
 
-def _one_of(values: tuple[int, ...], *, otherwise: int) -> list[Instruction]:
+def _if_in(values: tuple[int, ...], then: Instruction, otherwise: Instruction) -> list[Instruction]:
     matches = [(JUMP_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
-    return [*matches, _refuse(otherwise), (RETURN, 0, 0, ALLOW)]
-
-
-def _none_of(values: tuple[int, ...]) -> list[Instruction]:
-    matches = [(JUMP_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
-    return [*matches, (RETURN, 0, 0, ALLOW), _refuse(errno.EPERM)]
+    return [*matches, otherwise, then]
 
 
 def _unless(value: int) -> list[Instruction]:
@@ -112,38 +99,15 @@ def _refuse(error: int) -> Instruction:
     return (RETURN, 0, 0, ERRNO | error)
 
 
-def _ranges(numbers: set[int]) -> list[tuple[int, int]]:
+def _ranges(found: set[int]) -> list[tuple[int, int]]:
     """Runs of consecutive numbers, ascending."""
     runs: list[tuple[int, int]] = []
-    for number in sorted(numbers):
+    for number in sorted(found):
         if runs and runs[-1][1] == number - 1:
             runs[-1] = (runs[-1][0], number)
         else:
             runs.append((number, number))
     return runs
-
-
-def verdict(filter_program: bytes, machine: str, number: int, arguments: tuple[int, ...] = ()) -> int:
-    """The filter's return value for a call, by a small interpreter of filter programs, for tests and `preflight`."""
-    padded = (*arguments, 0, 0, 0, 0, 0, 0)[:6]
-    data = struct.pack("=IIQ6Q", number, ARCHITECTURES.get(machine, 0), 0, *padded)
-    steps = list(struct.iter_unpack("=HBBI", filter_program))
-    at, loaded = 0, 0
-    while True:
-        code, if_true, if_false, operand = steps[at]
-        at += 1
-        if code == RETURN:
-            return operand
-        if code == LOAD:
-            (loaded,) = struct.unpack_from("=I", data, operand)
-            continue
-        outcome = {
-            JUMP_EQUAL: loaded == operand,
-            JUMP_GREATER: loaded > operand,
-            JUMP_AT_LEAST: loaded >= operand,
-            JUMP_SET: bool(loaded & operand),
-        }[code]
-        at += if_true if outcome else if_false
 
 
 class _Program(ctypes.Structure):

@@ -6,6 +6,7 @@ or decided by their arguments (`seccomp.py`). The numbers for aarch64 come from 
 
 from __future__ import annotations
 
+MACHINES = ("x86_64", "aarch64")
 ALLOWED = """
 accept=43/202 accept4=288/242 access=21 alarm=37 arch_prctl=158 bind=49/200 brk=12/214 cachestat=451/451
 capget=125/90 capset=126/91 chdir=80/49 chmod=90 chown=92 clock_getres=229/114 clock_gettime=228/113
@@ -53,9 +54,8 @@ writev=20/66
 """
 
 
-def allowed_numbers(machine: str) -> set[int]:
-    """Numbers of the allowed calls on ``machine`` ("x86_64" or "aarch64")."""
-
-    column = {"x86_64": 0, "aarch64": 1}[machine]
-    numbers = (entry.partition("=")[2].split("/") for entry in ALLOWED.split())
-    return {int(of_machines[column]) for of_machines in numbers if column < len(of_machines)}
+def numbers(calls: str, machine: str) -> dict[str, int]:
+    """Numbers on ``machine`` of those of the calls that it has, by name; ``calls``: as in `ALLOWED`."""
+    column = MACHINES.index(machine)
+    written = (entry.partition("=")[::2] for entry in calls.split())
+    return {name: int(of[column]) for name, text in written if column < len(of := text.split("/"))}

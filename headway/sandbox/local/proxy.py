@@ -108,16 +108,16 @@ class Proxy:
             task.cancel()
 
     def statistics(self) -> NetworkUse:
-        hosts = [
+        hosts = tuple(
             HostUse(host=host, port=port, refused=why, requests=requests, bytes=passed)
             for (host, port, why), (requests, passed) in self._hosts.items()
-        ]
+        )
         return NetworkUse(
             used=len(self._open),
             capacity=self._settings.connections,
             peak=self._peak,
             bytes=self._bytes,
-            hosts=tuple(hosts),
+            hosts=hosts,
         )
 
     async def _accept(self) -> None:
@@ -179,10 +179,8 @@ class Proxy:
         except TimeoutError:
             raise ProxyRefused(408, "Request Timeout", f"no whole head in {self._settings.head_s:g} s") from None
         except asyncio.LimitOverrunError:
-            most = self._settings.head_bytes
-            raise ProxyRefused(
-                431, "Request Header Fields Too Large", f"a head has at most {most} bytes here"
-            ) from None
+            why = f"a head has at most {self._settings.head_bytes} bytes here"
+            raise ProxyRefused(431, "Request Header Fields Too Large", why) from None
 
     # Allowed hosts.
 
@@ -192,9 +190,8 @@ class Proxy:
         if not self._allowed.allows(host, port):
             raise self._not_listed(f"{host} port {port}")
         if self._bytes >= self._settings.bytes:
-            raise ProxyRefused(
-                403, "Out of bytes", f"this sandbox has sent and received its {self._settings.bytes} bytes"
-            )
+            why = f"this sandbox has sent and received its {self._settings.bytes} bytes"
+            raise ProxyRefused(403, "Out of bytes", why)
         addresses = [host] if is_address(host) else await self._addresses(host, port)
         error: Exception | None = None
         for address in addresses[:4]:
@@ -203,9 +200,8 @@ class Proxy:
                     return await self._open_to(address, port)
             except (OSError, TimeoutError) as failed:
                 error = failed
-        raise ProxyRefused(
-            502, "Bad Gateway", f"{host} port {port} can't be reached: {error or 'no answer'}"
-        ) from error
+        why = f"{host} port {port} can't be reached: {error or 'no answer'}"
+        raise ProxyRefused(502, "Bad Gateway", why) from error
 
     async def _addresses(self, host: str, port: int) -> list[str]:
         try:
@@ -213,7 +209,7 @@ class Proxy:
                 found = [host_of(f"[{one}]" if ":" in one else one) for one in await self._looked_up(host, port)]
         except (OSError, TimeoutError, UnicodeError) as error:
             raise ProxyRefused(502, "Bad Gateway", f"{host} can't be resolved: {error or 'no answer'}") from error
-        addresses = [one for one in found if one is not None and self._may_be(one, port)]
+        addresses = [one for one in found if one and (is_public(one) or self._allowed.allows(one, port))]
         if not addresses:
             raise self._not_listed(f"{host} is {', '.join(map(str, found[:4]))}, which isn't public, and", "Not public")
         return addresses
@@ -229,9 +225,6 @@ class Proxy:
         self._lookups.release()
         if not looking.cancelled():
             looking.exception()  # there may be no waiter
-
-    def _may_be(self, address: str, port: int) -> bool:
-        return is_public(address) or self._allowed.allows(address, port)
 
     async def _open_to(self, address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(address, port, limit=CHUNK_BYTES)
@@ -290,10 +283,7 @@ class Proxy:
 
 
 async def _pump(
-    source: asyncio.StreamReader,
-    target: asyncio.StreamWriter,
-    passed: Callable[[int], None],
-    most: int | None = None,
+    source: asyncio.StreamReader, target: asyncio.StreamWriter, passed: Callable[[int], None], most: int | None = None
 ) -> None:
     """Copy ``source`` to ``target`` until its end, and pass the end on. ``most``: bytes allowed; more raise
     ConnectionAbortedError, and the end isn't passed on."""

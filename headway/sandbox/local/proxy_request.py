@@ -79,9 +79,8 @@ def _plain(method: bytes, target: str, minor: bytes, headers: list[tuple[bytes, 
         *(b"%s: %s" % (name, value) for name, value in headers if name not in dropped),
         b"Connection: close",
     ]
-    return ProxyRequest(
-        host=host, port=port, tunnel=False, head=b"\r\n".join(kept) + b"\r\n\r\n", body_bytes=_length(headers)
-    )
+    head = b"\r\n".join(kept) + b"\r\n\r\n"
+    return ProxyRequest(host=host, port=port, tunnel=False, head=head, body_bytes=_length(headers))
 
 
 def _header(line: bytes) -> tuple[bytes, bytes]:

@@ -28,7 +28,7 @@ from headway.records.sandbox import (
     model_failure,
 )
 from headway.runtime.supervision import to_its_end
-from headway.sandbox.failures import Head, file_failure, os_failure, result_of, setup_failure
+from headway.sandbox.failures import Head, file_failure, os_failure, outlived, request_of, result_of, setup_failure
 from headway.sandbox.guest import wire
 from headway.sandbox.guest.isolation import PROXY_PORT
 from headway.sandbox.leftovers import SandboxRecord
@@ -67,9 +67,9 @@ class ZygoteClient(Protocol):
 class _Call:
     """A pending request: its answer, and the consumer of the parts that come before."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, take: Take, room: int) -> None:
         self.answer: asyncio.Future[tuple[Head, bytes]] = asyncio.get_running_loop().create_future()
-        self.take: Take = lambda part: None
+        self.take = take
         self.room = room  # bytes that parts may still have
 
 
@@ -159,23 +159,15 @@ class LocalSandbox:
                 f"sandbox command max_output_bytes = {command.max_output_bytes}, stdin of {len(stdin)} bytes:"
                 f" at most {most} of output and {wire.BODY_BYTES} of input"
             )
-        head = {
-            "do": "exec",
-            "argv": list(command.argv),
-            "environment": {**self._environment, **command.environment},
-            "workdir": command.workdir or self._spec.workdir,
-            "stdin": command.stdin is not None,
-            "timeout_s": command.timeout_s,
-            "max_output_bytes": command.max_output_bytes,
-            "exclusive": command.exclusive,
-        }
+        head = {**request_of(command, self._spec, self._environment), "stdin": command.stdin is not None}
         if len(wire.frame(head)) > wire.HEAD_BYTES:  # a shell's answer where the kernel refuses
             return ExecResult(exit_code=126, stderr=b"argument list too long\n")
         answer, body = await self._ask(head, stdin, wait_s=command.timeout_s + self._grace_s)
         if "error" in answer:
             return self._not_started(answer)
         with self._understanding():
-            return result_of(answer, body, command.timeout_s)
+            split = int(answer["stdout_bytes"])
+            return result_of(answer, body[:split], body[split:], command.timeout_s)
 
     def _not_started(self, answer: Head) -> ExecResult:
         """The result of a command that got no process: blamed on the model's code where a limit was reached."""
@@ -259,9 +251,6 @@ class LocalSandbox:
     async def renew(self, ttl_s: float) -> None:
         await self._change({"do": "renew", "ttl_s": ttl_s})
 
-    async def health(self) -> None:
-        await self._change({"do": "health"})
-
     async def _change(self, head: Head) -> None:
         answer, _ = await self._ask(head)
         if "error" in answer:
@@ -302,8 +291,7 @@ class LocalSandbox:
         if code is None:
             return infrastructure_failure("the process that makes sandboxes has died", evidence=evidence)
         if code == wire.EXIT_TTL:
-            what = f"sandbox {self.id}: its time to live of {self._record.ttl_s:g} s is over; give more, or renew it"
-            return environment_failure(what, **evidence)
+            return msgspec.structs.replace(outlived(self.id, self._record.ttl_s), evidence=evidence)
         if oom_kills and code in (-9, 128 + 9):  # the second: as bubblewrap and shells report it
             return model_failure(f"sandbox {self.id}: out of memory as a whole", **evidence)
         return infrastructure_failure(f"sandbox {self.id} has died", evidence=evidence)
@@ -335,7 +323,7 @@ class LocalSandbox:
         body: bytes = b"",
         *,
         more: Sequence[tuple[Head, bytes]] = (),
-        take: Take | None = None,
+        take: Take = lambda part: None,
         room: int = 0,
         wait_s: float | None = None,
     ) -> tuple[Head, bytes]:
@@ -347,9 +335,7 @@ class LocalSandbox:
             raise SandboxError(infrastructure_failure(f"sandbox {self.id} has closed its socket"))
         self._count += 1
         number = self._count
-        call = self._calls[number] = _Call(room)
-        if take is not None:
-            call.take = take
+        call = self._calls[number] = _Call(take, room)
         wait_s = self._grace_s if wait_s is None else wait_s
         try:
             async with asyncio.timeout(max(wait_s, self._grace_s)):

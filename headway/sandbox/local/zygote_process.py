@@ -16,11 +16,7 @@ from typing import Any
 import msgspec
 
 from headway.records.errors import ConfigurationError
-from headway.records.sandbox import (
-    SandboxError,
-    SandboxFailure,
-    infrastructure_failure,
-)
+from headway.records.sandbox import SandboxError, SandboxFailure, infrastructure_failure
 from headway.runtime.supervision import to_its_end
 from headway.sandbox import leftovers
 from headway.sandbox.failures import refused
@@ -28,6 +24,7 @@ from headway.sandbox.guest import skeleton, wire
 from headway.sandbox.linux import cgroups
 from headway.sandbox.local.proxy import ProxySettings
 
+SWITCHED_OFF = "no limit of memory: control groups are switched off in the backend's settings"
 ROOT = Path(__file__).resolve().parents[3]
 # Its settings come by its input: every sandbox can read this text as the command line of its first process.
 STARTER = """import json, sys; told = json.loads(sys.stdin.buffer.readline()); sys.path.insert(0, told["root"])
@@ -76,7 +73,7 @@ class ZygoteProcess:
         zygote: ZygoteProcess | None = None
         try:
             await asyncio.to_thread(_make_folder, folder, uid, gid)
-            parents, missing = cgroups.find_parents(folder.name, uid) if settings.cgroups else ({}, cls._switched_off())
+            parents, missing = cgroups.find_parents(folder.name, uid) if settings.cgroups else ({}, (SWITCHED_OFF,))
             own_start = leftovers.started(os.getpid())
             assert own_start is not None
             record = leftovers.OwnerRecord(pid=os.getpid(), started=own_start, run=run, cgroups=parents)
@@ -87,10 +84,6 @@ class ZygoteProcess:
             await to_its_end(asyncio.to_thread(leftovers.clear, folder) if zygote is None else zygote.close())
             raise
         return zygote
-
-    @staticmethod
-    def _switched_off() -> tuple[str, ...]:
-        return ("no limit of memory: control groups are switched off in the backend's settings",)
 
     async def _launch(self, uid: int, gid: int, settings: LocalSettings) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -205,8 +198,7 @@ class ZygoteProcess:
         """End the zygote and everything it has made; nothing of it is left afterwards."""
         if self._socket is not None and self.alive:
             self._has_died()  # the zygote sees the socket close, and cleans up
-        if self._process is not None:
-            process = self._process
+        if (process := self._process) is not None:
             try:
                 await asyncio.to_thread(process.wait, 6.0)
             except subprocess.TimeoutExpired:

@@ -35,7 +35,7 @@ def test_each_has_its_own_settings(tmp_path: Path):
         SandboxConfig(backend="docker", image="debian", settings={"url": "unix:///x", "runtime": "runsc"})
     )
     assert isinstance(docker, DockerBackend)
-    assert (docker._docker.image, docker._docker.url, docker._docker.runtime) == ("debian", "unix:///x", "runsc")
+    assert (docker._settings.image, docker._settings.url, docker._settings.runtime) == ("debian", "unix:///x", "runsc")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_no_daemon_is_a_matter_of_configuration(tmp_path: Path):
     backend = backend_of(SandboxConfig(backend="docker", image="x", settings={"url": f"unix://{tmp_path}/none.sock"}))
 
     async def main() -> None:
-        problems = await backend.preflight([SandboxConfig().spec])
+        problems = await backend.preflight(SandboxConfig().spec)
         assert len(problems) == 1
         assert "no Docker daemon answers" in problems[0]
         assert "DOCKER_HOST" in problems[0]

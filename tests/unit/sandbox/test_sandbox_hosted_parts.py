@@ -17,7 +17,6 @@ from headway.cli.sandboxes import reap
 from headway.config.sandbox import SandboxConfig
 from headway.records.errors import ConfigurationError
 from headway.records.sandbox import (
-    Capabilities,
     SandboxError,
     SandboxFailure,
     SandboxInfo,
@@ -31,21 +30,22 @@ from headway.sandbox.guest.hosted_runner import INLINE_BYTES, MARK, answer
 from headway.sandbox.guest.hosted_runner import main as run_request
 from headway.sandbox.hosted import sandbox as hosted_sandbox
 from headway.sandbox.hosted.backend import HostedBackend
-from headway.sandbox.hosted.provider import HostedSettings, ShellResult, failure_of_status, plain_labels
+from headway.sandbox.hosted.provider import HostedSettings, Provider, ShellResult, failure_of_status, plain_labels
 from headway.sandbox.pace import Pace, SharedRateLimit
 from headway.sandbox.pool import PoolSettings, SandboxPool
 from headway.sandbox.snapshot_store import drop, dropped, note_hosted, remove_others
 
 
-class Scripted:
+class Scripted(Provider[HostedSettings]):
     """A provider whose commands answer what they are told to, on the loop's clock."""
 
     name = "scripted"
-    account = "account"
-    life_s: float | None = 100.0
+    missing = ()
+    life_s = 100.0
 
     def __init__(self, **settings: Any) -> None:
         self.settings = HostedSettings(**settings)
+        self.account = "account"
         self.made: list[tuple[str, float]] = []
         self.ended: list[str] = []
         self.makes_s = 1.0
@@ -55,9 +55,6 @@ class Scripted:
         self.delete_errors: list[Exception] = []
         self.deleted: list[str] = []
         self.says = ShellResult(exit_code=0, stdout=f'\n{MARK}{{"processes": []}}')
-
-    def can(self) -> Capabilities:
-        return Capabilities(backend=self.name)
 
     def check(self, spec: SandboxSpec) -> None: ...
 
@@ -189,13 +186,9 @@ def test_one_that_nobody_waits_for_any_more_is_ended(tmp_path: Path):
 
 
 def test_dropped_snapshots_are_deleted_at_the_next_look_or_a_later_one(tmp_path: Path):
-    class Keeping(Scripted):
-        def can(self) -> Capabilities:
-            return Capabilities(backend=self.name, snapshot=True)
-
     async def main():
         folder = tmp_path / "sandboxes"
-        provider = Keeping()
+        provider = Scripted()
         one = HostedBackend(provider, state=tmp_path, snapshots=folder, clock=VirtualClock())
         box = await one.create(SandboxSpec())
         taken = [(await box.snapshot(name)).path for name in ("a", "b", "team/c:1.5", "d")]
@@ -213,7 +206,7 @@ def test_dropped_snapshots_are_deleted_at_the_next_look_or_a_later_one(tmp_path:
         await one.close()
         assert sorted(provider.deleted) == ["a", "b", "team/c:1.5"]
         assert [name for name, _ in dropped(folder)] == ["another:e"]
-        again = Keeping()
+        again = Scripted()
         resumed = HostedBackend(again, state=tmp_path, snapshots=folder, clock=VirtualClock())
         assert remove_others(folder, set()) == ["scripted:d"], "the process before was killed"
         await resumed.start()
@@ -230,8 +223,7 @@ def test_a_snapshot_of_one_that_is_paused_is_taken_while_it_isnt(tmp_path: Path)
     did: list[str] = []
 
     class Pausing(Scripted):
-        def can(self) -> Capabilities:
-            return Capabilities(backend=self.name, pause=True, snapshot=True)
+        pauses = True
 
         async def pause(self, sandbox: str) -> None:
             did.append("pause")
@@ -392,7 +384,7 @@ def test_closing_waits_for_what_is_being_made_and_ends_it(tmp_path: Path):
         provider = Scripted()
         made = backend(tmp_path, provider)
         kept = await made.create(SandboxSpec())
-        asking = asyncio.create_task(made.create(SandboxSpec(), idempotency_key="one"))
+        asking = asyncio.create_task(made.create(SandboxSpec()))
         await asyncio.sleep(0.5)
         await made.close()
         assert asking.done()
@@ -413,7 +405,7 @@ def test_where_the_provider_keeps_no_time_its_owner_does(tmp_path: Path):
         await asyncio.sleep(3.0)
         assert provider.ended == [box.id]
         with pytest.raises(SandboxError, match="time to live of 10 s is over") as raised:
-            await box.health()
+            await box.renew(10.0)
         assert (raised.value.failure.cause, raised.value.failure.retry) == ("environment", False)
 
     run_virtual(main())

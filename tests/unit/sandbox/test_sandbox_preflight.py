@@ -26,7 +26,7 @@ from headway.records.sandbox import (
 from headway.records.sandbox_statistics import Reaped
 from headway.runtime.clock import VirtualClock, run_virtual
 from headway.sandbox.machine import MachineLimits, look, machine_findings
-from headway.sandbox.preflight import findings
+from headway.sandbox.preflight import WRITTEN, findings
 
 SPEC = SandboxSpec()
 PROVIDER = SandboxConfig(backend="modal")
@@ -40,13 +40,13 @@ class Provider(FakeBackend):
         self.quota, self.images = quota, images
         self.can = Capabilities(backend="fake", memory_limit=True, process_limit=True, disk_limit=True)
         self.left: list[Reaped] = []
-        self.shell_result = ExecResult(exit_code=0, stdout=b"written")
+        self.shell_result = ExecResult(exit_code=0, stdout=WRITTEN)
         self.limit_holds = True
         self.stays = False
 
     def shell(self, argv: Sequence[str]) -> ExecResult:
         for box in self.sandboxes.values():
-            box.files["preflight"] = b"written"
+            box.files["preflight"] = WRITTEN
         hog = "head" in argv[-1]
         return ExecResult(exit_code=None, signal=9, oom=True) if hog and self.limit_holds else self.shell_result
 
@@ -58,9 +58,7 @@ class Provider(FakeBackend):
             box.die = lambda: None
         return box
 
-    async def preflight(
-        self, specs: Sequence[SandboxSpec], *, live: int = 1, allow_unbounded: bool = False
-    ) -> list[str]:
+    async def preflight(self, spec: SandboxSpec, *, live: int = 1) -> list[str]:
         if live > self.quota:
             return [f"the account may have {self.quota} sandboxes, {live} are needed: a smaller sandbox.live"]
         return []

@@ -93,8 +93,8 @@ def test_answers_that_nobody_waits_for_are_passed_over():
     async def main():
         async with talking() as (box, _, reader, writer):
             writer.write(wire.frame({"id": 77, "error": 1, "what": "x"}) + wire.frame({"ready": True}))
-            calling = asyncio.create_task(box.health())
-            assert (await request(reader))["do"] == "health"
+            calling = asyncio.create_task(box.renew(60.0))
+            assert (await request(reader))["do"] == "renew"
             writer.write(wire.frame({"id": 1}))
             await calling
 
@@ -143,8 +143,8 @@ def test_no_answer_is_what_is_told_though_it_doesnt_end_either(monkeypatch: pyte
         async with talking() as (box, zygote, _, _):
             box._grace_s = 0.05
             zygote.box = LocalSandbox(RECORD, SandboxSpec(), zygote, None, 5.0)  # another: this one doesn't end
-            with pytest.raises(SandboxError, match="no answer to health"):
-                await box.health()
+            with pytest.raises(SandboxError, match="no answer to renew"):
+                await box.renew(60.0)
             box.has_ended(-9, 0)
 
     monkeypatch.setattr(sandbox, "ENDING_S", 0.05)

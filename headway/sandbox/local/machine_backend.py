@@ -1,0 +1,164 @@
+"""A base of backends whose sandboxes run our own first process: what makes them, their records, preflight."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Generic, Protocol, Self, TypeVar
+
+from headway.records.errors import ConfigurationError
+from headway.records.sandbox import (
+    SandboxError,
+    SandboxFailure,
+    SandboxInfo,
+    SandboxSpec,
+    Snapshot,
+    infrastructure_failure,
+)
+from headway.runtime.supervision import to_its_end
+from headway.sandbox import leftovers
+from headway.sandbox.local.sandbox import LocalSandbox
+from headway.sandbox.machine import no_room
+from headway.sandbox.snapshot_store import SnapshotFolder
+
+
+class SandboxMaker(Protocol):
+    """The process that a backend's sandboxes come from, and with which they die: a zygote or a Docker daemon."""
+
+    alive: bool
+
+    async def close(self) -> None: ...
+
+
+M = TypeVar("M", bound=SandboxMaker)
+
+
+class MachineBackend(ABC, Generic[M]):
+    """A `Backend` on this machine.
+
+    Lifecycle: made -> *started* (by `start`, or the first call that needs it) -> *closed*. When its maker dies its
+    sandboxes die with it; the next `create` starts another.
+    """
+
+    name: str
+    _start_remark = ""  # to add where none can be started
+
+    def __init__(self, run: str, snapshots: str | Path | None, snapshot_bytes: int | None) -> None:
+        self._run = run
+        self._snapshots = SnapshotFolder(Path(snapshots), snapshot_bytes) if snapshots is not None else None
+        self._maker: M | None = None
+        self._starting = asyncio.Lock()
+        self._sandboxes: dict[str, LocalSandbox] = {}
+        self._closed = False
+
+    async def start(self) -> M:
+        """Return the maker; if none is alive, remove what dead owners have left and start one."""
+        async with self._starting:
+            if self._closed:
+                raise SandboxError(infrastructure_failure("the backend is closed", retry=False))
+            if self._maker is not None and not self._maker.alive:
+                gone, self._maker = self._maker, None
+                await gone.close()
+            if self._maker is None:
+                self._maker = await self._new_maker()
+            return self._maker
+
+    @abstractmethod
+    async def _new_maker(self) -> M: ...
+
+    async def create(
+        self,
+        spec: SandboxSpec,
+        *,
+        labels: Mapping[str, str] | None = None,
+        ttl_s: float | None = None,
+        snapshot: Snapshot | None = None,
+    ) -> LocalSandbox:
+        """See :meth:`Backend.create`."""
+        spec.limits.check()
+        self._check(spec)
+        maker = await self.start()
+        record = leftovers.SandboxRecord(
+            id=f"sb-{secrets.token_hex(6)}",
+            backend=self.name,
+            run=self._run,
+            labels=dict(labels or {}),
+            owner_pid=os.getpid(),
+            owner_started=leftovers.started(os.getpid()) or 0,
+            ttl_s=ttl_s or spec.ttl_s,
+            created_s=time.time(),
+        )
+        return await self._create(maker, record, spec, snapshot)
+
+    @abstractmethod
+    def _check(self, spec: SandboxSpec) -> None:
+        """Raise ConfigurationError for a specification that this backend can't serve."""
+
+    @abstractmethod
+    async def _create(
+        self, maker: M, record: leftovers.SandboxRecord, spec: SandboxSpec, snapshot: Snapshot | None
+    ) -> LocalSandbox: ...
+
+    @contextlib.asynccontextmanager
+    async def _ended_on_error(self, sandbox: LocalSandbox) -> AsyncIterator[None]:
+        """Know the sandbox, and end it if the block, which makes it ready, raises."""
+        self._sandboxes[sandbox.id] = sandbox
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(SandboxError):  # it stays recorded; the first error is the one to report
+                await to_its_end(sandbox.terminate())
+            raise
+
+    def _on_ended(self, name: str, code: int | None, oom_kills: int, why: SandboxFailure | None) -> None:
+        """Handle the maker's report of a sandbox's end; code None: the maker died. ``why``: the cause where known."""
+        sandbox = self._sandboxes.pop(name, None)
+        if sandbox is not None:
+            sandbox.has_ended(code, oom_kills, why)
+
+    async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
+        wanted = dict(labels or {}).items()
+        return [box.info for box in self._sandboxes.values() if wanted <= box.info.labels.items()]
+
+    async def preflight(self, spec: SandboxSpec, *, live: int = 1) -> list[str]:
+        """See :meth:`Backend.preflight`."""
+        try:
+            await self.start()
+        except (SandboxError, ConfigurationError, OSError, TimeoutError) as error:
+            return [f"sandboxes can't be started here: {error}{self._start_remark}"]
+        problems: list[str] = []
+        room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+        need = live * self._open_files(spec)
+        if room < need + 64:
+            problems.append(f"{live} sandboxes need {need} open files, {room} are left: ulimit -n {need + 1024}")
+        return problems + [line for folder, least in self._written(spec, live) if (line := no_room(folder, least))]
+
+    def _open_files(self, spec: SandboxSpec) -> int:
+        """Open files that a sandbox needs here."""
+        return 1
+
+    def _written(self, spec: SandboxSpec, live: int) -> list[tuple[Path, int]]:
+        """Folders on this machine's disks that are written to, and the least free bytes each needs."""
+        return [] if self._snapshots is None else [(self._snapshots.path, spec.limits.disk_bytes)]
+
+    async def close(self) -> None:
+        self._closed = True
+        await asyncio.gather(*(box.terminate() for box in list(self._sandboxes.values())), return_exceptions=True)
+        async with self._starting:
+            if self._maker is not None:
+                await self._maker.close()
+                self._maker = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
