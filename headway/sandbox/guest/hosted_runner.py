@@ -165,7 +165,7 @@ def _feed(selector: selectors.BaseSelector, pipe: Any, data: bytes) -> bytes:
 
 
 def _stat(pid: Any) -> list[str]:
-    """What the kernel says of a process, from its state on; none: it is gone."""
+    """Return the kernel's fields on a process, from its state on; none if it is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
     return []
