@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import typing
-from pathlib import Path
 
 import pytest
 from code_figures import (
@@ -25,8 +24,6 @@ from code_figures import (
 import headway.api
 
 NAMED = re.compile(r"(headway(?:\.\w+)+):(\w+)")  # module:attribute, as worker factories and tables have it
-PAGES = sorted([*PACKAGE.parent.glob("docs/*.md"), *PACKAGE.parent.glob("*.md")])
-CITED = re.compile(r"`([\w/.]+\.py):([\w.]+)`")  # `file.py:Class.method`, as pages cite code
 RUN = re.compile(r"(?:-m[ \"',]+|_HOST = \")(headway(?:\.\w+)+)")  # python -m headway.module
 
 
@@ -96,15 +93,6 @@ def test_the_package_stays_light():
 
 def test_docstrings_can_be_read_alone():
     assert elliptic_docstrings() == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pages_cite_code_that_is_there(page: Path):
-    for file, names in CITED.findall(page.read_text()):
-        found = [root / file for root in (PACKAGE, PACKAGE.parent) if (root / file).exists()]
-        assert found, f"no file {file}"
-        missing = [name for name in names.split(".") if not re.search(rf"\b{name}\b", found[0].read_text())]
-        assert not missing, f"{file} has no {missing}"
 
 
 def test_what_runs_in_a_sandbox_imports_the_standard_library_alone():
