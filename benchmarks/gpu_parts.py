@@ -67,7 +67,7 @@ def model(settings: Settings) -> None:
     prompts = ["".join(rng.choices(CHARACTERS, k=load_of(settings).prompt_tokens)) for _ in range(512)]
     lines = [json.dumps({"prompt": prompt, "answer": ""}) + "\n" for prompt in prompts]
     (Path(settings.folder) / "tasks.jsonl").write_text("".join(lines))
-    parameters = made.parameter_count()
+    parameters = sum(parameter.numel() for parameter in made.parameters())
     size = f"{parameters / 1e9:.3f} G parameters, {weight_bytes(made) / 1e9:.2f} GB"
     show(f"{size}, written in {seconds:.1f} s; torch {torch.__version__}")
     give(parameters=parameters, write_s=round(seconds, 2), torch=torch.__version__)

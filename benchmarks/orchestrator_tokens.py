@@ -95,7 +95,7 @@ def stream(events: Sequence[Sequence[TokenDelta]], calls: dict[str, OpenRequest]
 
 
 def rollout_from(member: int, response: PartialResponse) -> Rollout:
-    """The checked response as `rollout.single_turn` puts it together."""
+    """The checked response as `rollout.makers.single_turn` puts it together."""
     assert all_finite(response.logprobs)
     return Rollout(
         group=0,

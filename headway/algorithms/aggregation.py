@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.algorithms.samples import IntArray, SampleArrays, sample_of_token
+from headway.algorithms.samples import IntArray, SampleArrays, sequence_of_token
 
 Aggregation = Literal["token_mean", "fixed", "seq_mean_token_sum", "seq_mean_token_mean"]
 
@@ -44,7 +44,7 @@ def weighting(
     weight 1/n each time, so that padding changes nothing.
     """
     shares_s = np.ones(arrays.samples) if arrays.weights_s is None else arrays.weights_s
-    tokens_s = np.bincount(sample_of_token(arrays), weights=arrays.loss_mask_n, minlength=arrays.samples)
+    tokens_s = np.bincount(sequence_of_token(arrays), weights=arrays.loss_mask_n, minlength=arrays.samples)
     counts_s = shares_s  # weight of a sequence in a mean over responses
     if arrays.rollouts_s is not None:
         tokens_s = np.bincount(arrays.rollouts_s, weights=tokens_s)[arrays.rollouts_s]  # of the whole rollout

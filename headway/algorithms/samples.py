@@ -57,7 +57,7 @@ class SampleArrays:
         """Number of tokens that carry loss; the copies of a padded sample count together as one."""
         if self.weights_s is None:
             return int(np.count_nonzero(self.loss_mask_n))
-        return round(float(self.weights_s[sample_of_token(self)][self.loss_mask_n].sum()))
+        return round(float(self.weights_s[sequence_of_token(self)][self.loss_mask_n].sum()))
 
     @property
     def starts_s(self) -> IntArray:
@@ -157,7 +157,7 @@ def _owned(samples: Sequence[Sample]) -> IntArray:
     return np.repeat(np.arange(len(samples)), _count([1 + len(sample.rollout.branches) for sample in samples]))
 
 
-def sample_of_token(arrays: SampleArrays) -> IntArray:
+def sequence_of_token(arrays: SampleArrays) -> IntArray:
     """[N] index of each token's sequence."""
     return np.repeat(np.arange(arrays.samples), arrays.lengths_s)
 
@@ -236,7 +236,7 @@ class MicroBatchArrays:
 
 def input_lengths(arrays: SampleArrays) -> IntArray:
     """[S] tokens each sequence feeds to the model: its length less one, or 0 if it has no loss token."""
-    loss_tokens_s = np.bincount(sample_of_token(arrays), weights=arrays.loss_mask_n, minlength=arrays.samples)
+    loss_tokens_s = np.bincount(sequence_of_token(arrays), weights=arrays.loss_mask_n, minlength=arrays.samples)
     return np.where(loss_tokens_s > 0, arrays.lengths_s - 1, 0)
 
 

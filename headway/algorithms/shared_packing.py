@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from headway.algorithms.packing import Method, MicroBatch, Plan, fewest_micro_batches, pack
-
-Ints = NDArray[np.int64]
 
 
 def pack_families(

@@ -100,11 +100,6 @@ class GroupBuffer:
         return self._next_index
 
     @property
-    def cursor_position(self) -> int:
-        """Position of the task cursor after the last admission."""
-        return self._next_index if self._cursor_position is None else self._cursor_position
-
-    @property
     def completed_steps(self) -> int:
         """Number of trained steps in the log, which is the version after the last of them."""
         return self._completed_steps
@@ -128,10 +123,9 @@ class GroupBuffer:
 
     # -- transitions ---------------------------------------------------------------------------------
 
-    def admit(self, group: Group, cursor_position: int | None = None, draw: Draw | None = None) -> None:
-        """Open a group and reserve its place; written with the next transition of any group. ``cursor_position``: of
-        the task cursor after this group's task (default: one task per group so far). ``draw``: why its task was drawn.
-        Raises BufferFull, or BooksUnbalanced for an index out of turn."""
+    def admit(self, group: Group, draw: Draw | None = None) -> None:
+        """Open a group and reserve its place; written with the next transition of any group. ``draw``: why its task was
+        drawn. Raises BufferFull, or BooksUnbalanced for an index out of turn."""
         if group.index != self._next_index:
             raise BooksUnbalanced(f"group {group.index} is admitted where index {self._next_index} is next")
         if not 1 <= group.size < 1 << MEMBER_BITS:
@@ -149,8 +143,6 @@ class GroupBuffer:
             None if draw is None else msgspec.json.encode(draw),
         )
         self._admissions.append(row)
-        if self._cursor_position is not None or cursor_position not in (None, group.index + 1):
-            self._cursor_position = group.index + 1 if cursor_position is None else cursor_position
         self._next_index += 1
         self._entries[group.index] = _Entry(size=group.size)
         self._peak = max(self._peak, len(self._entries))
@@ -402,9 +394,11 @@ class GroupBuffer:
 
     def close(self) -> None:
         """Write what was admitted and close the file; a second call is a no-op."""
-        with contextlib.suppress(StorageFailed, sqlite3.ProgrammingError):  # a full disk, or closed already
-            self._write_admissions()
-        self._connection.close()
+        try:
+            with contextlib.suppress(StorageFailed, sqlite3.ProgrammingError):  # a full disk, or closed already
+                self._write_admissions()
+        finally:
+            self._connection.close()
 
     # -- internals -----------------------------------------------------------------------------------
 
@@ -413,8 +407,6 @@ class GroupBuffer:
         with transaction(self._connection, self._path) as connection:
             if self._admissions:
                 connection.executemany(INSERT_GROUP, self._admissions)
-                if self._cursor_position is not None:
-                    connection.execute("REPLACE INTO meta VALUES ('cursor_position', ?)", (self._cursor_position,))
             yield connection
         self._admissions.clear()
 
@@ -438,8 +430,6 @@ class GroupBuffer:
         execute = self._connection.execute
         self._next_index: int = execute("SELECT coalesce(max(idx) + 1, 0) FROM groups").fetchone()[0]
         self._released_version = self._meta("released_version")
-        position = execute("SELECT value FROM meta WHERE key = 'cursor_position'").fetchone()
-        self._cursor_position: int | None = position[0] if position else None  # None: one task a group
         self._completed_steps: int = execute(
             "SELECT coalesce(max(step) + 1, 0) FROM batches WHERE outcome = 'trained'"
         ).fetchone()[0]

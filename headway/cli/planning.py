@@ -27,17 +27,15 @@ def simulate(
     scenario: str = typer.Argument(
         ..., metavar="SCENARIO|RUN", help="A scenario file (TOML), or the folder of a run.", show_default=False
     ),
-    steps: str = typer.Option(
-        "", "--steps", metavar="A:B", help="Of a run: the steps to look at, B left out. Default: the last half."
-    ),
+    steps: str = typer.Option("", "--steps", metavar="A:B", help="For a run: steps A to B-1. Default: the last half."),
     beside: str = typer.Option(
         "",
         "--beside",
         metavar="RUN2",
-        help="Of a run: another one of the same load and machine in which the two sides met more or less (say, a "
-        "synchronous one): tells what they cost each other.",
+        help="For a run: another of the same load and machine whose generation and training overlap differently "
+        "(say, a synchronous one); used to estimate what the two sides cost each other.",
     ),
-    write: str = typer.Option("", "--write", metavar="FILE", help="Of a run: save the scenario found, as TOML."),
+    write: str = typer.Option("", "--write", metavar="FILE", help="For a run: save the scenario found, as TOML."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as one JSON object."),
 ) -> None:
     """Run the real orchestrator in virtual time over described hardware, workload and sandboxes.

@@ -94,11 +94,11 @@ def explain_task(
 
 def trace(
     run: str = RUN,
-    out: str = typer.Option("", "--out", "-o", metavar="FILE", help="The trace; default RUN/trace.json."),
+    out: str = typer.Option("", "--output", "--out", "-o", metavar="FILE", help="The trace; default RUN/trace.json."),
     from_step: int | None = typer.Option(None, "--from-step", min=0, metavar="N", help="First step to show."),
     to_step: int | None = typer.Option(None, "--to-step", min=0, metavar="N", help="Last step to show."),
 ) -> None:
-    """Write who ran when, worker by worker and rollout by rollout, for https://ui.perfetto.dev. Default: 30 steps."""
+    """Write a timeline of workers and rollouts for https://ui.perfetto.dev. Default: the newest 30 steps."""
     from headway.report.trace import describe, write_trace
 
     typer.echo(describe(write_trace(run, out or None, from_step, to_step)))

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from headway.sandbox.images.store import Store
     from headway.sandbox.leftovers import SandboxRecord
 
-STORE = typer.Option(None, "--store", help="Folder of unpacked images, sandbox.store [default: this user's].")
-STATE = typer.Option(None, "--state", help="Folder of the owners' records [default: this user's].")
+STORE = typer.Option(None, "--store", help="Folder of unpacked images, sandbox.store; default: this user's.")
+STATE = typer.Option(None, "--state", help="Folder of the owners' records; default: this user's.")
 
 BACKEND = typer.Option("", "--backend", help="A provider as well: modal, e2b or prime, with the key it needs.")
 

@@ -30,12 +30,12 @@ def serve(
         "", "--keys", metavar="FILE", help="API keys, one a line; required where other machines reach the address."
     ),
     record: str = typer.Option(
-        "", "--record", metavar="FILE", help="JSONL that gets what each session (X-Session-ID) came to, token-exact."
+        "", "--record", metavar="FILE", help="Append each finished session's (X-Session-ID) tokens to this JSONL file."
     ),
 ) -> None:
     """Serve a model over OpenAI's API (chat, completions, responses) and Anthropic's (messages). Ctrl-C stops.
 
-    Any key of [generator], [router] and [endpoint] can be given as --section.key=value.
+    Any key of the sections generator, router and endpoint can be given as --section.key=value.
     """
     overrides = experiments.given_overrides(context)
     from headway.services.serve import serve as run

@@ -25,7 +25,7 @@ def add_commands(app: typer.Typer) -> None:
 def train(
     context: typer.Context,
     config: str = experiments.CONFIG,
-    resume: bool = typer.Option(False, "--resume", help="Go on with the run that run.directory holds."),
+    resume: bool = typer.Option(False, "--resume", help="Resume the run in run.directory."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Check, print the plan and stop."),
     quiet: bool = typer.Option(False, "--quiet", help="No live view; only the summary at the end."),
     as_json: bool = typer.Option(False, "--json", help="No live view; print the summary as one JSON object."),
@@ -58,14 +58,16 @@ def train(
 def check(
     context: typer.Context,
     config: str = experiments.CONFIG,
-    resume: bool = typer.Option(False, "--resume", help="Check for going on with the run in run.directory."),
+    resume: bool = typer.Option(False, "--resume", help="Check for a resume of the run in run.directory."),
     calibrate: bool = typer.Option(
         True, "--calibrate/--no-calibrate", help="Start the run's workers, measure some seconds, predict the rates."
     ),
     calibrate_s: float = typer.Option(10.0, "--calibrate-s", metavar="SECONDS", min=1.0, help="How long to measure."),
     as_json: bool = typer.Option(False, "--json", help="Print findings, measurements and forecast as one JSON object."),
 ) -> None:
-    """Find what would stop or spoil the run, and predict its memory, rates and staleness. Writes nothing.
+    """Find what would stop or spoil the run, and predict its memory, rates and staleness.
+
+    Writes nothing to the run's folder.
 
     Exit code 2 when there is an error, 3 when a worker fails while the run is calibrated.
 

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from headway.config.fixed_models import FixedModelConfig
 from headway.config.section import Positive, Rate, Seconds, Section, host_port
 from headway.config.tool_servers import ToolServerConfig
+from headway.records.conversations import HistoryReasoning, ToolFormat
 
 Address = Annotated[str, host_port("127.0.0.1:8000")]
 
@@ -45,7 +46,7 @@ class EnvironmentConfig(Section):
     agent: str = ""  # agent: your module:function, called with each task in a process of its own
     command: tuple[
         str, ...
-    ] = ()  # agent: or a program and its arguments; {prompt}, {task_file} and {rollout} are filled
+    ] = ()  # agent: or a program and its arguments; {prompt}, {task_file}, {scratch} and {rollout} are filled
     verifiers: dict[str, Any] = {}  # verifiers: the environment, as its package writes it: taskset = { id = ... }, ...
     variables: dict[str, str] = {}  # agent: further environment variables of its process
     shows: tuple[str, ...] = ()  # agent: fields of the task it gets beside the prompt: "answer", names of others
@@ -116,8 +117,8 @@ class EndpointConfig(Section):
     address: Address = "127.0.0.1:0"  # HOST:PORT it listens at; port 0: any free one
     model: str = "headway"  # the model's name in requests; its folder's name is valid as well
     aliases: tuple[str, ...] = ()  # further names of the model; "*": any
-    tools: Literal["auto", "hermes", "llama_json", "none"] = "auto"  # how it writes tool calls; auto: by chat template
-    history_reasoning: Literal["as_sent", "restore"] = "as_sent"  # of answers sent back without: docs/recording.md
+    tools: ToolFormat = "auto"  # how it writes tool calls; auto: by chat template
+    history_reasoning: HistoryReasoning = "as_sent"  # of answers sent back without: docs/recording.md
     max_body_bytes: Positive = 32_000_000  # of a request; a larger one is refused (413)
     max_messages: Positive = 4096  # messages in a request
     max_tools: Positive = 256  # tools in a request

@@ -220,14 +220,14 @@ class SftConfig(Section):
     device: str = "cpu:0-1"  # cuda:N, cpu:N, cpu:N-M
     epochs: Annotated[float, Field(gt=0)] | None = 3  # passes over the data; fewer if the held-out loss rises
     steps: Positive | None = None  # optimiser steps at which it ends, in place of sft.epochs; nothing is held out then
-    batch_sequences: Positive = 32  # pairs of one step
+    batch_sequences: Positive = 32  # sequences of one step
     learning_rate: Annotated[float, Field(ge=0)] = 2e-3  # peak
     warmup_steps: NonNegative = 20  # steps over which the learning rate rises linearly
     schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up, to the last step
     weight_decay: Annotated[float, Field(ge=0)] = 0.0  # AdamW
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # gradients are scaled down to it
     micro_batch_tokens: Positive = 16384  # most tokens in one forward pass
-    max_tokens: Positive = 512  # longer (prompt + solution) pairs are dropped and counted
+    max_tokens: Positive = 512  # longer sequences (prompt and solution, or conversation) are dropped and counted
     time_limit_s: Seconds | None = None  # ends it after this many seconds
     evaluate_every_steps: NonNegative = 0  # sampled solve rate on tasks.validation; 0: never
     stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # ends it: RL needs room above it

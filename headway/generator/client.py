@@ -285,7 +285,7 @@ class GeneratorPool:
         try:
             await self._serve_and_revive(replica, worker)
         except Exception as error:  # the keeper's one capture point: without it, calls would be held for ever
-            self._bury(replica)
+            self._mark_dead(replica)
             replica.slot.kill()
             self._lose(replica, f"its keeper failed: {type(error).__name__}: {error}")
 
@@ -304,7 +304,7 @@ class GeneratorPool:
             await replica.slot.dead()
             if self._stopping:
                 return
-            self._bury(replica)
+            self._mark_dead(replica)
             if replica.leaving:
                 return
             self._router.tell()
@@ -314,7 +314,7 @@ class GeneratorPool:
         replica.live = True
         self._keepers[replica.name] = asyncio.create_task(self._keep(replica, worker), name=replica.name)
 
-    def _bury(self, replica: Replica) -> None:
+    def _mark_dead(self, replica: Replica) -> None:
         """Mark a replica dead and move its calls to live replicas, with their tokens so far."""
         replica.live = False
         replica.past = accumulated(replica.past, replica.present, dead=True)

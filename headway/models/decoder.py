@@ -189,6 +189,3 @@ class Decoder(nn.Module):
     def forward(self, ids_n: Tensor, lengths: list[int]) -> Tensor:
         """Logits [N, V] of documents laid end to end."""
         return self.head(self.forward_packed(ids_n, lengths))
-
-    def parameter_count(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters())

@@ -58,7 +58,7 @@ def initialise_model(
     if not any(corpus):
         raise ConfigurationError("init-model: no text to train the tokenizer on")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with ScratchFolder(f".{target.name}.", ".partial", target.parent) as scratch:
+    with ScratchFolder(f".{target.name}.headway-", ".partial", target.parent) as scratch:
         folder = scratch / target.name  # with the mode of any new folder, where the scratch one is this user's alone
         folder.mkdir()
         tokenizer = train_byte_fallback_tokenizer(corpus, vocabulary_size, folder, character_level=character_level)

@@ -19,7 +19,7 @@ from headway.orchestrator.parking import Parking
 from headway.orchestrator.pruning import Pruner
 from headway.orchestrator.run import Run
 from headway.orchestrator.state import RunState
-from headway.orchestrator.task_selection import drawing_of
+from headway.orchestrator.task_selection import make_task_selector
 from headway.orchestrator.task_sets import training_weights
 from headway.records.clients import Generator, PromptCodec, RolloutMaker, Trainer, Verifier, Watch
 from headway.records.ledger import LedgerLine
@@ -71,7 +71,7 @@ def assemble(
     capacity = queue.groups_per_step * (queue.budget + 1) + experiment.surplus_groups
     buffer = GroupBuffer(buffer_path, capacity, clock)
     stack.enter_context(closing(buffer))
-    drawing = drawing_of(experiment, actors.train_tasks, training_weights(experiment))
+    drawing = make_task_selector(experiment, actors.train_tasks, training_weights(experiment))
     parking = Parking(state, buffer, queue, RunDirectory(experiment.run.directory).sandboxes)
 
     def watch_of(group: Group, member: int) -> Watch | None:

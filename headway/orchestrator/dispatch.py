@@ -18,7 +18,7 @@ Generated = tuple[Group, tuple[Rollout, ...]]
 class Dispatch:
     """Opens groups while rule 1 allows and a slot would wait otherwise.
 
-    Consumes: admission credit (control), tasks and group sizes (drawing), concurrency.
+    Consumes: admission credit (control), tasks and group sizes (task selection), concurrency.
     Waits for: a change of the shared state.
     Unblocked by: the train loop (a step completes), collect (a group ends or leaves the generator),
     weight updates (the applied version rises).

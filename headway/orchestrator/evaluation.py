@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headway.orchestrator.collect import verify_rollouts
 from headway.orchestrator.context import RunContext
-from headway.orchestrator.recovery import surviving
+from headway.orchestrator.recovery import call_with_restart
 from headway.orchestrator.source_scores import clustered_standard_error, source_scores
 from headway.records.clients import PromptCodec, RolloutMaker, Verifier
 from headway.records.generation import PublishedWeights
@@ -26,7 +26,7 @@ _JUDGEMENT = "evaluation.json"  # beside the weights it judges: their version an
 
 
 def evaluation_prefix(split: str) -> str:
-    """Keeps a split's requests and random numbers apart from training's and from the other splits'."""
+    """Return the prefix of a split's request ids, which also keeps its random numbers apart from all others."""
     return f"evaluation-{split}-"
 
 
@@ -141,13 +141,13 @@ class Evaluations:
         run = self._run
         version = run.state.version
         if run.meter.applied_version != version:  # it was not due for publishing
-            weights = await surviving(run, lambda: run.trainer.publish(version), version)
+            weights = await call_with_restart(run, lambda: run.trainer.publish(version), version)
             await run.generator.update_weights(weights)
             run.meter.applied_version = version
         last = await self.held("validation", "after")
         rate = last.solve_rate if last is not None and last.samples else -1.0
         if last is not None and self.best_version is not None and self.best_solve_rate > rate:
-            await run.generator.update_weights(await surviving(run, self._publish_best, version))
+            await run.generator.update_weights(await call_with_restart(run, self._publish_best, version))
         else:
             await self._save_candidate(version)
             self._keep(version, rate if last is not None and last.samples else None)
@@ -160,7 +160,7 @@ class Evaluations:
 
     async def _save_candidate(self, version: int) -> None:
         path = str(self._folder / CANDIDATE)
-        await surviving(self._run, lambda: self._run.trainer.save_weights(path), version)
+        await call_with_restart(self._run, lambda: self._run.trainer.save_weights(path), version)
 
     def _keep(self, version: int, solve_rate: float | None) -> None:
         """The candidate becomes ``best/``; a kill in between leaves one of the two whole. ``solve_rate`` None: it

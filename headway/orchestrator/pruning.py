@@ -71,7 +71,7 @@ class Pruner:
     """Prunes a run's members as ``[pruning]`` says. Evaluations are never pruned.
 
     A member is checked (``watch_of``) about every ``every_tokens``; the first pruner that hits it decides, in the
-    order of ``Settings.on``. Verifiers of half a response run in the verifier's processes, one call at a time for
+    order of ``PruningConfig.on``. Verifiers of half a response run in the verifier's processes, one call at a time for
     each member, and block neither it nor the event loop: it generates until the answer arrives. Their failures are
     recorded once for each pruner, and the member continues.
 

@@ -16,7 +16,7 @@ RESTARTS = 3  # of a trainer, at one call
 Result = TypeVar("Result")
 
 
-async def surviving(run: RunContext, call: Callable[[], Awaitable[Result]], version: int) -> Result:
+async def call_with_restart(run: RunContext, call: Callable[[], Awaitable[Result]], version: int) -> Result:
     """Result of ``call`` to the trainer. When the trainer dies meanwhile, a new one is brought to ``version``, and the
     call repeated. Raises WorkerDied when it keeps dying (``RESTARTS``)."""
     for _ in range(RESTARTS):
@@ -24,11 +24,11 @@ async def surviving(run: RunContext, call: Callable[[], Awaitable[Result]], vers
             return await call()
         except WorkerDied as death:
             run.died(death)
-            await revive(run, version)
+            await restart_trainer(run, version)
     return await call()
 
 
-async def revive(run: RunContext, version: int) -> int:
+async def restart_trainer(run: RunContext, version: int) -> int:
     """A new trainer at ``version``, and the generator pointed at what it publishes; returns the replayed steps.
     Raises WorkerDied when it dies again and again on the way there."""
     died_s = run.clock.now()

@@ -7,7 +7,7 @@ from headway.orchestrator.context import RunContext
 from headway.orchestrator.control_loop import ControlLoop
 from headway.orchestrator.dispatch import Dispatch, Generated
 from headway.orchestrator.evaluation import Evaluations
-from headway.orchestrator.recovery import reopen_groups, restore_records, restore_trainer, revive
+from headway.orchestrator.recovery import reopen_groups, restart_trainer, restore_records, restore_trainer
 from headway.orchestrator.train_loop import TrainLoop
 from headway.records.errors import BooksUnbalanced, WorkerDied
 from headway.records.ledger import StepRecord
@@ -63,7 +63,7 @@ class Run:
             run.state.published_version = version
         except WorkerDied as death:
             run.died(death)
-            replayed, samples = await revive(run, version), 0  # its event has them
+            replayed, samples = await restart_trainer(run, version), 0  # its event has them
         if resumed:
             lost = {"worker": "trainer", "lost_s": run.time_s(), "lost_samples": samples} if samples else {}
             run.event("restored", f"version {version}", replayed=replayed, open=run.state.open_groups, **lost)

@@ -51,7 +51,9 @@ class TaskSelector(Protocol):
         ...
 
 
-def drawing_of(experiment: Experiment, tasks: Sequence[Task], weights: Mapping[str, float] | None) -> TaskSelector:
+def make_task_selector(
+    experiment: Experiment, tasks: Sequence[Task], weights: Mapping[str, float] | None
+) -> TaskSelector:
     """The selector that ``[curriculum]`` asks for. Raises ConfigurationError without tasks, or for an empty source."""
     if experiment.curriculum.mode == "uniform":
         return UniformSelector(TaskCursor(tasks, experiment.run.seed, weights), experiment.rollout.group_size)
@@ -98,7 +100,7 @@ class UniformSelector:
 
     def restore(self, buffer: GroupBuffer) -> None:
         """See ``TaskSelector``."""
-        self._cursor.seek(buffer.cursor_position)
+        self._cursor.seek(buffer.next_index)  # one task a group
         self._next = None
 
     def take_step(self) -> CurriculumStep:

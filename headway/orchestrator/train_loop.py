@@ -12,7 +12,7 @@ from headway.control.staleness import Selection
 from headway.orchestrator.context import RunContext
 from headway.orchestrator.endings import end_finished, end_running
 from headway.orchestrator.evaluation import Evaluations
-from headway.orchestrator.recovery import surviving
+from headway.orchestrator.recovery import call_with_restart
 from headway.orchestrator.state import RunningGroup
 from headway.records.errors import NoProgress
 from headway.records.generation import PublishedWeights
@@ -186,7 +186,7 @@ class TrainLoop:
         await run.generator.lend_devices()
         run.meter.waited(run.clock.now() - asked_s)  # a replica gives its device up between two of its steps
         try:
-            return await surviving(run, lambda: run.trainer.train_step(batch), batch.step)
+            return await call_with_restart(run, lambda: run.trainer.train_step(batch), batch.step)
         finally:
             await run.generator.reclaim_devices()
 
@@ -216,7 +216,7 @@ class TrainLoop:
         await run.state.finish_update()
         started = run.clock.now()
         run.meter.update_waited(started - asked_s)
-        weights = await surviving(run, lambda: run.trainer.publish(version), version)
+        weights = await call_with_restart(run, lambda: run.trainer.publish(version), version)
         run.meter.published(run.clock.now() - started)
         run.state.published_version = version
         candidate = await self._evaluations.save_candidate_if_due()
@@ -253,7 +253,7 @@ class TrainLoop:
         version, started = run.state.version, run.clock.now()
         path = str(checkpoint_path(run.directory, version))
         run.buffer.make_durable()  # no checkpoint is ever ahead of the log
-        await surviving(run, lambda: run.trainer.save_checkpoint(path, run.buffer.consumed()), version)
+        await call_with_restart(run, lambda: run.trainer.save_checkpoint(path, run.buffer.consumed()), version)
         kept = find_checkpoints(run.directory)
         if kept:
             run.buffer.release_covered(version_of(kept[0]))

@@ -26,7 +26,7 @@ from headway.records.generation import (
     RouterStatistics,
     VersionSpan,
 )
-from headway.rollout.fake import SANDBOX, Lived
+from headway.rollout.fake import SANDBOX, EpisodeCounts
 from headway.runtime.clock import Clock
 
 _START, _TOOL = 101, 102  # purposes of random numbers
@@ -111,14 +111,14 @@ class EnvironmentGenerator:
         finally:
             del self._open[request.request_id]
 
-    def forget(self, seed: int) -> Lived:
+    def forget(self, seed: int) -> EpisodeCounts:
         """Drop the rollout with this sampling seed, which is over; returns what it did."""
         life = self._lives.pop(seed, None)
         if life is None:
-            return Lived()
+            return EpisodeCounts()
         self.end_sandbox(life)
         self.engine.forget_session(str(seed))
-        return Lived(life.turns, life.resumed_version, life.environment_s)
+        return EpisodeCounts(life.turns, life.resumed_version, life.environment_s)
 
     def cancel(self, request_id: str) -> None:
         """End a rollout with reason "abort" and its tokens so far. Unknown ids: no-op."""

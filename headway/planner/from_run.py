@@ -53,7 +53,7 @@ _KEPT: dict[str, tuple[str, ...]] = {
 }
 
 
-class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run's experiment and ledger, as read from its folder."""
 
     path: Path
@@ -86,7 +86,7 @@ class RunScenario(msgspec.Struct, frozen=True, kw_only=True):
     unidentified: dict[str, str]  # parameter -> why, and what is taken instead
 
 
-def read_run(path: str | Path) -> Recorded:
+def read_run(path: str | Path) -> RecordedRun:
     """Read a run's folder. Raises ConfigurationError where there is no run, its experiment or ledger can't be read, or
     its rollouts have several turns, about which a ledger says too little."""
     folder = Path(path)
@@ -112,7 +112,7 @@ def read_run(path: str | Path) -> Recorded:
         shape = msgspec.structs.replace(
             shape, verifiers=hardware.verifiers, ranks=hardware.trainer.devices, lent_replicas=lent
         )
-    return Recorded(path=folder, experiment=experiment, lines=lines, shape=shape)
+    return RecordedRun(path=folder, experiment=experiment, lines=lines, shape=shape)
 
 
 def _described(path: Path) -> Scenario:
@@ -125,7 +125,7 @@ def _described(path: Path) -> Scenario:
     return validate({name: raw[name] for name in known if name in raw}, str(path), Scenario)
 
 
-def window(run: Recorded, asked: tuple[int | None, int | None] | None = None) -> list[StepRecord]:
+def window(run: RecordedRun, asked: tuple[int | None, int | None] | None = None) -> list[StepRecord]:
     """The steps to estimate from: ``asked[0]`` to ``asked[1]`` (exclusive), or the last half of the steady ones. Raises
     ConfigurationError where they are too few."""
     budget, found = run.experiment.queue.budget, run.steps
@@ -150,11 +150,11 @@ def window(run: Recorded, asked: tuple[int | None, int | None] | None = None) ->
 
 
 def scenario_from(
-    run: Recorded,
+    run: RecordedRun,
     steps: Sequence[StepRecord],
     overrides: Sequence[str] = (),
     *,
-    beside: tuple[Recorded, Sequence[StepRecord]] | None = None,
+    beside: tuple[RecordedRun, Sequence[StepRecord]] | None = None,
 ) -> RunScenario:
     """Estimate the scenario of ``run`` from its ``steps`` (``window``), with ``overrides``. ``beside``: another run of
     the same load on the same machine, from which interference is estimated. Raises ConfigurationError."""
@@ -239,7 +239,7 @@ def _kept_sections(experiment: Experiment, unidentified: dict[str, str]) -> dict
     return raw
 
 
-def _left_out(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel) -> dict[str, str]:
+def _left_out(run: RecordedRun, steps: Sequence[StepRecord], model: LedgerModel) -> dict[str, str]:
     """Features of the run in these steps that its simulation leaves out: parameter -> why."""
     experiment, found = run.experiment, dict[str, str]()
     truncated = _truncated_share(steps)
@@ -274,7 +274,7 @@ def _left_out(run: Recorded, steps: Sequence[StepRecord], model: LedgerModel) ->
 
 
 def _hardware(
-    run: Recorded, steps: Sequence[StepRecord], model: LedgerModel, taken: InterferenceCosts
+    run: RecordedRun, steps: Sequence[StepRecord], model: LedgerModel, taken: InterferenceCosts
 ) -> dict[str, Any]:
     found, decode, train = model.model, taken.decode, taken.train
     generator: dict[str, Any] = {
@@ -304,7 +304,7 @@ def _hardware(
 
 
 def _workload(
-    run: Recorded, steps: Sequence[StepRecord], model: LedgerModel, unidentified: dict[str, str]
+    run: RecordedRun, steps: Sequence[StepRecord], model: LedgerModel, unidentified: dict[str, str]
 ) -> dict[str, Any]:
     experiment, size = run.experiment, run.experiment.rollout.group_size
     histogram = [

@@ -1,1 +1,0 @@
-"""Immutable wire records and the Protocols between actors."""

@@ -205,7 +205,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="evaluatio
     """An evaluation, outside N (it takes no credit)."""
 
     split: str  # validation | test
-    phase: str  # before | during | after
+    phase: str  # before | during | after | held (`headway eval`)
     step: int  # trainer version when it started
     first_version: int  # versions its tokens were sampled under
     last_version: int

@@ -23,10 +23,6 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def count(self) -> int:
         return sum(self.counts)
 
-    @property
-    def mean_s(self) -> float:
-        return self.total_s / self.count if self.count else 0.0
-
     def quantile_s(self, share: float) -> float:
         """The edge below which ``share`` of the durations lie: at most a factor of 1.42 too high. 0 without any."""
         left = share * self.count

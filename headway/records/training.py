@@ -40,4 +40,3 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     version: int
-    save_s: float = 0.0

@@ -37,7 +37,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class TraceExport:
     """The result of `write_trace`: file, events, steps, and what was left out."""
 
     path: Path
@@ -50,7 +50,7 @@ class Written:
 
 def write_trace(
     run_dir: str | Path, out: str | Path | None = None, first_step: int | None = None, last_step: int | None = None
-) -> Written:
+) -> TraceExport:
     """Write the steps from ``first_step`` to ``last_step`` (default: the newest STEPS of the trace) of the run at
     ``run_dir`` to ``out`` (default: RUN/trace.json).
 
@@ -67,7 +67,7 @@ def write_trace(
     _draw_queue(events, timeline, from_s, until_s)
     _write(path, events.as_json({"run": str(run_dir)}))
     numbers = [step.step for step in steps]
-    return Written(
+    return TraceExport(
         path=path,
         events=len(events),
         first_step=min(numbers, default=-1),
@@ -77,7 +77,7 @@ def write_trace(
     )
 
 
-def describe(written: Written) -> str:
+def describe(written: TraceExport) -> str:
     """Describe the written trace, and how to open it, in words."""
     steps = f"steps {written.first_step} to {written.last_step}" if written.first_step >= 0 else "no step yet"
     lines = [f"trace: {written.path} ({written.events:,} events, {steps}, {duration(written.seconds)})"]

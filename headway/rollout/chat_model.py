@@ -33,7 +33,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 @dataclass
-class Spent:
+class RequestCosts:
     """Attempts and tokens that the requests for one answer have used so far."""
 
     attempts: int = 0
@@ -82,7 +82,9 @@ class ChatModel:
         """The longest a question takes: all requests time out, all waits are the longest."""
         return (self.retries + 1) * self.timeout_s + self.retries * LONGEST_WAIT_S
 
-    def ask(self, messages: Sequence[Mapping[str, Any]], read: Callable[[str], T], spent: Spent, **body: Any) -> T:
+    def ask(
+        self, messages: Sequence[Mapping[str, Any]], read: Callable[[str], T], spent: RequestCosts, **body: Any
+    ) -> T:
         """Ask the model and return ``read`` of the answer's text; ``read`` may raise `Retry`. ``spent`` grows with each
         request; ``body``: further keys of the request. Raises ModelFailed."""
         request = {"model": self.model, "messages": list(messages), **self.body, **body}
@@ -131,7 +133,7 @@ class ChatModel:
             wait_s = 0.0
         return Retry(cause, wait_s)
 
-    def _text_of(self, answer: object, spent: Spent) -> str:
+    def _text_of(self, answer: object, spent: RequestCosts) -> str:
         """The text of a chat completion; its tokens are added to ``spent`` whatever it says. Raises Retry."""
         fields = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
         usage = fields.get("usage")

@@ -70,7 +70,7 @@ class FakeVerifier:
 SANDBOX = "sandbox: "  # begins the cause of a failure that is the environment's, not the engine's
 
 
-class Lived(NamedTuple):
+class EpisodeCounts(NamedTuple):
     """A rollout's turns and time in its environment."""
 
     turns: int = 0  # model calls
@@ -89,7 +89,7 @@ class FakeEnvironment(Protocol):
         """Resume a parked rollout: with the sandbox it has, or (``anew``) from its beginning in a fresh one."""
         ...
 
-    def forget(self, seed: int) -> Lived:
+    def forget(self, seed: int) -> EpisodeCounts:
         """Forget an ended rollout, and return what it did."""
         ...
 
@@ -116,7 +116,7 @@ class FakeRollout(SingleTurn):
             return how
 
         call = msgspec.structs.replace(ModelCall.first(group, member, parked), resume_gate=gate)
-        lived = Lived()
+        lived = EpisodeCounts()
         try:
             rollout = sampler.refused(call) or await sampler.sample(call)
         finally:

@@ -8,7 +8,7 @@ from typing import Any
 
 from headway.config.fixed_models import FixedModelConfig
 from headway.records.errors import ConfigurationError
-from headway.rollout.chat_model import ChatModel, Spent, api_key, completions_url
+from headway.rollout.chat_model import ChatModel, RequestCosts, api_key, completions_url
 from headway.rollout.lane import Lane
 
 KEY = "environment.models"
@@ -29,7 +29,7 @@ class FixedModels:
         async with self._places[name]:
             lane = Lane(f"ask-{name}")
             try:
-                return await lane.run(self._models[name].ask, messages, str, Spent(), **body)
+                return await lane.run(self._models[name].ask, messages, str, RequestCosts(), **body)
             finally:
                 lane.end()
 

@@ -30,7 +30,7 @@ _NO_CONTEXT = "context_length_exceeded"  # what the endpoint says to a request t
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
+class LoadedEnvironment:
     """An environment that episodes can be played in."""
 
     package: Any  # verifiers.v1
@@ -61,7 +61,7 @@ def tasks(id: str, select: Mapping[str, Any] | None = None, **settings: Any) -> 
         yield {"prompt": shown, COLUMN: {"taskset": id, "data": data}}
 
 
-def load(settings: Mapping[str, Any]) -> Loaded:
+def load(settings: Mapping[str, Any]) -> LoadedEnvironment:
     """The environment that ``settings``, an EnvConfig of the package's as a table, describes. Its harnesses run on this
     machine unless they say otherwise. Raises ConfigurationError: no such package, taskset or environment, unknown
     settings, several roles or none that the run's model would play, retries of whole episodes."""
@@ -90,7 +90,7 @@ def load(settings: Mapping[str, Any]) -> Loaded:
                 f"{KEY}.{name}: an attempt that is made anew would be trained with the other's reward; leave it out, "
                 "rollout.retries is for what failed from outside"
             )
-    return Loaded(package=package, environment=environment, taskset=config.taskset.id, trained=trained[0])
+    return LoadedEnvironment(package=package, environment=environment, taskset=config.taskset.id, trained=trained[0])
 
 
 def player(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]:
@@ -110,7 +110,7 @@ def player(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Awaitab
     return play
 
 
-def made_task(loaded: Loaded, task: Mapping[str, Any]) -> Any:
+def made_task(loaded: LoadedEnvironment, task: Mapping[str, Any]) -> Any:
     """The package's task out of one of ours, as `tasks` wrote it down. Raises ValueError for any other."""
     row = task["metadata"].get(COLUMN)
     if not isinstance(row, Mapping) or row.get("taskset") != loaded.taskset:
@@ -121,7 +121,7 @@ def made_task(loaded: Loaded, task: Mapping[str, Any]) -> Any:
     return kind(kind.data_type().model_validate(row["data"]), taskset.config.task)
 
 
-def outcome(loaded: Loaded, episode: Any) -> dict[str, Any]:
+def outcome(loaded: LoadedEnvironment, episode: Any) -> dict[str, Any]:
     """An episode's reward. One that failed ends the process instead, with the exit code that says whose fault it is;
     one that ran out of context has the reward it got, most often none."""
     errors: list[Any] = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
@@ -136,7 +136,7 @@ def outcome(loaded: Loaded, episode: Any) -> dict[str, Any]:
 
 
 def _end(errors: Iterable[Any]) -> None:
-    """Ends the process."""
+    """Exit with the code that says whose fault it was."""
     last = None
     for last in errors:
         print(last.traceback or "", file=sys.stderr)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
+import re
 import shutil
+import stat
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +23,10 @@ class ScratchFolder:
     def __init__(self, prefix: str, suffix: str = "", directory: str | Path | None = None) -> None:
         """``directory``: where it is made; default the machine's temporary folder."""
         directory = Path(directory or tempfile.gettempdir())
-        remove_unlocked(directory, f"{glob.escape(prefix)}*{glob.escape(suffix)}")
+        own = re.compile(f"{re.escape(prefix)}[a-z0-9_]{{8}}{re.escape(suffix)}")  # as tempfile names them
+        for path in directory.glob(f"{glob.escape(prefix)}*{glob.escape(suffix)}"):
+            if own.fullmatch(path.name):
+                _removed_if_unlocked(path, stat.S_ISDIR)
         self.path, self._lock = _made(prefix, suffix, directory)
 
     def remove(self) -> None:
@@ -55,13 +61,19 @@ def remove_unlocked(directory: str | Path, pattern: str) -> list[Path]:
     return sorted(path for path in Path(directory).glob(pattern) if _removed_if_unlocked(path))
 
 
-def _removed_if_unlocked(path: Path) -> bool:
+def _is_file_or_folder(mode: int) -> bool:
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+
+
+def _removed_if_unlocked(path: Path, fits: Callable[[int], bool] = _is_file_or_folder) -> bool:
+    """``fits``: of a file's mode."""
     try:
-        lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would block for ever
     except OSError:
         return False
     try:
-        if os.fstat(lock).st_uid != os.getuid():
+        found = os.fstat(lock)
+        if found.st_uid != os.getuid() or not fits(found.st_mode):
             return False
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Under the lock: a process that has just made it waits for its own, then sees that it is gone.

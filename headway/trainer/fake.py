@@ -115,7 +115,7 @@ class FakeTrainer:
         state = CheckpointState(version=self.version, consumed=consumed)
         write_folder(path, lambda folder: _write_fake_model(folder / "model", self.version), state)
         keep_last(Path(path).parent.parent, self._keep_checkpoints)
-        return CheckpointInfo(path=path, version=self.version, save_s=self._checkpoint_s)
+        return CheckpointInfo(path=path, version=self.version)
 
     async def save_weights(self, path: str, metrics: dict[str, float] | None = None) -> CheckpointInfo:
         state = CheckpointState(version=self.version, metrics=metrics or {})

@@ -20,7 +20,7 @@ from headway.algorithms.samples import (
     MicroBatchArrays,
     SampleArrays,
     input_lengths,
-    sample_of_token,
+    sequence_of_token,
     shared_prefixes,
     slice_micro_batch,
     split_by_group,
@@ -137,7 +137,7 @@ class PolicyGradient:
             assert start_n is not None
             assert reference_n is not None
             at = np.flatnonzero(arrays.loss_mask_n)
-            to_go_m = reward_to_go((start_n - reference_n)[at].astype(np.float64), sample_of_token(arrays)[at])
+            to_go_m = reward_to_go((start_n - reference_n)[at].astype(np.float64), sequence_of_token(arrays)[at])
             advantages_n = advantages_n.copy()
             advantages_n[at] -= (algorithm.kl_coefficient * to_go_m).astype(np.float32)
         keep_n = np.ones(arrays.tokens, np.bool_)
@@ -159,7 +159,7 @@ class PolicyGradient:
             keep_n[at] = token_mask(log_weight_n[at], algorithm.token_mask)
         if algorithm.sequence_mask is not None:
             at = np.flatnonzero(arrays.loss_mask_n & keep_n)
-            keep_n[at] = sequence_mask(log_weight_n[at], sample_of_token(arrays)[at], algorithm.sequence_mask)
+            keep_n[at] = sequence_mask(log_weight_n[at], sequence_of_token(arrays)[at], algorithm.sequence_mask)
         if algorithm.second_moment_limit is not None:
             at = np.flatnonzero(arrays.loss_mask_n & keep_n)
             advantages_m = advantages_n[at].astype(np.float64)
@@ -174,7 +174,7 @@ class PolicyGradient:
             max_response_tokens=self.max_response_tokens,
             fixed_tokens=self.algorithm.fixed_denominator_tokens,
         )
-        samples_n = sample_of_token(arrays)
+        samples_n = sequence_of_token(arrays)
         total = 0.0
         for batch in self._micro_batches(arrays, minibatch):
             logprobs_m, entropies_m = self.learner.logprobs(batch, arrays, self.temperature)

@@ -137,7 +137,6 @@ class TrainerService(ModelService):
         """Write atomically everything a resume needs; afterwards delete older checkpoints beyond ``keep_last``.
 
         Raises StorageFailed on a full disk; the older checkpoints are then kept."""
-        started = time.perf_counter()
 
         def fill(folder: Path) -> None:
             save_model(self.learner.model, folder / MODEL_FOLDER, self.experiment.model.path)
@@ -145,13 +144,12 @@ class TrainerService(ModelService):
 
         _write(path, fill, self._state(consumed, {}))
         keep_last(Path(path).parent.parent, self.experiment.checkpoint.keep_last)
-        return CheckpointInfo(path=path, version=self.version, save_s=time.perf_counter() - started)
+        return CheckpointInfo(path=path, version=self.version)
 
     def save_weights(self, path: str, metrics: dict[str, float] | None = None) -> CheckpointInfo:
         """Write the present weights as a model folder with ``state.json`` (``RUN/best``), atomically."""
-        started = time.perf_counter()
         self._save_model(path, self._state({}, metrics or {}))
-        return CheckpointInfo(path=path, version=self.version, save_s=time.perf_counter() - started)
+        return CheckpointInfo(path=path, version=self.version)
 
     def load_checkpoint(self, path: str) -> int:
         """Load a checkpoint; returns its version. Raises CheckpointCorrupt before anything is changed."""

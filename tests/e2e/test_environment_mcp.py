@@ -18,7 +18,7 @@ from environment_player import Player, asked_tools, call, played, rollout, servi
 from headway.config.tool_servers import ToolServerConfig
 from headway.records.errors import ConfigurationError
 from headway.rollout.environment import Environment
-from headway.rollout.hosting.mcp.servers import Shared
+from headway.rollout.hosting.mcp.servers import SharedConnection
 from headway.runtime.clock import RealClock
 
 pytest.importorskip("mcp", reason="mcp isn't installed: pip install 'headway[mcp]'")
@@ -236,7 +236,7 @@ def test_an_error_that_a_server_answers_with_is_told_and_ends_nobody_elses_calls
 
 
 def test_whoever_gives_up_waiting_for_a_server_stops_no_start() -> None:
-    shared = Shared(
+    shared = SharedConnection(
         ToolServerConfig.model_validate(server(starts_per_minute=1, variables={"LATE": "0.5"})), RealClock()
     )
 
@@ -258,7 +258,7 @@ def test_more_starts_than_a_minute_may_have_wait_for_the_next_one() -> None:
         async def sleep(self, seconds: float) -> None:
             self.slept.append(seconds)
 
-    shared = Shared(ToolServerConfig.model_validate(server(starts_per_minute=1)), Clock())
+    shared = SharedConnection(ToolServerConfig.model_validate(server(starts_per_minute=1)), Clock())
 
     async def main() -> None:
         first = await shared.connection()

@@ -22,7 +22,7 @@ from headway.config.load import load_experiment
 from headway.generator.client import GeneratorPool
 from headway.models.initialise import initialise_model
 from headway.models.loading import load_model
-from headway.orchestrator.actors.agents import agents_of
+from headway.orchestrator.actors.agents import open_agents
 from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
 from headway.rollout.makers.select import make_rollouts
@@ -142,7 +142,7 @@ def rollouts_of(folder: Path, scratch: Path, prompt: str, members: int, **model:
         pool = GeneratorPool(LocalLauncher(clock), experiment, clock)
         await pool.start()
         try:
-            async with agents_of(experiment, lambda name, detail, **data: None, scratch / "logs") as agents:
+            async with open_agents(experiment, lambda name, detail, **data: None, scratch / "logs") as agents:
                 seed = experiment.run.seed
                 sampler = TurnSampler(pool.generate, tokenizer, experiment.rollout, clock, run_seed=seed, requests=pool)
                 rollouts = make_rollouts(experiment, sampler, agents)

@@ -35,7 +35,7 @@ from sandbox_backends import (
 from sandbox_owner import under_way
 
 from headway.config.sandbox import SandboxConfig
-from headway.orchestrator.actors.sandboxes import sandboxes_of
+from headway.orchestrator.actors.sandboxes import open_sandboxes
 from headway.records.sandbox import Command, SandboxError
 from headway.runtime.clock import RealClock
 from headway.sandbox import leftovers
@@ -297,7 +297,7 @@ def test_a_long_run_cleans_up_after_owners_that_die_meanwhile(tmp_path: Path):
             os.kill(owner.pid, signal.SIGSTOP)
             os.kill(msgspec.json.decode((folder / "owner.json").read_bytes())["zygote_pid"], signal.SIGKILL)
             end(owner)
-            async with sandboxes_of(SandboxConfig(reap_every_s=0.1), RealClock(), backend=local(tmp_path)) as run_:
+            async with open_sandboxes(SandboxConfig(reap_every_s=0.1), RealClock(), backend=local(tmp_path)) as run_:
                 for _ in range(600):
                     await asyncio.sleep(0.05)
                     if run_.reaped().owners:

@@ -28,7 +28,7 @@ from tiny_run import refused, tail_of, train, write_experiment, write_inputs
 from headway.config.load import load_experiment
 from headway.generator.client import GeneratorPool
 from headway.models.loading import load_model
-from headway.orchestrator.actors.agents import agents_of
+from headway.orchestrator.actors.agents import open_agents
 from headway.records.conversations import RecordedConversation
 from headway.records.ledger import StepRecord
 from headway.records.rollout import Group, Rollout
@@ -259,7 +259,7 @@ def test_an_agents_rollouts_are_those_of_the_model(inputs: Path, agent: str, tmp
         pool = GeneratorPool(LocalLauncher(clock), experiment, clock)
         await pool.start()
         try:
-            async with agents_of(experiment, lambda name, detail, **data: None, tmp_path) as agents:
+            async with open_agents(experiment, lambda name, detail, **data: None, tmp_path) as agents:
                 seed = experiment.run.seed
                 sampler = TurnSampler(pool.generate, tokenizer, experiment.rollout, clock, run_seed=seed, requests=pool)
                 rollouts = make_rollouts(experiment, sampler, agents)

@@ -18,7 +18,7 @@ from headway.config.load import load_experiment
 from headway.config.sources import TaskSource
 from headway.generator.client import GeneratorPool
 from headway.models.loading import load_model
-from headway.orchestrator.actors.agents import agents_of
+from headway.orchestrator.actors.agents import open_agents
 from headway.records.errors import ConfigurationError
 from headway.records.rollout import Group, Rollout
 from headway.records.task import Task
@@ -71,7 +71,7 @@ def played(inputs: Path, made: list[Task], scratch: Path) -> list[Rollout]:
         pool = GeneratorPool(LocalLauncher(clock), experiment, clock)
         await pool.start()
         try:
-            async with agents_of(experiment, lambda name, detail, **data: None, scratch / "logs") as agents:
+            async with open_agents(experiment, lambda name, detail, **data: None, scratch / "logs") as agents:
                 seed = experiment.run.seed
                 sampler = TurnSampler(pool.generate, tokenizer, experiment.rollout, clock, run_seed=seed, requests=pool)
                 rollouts = make_rollouts(experiment, sampler, agents)

@@ -29,7 +29,7 @@ class Place:
 
 
 class Limiter:
-    """Admits requests by the rules of ``control.rate_limit``, without regard to the caller's identity.
+    """Admits requests by the rules of ``control.routing.rate_limit``, without regard to the caller's identity.
 
     Example: ``async with limiter.place(len(prompt) + max_tokens) as place: result = await pool.generate(request);
     place.used_tokens = ...``. Overloaded becomes HTTP 429 with Retry-After at the edge.

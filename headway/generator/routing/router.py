@@ -33,7 +33,7 @@ class Router:
     submitted in one call. While no replica takes requests a request is *held*; held requests are assigned oldest first.
     A request whose replica died, rests, leaves or didn't accept it resumes elsewhere from its tokens, or is held again.
 
-    The number of open requests is bounded by the callers: admission for rollouts, ``generator.limiter`` for clients.
+    The number of open requests is bounded by the callers: admission for rollouts, `routing.limiter` for clients.
 
     Invariant: a call is in ``calls`` of exactly one replica, or held, or done; ``outstanding_tokens`` of a replica is
     the sum over its calls. The pool owns the replicas' lives: it calls ``settle`` when a replica may take requests

@@ -17,7 +17,7 @@ from headway.tokens.tokenizer import Tokenizer
 
 
 @asynccontextmanager
-async def agents_of(
+async def open_agents(
     experiment: Experiment, on_event: EventCallback, logs: Path | None = None
 ) -> AsyncIterator[Agents | None]:
     """The server and the host, up inside the block; None where ``environment.name`` asks for no agents. ``logs``: the

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from headway.config.schema import Experiment
 from headway.generator.recording.sessions import Sessions
-from headway.orchestrator.actors.agents import agents_of
+from headway.orchestrator.actors.agents import open_agents
 from headway.orchestrator.preflight.sandboxes import require_shares
 from headway.rollout.hosting.client import EnvironmentPool
 from headway.rollout.makers.environment import Environments
@@ -18,7 +18,7 @@ from headway.runtime.workers import EventCallback, Launcher
 from headway.tokens.continuing import Chat
 from headway.tokens.tokenizer import Tokenizer
 
-SANDBOXES = "headway.orchestrator.actors.sandboxes:sandboxes_of"  # by its name: workers import it
+SANDBOXES = "headway.orchestrator.actors.sandboxes:open_sandboxes"  # by its name: workers import it
 
 
 @asynccontextmanager
@@ -34,7 +34,7 @@ async def open_multi_turn_host(
     ConfigurationError."""
     logs = None if directory is None else directory.logs
     if not experiment.environment.replies:
-        async with agents_of(experiment, on_event, None if logs is None else logs / "agents") as agents:
+        async with open_agents(experiment, on_event, None if logs is None else logs / "agents") as agents:
             yield agents
         return
     require_shares(experiment)

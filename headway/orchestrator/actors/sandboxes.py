@@ -23,7 +23,7 @@ BREAKER = RouterConfig(failures_to_open=10, failure_window_s=120.0, cool_down_s=
 
 
 class RunSandboxes:
-    """``pool`` leases them. Made by `sandboxes_of`."""
+    """``pool`` leases them. Made by `open_sandboxes`."""
 
     def __init__(self, pool: SandboxPool, reaper: Reaper | None, faults: FaultyBackend | None) -> None:
         self.pool = pool
@@ -42,7 +42,7 @@ class RunSandboxes:
 
 
 @contextlib.asynccontextmanager
-async def sandboxes_of(
+async def open_sandboxes(
     settings: SandboxConfig,
     clock: Clock,
     *,
@@ -51,8 +51,10 @@ async def sandboxes_of(
     seed: int = 0,
     backend: Backend | None = None,
 ) -> AsyncIterator[RunSandboxes]:
-    """Up inside the block; all of them have ended after it. ``run``: whose they are; ``snapshots``: the folder of
-    parked ones; ``backend``: instead of the one that ``settings`` name. Raises ConfigurationError: it isn't installed.
+    """Start the run's pool of sandboxes; all of them have ended after the block.
+
+    ``run``: whose they are; ``snapshots``: the folder of parked ones; ``backend``: instead of the one that ``settings``
+    name. Raises ConfigurationError: it isn't installed.
     """
     inner = backend if backend is not None else backend_of(settings, run=run, snapshots=snapshots)
     faults = None

@@ -51,7 +51,7 @@ def check(experiment: Experiment, *, resume: bool = False, smoke_test: bool = Tr
     """Look for everything that would stop or spoil the run, before it starts; errors first.
 
     Reads the model's configuration, the tokenizer and every task; ``smoke_test`` also starts a verifier process and
-    scores one response. Writes nothing. Never raises for bad input: that is what it reports.
+    scores one response. Writes nothing to the run's folder. Never raises for bad input: that is what it reports.
     """
     inputs, findings = _Inputs(experiment, resume), Findings()
     for look in (

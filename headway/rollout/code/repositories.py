@@ -17,7 +17,8 @@ Files = dict[str, tuple[bytes, int]]  # content and mode, by path
 
 
 def files_of(metadata: Mapping[str, Any]) -> Files:
-    """``files`` or ``repository``. Raises ValueError that says what is wrong; OSError where it can't be read."""
+    """Return a task's files, from its ``files`` or ``repository``. Raises ValueError that says what is wrong, and
+    OSError where it can't be read."""
     given, path = metadata.get("files"), metadata.get("repository")
     if isinstance(given, dict) == bool(path):
         raise ValueError("a task needs either 'files', a text for each path, or 'repository', a directory or tar")

@@ -56,7 +56,7 @@ class Actions:
 
 
 @dataclass
-class Named(Actions):
+class NamedActions(Actions):
     """Actions of a finite list, by name or number."""
 
     names: Sequence[str]  # () where they have none
@@ -85,7 +85,7 @@ class Named(Actions):
         return number
 
 
-class Texts(Actions):
+class TextActions(Actions):
     """The texts of a space."""
 
     def told(self, reading: Reading) -> str:
@@ -97,7 +97,7 @@ class Texts(Actions):
         return written
 
 
-class Arrays(Actions):
+class ArrayActions(Actions):
     """Numbers in the shape of a space, as JSON."""
 
     def __init__(self, space: Any) -> None:
@@ -137,11 +137,11 @@ def actions_of(space: Any, names: Sequence[str]) -> Actions:
         has = f"{count} actions" if count is not None else f"no list of actions: {space}"
         raise ConfigurationError(f"environment.parameters.actions has {len(names)} names, and the game has {has}")
     if count is not None:
-        return Named(list(names), int(space.start), int(count))
+        return NamedActions(list(names), int(space.start), int(count))
     if space is None:
         return Actions()
     if kind == "Text":
-        return Texts(space)
+        return TextActions(space)
     if kind in ("Box", "MultiDiscrete", "MultiBinary"):
-        return Arrays(space)
+        return ArrayActions(space)
     raise ConfigurationError(f"environment.parameters.env: actions of the space {space} can't be written in an answer")

@@ -15,7 +15,7 @@ from headway.rollout.tools import ToolError
 
 Ending = Literal["out of memory", "timeout", "truncated output", "error"]
 
-_LEFT = "answer_s"  # of an episode's state: number of the answer, seconds left for it
+_LEFT = "answer_time"  # of an episode's state: number of the answer, seconds left for it
 _RAN = "ran"  # likewise: whether its sandbox has been used
 
 

@@ -27,7 +27,7 @@ class LocalServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Anew, if it has run. Raises OSError when it isn't up in time."""
+        """Start the server, or restart it. Raises OSError when it isn't up in time."""
         self.stop()
         environment = {**os.environ, "PORT": self.address.rpartition(":")[2]}
         self._process = subprocess.Popen(
@@ -63,7 +63,7 @@ class LocalServer:
 
 
 def fetched(url: str, timeout_s: float) -> Any:
-    """JSON. Raises OSError or ValueError."""
+    """Fetch a URL and parse its JSON. Raises OSError or ValueError."""
     with urllib.request.urlopen(url, timeout=timeout_s) as reply:
         return json.loads(reply.read())
 

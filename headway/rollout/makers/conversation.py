@@ -92,7 +92,7 @@ class ConversationAttempt(ABC):
             self._failed.set_result(failure)
 
     async def sampled(self, wanted: TurnRequest, told: OnTokens, /) -> GenerationResult:
-        """Sample an answer (`records.conversations.Sample`), with the run's own parameters, not the client's."""
+        """Sample an answer (`records.conversations.SampleTurn`), with the run's own parameters, not the client's."""
         self.note(1)
         told(PartialResponse())
         before, partial = self.parkings, self.take_begun()  # which sets parkings

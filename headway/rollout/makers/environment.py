@@ -39,7 +39,7 @@ class Environments:
     pool: EnvironmentPool
 
 
-class Resumed(NamedTuple):
+class ResumePoint(NamedTuple):
     """A rollout that was parked when its worker, or a former orchestrator, died."""
 
     saved: SavedEpisode
@@ -57,7 +57,7 @@ class EnvironmentRollouts(RetryingRollouts):
         super().__init__(sampler)
         self.environments = environments
         self.evaluates = evaluates
-        self._resumed: dict[tuple[int, int], Resumed] = {}
+        self._resumed: dict[tuple[int, int], ResumePoint] = {}
 
     def for_evaluation(self, request_prefix: str, temperature: float | None = None) -> EnvironmentRollouts:
         sampler = self.sampler.for_evaluation(request_prefix, temperature)
@@ -65,13 +65,13 @@ class EnvironmentRollouts(RetryingRollouts):
 
     async def generate_member(self, group: Group, member: int, parked: PartialRollout | None = None) -> Rollout:
         if parked is not None and parked.episode is not None:
-            self.resume_at(group, member, Resumed(parked.episode, parked.response, parked.resumes + 1))
+            self.resume_at(group, member, ResumePoint(parked.episode, parked.response, parked.resumes + 1))
         try:
             return await super().generate_member(group, member)
         finally:
             self._resumed.pop((group.index, member), None)
 
-    def resume_at(self, group: Group, member: int, resumed: Resumed) -> None:
+    def resume_at(self, group: Group, member: int, resumed: ResumePoint) -> None:
         """Begin the member's next attempt where it was parked."""
         self._resumed[group.index, member] = resumed
 
@@ -95,7 +95,7 @@ class _Talk:
 class EnvironmentAttempt(ConversationAttempt):
     """An attempt at a rollout in an environment: *begun* or *restored*, answer and reply in turn, then *scored*."""
 
-    def __init__(self, rollouts: EnvironmentRollouts, group: Group, member: int, resumed: Resumed | None) -> None:
+    def __init__(self, rollouts: EnvironmentRollouts, group: Group, member: int, resumed: ResumePoint | None) -> None:
         super().__init__(rollouts.sampler, group, member)
         self._rollouts = rollouts
         self._conversations = rollouts.environments.conversations
@@ -268,7 +268,7 @@ class EnvironmentAttempt(ConversationAttempt):
                 failure = await lease.unpark()
             except EnvironmentDied:
                 if resumption == "continue" and not kept.state["held"]:
-                    resumed = Resumed(saved, parked.response, parked.resumes + 1)
+                    resumed = ResumePoint(saved, parked.response, parked.resumes + 1)
                     self._rollouts.resume_at(self.group, self.member, resumed)
                 raise
             return resumption if failure is None else await self._given_up(failure)

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from headway.config.section import NonNegative, Positive, Seconds, Section
 from headway.records.rollout import Failure, Verdict
 from headway.records.task import Task
-from headway.rollout.chat_model import ChatModel, ModelFailed, Retry, Spent, api_key, completions_url, quoted
+from headway.rollout.chat_model import ChatModel, ModelFailed, RequestCosts, Retry, api_key, completions_url, quoted
 from headway.rollout.parameters import NonNegativeNumber
 from headway.rollout.verification.extraction import last_match
 
@@ -96,7 +96,7 @@ class Judge(Section):
         return self.chat.longest_s
 
     def __call__(self, task: Task, response: str) -> Verdict:
-        spent = Spent()
+        spent = RequestCosts()
         try:
             return self._verdict(self.chat.ask(self._messages(task, response), self._score, spent), spent)
         except ModelFailed as error:
@@ -109,7 +109,7 @@ class Judge(Section):
         with ThreadPoolExecutor(min(self.concurrency, max(1, len(responses))), "judge") as threads:
             return list(threads.map(lambda response: self(task, response), responses))
 
-    def _verdict(self, score: float | None, spent: Spent, failure: Failure | None = None) -> Verdict:
+    def _verdict(self, score: float | None, spent: RequestCosts, failure: Failure | None = None) -> Verdict:
         reward = 0.0 if score is None else (score - self.lowest) / (self.highest - self.lowest)
         cost = spent.prompt_tokens * self.price_prompt + spent.completion_tokens * self.price_completion
         return Verdict(

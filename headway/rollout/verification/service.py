@@ -32,7 +32,7 @@ class VerifierService:
     def __init__(
         self, context: Any, *, verifier: dict[str, Any], named: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """``verifier``: a config.Verifier as plain types; ``named``: those that tasks choose, by ``Task.verifier``.
+        """``verifier``: a `VerifierConfig` as plain types; ``named``: those that tasks choose, by ``Task.verifier``.
 
         Each is made once. Raises ConfigurationError, naming it, when one can't be imported or refuses a parameter.
         """

@@ -21,7 +21,7 @@ OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
 def read(path: str, max_bytes: int) -> Iterator[bytes]:
-    """A plain file in chunks. Raises OSError: ELOOP for a link, EINVAL for no file, EFBIG beyond the limit."""
+    """Read a plain file in chunks. Raises OSError: ELOOP for a link, EINVAL for no file, EFBIG beyond the limit."""
     descriptor = os.open(path, os.O_RDONLY | OPEN)
     try:
         found = os.fstat(descriptor)

@@ -112,7 +112,7 @@ def _report(code: int, timed_out: bool, truncated: bool, out: bytes, err: bytes,
 def _watch(
     process: subprocess.Popen[bytes], data: bytes, until_s: float, max_bytes: int
 ) -> tuple[bool, tuple[bytearray, bytearray], bool]:
-    """Until it has ended or its time is over: whether it was, what it said, whether that was cut."""
+    """Wait until the command ends or its time is over; return (timed out, output, truncated)."""
     output = (bytearray(), bytearray())
     truncated = False
     assert process.stdout is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 from pathlib import Path
@@ -66,19 +67,23 @@ class LocalBackend(MachineBackend[ZygoteProcess]):
     async def _create(
         self, maker: ZygoteProcess, record: leftovers.SandboxRecord, spec: SandboxSpec, snapshot: Snapshot | None
     ) -> LocalSandbox:
-        try:
-            maker.write(record)
-        except OSError as error:
-            what = f"a sandbox can't be recorded in {self._state}: {error.strerror}: make room there"
-            raise SandboxError(infrastructure_failure(what)) from error
-        sandbox = LocalSandbox(record, spec, maker, self._snapshots, self._settings.answer_grace_s)
-        door = ProxyEntrance() if spec.network else None
-        try:
+        with contextlib.ExitStack() as opened:
+            try:
+                door = ProxyEntrance() if spec.network else None
+                if door is not None:
+                    opened.callback(door.close)
+                maker.write(record)
+            except OSError as error:
+                what = f"a sandbox can't be recorded in {self._state}: {error.strerror}: make room there"
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    what = f"a sandbox needs more open files: {error.strerror}: raise ulimit -n"
+                raise SandboxError(infrastructure_failure(what)) from error
+            sandbox = LocalSandbox(record, spec, maker, self._snapshots, self._settings.answer_grace_s)
             async with self._ended_on_error(sandbox):
-                with contextlib.ExitStack() as opened:
-                    passed = [await snapshot_store.opened(snapshot, opened)] if snapshot is not None else []
+                with contextlib.ExitStack() as sent:
+                    passed = [await snapshot_store.opened(snapshot, sent)] if snapshot is not None else []
                     ours, theirs = socket.socketpair()
-                    opened.callback(theirs.close)
+                    sent.callback(theirs.close)
                     if door is not None:
                         passed.append(door.theirs.fileno())
                     wanted = {
@@ -93,9 +98,6 @@ class LocalBackend(MachineBackend[ZygoteProcess]):
                 await sandbox.open(ours, self._settings.start_timeout_s)
                 if door is not None:
                     sandbox.attach_proxy(Proxy(door.received(), spec.network, self._settings.proxy, self._resolve))
-        finally:
-            if door is not None:
-                door.close()
         return sandbox
 
     async def capabilities(self) -> Capabilities:

@@ -64,8 +64,8 @@ class MachineBackend(ABC, Generic[M]):
             if self._closed:
                 raise SandboxError(infrastructure_failure("the backend is closed", retry=False))
             if self._maker is not None and not self._maker.alive:
-                gone, self._maker = self._maker, None
-                await gone.close()
+                await self._maker.close()  # and again by the next call, if this one is cancelled
+                self._maker = None
             if self._maker is None:
                 self._maker = await self._new_maker()
             return self._maker
@@ -111,6 +111,8 @@ class MachineBackend(ABC, Generic[M]):
         """Know the sandbox, and end it if the block, which makes it ready, raises."""
         self._sandboxes[sandbox.id] = sandbox
         try:
+            if self._closed:  # since this one asked for the maker
+                raise SandboxError(infrastructure_failure("the backend is closed", retry=False))
             yield
         except BaseException:
             with contextlib.suppress(SandboxError):  # it stays recorded; the first error is the one to report

@@ -18,7 +18,7 @@ from headway.algorithms.groups.filters import FilteredGroup, GroupFilters
 from headway.algorithms.groups.hook_conformance import made_up_group
 from headway.algorithms.groups.outcome import group_outcome, group_timeout
 from headway.algorithms.groups.rewards import credits_of, returns_to_go
-from headway.algorithms.samples import build_arrays, sample_of_token
+from headway.algorithms.samples import build_arrays, sequence_of_token
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment, QueueConfig
 from headway.records.errors import ConfigurationError
@@ -281,7 +281,7 @@ def test_padding_changes_no_gradient_weight(groups, aggregation, fixed, advantag
         everyone = np.arange(arrays.samples)
         found = weighting(aggregation, arrays, everyone, max_response_tokens=9, fixed_tokens=fixed)
         by_rollout: dict[str, float] = {}
-        token_sample = sample_of_token(arrays)
+        token_sample = sequence_of_token(arrays)
         for index, sample in enumerate(batch.samples):
             own = (token_sample == index) & arrays.loss_mask_n
             share = float(found.weights_s[index] / found.divisor * arrays.advantages_n[own].sum())

@@ -84,12 +84,12 @@ def admitted(buffer, count, size=2, version=0):
 def test_records_come_back_exactly_as_they_went_in(buffer, path, tmp_path):
     owner = group(0, 3)
     done = finished(owner, failed={1})
-    buffer.admit(owner, cursor_position=17)
+    buffer.admit(owner)
     buffer.finish_group(done)
     again = reopened(path, tmp_path)
     assert again.load([0]) == (done,)
     assert again.open_groups()[0].finished == done
-    assert (again.next_index, again.cursor_position) == (1, 17)
+    assert again.next_index == 1
     assert again.audit() == []
 
 
@@ -100,10 +100,10 @@ def test_admissions_are_written_with_the_next_transition(buffer, path, tmp_path)
     buffer.finish_group(finished(second))
     kept = reopened(path, tmp_path, "after")
     assert [(r.group, r.state) for r in kept.open_groups()] == [(first, "open"), (second, "buffered")]
-    assert (kept.next_index, kept.cursor_position, kept.audit()) == (2, 2, [])
-    buffer.admit(group(2), cursor_position=9)
+    assert (kept.next_index, kept.audit()) == (2, [])
+    buffer.admit(group(2))
     buffer.close()
-    assert (GroupBuffer(path, 4).next_index, GroupBuffer(path, 4).cursor_position) == (3, 9)
+    assert GroupBuffer(path, 4).next_index == 3
 
 
 def test_open_groups_are_generated_again_and_failed_members_of_finished_ones_have_ended(buffer, path, tmp_path):

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from headway.generator.engines.vllm.http import EventStream, ServerError, VllmServer, message_of
-from headway.generator.engines.vllm.server_info import Counters, Served, connect, wait_for
+from headway.generator.engines.vllm.server_info import Counters, ServerInfo, connect, wait_for
 from headway.records.errors import ConfigurationError, HeadwayError
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -110,12 +110,12 @@ class Answers:
         return answer
 
 
-def ask(server: Any, slots: int = 64, context_tokens: int = 512) -> Served:
+def ask(server: Any, slots: int = 64, context_tokens: int = 512) -> ServerInfo:
     return connect(server, slots=slots, context_tokens=context_tokens)
 
 
 def test_what_a_good_server_is() -> None:
-    served = Served(context_tokens=512, kv_capacity_tokens=160, dtype="bfloat16", quantised=False)
+    served = ServerInfo(context_tokens=512, kv_capacity_tokens=160, dtype="bfloat16", quantised=False)
     assert ask(Answers()) == served
     assert ask(Answers({"model_config": {"quantization": "fp8"}})).quantised
 

@@ -20,7 +20,7 @@ from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.http import EventStream, ServerError
 from headway.generator.engines.vllm.reference import PublishedModel
 from headway.generator.engines.vllm.server_engine import VllmServerEngine
-from headway.generator.engines.vllm.server_info import Served
+from headway.generator.engines.vllm.server_info import ServerInfo
 from headway.generator.service import GeneratorService
 from headway.models.loading import weights_of
 from headway.records.errors import WeightsMismatch
@@ -31,7 +31,7 @@ from tests.conformance.reference import random_model
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 MODEL = random_model(0)
-SERVED = Served(context_tokens=200, kv_capacity_tokens=1000, dtype="float32", quantised=False)
+SERVED = ServerInfo(context_tokens=200, kv_capacity_tokens=1000, dtype="float32", quantised=False)
 
 
 class FakeServer:

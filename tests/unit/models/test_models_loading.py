@@ -229,11 +229,11 @@ def test_init_model_refuses_inconsistent_sizes(tmp_path):
 
 
 def test_init_model_removes_leftovers_of_killed_run(tmp_path):
-    left, others = [".m.killed.partial"], [".mm.killed.partial", ".m.killed.lock"]
+    left, others = [".m.headway-killed_8.partial"], [".mm.headway-killed_8.partial", ".m.killed_8.partial"]
     for name in (*left, *others):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
-    with ScratchFolder(".m.", ".partial", tmp_path) as running:
+    with ScratchFolder(".m.headway-", ".partial", tmp_path) as running:
         make(tmp_path / "m")
         assert sorted(os.listdir(tmp_path)) == sorted(["m", *others, running.name])
 

@@ -18,7 +18,7 @@ from synthetic_run import step_record, synthetic_lines, write_run
 
 from headway.config.endpoint import EnvironmentConfig
 from headway.config.sandbox import SandboxConfig
-from headway.orchestrator.actors.sandboxes import RunSandboxes, sandboxes_of
+from headway.orchestrator.actors.sandboxes import RunSandboxes, open_sandboxes
 from headway.records.errors import WorkerDied
 from headway.records.ledger import StepRecord
 from headway.records.sandbox_statistics import (
@@ -197,7 +197,7 @@ class Plain(Environment):
 @asynccontextmanager
 async def fake_ones(settings: SandboxConfig, clock: Clock, **named: Any) -> AsyncIterator[RunSandboxes]:
     del clock
-    async with sandboxes_of(settings, made := VirtualClock(), backend=FakeBackend(made), **named) as sandboxes:
+    async with open_sandboxes(settings, made := VirtualClock(), backend=FakeBackend(made), **named) as sandboxes:
         yield sandboxes
 
 

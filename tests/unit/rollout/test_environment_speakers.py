@@ -12,7 +12,7 @@ from completions_server import Endpoint, serving
 from environment_player import Player, played, rollout, service
 
 from headway.algorithms.aggregation import weighting
-from headway.algorithms.samples import build_arrays, sample_of_token
+from headway.algorithms.samples import build_arrays, sequence_of_token
 from headway.records.environment import NextTurn, TurnRecord
 from headway.records.errors import ConfigurationError
 from headway.records.generation import GenerationResult, PartialResponse
@@ -246,7 +246,7 @@ def weight_is_shared(made: Rollout) -> None:
     arrays = build_arrays(TrainBatch(step=0, samples=samples))
     assert arrays.rollouts_s is not None
     weights = weighting("seq_mean_token_mean", arrays, np.arange(3), max_response_tokens=1000)
-    tokens_s = np.bincount(sample_of_token(arrays), weights=arrays.loss_mask_n)
+    tokens_s = np.bincount(sequence_of_token(arrays), weights=arrays.loss_mask_n)
     assert np.bincount(arrays.rollouts_s, weights=tokens_s * weights.weights_s).tolist() == pytest.approx([1.0, 1.0])
 
 

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from headway.config.endpoint import EnvironmentConfig
 from headway.records.errors import ConfigurationError
-from headway.rollout.verifiers_environment import Loaded, load, made_task, outcome, tasks
+from headway.rollout.verifiers_environment import LoadedEnvironment, load, made_task, outcome, tasks
 
-LOADED = Loaded(package=None, environment=None, taskset="sums", trained="solver")
+LOADED = LoadedEnvironment(package=None, environment=None, taskset="sums", trained="solver")
 
 
 def error(kind: str, message: str = "", status_code: int | None = None) -> Any:

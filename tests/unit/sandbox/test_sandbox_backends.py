@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headway.config.sandbox import SandboxConfig
 from headway.records.errors import ConfigurationError
+from headway.records.sandbox import SandboxError, SandboxSpec
 from headway.sandbox.backends import backend_of
 from headway.sandbox.docker.backend import DockerBackend
+from headway.sandbox.local import backend as backend_module
 from headway.sandbox.local.backend import LocalBackend
 
 
@@ -83,3 +87,58 @@ def test_no_daemon_is_a_matter_of_configuration(tmp_path: Path):
 def test_a_start_may_take_as_long_inside_as_the_experiment_says(tmp_path: Path) -> None:
     made = [backend_of(one) for one in (SandboxConfig(start_timeout_s=90), bubblewrap(program(tmp_path, "0.11.2"), 90))]
     assert [one._settings.start_timeout_s for one in made if isinstance(one, LocalBackend)] == [90, 90]
+
+
+class Maker:
+    """A zygote without a process: its records are files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.alive = True
+        self.closing = asyncio.Event()
+        self.closed = False
+
+    def write(self, record: Any) -> None:
+        (self.folder / record.id).touch()
+
+    async def close(self) -> None:
+        self.closing.set()
+        await asyncio.sleep(0)
+        self.closed = True
+
+
+class MakerBackend(LocalBackend):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.made: list[Maker] = []
+
+    async def _new_maker(self) -> Any:
+        self.made.append(Maker(self._state))
+        return self.made[-1]
+
+
+def test_a_start_cancelled_while_a_dead_maker_is_closed_leaves_that_to_the_next(tmp_path: Path) -> None:
+    async def main() -> None:
+        backend = MakerBackend(tmp_path)
+        dead: Any = await backend.start()
+        dead.alive = False
+        starting = asyncio.create_task(backend.start())
+        await dead.closing.wait()
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        assert not dead.closed
+        await backend.start()
+        assert dead.closed
+        assert len(backend.made) == 2
+
+    asyncio.run(main())
+
+
+def test_no_record_stays_where_the_proxy_cant_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(backend_module, "ProxyEntrance", none_left)
+    with pytest.raises(SandboxError, match="raise ulimit -n"):
+        asyncio.run(MakerBackend(tmp_path).create(SandboxSpec(network=("example.com",))))
+    assert list(tmp_path.iterdir()) == []

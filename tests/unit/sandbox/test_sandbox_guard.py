@@ -9,7 +9,7 @@ import pytest
 from fake_sandboxes import FakeBackend
 
 from headway.config.sandbox import SandboxConfig
-from headway.orchestrator.actors.sandboxes import BREAKER, sandboxes_of
+from headway.orchestrator.actors.sandboxes import BREAKER, open_sandboxes
 from headway.records.sandbox import Command, SandboxError, SandboxFailure, SandboxSpec, infrastructure_failure
 from headway.records.sandbox_statistics import EDGES_S, Latencies, Reaped
 from headway.runtime.clock import VirtualClock, run_virtual
@@ -121,7 +121,7 @@ def test_a_runs_sandboxes_have_their_breaker_reaper_and_faults_and_all_end_with_
         clock = VirtualClock()
         backend = ReapingBackend(clock, [[Reaped(owner="owner-1-1-1", sandboxes=3)]])
         settings = SandboxConfig(live=2, starts=1, retries=0, reap_every_s=5.0, inject_faults=0.2)
-        async with sandboxes_of(settings, clock, backend=backend) as sandboxes:
+        async with open_sandboxes(settings, clock, backend=backend) as sandboxes:
             for _ in range(40):
                 try:
                     async with asyncio.timeout(500), sandboxes.pool.lease(SPEC) as box:
@@ -155,7 +155,7 @@ def test_a_runs_sandbox_that_wouldnt_end_ends_at_a_later_look():
         clock = VirtualClock()
         backend = ReapingBackend(clock, [])
         settings = SandboxConfig(live=2, retries=0, reap_every_s=5.0)
-        async with sandboxes_of(settings, clock, backend=backend) as sandboxes:
+        async with open_sandboxes(settings, clock, backend=backend) as sandboxes:
             backend.end_failures = [infrastructure_failure("502")]
             async with sandboxes.pool.lease(SPEC):
                 pass

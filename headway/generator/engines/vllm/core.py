@@ -31,7 +31,7 @@ SEED = "headway_seed"  # key of a request's seed in SamplingParams.extra_args
 _ENDINGS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "error": "error"}
 
 
-class Sampled(NamedTuple):
+class StepOutput(NamedTuple):
     """Output of one step for one request."""
 
     ticket: str
@@ -169,15 +169,15 @@ class VllmCore:
     def abort(self, tickets: Sequence[str]) -> None:
         self._client.abort_requests(list(tickets))
 
-    def step(self) -> list[Sampled]:
+    def step(self) -> list[StepOutput]:
         """Run one engine step; returns the outputs by request."""
         outputs = self._client.get_output()
         version = outputs.weight_version
         return [_sampled(output, version) for output in outputs.outputs]
 
-    def drain(self) -> list[Sampled]:
+    def drain(self) -> list[StepOutput]:
         """Finish the steps scheduled ahead (none on a CPU) and return their outputs."""
-        drained: list[Sampled] = []
+        drained: list[StepOutput] = []
         if not self._core.batch_queue:
             return drained
         self._core.pause_scheduler("keep", clear_cache=False)
@@ -237,10 +237,10 @@ class VllmCore:
         return self._engine.collective_rpc(method, kwargs=arguments)[0]
 
 
-def _sampled(output: Any, version: str | None) -> Sampled:
+def _sampled(output: Any, version: str | None) -> StepOutput:
     logprobs, asked = output.new_logprobs, output.new_prompt_logprobs_tensors
     ending = output.finish_reason
-    return Sampled(
+    return StepOutput(
         ticket=output.request_id,
         ids=output.new_token_ids,
         logprobs=[] if logprobs is None else logprobs.logprobs[:, 0].tolist(),  # the sampled token is the first

@@ -10,7 +10,7 @@ from typing import Any
 
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.settings import EngineSettings
-from headway.generator.engines.vllm.core import SEED, Sampled, VllmCore
+from headway.generator.engines.vllm.core import SEED, StepOutput, VllmCore
 from headway.generator.engines.vllm.reference import PROBE, compare, probe_ids
 from headway.generator.engines.vllm.requests import VllmRequest, VllmRequests
 from headway.records.errors import WeightsMismatch
@@ -90,7 +90,7 @@ class VllmEngine(VllmRequests):
     def _pump(self) -> None:
         self._absorb(self._core.step())
 
-    def _absorb(self, outputs: Sequence[Sampled]) -> None:
+    def _absorb(self, outputs: Sequence[StepOutput]) -> None:
         """Add a step's outputs to their requests."""
         before = self._generated
         for output in outputs:

@@ -95,6 +95,7 @@ class VllmRequests(Engine[VllmRequest]):
         while len(self._given) < self.slots and self._waiting:
             self._give(heapq.heappop(self._waiting))
         if not self._given:
+            self._note_idleness()  # vLLM may have refused all that were waiting
             return False
         started = self._now()
         self._pump()

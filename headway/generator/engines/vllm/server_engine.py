@@ -29,7 +29,7 @@ from headway.generator.engines.vllm.http import EventStream, ServerError, VllmSe
 from headway.generator.engines.vllm.reference import PublishedModel, compare, probe_ids
 from headway.generator.engines.vllm.requests import VllmRequest, VllmRequests
 from headway.generator.engines.vllm.responses import Chunk, CompletionChunk, CompletionSpan, Logprob, content, of_token
-from headway.generator.engines.vllm.server_info import Served
+from headway.generator.engines.vllm.server_info import ServerInfo
 from headway.records.generation import AppliedWeights, EngineStatistics, FinishReason, PublishedWeights, UpdateMode
 from headway.tokens.tokenizer import Tokenizer
 from headway.weights.leftovers import SHARED_MEMORY, exchange_folder, reap_folders
@@ -69,7 +69,7 @@ class VllmServerEngine(VllmRequests):
     def __init__(
         self,
         server: VllmServer,
-        served: Served,
+        served: ServerInfo,
         model: PublishedModel,
         settings: EngineSettings,
         tokenizer: Tokenizer | None = None,

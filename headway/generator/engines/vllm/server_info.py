@@ -34,7 +34,7 @@ class Counters(NamedTuple):
     steps: int
 
 
-class Served(NamedTuple):
+class ServerInfo(NamedTuple):
     """The parts of a server's configuration that headway needs."""
 
     context_tokens: int
@@ -76,7 +76,7 @@ def wait_for(
         sleep(_ASK_AGAIN_S)
 
 
-def connect(server: VllmServer, *, slots: int, context_tokens: int, again: bool = False) -> Served:
+def connect(server: VllmServer, *, slots: int, context_tokens: int, again: bool = False) -> ServerInfo:
     """Fetch a server's configuration and check it. Raises ConfigurationError, which says how to start the server, if
     it doesn't answer or can't be used. ``again``: it was connected before, so wait for it, and raise OSError instead
     when it doesn't answer."""
@@ -108,7 +108,7 @@ def connect(server: VllmServer, *, slots: int, context_tokens: int, again: bool 
     for what, holds in problems.items():
         if holds:
             raise _refusal(server, what)
-    return Served(
+    return ServerInfo(
         context_tokens=model["max_model_len"],
         kv_capacity_tokens=(cache["num_gpu_blocks"] - 1) * cache["block_size"],
         dtype=str(model["dtype"]).removeprefix("torch."),

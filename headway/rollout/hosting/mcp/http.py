@@ -1,4 +1,4 @@
-"""The HTTP client of servers of tools: what is no server's word ends the conversation, and an answer has a limit."""
+"""The HTTP client of tool servers: a malformed reply closes the connection, and an answer's size is bounded."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class ToolServerConnection:
         return http.streamable_http_client(settings.url, http_client=client)
 
 
-class Shared:
+class SharedConnection:
     """A worker's connection to a server, shared by its rollouts: made on demand, and again when it is down. A caller
     that stops waiting cancels no start."""
 
@@ -201,7 +201,7 @@ class ToolServers:
     """The servers of an environment, in one worker."""
 
     def __init__(self, settings: Sequence[ToolServerConfig], clock: Clock) -> None:
-        self._shared = {one.name: Shared(one, clock) for one in settings}
+        self._shared = {one.name: SharedConnection(one, clock) for one in settings}
         self._own: dict[tuple[str, str], ToolServerConnection] = {}  # (rollout, server)
         self._making: dict[tuple[str, str], asyncio.Lock] = {}
 
