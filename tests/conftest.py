@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,25 @@ os.environ["PYTHONPATH"] = os.pathsep.join(path for path in PATHS if path)
 
 # Seconds of the longest files, on two cores: they are begun first, so that no worker is left alone with one at the end.
 LONGEST_S = {
-    "e2e/test_agents.py": 90,
-    "e2e/test_environment_deaths.py": 60,
-    "e2e/test_environment_parking.py": 60,
+    "e2e/test_run_faults.py": 240,
+    "e2e/test_environment_repair.py": 120,
+    "e2e/test_environment_code.py": 110,
+    "e2e/test_verifier_pool.py": 90,
+    "e2e/test_sandbox_kills.py": 80,
+    "e2e/test_environment_mcp.py": 70,
     "e2e/test_generator_pool.py": 60,
-    "e2e/test_run_faults.py": 90,
-    "e2e/test_sandbox_kills.py": 50,
-    "e2e/test_serve.py": 60,
-    "e2e/test_worker_deaths.py": 60,
+    "e2e/test_environment_parking.py": 60,
+    "e2e/test_check_calibration.py": 45,
+    "e2e/test_trainer_ranks.py": 45,
+    "e2e/test_sandbox_hostile.py": 45,
+    "e2e/test_environment_deaths.py": 45,
     "unit/models/test_models_native.py": 40,
+    "e2e/test_serve.py": 40,
 }
+
+
+# Tests that are repeated on other sandbox backends than the default one, or for a second provider: slow tier.
+SECOND_FORMS = re.compile(r"[\[-](bubblewrap|docker|local.without.groups|prime)\b")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     for item in items:
         place = item.path.relative_to(HERE).parts[0]
-        if place == "slow":
+        if place == "slow" or (place == "e2e" and SECOND_FORMS.search(item.name)):
             item.add_marker(pytest.mark.slow)
         if place in ("e2e", "slow") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(600))

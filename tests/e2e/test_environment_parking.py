@@ -176,6 +176,7 @@ def test_killed_while_some_are_parked(folder: Path, tmp_path: Path, kills: tuple
     require_nothing_parked(command.run)
 
 
+@pytest.mark.slow
 def test_faults_on_purpose_poison_no_reward(folder: Path, tmp_path: Path) -> None:
     """One call of a sandbox in ten fails. Whatever has a reward was played to its end without such a failure: it has
     all its lines, and its reward is what its own tokens say."""

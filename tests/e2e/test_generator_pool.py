@@ -151,6 +151,7 @@ def test_kill_9_and_a_third_replica_in_mid_run(models):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_lent_device_is_idle_even_after_a_restart_and_holds_its_requests(models):
     """The trainer's default device is cpu:1: the second replica shares it, the first doesn't."""
 
@@ -188,6 +189,7 @@ def named(prefix: str, asked: list[GenerationRequest]) -> list[GenerationRequest
     return [msgspec.structs.replace(one, request_id=f"{prefix}-{one.request_id}") for one in asked]
 
 
+@pytest.mark.slow
 def test_all_replicas_killed_restart_with_the_newest_weights(models):
     async def main() -> None:
         events: list[str] = []
@@ -214,7 +216,7 @@ def test_all_replicas_killed_restart_with_the_newest_weights(models):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("mode", ["keep", "abort"])
+@pytest.mark.parametrize("mode", ["keep", pytest.param("abort", marks=pytest.mark.slow)])
 def test_updates_in_flight(models, mode):
     async def main() -> None:
         pool = make_pool(models, [], mode=mode)

@@ -63,6 +63,7 @@ def test_run_survives_kills_at_every_point_of_its_orchestrator(folder: Path, tmp
     assert tiny_run.events_of(tmp_path / "run", "records_restored")  # step-completed:2
 
 
+@pytest.mark.slow
 def test_run_with_real_workers_survives_kills_of_its_orchestrator(folder: Path, tmp_path: Path):
     config = tiny_run.write_experiment(tmp_path, run={"steps": 12}, **tiny_run.inputs_in(folder))
     survive(config, REAL_KILLS, "none", 12)

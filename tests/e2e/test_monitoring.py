@@ -58,6 +58,7 @@ def test_metrics_and_trace_of_a_run(tmp_path: Path) -> None:
     assert len(rollouts) == 6 * 4 * 4
 
 
+@pytest.mark.slow
 def test_a_tracker_that_cannot_start_leaves_no_run(tmp_path: Path) -> None:
     write_inputs(tmp_path)
     config = write_experiment(tmp_path, ledger={"prometheus": "192.0.2.1:9464"})  # an address of nobody's

@@ -115,6 +115,7 @@ def tokens_per_s(steps: Sequence[StepRecord]) -> float:
     return sum(step.generated_tokens_per_s * step.step_s for step in steps) / sum(step.step_s for step in steps)
 
 
+@pytest.mark.slow
 def test_kill_9_in_mid_run_while_a_third_replica_joins(tmp_path: Path) -> None:
     """Every rollout finishes, none twice; the breaker opens and closes; production recovers; the ledger has it all."""
     tiny_run.write_inputs(tmp_path)

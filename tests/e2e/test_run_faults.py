@@ -85,7 +85,10 @@ def test_synchronous_training_is_exact_and_equals_the_minimal_loop(inputs: Any, 
 # --- in-flight updates -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["keep", pytest.param("recompute", marks=pytest.mark.slow), "abort"])
+SECOND_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("recompute", "abort")]
+
+
+@pytest.mark.parametrize("mode", ["keep", *SECOND_MODES])
 def test_rollouts_cross_updates(inputs: Any, tmp_path: Path, mode: str) -> None:
     config = tiny_run.write_experiment(
         tmp_path,
@@ -129,7 +132,8 @@ def test_rollouts_cross_updates(inputs: Any, tmp_path: Path, mode: str) -> None:
 # --- shared devices ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [0, 2])
 def test_both_sides_on_the_same_cores(inputs: Any, tmp_path: Path, budget: int) -> None:
     """Colocated: synchronous at budget 0; else what is in flight waits while the trainer has the cores."""
     cores = ["cpu:0", "cpu:1"]
@@ -216,6 +220,7 @@ def test_one_run_at_a_time_and_none_is_overwritten(inputs: Any, tmp_path: Path) 
 # --- damage ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_corrupt_checkpoint_is_replaced_by_an_older_one_and_the_log(inputs: Any, tmp_path: Path) -> None:
     config = tiny_run.write_experiment(tmp_path, run={"steps": 8}, **inputs)
     run = tmp_path / "run"
@@ -247,6 +252,7 @@ def test_a_corrupt_checkpoint_is_replaced_by_an_older_one_and_the_log(inputs: An
     assert "optimizer.safetensors" in refusal
 
 
+@pytest.mark.slow
 def test_a_resume_without_its_ledger_or_its_buffer(inputs: Any, tmp_path: Path) -> None:
     config = tiny_run.write_experiment(tmp_path, run={"steps": 6}, checkpoint={"every_steps": 2}, **inputs)
     run = tmp_path / "run"

@@ -109,6 +109,7 @@ def test_an_owner_killed_at_any_moment_leaves_nothing(tmp_path: Path, name: str)
         _require_moments(hit, snapshots, rounds)
 
 
+@pytest.mark.slow
 def test_a_killed_owners_containers_end_and_the_next_start_removes_what_never_started(tmp_path: Path):
     moments = random.Random(5)
     for round_ in range(max(2, ROUNDS // 3)):
@@ -130,6 +131,7 @@ def test_a_killed_owners_containers_end_and_the_next_start_removes_what_never_st
         assert sandbox_docker.left_by(owner.pid) == []
 
 
+@pytest.mark.slow
 def test_a_daemon_that_goes_away_is_a_failure_of_the_infrastructure(tmp_path: Path):
     if not sandbox_docker.reached()[0]:
         pytest.skip(sandbox_docker.reached()[1])

@@ -55,7 +55,7 @@ async def train(trainer: TrainerClient, folder: Path, name: str) -> tuple[list[d
     ], folder / name
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_ranks_equal_one(tmp_path: Path, steps: int) -> None:
     async def main() -> None:
         one, one_path = await train(client(tmp_path, 1, "one", optimizer_steps_per_batch=steps), tmp_path, "one")
@@ -101,6 +101,7 @@ def test_killed_rank_is_an_error_and_restart_recovers(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_errors_keep_their_type(tmp_path: Path) -> None:
     async def main() -> None:
         trainer = client(tmp_path, 1, "errors")
