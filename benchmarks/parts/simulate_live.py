@@ -19,7 +19,7 @@ from pathlib import Path
 
 from headway.planner.agreement import agreement
 from headway.planner.figures import Figures
-from headway.planner.from_run import Recorded, read_run, scenario_from, window
+from headway.planner.from_run import RecordedRun, read_run, scenario_from, window
 from headway.planner.simulate import simulate
 from headway.records.ledger import StepRecord
 from headway.telemetry.ledger import read_ledger
@@ -82,7 +82,7 @@ def undisturbed(rounds: Path, *rows: str) -> bool:
     return all(float((rounds / row / OTHERS).read_text()) <= BUSY_CORES for row in rows)
 
 
-def looked_at(run: Recorded) -> list[StepRecord]:
+def looked_at(run: RecordedRun) -> list[StepRecord]:
     """Its steps in steady state."""
     budget = run.experiment.queue.budget
     return window(run, (budget + WARM_STEPS, run.experiment.run.steps - budget - 1))

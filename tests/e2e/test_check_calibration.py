@@ -88,6 +88,7 @@ def test_ctrl_c_leaves_nothing_behind(inputs: Path) -> None:
     assert not (inputs / "run").exists()
 
 
+@pytest.mark.slow
 def test_memory_is_predicted_for_a_model_that_is_larger_than_the_interpreter(tmp_path: Path) -> None:
     """Within 30 % of the peak of the real processes, slots and micro-batches full."""
     prompts = [f"{a}+{b}=" for a in range(10, 30) for b in range(10)]

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from scripted_episodes import Played, end_sandboxes, episodes, kill_sandboxes_soon, message, play, run_out_of_memory
+from tiers import first
 
 from headway.config.endpoint import EnvironmentConfig
 from headway.records.environment import EnvironmentState
@@ -101,36 +102,35 @@ def test_turns_are_limited():
     assert (played.reward, played.over) == (1.0, "environment.max_turns")
 
 
-@pytest.mark.parametrize(
-    ("call", "told"),
-    [
-        (("read_file", {"path": "nothing.py"}), "error: nothing.py: No such file"),
-        (("read_file", {"path": "."}), "error: "),
-        (("read_file", {"path": "intervals.py", "first_line": 90}), "error: intervals.py has 8 lines"),
-        (("read_file", {"path": "intervals.py", "first_line": 0}), "error: first_line: Input should be greater"),
-        (("read_file", {"path": "x" * 2_000_000}), "error: that is no path of a file"),
-        (("read_file", {"path": "a\0b"}), "error: that is no path of a file"),
-        (("read_file", {"path": "/proc/1/environ"}), "error: /proc/1/environ: "),
-        (("write_file", {"path": "intervals.py/x", "content": ""}), "error: intervals.py/x: "),
-        (("write_file", {"path": "half", "content": "\ud800"}), "error: the arguments are not valid"),
-        (("edit_file", {"path": "intervals.py", "old": "merged", "new": ""}), "error: the old text is in"),
-        (
-            ("edit_file", {"path": "intervals.py", "old": "absent", "new": ""}),
-            "error: the old text is in intervals.py n",
-        ),
-        (("edit_file", {"path": "intervals.py", "old": "", "new": ""}), "error: the old text is empty"),
-        (("list_files", {"path": "nothing"}), "error: nothing: No such file"),
-        (("run", {"command": "exit 3"}), "[exit code 3]"),
-        (("run", {"command": "a\0b"}), "[exit code 126]"),
-        (("run", {"command": "x" * 300_000}), "/usr/bin/sh: Argument list too long"),
-        (("run", {"command": "x" * 3_000_000}), "argument list too long"),
-        (("remove_file", {"path": "x"}), "error: there is no tool 'remove_file'"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
-)
-def test_what_goes_wrong_is_told_and_the_rollout_goes_on(call, told):
-    played = repair([call], [EDIT])
-    assert played.told[0].startswith(told), played.told[0][:300]
+WRONG = [  # a call, and what it is told
+    (("read_file", {"path": "nothing.py"}), "error: nothing.py: No such file"),
+    (("read_file", {"path": "."}), "error: "),
+    (("read_file", {"path": "intervals.py", "first_line": 90}), "error: intervals.py has 8 lines"),
+    (("read_file", {"path": "intervals.py", "first_line": 0}), "error: first_line: Input should be greater"),
+    (("read_file", {"path": "x" * 2_000_000}), "error: that is no path of a file"),
+    (("read_file", {"path": "a\0b"}), "error: that is no path of a file"),
+    (("read_file", {"path": "/proc/1/environ"}), "error: /proc/1/environ: "),
+    (("write_file", {"path": "intervals.py/x", "content": ""}), "error: intervals.py/x: "),
+    (("write_file", {"path": "half", "content": "\ud800"}), "error: the arguments are not valid"),
+    (("edit_file", {"path": "intervals.py", "old": "merged", "new": ""}), "error: the old text is in"),
+    (
+        ("edit_file", {"path": "intervals.py", "old": "absent", "new": ""}),
+        "error: the old text is in intervals.py n",
+    ),
+    (("edit_file", {"path": "intervals.py", "old": "", "new": ""}), "error: the old text is empty"),
+    (("list_files", {"path": "nothing"}), "error: nothing: No such file"),
+    (("run", {"command": "exit 3"}), "[exit code 3]"),
+    (("run", {"command": "a\0b"}), "[exit code 126]"),
+    (("run", {"command": "x" * 300_000}), "/usr/bin/sh: Argument list too long"),
+    (("run", {"command": "x" * 3_000_000}), "argument list too long"),
+    (("remove_file", {"path": "x"}), "error: there is no tool 'remove_file'"),
+]
+
+
+def test_what_goes_wrong_is_told_and_the_rollout_goes_on():
+    played = repair(*([call] for call, _ in WRONG), [EDIT], max_turns=len(WRONG) + 2)
+    for (_, told), heard in zip(WRONG, played.told, strict=False):
+        assert heard.startswith(told), heard[:300]
     assert played.reward == 1.0
 
 
@@ -228,7 +228,7 @@ TAKES_OVER = {
 }
 
 
-@pytest.mark.parametrize("cheat", TAKES_OVER)
+@pytest.mark.parametrize("cheat", first(5, TAKES_OVER))
 def test_code_that_takes_its_test_over(cheat):
     turn = [("write_file", {"path": "intervals.py", "content": textwrap.dedent(TAKES_OVER[cheat])})]
     played = repair(turn, parameters={"hidden_timeout_s": 3.0})
@@ -293,7 +293,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("cheat", ELSEWHERE)
+@pytest.mark.parametrize("cheat", first(3, ELSEWHERE))
 def test_things_left_in_the_sandbox(cheat):
     played = repair(python(ELSEWHERE[cheat]), task={**TASK, "hidden_files": {"data/points.txt": "1 2\n"}})
     assert played.reward == 0.0

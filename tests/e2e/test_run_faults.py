@@ -426,6 +426,7 @@ def test_bad_input_is_refused_with_the_key(inputs: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_mistake_found_at_the_start_leaves_the_folder_free(inputs: Any, tmp_path: Path) -> None:
     """The verifier is imported by its process, after the run has taken its folder."""
     config = tiny_run.write_experiment(tmp_path, **inputs)

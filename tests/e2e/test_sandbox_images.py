@@ -174,6 +174,7 @@ def test_a_bad_image_is_found_before_anything_starts(place: Path):
 UNPACK = "import sys; from headway.sandbox.images.resolve import prepare; prepare(sys.argv[1], sys.argv[2])"
 
 
+@pytest.mark.slow
 def test_killed_while_unpacking_the_next_one_starts_anew(place: Path):
     many = tar(*(file(f"f/{n}", b"x" * 5000) for n in range(20_000)))
     (place / "big.tar").write_bytes(many)

@@ -186,6 +186,7 @@ def test_an_owner_and_its_zygote_killed_together_leave_what_the_next_start_remov
     _require_moments(hit, snapshots, rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or not Path("/usr/bin/python3").exists(), reason="becomes another user")
 def test_an_ordinary_users_owner_killed_at_any_moment_leaves_nothing():
     """There are no control groups then; and every process of this user is the owner's or a sandbox's."""

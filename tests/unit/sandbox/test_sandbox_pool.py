@@ -52,7 +52,7 @@ def test_live_ones_and_starts_are_limited_and_served_in_order():
         seen = pool.statistics()
         assert (seen.used, seen.peak, seen.waiters, seen.started) == (0, 4, 0, 12)
         assert 23 <= seen.queue.quantile_s(0.99) < 23 * 1.42  # two rounds of 2 s in line and 10 s of use, less 1
-        assert (seen.queue.count, seen.start.count, seen.start.mean_s) == (12, 12, pytest.approx(1.0))
+        assert (seen.queue.count, seen.start.count, seen.start.total_s) == (12, 12, pytest.approx(12.0))
         assert backend.sandboxes == {}
 
     run_virtual(main())
@@ -127,8 +127,8 @@ def test_the_line_for_starts_is_a_line():
         assert (pool.statistics().waiters, pool.statistics().oldest_wait_s) == (4, 0.5)
         await asyncio.gather(*leases)
         seen = pool.statistics()
-        assert (seen.queue.count, seen.queue.mean_s) == (5, pytest.approx((0 + 1 + 2 + 3 + 11) / 5))
-        assert seen.start.mean_s == pytest.approx(1.0)
+        assert (seen.queue.count, seen.queue.total_s) == (5, pytest.approx(0 + 1 + 2 + 3 + 11))
+        assert seen.start.total_s == pytest.approx(seen.start.count)
 
     run_virtual(main())
 
@@ -365,7 +365,10 @@ def test_commands_are_measured_and_their_failures_counted_by_cause():
                 await box.exec(Command(argv=["works"]))
         seen = pool.statistics()
         assert (seen.execs, seen.exec.count, seen.exec_failures) == (3, 2, {"model_code": 1, "environment": 1})
-        assert (seen.exec.mean_s, seen.exec_overhead.mean_s) == (pytest.approx(0.5), pytest.approx(0.1))
+        assert (seen.exec.total_s, seen.exec_overhead.total_s) == (
+            pytest.approx(0.5 * seen.exec.count),
+            pytest.approx(0.1 * seen.exec_overhead.count),
+        )
         assert (seen.lost, seen.live, seen.paused) == (1, 0, 0)
         later = pool.statistics().since(seen)
         assert (later.execs, later.exec_failures, later.exec.count, later.capacity) == (0, {}, 0, seen.capacity)
