@@ -153,14 +153,14 @@ def require_hand_count(run: Path) -> None:
 KILLS = ("parked:4", "published:2", "parked:3", "step-completed:2")
 
 
-@pytest.mark.parametrize("kills", [KILLS[:1], pytest.param(KILLS, marks=pytest.mark.slow)], ids=len)
-def test_killed_while_some_are_parked(folder: Path, tmp_path: Path, kills: tuple[str, ...]) -> None:
+@pytest.mark.slow
+def test_killed_while_some_are_parked(folder: Path, tmp_path: Path) -> None:
     queue = {"surplus": "park", "oversampling": 2.0, "groups_per_step": 3, "budget": 3, "max_resumes": 8}
     queue |= {"filter_zero_variance": False}
     run = {"steps": 1000, "directory": str(tmp_path / "run")}  # on a busy machine many batches park none
     config = experiment(folder, tmp_path, queue=queue, run=run, **repairing(folder))
     resume: list[str] = []
-    for fault in kills:
+    for fault in KILLS:
         command = tiny_run.train(config, *resume, fault=fault)
         assert command.process.returncode == -signal.SIGKILL, command.output
         tiny_run.wait_for_exits(command)

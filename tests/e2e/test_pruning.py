@@ -24,6 +24,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_loops_are_stopped_and_trained_and_a_judge_of_ones_own_drops(inputs: Path, tmp_path: Path) -> None:
     """At a temperature near 0 a random model goes round in circles at once; some are audited to their end."""
     paths = {"model": {"path": str(inputs / "model")}, "tasks.train": {"path": str(inputs / "tasks.jsonl")}}

@@ -212,6 +212,7 @@ def test_its_rewards_train_a_model(inputs: Path, tmp_path: Path) -> None:
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.2
 
 
+@pytest.mark.slow
 def test_checked_before_a_run(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = {"tasks.train": {**TASKS, "path": None, "parameters": {"id": "lucky-digits"}}}
     verifiers = {"taskset": {"id": "lucky-digits", "number": 3}}
