@@ -8,12 +8,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 from openai import AsyncOpenAI
 from recorded_agent import chat_of
+from scratch_folders import scratch_folder
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.endpoint.app import App
@@ -34,7 +33,7 @@ Says = Callable[[TurnRequest], str]
 
 @cache
 def chat(kind: str = "qwen2.5") -> Chat:
-    return chat_of(kind, Path(mkdtemp(prefix="headway-endpoint-")))
+    return chat_of(kind, scratch_folder("endpoint"))
 
 
 @dataclass

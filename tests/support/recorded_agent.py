@@ -7,11 +7,11 @@ import random
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import msgspec
 import real_tokenizers
+from scratch_folders import scratch_folder
 
 from headway.config.endpoint import EndpointConfig
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall
@@ -282,7 +282,7 @@ USER: Any = {"role": "user", "content": "1+2?"}
 
 @cache
 def chat(kind: str) -> Chat:
-    return chat_of(kind, Path(mkdtemp(prefix="headway-recorder-")))
+    return chat_of(kind, scratch_folder("recorder"))
 
 
 def recorder(kind: str = "qwen2.5", context_tokens: int = 10_000, **settings: Any) -> Recorder:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scratch_folders import scratch_folder
 from torch import Tensor
 
 from headway.generator.engines.settings import EngineSettings
@@ -51,7 +51,7 @@ def publisher() -> Publisher:
 
 @functools.cache
 def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="headway-vllm-"))
+    return scratch_folder("vllm")
 
 
 @functools.cache

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -17,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from scratch_folders import scratch_folder
 from torch import Tensor
 from vllm_engines import CONTEXT_TOKENS, SLOTS, model_of, publisher
 
@@ -132,7 +132,7 @@ def _wait(found: Served, log: Path) -> None:
 
 
 def model_folder(tied: bool, version: int = 0) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="headway-served-")) / "model"
+    folder = scratch_folder("served") / "model"
     save_model(model_of(version, tied), folder)
     return folder
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 from random import Random
-from tempfile import mkdtemp
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_agent import KINDS, LLAMA31, QWEN3, QWEN25, R1, chat_of
+from scratch_folders import scratch_folder
 
 from headway.tokens.continuing import Chat
 from headway.tokens.messages import Message, same_answer
@@ -167,7 +167,7 @@ def test_response_text_drops_stop_and_special_tokens(tmp_path: Path) -> None:
 
 @cache
 def chat_in_memory(kind: str) -> Chat:
-    return chat_of(kind, Path(mkdtemp(prefix="headway-parsing-")))
+    return chat_of(kind, scratch_folder("parsing"))
 
 
 SAID = ["3", " 3", "é\n", "", "<think>\na b\n</think>\n\n3", LS, f"so\n{LS}", f"{LS}\n{LS}", "<tool_call>{", "你好 <|x"]

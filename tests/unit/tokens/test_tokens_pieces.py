@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_agent import KINDS, WORDS, chat_of
+from scratch_folders import scratch_folder
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
@@ -19,7 +18,7 @@ from headway.tokens.continuing import Chat
 from headway.tokens.pieces import PieceEncoder
 from headway.tokens.tokenizer import Tokenizer
 
-chat = cache(lambda kind: chat_of(kind, Path(mkdtemp())))
+chat = cache(lambda kind: chat_of(kind, scratch_folder("pieces")))
 
 
 def specials(chat: Chat) -> list[str]:
@@ -37,7 +36,7 @@ def test_pieces_encode_as_the_whole_text(kind: str, data: st.DataObject) -> None
 
 
 def test_a_system_message_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    chat, encoded = chat_of("chatml", Path(mkdtemp())), list[str]()
+    chat, encoded = chat_of("chatml", scratch_folder("pieces")), list[str]()
     plain = Tokenizer.encode
     monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **kw: encoded.append(text) or plain(self, text, **kw))
     for number in range(3):
