@@ -245,8 +245,8 @@ CHOSEN: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "headway/sandbox/linux/cgroups.py",
-        '_put(group + "memory.max", str(memory_bytes))',
-        '_put(group + "memory.max", "max")',
+        'V2: {"memory.max": memory_bytes, "memory.swap.max": 0,',
+        'V2: {"memory.max": "max", "memory.swap.max": "max",',
         "a sandbox has all of the machine's memory",
     ),
 )

@@ -127,3 +127,10 @@ def test_the_public_door_opens_without_torch_and_names_everything():
 
 
 MOST_LINES = 46_300  # 46,000 is the aim
+
+
+def test_planted_faults_find_their_places():
+    script = PACKAGE.parent / "tests" / "support" / "mutations.py"
+    listed = subprocess.run([sys.executable, str(script), "--list"], capture_output=True, text=True, check=False)
+    assert listed.returncode == 0, listed.stderr[-300:]
+    assert len(listed.stdout.splitlines()) == 30
