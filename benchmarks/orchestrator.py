@@ -93,7 +93,7 @@ class Mark:
     switches: int
 
     def __sub__(self, other: Mark) -> Mark:
-        return Mark(*(mine - theirs for mine, theirs in zip(self.all(), other.all(), strict=True)))  # type: ignore[arg-type]
+        return Mark(*(mine - theirs for mine, theirs in zip(self.all(), other.all(), strict=True)))
 
     def all(self) -> tuple[float, ...]:
         return self.samples, self.cpu_s, self.time_s, self.passes, self.wakeups, self.switches

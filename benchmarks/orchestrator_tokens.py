@@ -149,13 +149,13 @@ def one_round(tokens: int, connection: sqlite3.Connection) -> tuple[dict[str, fl
             return found
 
         sizes: dict[str, int] = {}
-        sizes["frame"] = stream_bytes = timed("stream", lambda: stream(events, calls))  # type: ignore[assignment]
+        sizes["frame"] = stream_bytes = timed("stream", lambda: stream(events, calls))
         assert stream_bytes
         rollouts = timed("rollout", lambda: [rollout_from(m, f.result().response) for m, f in enumerate(futures)])
-        sizes["row"] = timed("store", lambda: store(connection, rollouts))  # type: ignore[arg-type, assignment]
+        sizes["row"] = timed("store", lambda: store(connection, rollouts))
         read = timed("read", lambda: read_rollouts(connection, 0))
-        assert read == tuple(rollouts)  # type: ignore[arg-type]
-        arrays, sizes["batch"] = timed("batch", lambda: train(read))  # type: ignore[arg-type, misc]
+        assert read == tuple(rollouts)
+        arrays, sizes["batch"] = timed("batch", lambda: train(read))
         assert arrays.tokens == ROLLOUTS * (PROMPT_TOKENS + tokens)
         return seconds, sizes
     finally:

@@ -106,7 +106,7 @@ def watched(engine: Engine[Any]) -> Parts:
         return parts
     from headway.generator.engines.vllm import worker
 
-    core: Any = engine._core  # type: ignore[attr-defined]
+    core: Any = engine._core
     parts.watch(worker.Subscriber, "fetch", "fetch")
     parts.watch(worker, "repack_tied_heads", "repack")
     parts.watch(worker, "load_weights", "load")

@@ -287,7 +287,7 @@ class GeneratorPool:
         except Exception as error:  # the keeper's one capture point: without it, calls would be held for ever
             self._mark_dead(replica)
             replica.slot.kill()
-            self._lose(replica, f"its keeper failed: {type(error).__name__}: {error}")
+            self._mark_lost(replica, f"its keeper failed: {type(error).__name__}: {error}")
 
     async def _serve_and_revive(self, replica: Replica, first: Worker) -> None:
         """Loop: consumes a replica's events, waits for its death, restarts it; ends when it is lost or has left."""
@@ -307,7 +307,7 @@ class GeneratorPool:
             self._mark_dead(replica)
             if replica.leaving:
                 return
-            self._router.tell()
+            self._router.report()
             worker = await self._revive(replica)
 
     def _go_live(self, replica: Replica, worker: Worker) -> None:
@@ -319,7 +319,7 @@ class GeneratorPool:
         replica.live = False
         replica.past = accumulated(replica.past, replica.present, dead=True)
         replica.present = EngineStatistics(version=replica.version)
-        self._router.orphan(replica)
+        self._router.reassign(replica)
 
     async def _bring_up(self, replica: Replica) -> None:
         """Apply the newest weights on a replica that failed to. If it fails again, kill it: a new process may succeed,
@@ -354,7 +354,7 @@ class GeneratorPool:
             if isinstance(own, _HOPELESS):
                 self._give_up(own)
                 return None
-        self._lose(replica, f"gave up after {self._restart_limit} restarts; last: {slot.fault}")
+        self._mark_lost(replica, f"gave up after {self._restart_limit} restarts; last: {slot.fault}")
         return None
 
     def _add_replica(self, device: str) -> Replica:
@@ -405,11 +405,11 @@ class GeneratorPool:
             self._hopeless = cause
             self._router.fail_all(cause)
 
-    def _lose(self, replica: Replica, cause: str) -> None:
+    def _mark_lost(self, replica: Replica, cause: str) -> None:
         """Mark a replica lost; with the last one, fail every call, even if the event handler raises."""
         if replica.slot.lost is None:
             try:
-                replica.slot.lose(cause)
+                replica.slot.give_up(cause)
             finally:
                 self._fail_without_replicas(replica.slot.lost)
 

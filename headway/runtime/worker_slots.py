@@ -163,7 +163,7 @@ class WorkerSlot:
         if self._watching is not None:
             await asyncio.shield(self._watching)
 
-    def lose(self, cause: str) -> WorkerDied:
+    def give_up(self, cause: str) -> WorkerDied:
         """Give the slot up, which is reported once. Returns the error to raise in callers that need the worker."""
         if self.lost is None:
             self.lost = WorkerDied(self.name, cause)

@@ -57,7 +57,7 @@ class Piece:
     logprobs: Sequence[float] = ()
 
 
-class AnswerWriter:
+class AnswerWriter(ABC):
     """Writes one streamed answer. The defaults are those of OpenAI's completion APIs. Every method returns the bytes
     of whole server-sent events."""
 
@@ -75,13 +75,13 @@ class AnswerWriter:
         """Events before the first piece."""
         return b""
 
+    @abstractmethod
     def more(self, piece: Piece) -> bytes:
         """Events of an increment of one choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, piece: Piece, turn: RecordedTurn) -> bytes:
         """Events of a choice's last piece, with its tool calls and finish reason."""
-        raise NotImplementedError
 
     def close(self) -> bytes:
         """Events after the last choice: usage if asked for, and the end mark."""

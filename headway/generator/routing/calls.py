@@ -99,7 +99,7 @@ class OpenRequest:
             left = self._most_tokens - self._block.tokens  # as _count: this runs for every delta
             self.outstanding_tokens = left if left > self._least_tokens else self._least_tokens
 
-    def tell(self) -> None:
+    def notify_watch(self) -> None:
         """Notify the watch once enough tokens are new."""
         watch = self.watch
         if watch is not None and len(self._block) - self._told_tokens >= watch.every_tokens:

@@ -37,7 +37,7 @@ class Router:
 
     Invariant: a call is in ``calls`` of exactly one replica, or held, or done; ``outstanding_tokens`` of a replica is
     the sum over its calls. The pool owns the replicas' lives: it calls ``settle`` when a replica may take requests
-    again, ``orphan`` when one is dead, ``clear`` when one is to be emptied.
+    again, ``reassign`` when one is dead, ``clear`` when one is to be emptied.
     """
 
     def __init__(self, replicas: list[Replica], settings: RouterConfig, clock: Clock, on_event: EventCallback) -> None:
@@ -166,9 +166,9 @@ class Router:
         self._flush_soon(replica)
         self._route_again(moved)
 
-    def orphan(self, replica: Replica) -> None:
+    def reassign(self, replica: Replica) -> None:
         """Move the requests of a dead replica to others, with the tokens that were streamed. Opens its breaker, which
-        the next ``tell`` reports."""
+        the next ``report`` names."""
         now = self._clock.now()
         replica.epoch += 1
         replica.silent = False
@@ -189,7 +189,7 @@ class Router:
         """Close the breaker of a replica that was restarted and answers."""
         if replica.breaker.reset():
             self._note_closed(replica, "it was restarted and answers")
-        self.tell()
+        self.report()
 
     def _route_again(self, calls: list[OpenRequest]) -> None:
         for call in calls:
@@ -325,7 +325,7 @@ class Router:
                     await call_replica(worker, "abort", aborts)
             except RemoteError as error:
                 self._note_failure(replica, False, str(error))
-        self.tell()
+        self.report()
 
     def _encoded(self, calls: list[OpenRequest]) -> bytes:
         """The message of a submission; b"": nothing to submit. A request that can't be written (a number of more than
@@ -374,7 +374,7 @@ class Router:
             self._used_tokens -= gained
             if delta.finish_reason is None and not call.probe:
                 if call.watch is not None:
-                    call.tell()
+                    call.notify_watch()
                 continue
             failed = delta.finish_reason == "error" and not delta.refused
             if failed or (delta.data and call.probe) or delta.finish_reason in ("stop", "length"):
@@ -391,8 +391,8 @@ class Router:
                 self._release(call)
                 call.finish(delta.finish_reason, delta.error, refused=delta.refused)
             else:
-                call.tell()
-        self.tell()
+                call.notify_watch()
+        self.report()
 
     # --- breakers -------------------------------------------------------------------------------------------
 
@@ -418,7 +418,7 @@ class Router:
         self._news.append(("breaker_closed", f"{replica.name}: {why}"))
         self._settle_soon()
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Report the noted events. Called last: the event handler may raise."""
         while self._news:
             self._on_event(*self._news.popleft())

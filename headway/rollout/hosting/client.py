@@ -284,7 +284,7 @@ class EnvironmentPool:
         if not any(seat.slot.live for seat in self._seats):
             seat = min(self._seats, key=lambda one: one.slot.failures)
             if seat.slot.exhausted:
-                raise seat.slot.lose(f"gave up after {_STARTS} starts; last: {seat.slot.fault}") from seat.slot.fault
+                raise seat.slot.give_up(f"gave up after {_STARTS} starts; last: {seat.slot.fault}") from seat.slot.fault
         for seat in self._seats:
             if seat.slot.live is None:
                 seat.slot.begin_restart()

@@ -111,9 +111,9 @@ class _Lane:
         if self._queue.qsize() < self._capacity:
             self._queue.put(job)
         else:
-            self._lose(f"{self._capacity} lines wait for it: it is too slow, or hangs")
+            self._drop(f"{self._capacity} lines wait for it: it is too slow, or hangs")
 
-    def _lose(self, reason: str, lines: int = 1) -> None:
+    def _drop(self, reason: str, lines: int = 1) -> None:
         with self._counting:
             self.error = self.error or reason
             self.lost += lines
@@ -127,7 +127,7 @@ class _Lane:
         try:
             job(self.exporter)
         except Exception as error:  # the boundary to a tracker: its failures must not reach the run
-            self._lose(f"{type(error).__name__}: {error}")
+            self._drop(f"{type(error).__name__}: {error}")
 
     def end(self, status: Status) -> None:
         """Have the thread write what is queued and finish; returns at once."""
@@ -138,7 +138,7 @@ class _Lane:
         """Wait for the thread to finish, until ``deadline_s`` (monotonic); lines not written by then are lost."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():  # lost: its present line and the queue's, without the mark; or only its finish
-            self._lose("not done in time at the end of the run", max(1, self._queue.qsize()))
+            self._drop("not done in time at the end of the run", max(1, self._queue.qsize()))
 
 
 class Exports:

@@ -25,7 +25,6 @@ from headway.report.page import report
 from headway.report.plots import PLOTS, PlotData, render
 from headway.report.run_view import as_json, view_run
 from headway.report.series import Series, metric, smoothed
-from headway.report.tables import summary_rows
 from headway.report.verdict import judge, judge_balance, judge_learning
 from headway.runtime.run_directory import RunDirectory
 from headway.telemetry.metrics import scalars
@@ -486,16 +485,3 @@ def test_deaths_of_an_older_ledger_are_listed_by_their_names(tmp_path: Path) -> 
     with (folder / "ledger.jsonl").open("ab") as file:
         file.write(old)
     assert "died: generator-1, trainer-0" in view_run(folder).verdict.failures_text
-
-
-def test_a_solve_rate_without_data_is_a_dash_everywhere() -> None:
-    none_finished = step_record(30, solve_rate=0.0, solve_rate_histogram=[0] * 11, reward_mean=0.0)
-    assert math.isnan(none_finished.measured_solve_rate)
-    assert step_record(30, solve_rate=0.0, solve_rate_histogram=[8] + [0] * 10).measured_solve_rate == 0.0
-    assert "reward/solve_rate" not in scalars(none_finished)
-    lines = [step_record(step, solve_rate=0.5) for step in range(20)]
-    lines += [msgspec.structs.replace(none_finished, step=step, version=step + 1) for step in range(20, 40)]
-    assert "from 0.500 (first fifth of the steps) to 0.500 (last fifth)" in judge_learning(lines)[3]
-    rows = summary_rows(summarise([*lines, EventRecord(event="end")]))
-    assert rows["solve rate"] == "– before → – after"
-    assert rows["best version"] == "none was judged: best/ holds the last"

@@ -7,6 +7,7 @@ import json
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 from synthetic_run import evaluation, step_record, synthetic_lines
@@ -21,7 +22,9 @@ from headway.report.live import LiveState, LiveView, bar, evaluation_line, scree
 from headway.report.printing import print_rows
 from headway.report.progress import SftProgress
 from headway.report.show import SampleSelection, read_samples, select, show_samples, visible
-from headway.report.tables import mapping_rows, print_summary
+from headway.report.tables import mapping_rows, print_summary, summary_rows
+from headway.report.verdict import judge_learning
+from headway.telemetry.metrics import scalars
 from headway.telemetry.summary import summarise
 
 
@@ -322,3 +325,16 @@ def test_a_step_in_which_no_group_finished_has_no_solve_rate() -> None:
     text = drawn(state)
     assert "solve rate – " in text
     assert "reward" not in text
+
+
+def test_a_solve_rate_without_data_is_a_dash_everywhere() -> None:
+    none_finished = step_record(30, solve_rate=0.0, solve_rate_histogram=[0] * 11, reward_mean=0.0)
+    assert math.isnan(none_finished.measured_solve_rate)
+    assert step_record(30, solve_rate=0.0, solve_rate_histogram=[8] + [0] * 10).measured_solve_rate == 0.0
+    assert "reward/solve_rate" not in scalars(none_finished)
+    lines = [step_record(step, solve_rate=0.5) for step in range(20)]
+    lines += [msgspec.structs.replace(none_finished, step=step, version=step + 1) for step in range(20, 40)]
+    assert "from 0.500 (first fifth of the steps) to 0.500 (last fifth)" in judge_learning(lines)[3]
+    rows = summary_rows(summarise([*lines, EventRecord(event="end")]))
+    assert rows["solve rate"] == "– before → – after"
+    assert rows["best version"] == "none was judged: best/ holds the last"

@@ -150,7 +150,7 @@ def test_a_slot_beyond_its_limit_is_exhausted_and_lost_once() -> None:
             assert await one.slot.restart() is None
         assert one.slot.exhausted
         assert one.slot.live is None
-        first, again = one.slot.lose("gave up"), one.slot.lose("gave up again")
+        first, again = one.slot.give_up("gave up"), one.slot.give_up("gave up again")
         assert first is again
         assert one.names[-2:] == ["w_restart_failed", "w_lost"]
         assert one.events[-1][2]["lost_s"] == 4.5

@@ -142,3 +142,23 @@ def test_no_record_stays_where_the_proxy_cant_be_made(tmp_path: Path, monkeypatc
     with pytest.raises(SandboxError, match="raise ulimit -n"):
         asyncio.run(MakerBackend(tmp_path).create(SandboxSpec(network=("example.com",))))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_create_that_is_overtaken_by_close_starts_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        backend = MakerBackend(tmp_path)
+        maker: Any = await backend.start()
+        asked: list[Any] = []
+        maker.request = lambda request, descriptors=(): asked.append(request["do"])
+        written = maker.write
+
+        def write(record: Any) -> None:
+            written(record)
+            backend._closed = True
+
+        maker.write = write
+        with pytest.raises(SandboxError, match="the backend is closed"):
+            await backend.create(SandboxSpec())
+        assert "create" not in asked
+
+    asyncio.run(main())
