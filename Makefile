@@ -105,7 +105,9 @@ test-clients: install install-agents install-clients
 test-vllm: install-vllm
 	$(VLLM_BIN)/python -m pytest tests/e2e/test_vllm_*.py --timeout 600 --durations 10
 
-test: lint test-main
+# The type checker needs a minute of one core: beside the tests, which leave some of it free.
+test: install
+	$(MAKE) --no-print-directory --jobs 2 lint test-main
 
 clean:
 	rm -rf $(VENV) $(AGENTS_VENV) $(CLIENTS_VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
