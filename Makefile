@@ -9,6 +9,8 @@ CLIENTS_BIN := $(CLIENTS_VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 SEED ?= 0
+# Tests start hundreds of processes: kept byte code saves each of them a second, whatever the shell's habit.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest
 # Need environments of their own: make test-vllm, make test-agents.
 EXCEPT_ENGINES := --ignore-glob '*test_vllm_*' --ignore-glob '*test_mini_swe_agent*'
