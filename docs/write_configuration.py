@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from headway.config import (
+    cluster,
     control,
     curriculum,
     endpoint,
@@ -62,6 +63,7 @@ def reference() -> str:
         sandbox,
         tool_servers,
         fixed_models,
+        cluster,
     )
     comments = {key: text for module in modules for key, text in comments_from(inspect.getsource(module)).items()}
     parts = [_INTRODUCTION]

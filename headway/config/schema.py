@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from headway.config.cluster import ClusterConfig
 from headway.config.control import ControlConfig
 from headway.config.curriculum import CurriculumConfig
 from headway.config.endpoint import EndpointConfig, EnvironmentConfig
@@ -275,6 +276,7 @@ class Experiment(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     ledger: LedgerConfig = LedgerConfig()
     control: ControlConfig = ControlConfig()
+    cluster: ClusterConfig = ClusterConfig()
     sft: SftConfig = SftConfig()
 
     @model_validator(mode="before")
@@ -410,6 +412,7 @@ RESUMABLE_KEYS: dict[str, tuple[str, ...]] = {
     "control": ("*",),
     "checkpoint": ("*",),
     "ledger": ("*",),
+    "cluster": ("*", "nodes.*", "environment.*"),
 }
 _RESUMABLE_PARTS = tuple((section, *key.split(".")) for section, keys in RESUMABLE_KEYS.items() for key in keys)
 

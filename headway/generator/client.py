@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +65,17 @@ class GeneratorPool:
         on_event: EventCallback = lambda name, detail, /, **data: None,
         log_directory: str | Path | None = None,
         restart_limit: int = 5,
+        bring_to: Callable[[PublishedWeights, str], Awaitable[PublishedWeights]] | None = None,
     ) -> None:
-        """``on_event(name, detail)`` reports deaths, restarts, losses, breaker changes and replicas that are behind."""
+        """``on_event(name, detail)`` reports deaths, restarts, losses, breaker changes and replicas that are behind.
+        ``bring_to(weights, node)``: the weights as a node's replicas can read them."""
         self._launcher = launcher
         self._experiment = experiment
         self._clock = clock
         self._on_event = on_event
         self._log_directory = log_directory
         self._restart_limit = restart_limit
+        self._bring_to = bring_to
         self._replicas: list[Replica] = []
         for device in experiment.generator.devices:
             self._add_replica(device)
@@ -441,9 +444,15 @@ class GeneratorPool:
         number, mode = self._updates, self._experiment.generator.update_mode
         replica.updating_since_s = self._clock.now()
         try:
+            if replica.node and self._bring_to is not None:
+                weights = await self._bring_to(weights, replica.node)
             applied: AppliedWeights = await call_replica(worker, "update_weights", weights, mode)
         except RemoteError as error:
             raise own_cause(error) from None
+        except WeightsCorrupt:
+            if worker.died.done():  # with its node
+                raise worker.died.result() from None
+            raise
         finally:
             replica.updating_since_s = None
         replica.version, replica.update = applied.version, number

@@ -17,7 +17,9 @@ from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.actors.controller_process import ControllerProcess
 from headway.orchestrator.actors.environments import open_multi_turn_host
+from headway.orchestrator.actors.nodes import open_machines
 from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
+from headway.orchestrator.context import RunContext
 from headway.orchestrator.pulse import pulsing
 from headway.orchestrator.run import Run
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
@@ -30,7 +32,6 @@ from headway.runtime.clock import Clock, RealClock
 from headway.runtime.garbage_collection import short_collections
 from headway.runtime.line_file import LineFile
 from headway.runtime.run_directory import RunDirectory
-from headway.runtime.workers import LocalLauncher
 from headway.telemetry.exporters.exporters import start_exports
 from headway.telemetry.ledger import Ledger, read_ledger
 from headway.telemetry.summary import last_step, recorded_steps, summarise
@@ -182,13 +183,19 @@ async def wire(
     sets = load_task_sets(experiment)
     await stack.enter_async_context(short_collections(clock))  # rollouts come and go: little of what is old dies
     run: Run | None = None
+    early: list[Callable[[RunContext], None]] = []  # events from before there is a run
 
     def worker_event(name: str, detail: str, /, **fields: Any) -> None:
-        if run is not None:
+        if run is None:
+            early.append(lambda context: context.event(name, detail, **fields))
+        else:
             run.context.event(name, detail, **fields)
 
-    launcher = LocalLauncher(clock, start_timeout_s=experiment.run.worker_start_timeout_s, on_event=worker_event)
     identity = run_identity(directory.path)
+    machines = await stack.enter_async_context(
+        open_machines(experiment, clock, worker_event, run_id=identity, key_folder=directory.path)
+    )
+    launcher = machines.launcher
     samples = stack.enter_context(LineFile(directory.samples))
 
     def keep_sample(line: dict[str, object]) -> None:
@@ -196,8 +203,10 @@ async def wire(
         observers.sample(line)
 
     host = await stack.enter_async_context(open_multi_turn_host(experiment, launcher, clock, worker_event, directory))
-    trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs)
-    generator = GeneratorPool(launcher, experiment, clock, on_event=worker_event, log_directory=directory.logs)
+    trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs, host_of=machines.host_of)
+    generator = GeneratorPool(
+        launcher, experiment, clock, on_event=worker_event, log_directory=directory.logs, bring_to=machines.bring_to
+    )
     retries = experiment.rollout.retries
     named, observe = named_verifiers(experiment, sets), observers.observe
     verifier = VerifierPool(
@@ -226,6 +235,8 @@ async def wire(
         look=looking,
     )
     run = assemble(experiment, actors, clock, directory.buffer, stack)
+    for record in early:
+        record(run.context)
     for actor in (trainer, generator, verifier, looking):
         stack.push_async_callback(actor.stop)
     await asyncio.gather(trainer.start(), generator.start(), verifier.start())

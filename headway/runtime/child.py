@@ -8,13 +8,11 @@ but Headway's records is imported.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import importlib
 import logging
 import os
-import pickle
 import queue
 import signal
 import socket
@@ -24,9 +22,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from headway.records.errors import ConfigurationError, HeadwayError
+from headway.records.errors import ConfigurationError
 from headway.runtime.devices import Device, parse_device
-from headway.runtime.framing import Chunk, Frame, FrameReader, Kind, encode, widen
+from headway.runtime.framing import Chunk, Frame, FrameReader, Kind, encode, encode_error, tune
 
 EXIT_PARENT_GONE = 75
 EXIT_FAILED = 1
@@ -140,23 +138,6 @@ class CallServer:
         self._connection.send(reply)
 
 
-def encode_error(call: int, error: Exception) -> list[Chunk]:
-    """Encode a failed call: (one line, traceback, the exception where it is one of ours and survives pickling)."""
-    line = "".join(traceback.format_exception_only(error)).strip()
-    trace = "".join(traceback.format_exception(error))
-    if isinstance(error, HeadwayError):
-        with contextlib.suppress(Exception):  # an exception with its own constructor may not be picklable
-            return _survivor(call, line, trace, error)
-    return encode(Kind.ERROR, call, (line, trace, None))
-
-
-def _survivor(call: int, line: str, trace: str, error: HeadwayError) -> list[Chunk]:
-    restored = pickle.loads(pickle.dumps(error))
-    if type(restored) is not type(error) or str(restored) != str(error):
-        raise ValueError("changed by pickling")
-    return encode(Kind.ERROR, call, (line, trace, error))
-
-
 def resolve(factory: str) -> Callable[..., Any]:
     """Import ``module:Class``. Raises ConfigurationError for another form or a missing name."""
     module_name, _, path = factory.partition(":")
@@ -205,7 +186,7 @@ def main(arguments: list[str]) -> int:
     faulthandler.enable()
     os.set_inheritable(int(descriptor), False)  # a grandchild must not keep the connection open
     sock = socket.socket(fileno=int(descriptor))
-    widen(sock)
+    tune(sock)
     connection = ParentConnection(sock)
     server = CallServer(connection)
     worker = _build(server, connection, device, [int(core) for core in cores.split(",") if core])

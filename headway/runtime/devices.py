@@ -1,4 +1,5 @@
-"""Devices by name: ``cuda:N``, pinned cores of a CPU (``cpu:0``, ``cpu:0-1``), or a server's ``http://HOST:PORT``.
+"""Devices by name: ``cuda:N``, pinned cores of a CPU (``cpu:0``, ``cpu:0-1``), on another machine of the run
+``NODE/cuda:N``; or a server's ``http://HOST:PORT``.
 
 A CPU device is a set of cores with as many threads as cores, so that placement and contention are real
 on a laptop: two threads beside another busy process on the same cores lose most of their speed. Core
@@ -49,10 +50,17 @@ class Device:
     first: int  # first core index, or the GPU's index; -1: a server
     last: int  # last core index (== first for one core and for a GPU)
     address: str = ""  # of a server: http://HOST:PORT
+    node: str = ""  # of the run; empty: this machine
 
     def __str__(self) -> str:
         if self.kind == "server":
             return self.address
+        place = f"{self.node}/" if self.node else ""
+        return place + self.on_node
+
+    @property
+    def on_node(self) -> str:
+        """Its name on its own machine."""
         return f"{self.kind}:{self.first}" if self.first == self.last else f"{self.kind}:{self.first}-{self.last}"
 
     @property
@@ -61,7 +69,10 @@ class Device:
         return None if self.kind == "cuda" else self.last - self.first + 1
 
     def check(self) -> None:
-        """Raise ConfigurationError, with what is available, unless this machine has the device."""
+        """Raise ConfigurationError, with what is available, unless this machine has the device. Those of nodes are
+        checked there."""
+        if self.node:
+            return
         if self.kind != "cuda":
             self.core_ids()
             return
@@ -84,7 +95,7 @@ class Device:
 
     def shares_with(self, other: Device) -> bool:
         """Whether the two devices share a core or a GPU, or are the same server."""
-        if self.kind != other.kind or self.address != other.address:
+        if (self.kind, self.address, self.node) != (other.kind, other.address, other.node):
             return False
         return self.first <= other.last and other.first <= self.last
 
@@ -116,23 +127,26 @@ class Device:
 
 
 def parse_device(text: str) -> Device:
-    """Parse a device's name: ``cuda:N``, ``cpu:N``, ``cpu:N-M`` or a server's ``http://HOST:PORT``. Raises
-    ConfigurationError for anything else."""
+    """Parse a device's name: ``cuda:N``, ``cpu:N``, ``cpu:N-M``, each also as ``NODE/...``; ``cpu:all``, every core of
+    this machine; or a server's ``http://HOST:PORT``. Raises ConfigurationError for anything else."""
     if text.startswith(SERVER):
         if re.fullmatch(r"http://[^/\s:]+:\d{1,5}", text) is None:
             raise ConfigurationError(f"device {text!r}: not a server's address; valid: http://HOST:PORT")
         return Device(kind="server", first=-1, last=-1, address=text)
-    match = re.fullmatch(r"(cpu|cuda):(\d+)(?:-(\d+))?", text)
+    node, _, name = text.rpartition("/")
+    if name == "cpu:all" and not node:
+        name = every_core()
+    match = re.fullmatch(r"(cpu|cuda):(\d+)(?:-(\d+))?", name)
     if match is None:
         raise ConfigurationError(f"device {text!r}: not a device; {VALID}")
     kind, first, last = match.group(1), int(match.group(2)), int(match.group(3) or match.group(2))
     if kind == "cuda":
         if match.group(3) is not None:
             raise ConfigurationError(f"device {text!r}: a GPU is one index; {VALID}")
-        return Device(kind="cuda", first=first, last=first)
+        return Device(kind="cuda", first=first, last=first, node=node)
     if last < first:
         raise ConfigurationError(f"device {text!r}: the last core is before the first; {VALID}")
-    return Device(kind="cpu", first=first, last=last)
+    return Device(kind="cpu", first=first, last=last, node=node)
 
 
 def lends(replica: str, ranks: Iterable[str]) -> bool:

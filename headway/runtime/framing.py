@@ -2,16 +2,21 @@
 
 A frame is a header (kind, number of buffers, call number, payload size), the buffers' sizes, the pickled
 payload (protocol 5), and the buffers. Arrays are sent from their own memory and received into their final
-memory, without copies; both ends are processes of one user on one machine, so pickle is safe here.
+memory, without copies. Unpickling runs what the sender wants: both ends are processes of one user, either children of
+this one or peers that have proved the run's key (runtime/nodes/handshake.py) before their first frame is read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import pickle
 import socket
 import struct
+import traceback
 from typing import Any, NamedTuple
+
+from headway.records.errors import HeadwayError
 
 HEADER = struct.Struct("<BxxxIQQ")  # kind, buffers, call number, payload bytes
 SIZE = struct.Struct("<Q")
@@ -19,7 +24,14 @@ OUT_OF_BAND_BYTES = 16 * 1024  # smaller buffers are cheaper inside the payload
 SCRATCH_BYTES = 256 * 1024
 SOCKET_BUFFER_BYTES = 1024 * 1024
 
+LARGEST_FRAME_BYTES = 8 << 30
+MOST_BUFFERS = 1 << 20
+
 Chunk = bytes | memoryview
+
+
+class FrameTooLarge(ValueError):
+    """A header announces more than any message of ours has: what is sent isn't a frame."""
 
 
 class Kind(enum.IntEnum):
@@ -70,10 +82,28 @@ def encode(kind: Kind, call: int, message: Any) -> list[Chunk]:
     return [head, payload, *views]
 
 
+def encode_error(call: int, error: Exception) -> list[Chunk]:
+    """Encode a failed call: (one line, traceback, the exception where it is one of ours and survives pickling)."""
+    line = "".join(traceback.format_exception_only(error)).strip()
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, HeadwayError):
+        with contextlib.suppress(Exception):  # an exception with its own constructor may not be picklable
+            return _survivor(call, line, trace, error)
+    return encode(Kind.ERROR, call, (line, trace, None))
+
+
+def _survivor(call: int, line: str, trace: str, error: HeadwayError) -> list[Chunk]:
+    restored = pickle.loads(pickle.dumps(error))
+    if type(restored) is not type(error) or str(restored) != str(error):
+        raise ValueError("changed by pickling")
+    return encode(Kind.ERROR, call, (line, trace, error))
+
+
 class FrameReader:
     """Splits a byte stream into frames.
 
-    Usage: receive into ``target()``, then ``received(count)`` returns the frames that became complete. Small
+    Usage: receive into ``target()``, then ``received(count)`` returns the frames that became complete. Raises
+    FrameTooLarge before it takes memory for a frame that can't be. Small
     frames pass through a scratch buffer, many at a time; a large part is received into its final memory.
     """
 
@@ -129,11 +159,14 @@ class FrameReader:
         while self._filled == len(self._part):
             if self._stage == "header":
                 self._kind, count, self._call, payload_bytes = HEADER.unpack(self._head)
+                _require_sane(count, payload_bytes)
                 self._sizes = bytearray(SIZE.size * count)
                 self._payload = bytearray(payload_bytes)
                 self._expect("sizes", self._sizes)
             elif self._stage == "sizes":
-                self._buffers = [bytearray(size) for (size,) in SIZE.iter_unpack(self._sizes)]
+                sizes = [size for (size,) in SIZE.iter_unpack(self._sizes)]
+                _require_sane(len(sizes), len(self._payload) + sum(sizes))
+                self._buffers = [bytearray(size) for size in sizes]
                 self._pending = list(reversed(self._buffers))
                 self._expect("payload", self._payload)
             elif self._pending:
@@ -150,7 +183,16 @@ class FrameReader:
         self._filled = 0
 
 
-def widen(connection: socket.socket) -> None:
-    """Ask for larger socket buffers, so that a burst of events needs no waiting; the kernel may grant less."""
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        connection.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+def _require_sane(buffers: int, total_bytes: int) -> None:
+    if buffers > MOST_BUFFERS or total_bytes > LARGEST_FRAME_BYTES:
+        raise FrameTooLarge(f"a frame of {buffers} buffers and {total_bytes} bytes")
+
+
+def tune(connection: socket.socket) -> None:
+    """Set up a connection for frames: between processes of one machine larger buffers, so that a burst of events needs
+    no waiting (the kernel may grant less); between machines no delay of small frames (their buffers grow by need)."""
+    if connection.family == socket.AF_UNIX:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connection.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+    else:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -11,19 +11,17 @@ import asyncio
 import contextlib
 import os
 import socket
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from headway.records.errors import WorkerDied
 from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock
 from headway.runtime.devices import machine_cores, parse_device
-from headway.runtime.local_worker import Death, LocalWorker
+from headway.runtime.process_worker import Death, ProcessWorker
+from headway.runtime.worker_process import ChildProcess, WorkerProcess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,17 +155,26 @@ class LocalLauncher:
         self._events_capacity = events_capacity
         self._on_event = on_event
 
-    async def start(self, spec: WorkerSpec) -> LocalWorker:
-        """See :meth:`Launcher.start`. Health checks start once the worker is built."""
-        device = parse_device(spec.device)
-        device.check()
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"} | device.environment() | spec.environment
+    async def start(self, spec: WorkerSpec) -> ProcessWorker:
+        """See :meth:`Launcher.start`."""
+        parse_device(spec.device).check()
         try:
-            spawned = _spawn(spec, environment)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            with theirs:
+                try:
+                    process = start_child(theirs, spec.device, spec.environment, spec.log_path)
+                except OSError:
+                    ours.close()
+                    raise
         except OSError as error:  # no process, descriptor, memory or place for the log
             raise WorkerDied(spec.name, f"could not be started: {error}") from error
+        return await self.attach(spec, process, ours)
+
+    async def attach(self, spec: WorkerSpec, process: WorkerProcess, sock: socket.socket) -> ProcessWorker:
+        """Build the worker in a process that was just started, with ``sock`` connected to it; its health checks start
+        once it is built. Raises the errors of :meth:`Launcher.start`, when the process has ended."""
         events: Channel[Any] = Channel(self._events_capacity, f"{spec.name}.events", self._clock)
-        worker = LocalWorker(spec.name, events, *spawned)
+        worker = ProcessWorker(spec.name, events, process, sock)
         try:
             await worker.build(spec.factory, spec.arguments, self._start_timeout_s)
         except BaseException:
@@ -180,37 +187,11 @@ class LocalLauncher:
         return worker
 
 
-def _spawn(
-    spec: WorkerSpec, environment: dict[str, str]
-) -> tuple[subprocess.Popen[bytes], socket.socket, IO[bytes], int]:
-    """Start the child. Returns its process, our end of its socket, its log and the log's size so far. Raises OSError,
-    with nothing left open."""
-    with contextlib.ExitStack() as undo:
-        log, log_start = _open_log(spec.log_path)
-        undo.callback(log.close)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        undo.callback(ours.close)
-        with theirs:
-            cores = ",".join(str(core) for core in machine_cores())
-            arguments = [str(theirs.fileno()), str(os.getpid()), spec.device, cores]
-            process = subprocess.Popen(
-                [sys.executable, "-m", "headway.runtime.child", *arguments],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                process_group=0,  # kill() reaches its children too; Ctrl-C does not reach it
-            )
-        undo.pop_all()
-        return process, ours, log, log_start
-
-
-def _open_log(path: str | Path | None) -> tuple[IO[bytes], int]:
-    """Open the log to append and read; return it and its size so far. An unnamed temporary file without a path."""
-    if path is None:
-        return tempfile.TemporaryFile("a+b"), 0
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    # Not in a `with`: the worker writes to it, and the cause of its death is read from it; `LocalWorker` closes it.
-    log = open(path, "a+b")  # noqa: SIM115
-    return log, log.seek(0, os.SEEK_END)
+def start_child(
+    theirs: socket.socket, device: str, environment: dict[str, str], log: str | Path | None
+) -> ChildProcess:
+    """Start the process of a worker on this machine, which serves ``theirs``. Raises OSError, with nothing left."""
+    everything = os.environ | {"PYTHONUNBUFFERED": "1"} | parse_device(device).environment() | environment
+    cores = ",".join(str(core) for core in machine_cores())
+    arguments = ["-m", "headway.runtime.child", str(theirs.fileno()), str(os.getpid()), device, cores]
+    return ChildProcess(arguments, everything, log, theirs.fileno())

@@ -7,7 +7,7 @@ import contextlib
 import os
 import tempfile
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from headway.records.errors import HeadwayError, RemoteError
 from headway.records.generation import PublishedWeights
 from headway.records.trace import WorkerState
 from headway.records.training import CheckpointInfo, StepReport, TrainBatch
+from headway.runtime.devices import parse_device
 from headway.runtime.worker_slots import own_cause
 from headway.runtime.workers import Launcher, Worker, WorkerGroup, WorkerSpec
 
@@ -42,13 +43,17 @@ class TrainerClient:
         run_id: str,
         *,
         log_directory: str | Path | None = None,
+        host_of: Callable[[str], str] = lambda node: "127.0.0.1",
     ) -> None:
+        """``host_of(node)``: address of a node (of this machine: "") by which the others reach it."""
         self._launcher = launcher
         self._experiment = experiment
         self._run_id = run_id
         self._log_directory = log_directory
         self._group: WorkerGroup | None = None
+        self._host_of = host_of
         self._rendezvous = ""
+        self._starts = 0
         self._restarts = 0
 
     @property
@@ -69,7 +74,7 @@ class TrainerClient:
         Raises the error of the first rank that fails; no process is left then.
         """
         # A rendezvous file can be used for one start only, and must outlive it: groups may be made lazily.
-        self._rendezvous = os.path.join(tempfile.gettempdir(), f"headway-ranks-{uuid.uuid4().hex}")
+        self._rendezvous = self._make_rendezvous()
         specs = [self._spec(rank, device) for rank, device in enumerate(self._experiment.trainer.devices)]
         starts = [asyncio.ensure_future(self._launcher.start(spec)) for spec in specs]
         try:
@@ -163,9 +168,20 @@ class TrainerClient:
                 await outcome.died
         self._forget_rendezvous()
 
+    def _make_rendezvous(self) -> str:
+        """Where the ranks meet: a file of this machine, or a port of rank 0's when any is on another."""
+        devices = [parse_device(name) for name in self._experiment.trainer.devices]
+        if not any(device.node for device in devices):
+            return f"file://{tempfile.gettempdir()}/headway-ranks-{uuid.uuid4().hex}"
+        self._starts += 1
+        ports = self._experiment.cluster.ports
+        # Another one at each start: the last one's may still be closing.
+        return f"tcp://{self._host_of(devices[0].node)}:{ports[self._starts % len(ports)]}"
+
     def _forget_rendezvous(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._rendezvous)
+        if self._rendezvous.startswith("file://"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._rendezvous.removeprefix("file://"))
 
 
 async def _unwrapped(call: Coroutine[Any, Any, T]) -> T:

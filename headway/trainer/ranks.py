@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import socket
+import struct
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -10,11 +14,17 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from headway.records.errors import HeadwayError
+from headway.runtime.addresses import split_address
+
+_SIOCGIFADDR = 0x8915  # ioctl: an interface's IPv4 address
+
 
 class Ranks:
-    """A data-parallel rank; ranks meet through a file. A single rank starts no process group; its sums are identities.
+    """A data-parallel rank. A single rank starts no process group; its sums are identities.
 
-    ``rendezvous``: path of a file that doesn't exist yet, the same for all ranks and new at every start.
+    ``rendezvous``: where ranks meet, the same for all of them and new at every start: ``file://PATH`` of a file that
+    doesn't exist yet, or ``tcp://HOST:PORT`` where rank 0 will listen, for ranks on several machines.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, rendezvous: str = "", device: torch.device | None = None) -> None:
@@ -23,10 +33,12 @@ class Ranks:
         self.rank = rank
         self.size = size
         if size > 1:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_to(rendezvous))
+            if rendezvous.startswith("tcp://"):
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_to(rendezvous))
             torch.distributed.init_process_group(
                 "nccl" if device is not None and device.type == "cuda" else "gloo",
-                init_method=f"file://{rendezvous}",
+                init_method=rendezvous,
                 rank=rank,
                 world_size=size,
                 timeout=timedelta(hours=1),  # a dead rank is detected by its supervisor, not here
@@ -50,3 +62,19 @@ class Ranks:
     def close(self) -> None:
         if self.size > 1:
             torch.distributed.destroy_process_group()
+
+
+def interface_to(rendezvous: str) -> str:
+    """Name of the network interface by which this machine reaches the ranks' rendezvous; "lo" for a file."""
+    if not rendezvous.startswith("tcp://"):
+        return "lo"
+    host, port = split_address(rendezvous.removeprefix("tcp://"))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing: the kernel chooses the route
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # an interface without an address
+                if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]) == own:
+                    return name
+    raise HeadwayError(f"no network interface of this machine has the address {own}, by which it reaches {host}")

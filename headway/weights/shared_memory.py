@@ -11,8 +11,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import struct
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,13 +24,10 @@ from torch import Tensor
 
 from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
-from headway.weights.leftovers import SHARED_MEMORY, hold, stem
+from headway.weights.leftovers import hold, stem
+from headway.weights.slot_file import HEADER, MAGIC, PAGE, UNWRITTEN, default_folders, new_file
 
-_MAGIC = b"HEADWAY1"
-_HEADER = struct.Struct("<8sqqQQ")  # magic, version, version again, manifest bytes, payload bytes
-_UNWRITTEN = -1
 _ALIGNMENT = 64  # bytes to which every tensor is aligned: enough for vector loads and any dtype
-_PAGE = 4096
 _BLOCK = 1 << 18  # bytes copied, and then hashed, at a time
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.int64)}
 
@@ -67,7 +62,7 @@ class _Layout:
             entries.append(_Entry(name, kind, tuple(tensor.shape), offset, size))
             offset += -(-size // _ALIGNMENT) * _ALIGNMENT
         manifest = msgspec.json.encode(entries)
-        start = -(-(_HEADER.size + len(manifest)) // _PAGE) * _PAGE
+        start = -(-(HEADER.size + len(manifest)) // PAGE) * PAGE
         return cls(manifest, tuple(entries), start, max(offset, _ALIGNMENT))
 
     @property
@@ -96,7 +91,7 @@ class Publisher:
         self._stem = stem(run_id)
         self._slots = slots
         self._dtype = dtype
-        self._folders = [Path(directory)] if directory is not None else _default_folders()
+        self._folders = [Path(directory)] if directory is not None else default_folders()
         self._open: dict[int, _Slot] = {}
         self._next = 0
 
@@ -107,7 +102,7 @@ class Publisher:
         started = time.perf_counter()
         layout = _Layout.of(tensors, self._dtype)
         slot = self._slot(layout)
-        slot.write_versions(_UNWRITTEN, _UNWRITTEN)
+        slot.write_versions(UNWRITTEN, UNWRITTEN)
         with torch.no_grad():
             for name, view in slot.views.items():
                 view.copy_(tensors[name])
@@ -164,7 +159,7 @@ class _Slot:
     def __init__(self, path: Path, layout: _Layout) -> None:
         self.path = path
         self.layout = layout
-        descriptor = _new_file(path)
+        descriptor = new_file(path)
         try:
             # Reserve now: a write to a mapped page that finds the file system full would be a SIGBUS.
             os.posix_fallocate(descriptor, 0, layout.file_size)
@@ -174,29 +169,17 @@ class _Slot:
             raise
         finally:
             os.close(descriptor)
-        self.write_versions(_UNWRITTEN, _UNWRITTEN)
-        self._map[_HEADER.size : _HEADER.size + len(layout.manifest)] = layout.manifest
+        self.write_versions(UNWRITTEN, UNWRITTEN)
+        self._map[HEADER.size : HEADER.size + len(layout.manifest)] = layout.manifest
         self.payload = np.frombuffer(self._map, dtype=np.uint8, offset=layout.payload_start)
         self.views = layout.views(torch.from_numpy(self.payload))
 
     def write_versions(self, first: int, second: int) -> None:
         layout = self.layout
-        _HEADER.pack_into(self._map, 0, _MAGIC, first, second, len(layout.manifest), layout.payload_size)
+        HEADER.pack_into(self._map, 0, MAGIC, first, second, len(layout.manifest), layout.payload_size)
 
     def unlink(self) -> None:
         self.path.unlink(missing_ok=True)
-
-
-def _new_file(path: Path) -> int:
-    """Create a file held by this process and return its descriptor; readers of an old one at ``path`` keep their
-    mapping."""
-    while True:
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        hold(descriptor)
-        if os.fstat(descriptor).st_nlink:
-            return descriptor
-        os.close(descriptor)  # another run's start removed it as a leftover before it was held
 
 
 class Subscriber:
@@ -215,22 +198,22 @@ class Subscriber:
         have the announced version and checksum; the remedy is to fetch a newer version.
         """
         source = self._map(published)
-        if len(source) < _HEADER.size:
+        if len(source) < HEADER.size:
             raise WeightsCorrupt(f"{published.path}: too short for a header")
-        magic, version, _, manifest_size, payload_size = _HEADER.unpack_from(source, 0)
-        if magic != _MAGIC:
+        magic, version, _, manifest_size, payload_size = HEADER.unpack_from(source, 0)
+        if magic != MAGIC:
             raise WeightsCorrupt(f"{published.path}: not a weights file")
         if version != published.version:
             raise WeightsCorrupt(_wrong_version(published, version))
-        start = -(-(_HEADER.size + manifest_size) // _PAGE) * _PAGE
+        start = -(-(HEADER.size + manifest_size) // PAGE) * PAGE
         if payload_size != published.size_bytes or start + payload_size > len(source):
             raise WeightsCorrupt(f"{published.path}: {payload_size} bytes where {published.size_bytes} were announced")
-        manifest = bytes(source[_HEADER.size : _HEADER.size + manifest_size])
+        manifest = bytes(source[HEADER.size : HEADER.size + manifest_size])
         if len(self._buffer) != payload_size:
             self._buffer = _aligned(payload_size)
             self._views = None
         checksum = _checksum(version, manifest, self._copied(source, start))
-        after = _HEADER.unpack_from(source, 0)[1]
+        after = HEADER.unpack_from(source, 0)[1]
         if after != published.version:
             raise WeightsCorrupt(_wrong_version(published, after) + " (overwritten while it was read)")
         if checksum != published.checksum:
@@ -281,11 +264,6 @@ def _aligned(size: int) -> np.ndarray:
     return memory[first : first + size]
 
 
-def _default_folders() -> list[Path]:
-    temporary = Path(tempfile.gettempdir())
-    return [SHARED_MEMORY, temporary] if os.access(SHARED_MEMORY, os.W_OK) else [temporary]
-
-
 def _checksum(version: int, manifest: bytes, payload: Iterable[np.ndarray]) -> str:
     """Checksum of a version, its manifest and its payload, which comes in blocks."""
 
@@ -297,5 +275,5 @@ def _checksum(version: int, manifest: bytes, payload: Iterable[np.ndarray]) -> s
 
 
 def _wrong_version(published: PublishedWeights, found: int) -> str:
-    state = "is being overwritten" if found == _UNWRITTEN else f"holds version {found}"
+    state = "is being overwritten" if found == UNWRITTEN else f"holds version {found}"
     return f"{published.path}: version {published.version} was announced, but the slot {state}"

@@ -26,7 +26,7 @@ from headway.records.generation import (
 from headway.records.tokens import decoder, encoder
 from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock
-from headway.runtime.local_worker import Death
+from headway.runtime.process_worker import Death
 from headway.runtime.workers import WorkerSpec
 
 STREAM_INTERVAL_S = 0.08  # between two deltas of a running request, as in generator/service.py

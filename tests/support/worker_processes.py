@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.runtime.clock import RealClock
-from headway.runtime.workers import LocalLauncher, LocalWorker, WorkerSpec
+from headway.runtime.workers import LocalLauncher, ProcessWorker, WorkerSpec
 
 CLASSES = "runtime_worker_classes"
 
@@ -19,7 +19,7 @@ def spec(cls: str = "Echo", name: str = "w", **more: Any) -> WorkerSpec:
 
 
 @asynccontextmanager
-async def running(worker_spec: WorkerSpec | None = None, **settings: Any) -> AsyncIterator[LocalWorker]:
+async def running(worker_spec: WorkerSpec | None = None, **settings: Any) -> AsyncIterator[ProcessWorker]:
     worker = await LocalLauncher(RealClock(), **settings).start(worker_spec or spec())
     try:
         yield worker

@@ -15,7 +15,7 @@ from headway.generator.activity import ActivitySpan
 from headway.generator.routing.calls import OpenRequest
 from headway.records.errors import WorkerDied
 from headway.records.generation import EngineStatistics
-from headway.runtime.devices import lends
+from headway.runtime.devices import lends, parse_device
 from headway.runtime.worker_slots import WorkerSlot
 from headway.runtime.workers import Worker, WorkerSpec
 
@@ -33,6 +33,7 @@ class Replica:
         generator = experiment.generator
         self.index = index
         self.slot = slot
+        self.node = parse_device(slot.spec.device).node
         self.shared = lends(slot.spec.device, experiment.trainer.devices)  # the trainer computes on its device as well
         self.breaker = Breaker(experiment.router)
         self.resting = False  # takes no requests while another is live

@@ -22,7 +22,7 @@ from headway.records.generation import (
 from headway.records.tokens import decoder
 from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock, run_virtual
-from headway.runtime.local_worker import Death
+from headway.runtime.process_worker import Death
 from headway.runtime.workers import WorkerSpec
 
 REQUESTS = decoder(list[GenerationRequest])

@@ -10,7 +10,7 @@ import pytest
 
 from headway.records.errors import ConfigurationError, RemoteError, StorageFailed, WorkerDied
 from headway.runtime.clock import Clock, run_virtual
-from headway.runtime.local_worker import Death
+from headway.runtime.process_worker import Death
 from headway.runtime.worker_slots import WorkerSlot, live_pids, start_all, stop_all
 from headway.runtime.workers import WorkerSpec
 

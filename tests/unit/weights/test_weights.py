@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
-from headway.weights import leftovers, shared_memory
+from headway.weights import leftovers, shared_memory, slot_file
 from headway.weights.leftovers import reap
 from headway.weights.shared_memory import Publisher, Subscriber
 
@@ -271,14 +271,14 @@ def test_start_reaps_unheld_slots_of_killed_runs(tmp_path, publisher):
 
 
 def test_slot_reaped_during_creation_is_recreated(tmp_path, monkeypatch):
-    hold, reaped = shared_memory.hold, []
+    hold, reaped = slot_file.hold, []
 
     def late(descriptor: int) -> None:
         if not reaped:
             reaped.extend(reap("another", directory=tmp_path))
         hold(descriptor)
 
-    monkeypatch.setattr(shared_memory, "hold", late)
+    monkeypatch.setattr(slot_file, "hold", late)
     with Publisher("run", directory=tmp_path) as publisher:
         published = publisher.publish(0, weights())
         assert reaped == [published.path]
@@ -299,11 +299,11 @@ def test_no_room_is_a_clear_error_or_another_folder(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match=r"no room to publish .* MB x 3 slots .*No space left.*/dev/shm"):
         Publisher("run", directory=full).publish(0, weights())
     assert os.listdir(full) == []
-    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", full)
-    monkeypatch.setattr(shared_memory.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(slot_file, "SHARED_MEMORY", full)
+    monkeypatch.setattr(slot_file.tempfile, "gettempdir", lambda: str(tmp_path))
     with Publisher("run") as publisher:
         assert Path(publisher.publish(0, weights()).path).parent == tmp_path
-    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path / "missing")
+    monkeypatch.setattr(slot_file, "SHARED_MEMORY", tmp_path / "missing")
     with Publisher("run") as publisher:
         assert Path(publisher.publish(0, weights()).path).parent == tmp_path
     with pytest.raises(ConfigurationError, match="nowhere"):

@@ -1,0 +1,58 @@
+"""`[cluster]`: the machines of a run beside this one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import AfterValidator, Field, model_validator
+
+from headway.config.section import Seconds, Section, host_port
+
+
+def _port_range(value: str) -> str:
+    first, _, last = value.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 1 << 16):
+        raise ValueError("valid: FIRST-LAST, say 29500-29599")
+    return value
+
+
+class ClusterConfig(Section):
+    """The machines of a run beside this one: docs/several_machines.md. Devices there are named NODE/cuda:0."""
+
+    address: Annotated[str, host_port("10.0.0.1:7400", optional=True)] = ""  # of this machine; "": no other has a part
+    launcher: Literal["local", "ssh", "slurm", "ray"] = "local"  # starts the nodes' agents; local: you do
+    nodes: dict[str, str] = {}  # name -> where the launcher finds it: ssh's destination; "": by its name
+    key_file: str | None = None  # of the run's key, mode 0600; unset: HEADWAY_CLUSTER_KEY; made if launched
+    encryption: Literal["none", "tls"] = "none"  # of all connections between machines
+    environment: dict[str, str] = {}  # of workers on other nodes, added to their agent's
+    port_range: Annotated[str, AfterValidator(_port_range)] = "29500-29599"  # where nodes reach each other
+    join_timeout_s: Seconds = 300.0  # by then the nodes that the run needs must have joined
+    orphan_s: Annotated[float, Field(ge=5)] = 60.0  # outages up to this restart nothing; then a node is lost
+    books_directory: str | None = None  # of buffer.db, on a local disk; unset: in run.directory
+    replicate_to: str | None = None  # NODE:PATH of a copy of the books, from which another machine can resume
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, raw: Any) -> Any:
+        """A list of names is short for a table of them."""
+        given = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
+        nodes = given.get("nodes")
+        if not isinstance(nodes, list):
+            return raw
+        return given | {"nodes": {str(name): "" for name in cast("list[object]", nodes)}}
+
+    @model_validator(mode="after")
+    def _complete(self) -> ClusterConfig:
+        if self.nodes and not self.address:
+            raise ValueError("cluster.nodes needs cluster.address: the HOST:PORT of this machine that they connect to")
+        for name in self.nodes:
+            if not name or "/" in name or ":" in name:
+                raise ValueError(f"cluster.nodes has {name!r}: a name has no '/' and no ':'")
+        if self.launcher != "local" and not self.nodes:
+            raise ValueError(f"cluster.launcher = {self.launcher!r} needs cluster.nodes: what it is to start")
+        return self
+
+    @property
+    def ports(self) -> range:
+        first, _, last = self.port_range.partition("-")
+        return range(int(first), int(last) + 1)

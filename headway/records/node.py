@@ -1,0 +1,46 @@
+"""Records between the orchestrator and the agents of its nodes."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts that a node's agent announces when it joins."""
+
+    name: str
+    host: str  # its host name
+    pid: int  # of the agent
+    cores: int  # that workers may use
+    gpus: int
+    memory_bytes: int
+    shared_memory_bytes: int  # free in /dev/shm
+    scratch: str  # the agent's temporary folder on the node
+
+
+class ProcessOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """The order to start a worker's process on a node."""
+
+    worker: str  # its name
+    token: str  # by which its connection is recognised
+    device: str  # on the node, without the node's name
+    environment: dict[str, str] = {}
+    log: str = ""  # file on the node; empty: in the agent's scratch folder
+
+
+class ProcessEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """Event: a worker's process on a node has ended; the children that it left are killed."""
+
+    pid: int
+    code: int  # as of `subprocess`: negative for a signal
+    output: str  # the last lines that it wrote
+
+
+class NodeConditions(msgspec.Struct, frozen=True, kw_only=True):
+    """Event, every few seconds: the conditions on a node."""
+
+    cpu_ratio: float  # share of its cores' time in use since the last one
+    memory_free_bytes: int
+    shared_memory_free_bytes: int
+    disk_free_bytes: int  # of the scratch folder's file system
+    processes: int  # of workers, running

@@ -1,0 +1,208 @@
+"""The agent of a node: joins the run, starts and ends workers' processes there, reports their ends.
+
+One runs on every machine but the orchestrator's; `headway node --join ADDRESS` and the launchers start it. It connects
+out, to one port; each worker's connection is opened by the agent and handed to the worker's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import shutil
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+from headway.records.errors import ConfigurationError, WorkerDied
+from headway.records.node import NodeConditions, NodeFacts, ProcessEnded, ProcessOrder
+from headway.runtime.backoff import backoff_s
+from headway.runtime.channel import Channel
+from headway.runtime.clock import Clock, RealClock
+from headway.runtime.devices import cuda_device_count, machine_cores, parse_device
+from headway.runtime.framing import Kind, encode
+from headway.runtime.link import Link
+from headway.runtime.nodes.dial import dial, outlast
+from headway.runtime.nodes.handshake import ConnectionRefused, Hello, software
+from headway.runtime.scratch import ScratchFolder
+from headway.runtime.worker_process import ChildProcess, ProcessExit
+from headway.runtime.workers import start_child
+
+HEARTBEAT_S = 2.0
+CONDITIONS_EVERY_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0  # between attempts to join
+_TIMEVAL = struct.Struct("@ll")
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class Agent:
+    """A node's agent during one epoch of a run.
+
+    Lifecycle: *joined* -> *ended*, when the orchestrator says so, closes the connection or gives no sign of life for
+    ``orphan_s``; the workers' processes of the node are then killed. Its coroutine methods without an underscore are
+    what the orchestrator calls.
+    """
+
+    def __init__(self, name: str, address: str, key: str, epoch: int, orphan_s: float, scratch: Path) -> None:
+        self._name, self._address, self._key, self._epoch = name, address, key, epoch
+        self._orphan_s = orphan_s
+        self._scratch = scratch
+        self._processes: dict[int, ChildProcess] = {}
+        self._link: Link | None = None
+        self._ended: asyncio.Future[tuple[str, bool]] = asyncio.get_running_loop().create_future()
+        self._busy_s = _cpu_s()
+
+    async def serve(self, sock: socket.socket, clock: Clock) -> tuple[str, bool]:
+        """Serve the orchestrator at the other end of ``sock``. Returns why that has ended, and whether it was meant."""
+        events: Channel[Any] = Channel(1, "orchestrator.events", clock)
+        self._link = link = Link("orchestrator", sock, events, self._lost, self._lost, serves=self)
+        link.watch(
+            clock,
+            HEARTBEAT_S,
+            self._orphan_s,
+            lambda name, detail, /, **fields: None,
+            on_silence=lambda silent_s: self._lost(f"gave no sign of life for {silent_s:.0f} s"),
+            reachable=lambda: True,
+        )
+        telling = asyncio.create_task(self._tell_conditions(clock))
+        try:
+            return await asyncio.shield(self._ended)
+        finally:
+            telling.cancel()
+            self._kill_all()
+            link.close(WorkerDied("orchestrator", "left"))
+
+    async def facts(self) -> NodeFacts:
+        """Describe this node."""
+        return NodeFacts(
+            name=self._name,
+            host=platform.node(),
+            pid=os.getpid(),
+            cores=len(machine_cores()),
+            gpus=cuda_device_count() or 0,
+            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            shared_memory_bytes=_free_bytes(_SHARED_MEMORY),
+            scratch=str(self._scratch),
+        )
+
+    async def clock(self) -> float:
+        """The monotonic clock of this node, in seconds."""
+        return time.monotonic()
+
+    async def start_process(self, order: ProcessOrder) -> int:
+        """Connect to the orchestrator for a worker and start its process; returns its id. Its end is an event. Raises
+        ConfigurationError for a device that isn't here, ConnectionRefused, OSError."""
+        parse_device(order.device).check()
+        hello = Hello(purpose="worker", subject=order.token, epoch=self._epoch)
+        sock, _ = await dial(self._address, self._key, hello, self._orphan_s)
+        with sock:
+            sock.setblocking(True)
+            # The worker ends itself when it hears nothing for so long, whatever became of this agent.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(self._orphan_s), 0))
+            log = order.log or str(self._scratch / "logs" / f"{order.worker}.log")
+            process = start_child(sock, order.device, order.environment, log)
+        self._processes[process.pid] = process
+        process.watch(lambda end: self._on_exit(process.pid, end))
+        return process.pid
+
+    async def kill(self, pid: int) -> None:
+        """Kill a worker's process and its children; no-op when it has ended."""
+        if pid in self._processes:
+            self._processes[pid].kill()
+
+    async def end(self) -> None:
+        """End: the run is over."""
+        if not self._ended.done():
+            self._ended.set_result(("the run is over", True))
+
+    def _on_exit(self, pid: int, end: ProcessExit) -> None:
+        del self._processes[pid]
+        assert end.code is not None  # it was a process of this machine
+        self._emit(ProcessEnded(pid=pid, code=end.code, output=end.output))
+
+    def _emit(self, event: Any) -> None:
+        if self._link is not None and not self._link.at_end:
+            self._link.send(encode(Kind.EVENT, 0, event))
+
+    def _lost(self, reason: str) -> None:
+        if not self._ended.done():
+            self._ended.set_result((f"the orchestrator {reason}", False))
+
+    def _kill_all(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+
+    async def _tell_conditions(self, clock: Clock) -> None:
+        while True:
+            await clock.sleep(CONDITIONS_EVERY_S)
+            before_s, self._busy_s = self._busy_s, _cpu_s()
+            self._emit(
+                NodeConditions(
+                    cpu_ratio=min(1.0, (self._busy_s - before_s) / CONDITIONS_EVERY_S / (os.cpu_count() or 1)),
+                    memory_free_bytes=_memory_free_bytes(),
+                    shared_memory_free_bytes=_free_bytes(_SHARED_MEMORY),
+                    disk_free_bytes=_free_bytes(self._scratch),
+                    processes=len(self._processes),
+                )
+            )
+
+
+async def run_agent(
+    address: str, name: str, key: str, *, give_up_s: float = 600.0, say: Any = print, clock: Clock | None = None
+) -> None:
+    """Join the run at ``address`` as node ``name`` and serve it to its end; join again when the orchestrator was lost.
+
+    Raises ConnectionRefused when the run refuses this node, or when no run answers for ``give_up_s``."""
+    clock = clock or RealClock()
+    failures, since_s = 0, clock.now()
+    with ScratchFolder(f"headway-node-{name}-") as scratch:
+        while True:
+            try:
+                hello = Hello(purpose="node", subject=name, software=software())
+                sock, verdict = await dial(address, key, hello, orphan_s=60.0)
+            except ConnectionRefused as error:
+                if "refused:" in str(error) or clock.now() - since_s > give_up_s:
+                    raise
+                failures += 1
+                if failures == 1:
+                    say(f"{error}; trying again for {give_up_s:g} s")
+                await clock.sleep(backoff_s(failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
+                continue
+            outlast(sock, verdict.orphan_s)
+            failures = 0
+            say(f"joined the run at {address} as {name}, epoch {verdict.epoch}")
+            agent = Agent(name, address, key, verdict.epoch, verdict.orphan_s, scratch)
+            reason, meant = await agent.serve(sock, clock)
+            say(reason)
+            if meant:
+                return
+            since_s = clock.now()
+
+
+def require_name(name: str) -> str:
+    """Return ``name`` if a node may be called so. Raises ConfigurationError."""
+    if not name or "/" in name or ":" in name or len(name) > 100:
+        raise ConfigurationError(f"node name {name!r}: must be 1 to 100 characters without '/' and ':'")
+    return name
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
+
+
+def _memory_free_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+def _cpu_s() -> float:
+    """Seconds that all cores of this machine have worked since it was started."""
+    user, nice, system, _, _, irq, soft, *_ = (int(part) for part in Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,129 @@
+"""The one port to which everything on other machines connects, and the admission of who knows the run's key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable
+
+from headway.records.errors import ConfigurationError, HeadwayError
+from headway.runtime.addresses import split_address
+from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, let_in, welcome
+
+MOST_STRANGERS = 64  # connections that haven't proved themselves; one more ends the oldest
+_REPORTED_EVERY_S = 60.0
+
+OnGuest = Callable[[socket.socket, Hello, str], Awaitable[str]]
+"""Takes a guest: its connection, what it said, its address. Returns why it is refused; empty: it was taken, and got its
+welcome."""
+OnRefusal = Callable[[str], object]
+
+
+class Door:
+    """Listens, runs the handshake with everyone who connects, and hands over those who pass.
+
+    Strangers cost no more than `MOST_STRANGERS` connections and `HANDSHAKE_S` seconds each; their refusals are
+    reported once a minute for each cause, with their number.
+    """
+
+    def __init__(
+        self, address: str, key: str, epoch: int, on_guest: OnGuest, on_refusal: OnRefusal = lambda cause: None
+    ) -> None:
+        self._host, self._port = split_address(address)
+        self._key = key
+        self._epoch = epoch
+        self._on_guest = on_guest
+        self._on_refusal = on_refusal
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._strangers: OrderedDict[asyncio.Task[None], None] = OrderedDict()  # oldest first
+        self._refusals: Counter[str] = Counter()  # not reported yet, by cause
+        self._reported_s: dict[str, float] = {}
+
+    @property
+    def address(self) -> str:
+        """Where it listens, with the port that the system chose for port 0."""
+        assert self._listener is not None
+        return f"{self._host}:{self._listener.getsockname()[1]}"
+
+    async def open(self) -> None:
+        """Begin to listen. Raises ConfigurationError where that isn't possible."""
+        try:
+            family, kind, _, _, target = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
+            listener = socket.socket(family, kind)
+            try:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(target)
+            except OSError:
+                listener.close()
+                raise
+        except OSError as error:
+            raise ConfigurationError(
+                f"cluster.address = '{self._host}:{self._port}': {error.strerror}; valid: an address of this machine "
+                "that the nodes can reach, and a free port"
+            ) from None
+        listener.listen(256)
+        listener.setblocking(False)
+        self._listener = listener
+        self._accepting = asyncio.create_task(self._accept(listener), name="door")
+
+    async def close(self) -> None:
+        """Close the port and end the handshakes under way."""
+        tasks = [task for task in (self._accepting, *self._strangers) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, peer = await loop.sock_accept(listener)
+            except OSError:  # no descriptors left, or the guest is gone again
+                await asyncio.sleep(0.1)
+                continue
+            sock.setblocking(False)
+            if len(self._strangers) >= MOST_STRANGERS:
+                oldest, _ = self._strangers.popitem(last=False)
+                oldest.cancel()
+                self._refused(f"more than {MOST_STRANGERS} connections at once that say nothing")
+            task = asyncio.create_task(self._admit(sock, peer[0]), name=f"handshake with {peer[0]}")
+            self._strangers[task] = None
+            task.add_done_callback(lambda done: self._strangers.pop(done, None))
+
+    async def _admit(self, sock: socket.socket, peer: str) -> None:
+        taken = False
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                hello = await let_in(sock, self._key, self._epoch)
+                refused = await self._on_guest(sock, hello, peer)
+                if refused:
+                    await welcome(sock, Admission(refused=refused, epoch=self._epoch))
+                    self._refused(f"{peer}: {refused}")
+                taken = not refused
+        except TimeoutError:
+            self._refused(f"{peer}: no handshake within {HANDSHAKE_S:g} s")
+        except HeadwayError as error:  # refused, or lost while it was taken
+            self._refused(f"{peer}: {error}")
+        finally:
+            if not taken:
+                with contextlib.suppress(OSError):
+                    sock.close()
+
+    def _refused(self, cause: str) -> None:
+        """Count a refusal, and report it unless its cause was reported in the last minute."""
+        self._refusals[cause] += 1
+        now = time.monotonic()
+        if now - self._reported_s.get(cause, -_REPORTED_EVERY_S) < _REPORTED_EVERY_S:
+            return
+        if len(self._reported_s) > 1000:  # who invents causes must not take memory for it
+            self._reported_s.clear()
+            self._refusals.clear()
+        self._reported_s[cause] = now
+        times = self._refusals.pop(cause, 1)
+        self._on_refusal(cause if times == 1 else f"{cause} ({times} times)")

@@ -1,0 +1,335 @@
+"""A node's mirror of published versions: fetches each once, serves it to other nodes while it arrives. Torch-free.
+
+The mirror is a worker: one runs on every machine that has a replica, and one where the trainer is. A version arrives as
+the bytes of its file, in chunks over several connections, into a slot of the same layout as the publisher's, so
+that replicas read it as they would read that. Chunks are asked for in order, and handed on as soon as they are
+there: in a chain of nodes each carries the version once, and the last has it soon after the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headway.records.errors import ConfigurationError, HeadwayError, WeightsCorrupt
+from headway.records.generation import PublishedWeights
+from headway.runtime.nodes.dial import dial
+from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, let_in, welcome
+from headway.weights.leftovers import stem
+from headway.weights.slot_file import HEADER, UNWRITTEN, default_folders, new_file, version_in
+
+if TYPE_CHECKING:
+    from headway.runtime.child import WorkerContext
+
+CHUNK_BYTES = 4 << 20
+CONNECTIONS = 4  # of one transfer
+SLOTS = 3  # versions that are kept, as at the publisher
+_REQUEST = struct.Struct("<qQQ")  # version, offset, count; count 0 asks for the file's size
+_ANSWER = struct.Struct("<?Q")  # whether it is there, and the count of bytes that follow, or the file's size
+_PATIENCE_S = 30.0  # for a chunk that another mirror is fetching
+
+
+@dataclass
+class _Arriving:
+    """A version in a slot: how much of it has arrived, in order."""
+
+    version: int
+    content: memoryview
+    path: Path
+    chunks: int = 0  # that have arrived without a gap
+    ahead: set[int] | None = None  # later ones that have arrived
+    failed: bool = False
+
+    def __post_init__(self) -> None:
+        self.ahead = set()
+
+
+class MirrorService:
+    """The worker object of a mirror.
+
+    Its main thread fetches; a thread for each connection serves other mirrors, after the handshake with the run's key.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        run_id: str,
+        node: str,
+        host: str,
+        ports: Sequence[int],
+        key: str,
+        epoch: int,
+        orphan_s: float,
+    ) -> None:
+        """``host``: address of this machine for others; it listens on the first of ``ports`` that is free. Raises
+        ConfigurationError when none is."""
+        self._log = context.log
+        self._stem = f"{stem(run_id)}-{node or 'head'}"
+        self._key, self._epoch, self._orphan_s = key, epoch, orphan_s
+        self._slots: dict[int, tuple[Path, mmap.mmap]] = {}  # by slot number
+        self._next = 0
+        self._arriving: dict[int, _Arriving] = {}  # by version
+        self._changed = threading.Condition()
+        self._published: dict[int, PublishedWeights] = {}  # on this machine, by the trainer
+        self._listener, port = _listening(host, ports)
+        self._address = f"{host}:{port}"
+        self.served_bytes = 0
+        threading.Thread(target=self._accept, name="mirror", daemon=True).start()
+
+    def address(self) -> str:
+        """Where other mirrors reach it."""
+        return self._address
+
+    def serve_published(self, published: PublishedWeights) -> None:
+        """Serve a version that was published on this machine, from the publisher's own file."""
+        with self._changed:
+            self._published[published.version] = published
+            while len(self._published) > SLOTS:
+                del self._published[min(self._published)]
+            self._changed.notify_all()
+
+    def statistics(self) -> dict[str, int]:
+        """Bytes sent to other mirrors so far."""
+        return {"served_bytes": self.served_bytes}
+
+    def fetch(self, published: PublishedWeights, source: str) -> PublishedWeights:
+        """Fetch a version from the mirror at ``source``; returns where it lies here. Raises WeightsCorrupt when the
+        transfer breaks or the version is gone there: nothing of it can be read then."""
+        with _Transfer(source, self._key, self._epoch, published.version, self._orphan_s) as transfer:
+            arriving = self._begin(published.version, transfer.size)
+            try:
+                transfer.into(arriving.content, lambda chunk: self._arrived(arriving, chunk))
+            except BaseException:
+                with self._changed:
+                    arriving.failed = True
+                    del self._arriving[published.version]
+                    self._changed.notify_all()
+                raise
+        if version_in(transfer.header) != published.version:
+            raise WeightsCorrupt(f"version {published.version} was overwritten at {source} while it was fetched")
+        arriving.content[: HEADER.size] = transfer.header  # last: until now the slot is no version's
+        return msgspec.structs.replace(published, path=str(arriving.path))
+
+    def close(self) -> None:
+        """Stop listening and remove the files; replicas that still map one keep what they have."""
+        self._listener.close()
+        for path, _ in self._slots.values():
+            path.unlink(missing_ok=True)
+
+    # --- this machine's slots -------------------------------------------------------------------------------
+
+    def _begin(self, version: int, size: int) -> _Arriving:
+        """Make room for a version of ``size`` bytes in the next slot."""
+        number, self._next = self._next, (self._next + 1) % SLOTS
+        known = self._slots.get(number)
+        if known is None or len(known[1]) != size:
+            if known is not None:
+                known[0].unlink(missing_ok=True)
+            known = self._slots[number] = self._create(number, size)
+        path, mapped = known
+        HEADER.pack_into(mapped, 0, b"", UNWRITTEN, UNWRITTEN, 0, 0)
+        arriving = _Arriving(version, memoryview(mapped), path)
+        with self._changed:
+            for old in [v for v, other in self._arriving.items() if other.path == path]:
+                del self._arriving[old]
+            self._arriving[version] = arriving
+            self._changed.notify_all()
+        return arriving
+
+    def _create(self, number: int, size: int) -> tuple[Path, mmap.mmap]:
+        refused = []
+        for folder in default_folders():
+            path = folder / f"{self._stem}-{number}.weights"
+            try:
+                descriptor = new_file(path)
+                try:
+                    os.posix_fallocate(descriptor, 0, size)  # a write beyond a full file system would be a SIGBUS
+                    return path, mmap.mmap(descriptor, size)
+                except OSError:
+                    path.unlink(missing_ok=True)
+                    raise
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                refused.append(f"{folder}: {error.strerror}")
+        raise ConfigurationError(f"no room for a mirror of {size / 1e6:.1f} MB x {SLOTS} ({'; '.join(refused)})")
+
+    def _arrived(self, arriving: _Arriving, chunk: int) -> None:
+        assert arriving.ahead is not None
+        with self._changed:
+            arriving.ahead.add(chunk)
+            while arriving.chunks in arriving.ahead:
+                arriving.ahead.remove(arriving.chunks)
+                arriving.chunks += 1
+            self._changed.notify_all()
+
+    # --- serving --------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, peer = self._listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._serve, args=(sock, peer[0]), name=f"to {peer[0]}", daemon=True).start()
+
+    def _serve(self, sock: socket.socket, peer: str) -> None:
+        with sock, suppress(OSError):  # the other mirror has what it wanted, or is gone
+            try:
+                asyncio.run(self._handshake(sock))
+            except (HeadwayError, TimeoutError) as error:
+                self._log.warning("refused a connection from %s: %s", peer, error)
+                return
+            sock.setblocking(True)
+            while request := _exactly(sock, _REQUEST.size):
+                self._answer(sock, *_REQUEST.unpack(request))
+
+    async def _handshake(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        async with asyncio.timeout(HANDSHAKE_S):
+            await let_in(sock, self._key, self._epoch)
+            await welcome(sock, Admission(epoch=self._epoch, orphan_s=self._orphan_s))
+
+    def _answer(self, sock: socket.socket, version: int, offset: int, count: int) -> None:
+        content = self._content(version, offset + count)
+        if content is None or offset + count > len(content):
+            sock.sendall(_ANSWER.pack(False, 0))
+            return
+        sock.sendall(_ANSWER.pack(True, count or len(content)))
+        sock.sendall(content[offset : offset + count])
+        self.served_bytes += count
+
+    def _content(self, version: int, needed: int) -> memoryview | None:
+        """The bytes of a version, once ``needed`` of them are there; None when it isn't, or won't be."""
+
+        def ready() -> bool:
+            arriving = self._arriving.get(version)
+            if arriving is None:
+                return version in self._published
+            return arriving.failed or min(arriving.chunks * CHUNK_BYTES, len(arriving.content)) >= needed
+
+        with self._changed:
+            if not self._changed.wait_for(ready, _PATIENCE_S):
+                return None
+            arriving = self._arriving.get(version)
+            if arriving is not None:
+                return None if arriving.failed else arriving.content
+            published = self._published[version]
+        try:
+            with open(published.path, "rb") as file:
+                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        except (OSError, ValueError):  # gone, or empty
+            return None
+
+
+class _Transfer:
+    """The transfer of one version from another mirror, over several connections."""
+
+    def __init__(self, source: str, key: str, epoch: int, version: int, orphan_s: float) -> None:
+        self.size = 0
+        self.header = b""  # as it was after the last chunk
+        self._source, self._version = source, version
+        self._sockets: list[socket.socket] = []
+        self._connect = (source, key, Hello(purpose="mirror", subject=str(version), epoch=epoch), orphan_s)
+
+    def __enter__(self) -> _Transfer:
+        async def connect() -> list[socket.socket]:
+            made = await asyncio.gather(*(dial(*self._connect) for _ in range(CONNECTIONS)))
+            return [sock for sock, _ in made]
+
+        try:
+            self._sockets = asyncio.run(connect())
+        except HeadwayError as error:
+            raise WeightsCorrupt(f"version {self._version} can't be fetched: {error}") from None
+        for sock in self._sockets:
+            sock.settimeout(2 * _PATIENCE_S)
+        self.size = self._ask(self._sockets[0], 0, 0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sock in self._sockets:
+            sock.close()
+
+    def into(self, content: memoryview, on_chunk: object) -> None:
+        """Fetch everything but the header into ``content``; ``on_chunk(number)`` is called after each chunk."""
+        chunks = iter(range(-(-self.size // CHUNK_BYTES)))
+        taking = threading.Lock()
+
+        def fetch(sock: socket.socket) -> None:
+            while True:
+                with taking:
+                    chunk = next(chunks, None)
+                if chunk is None:
+                    return
+                first = chunk * CHUNK_BYTES
+                last = min(first + CHUNK_BYTES, self.size)
+                self._ask(sock, first, last - first)
+                skipped = HEADER.size if chunk == 0 else 0
+                if skipped:
+                    _fill(sock, memoryview(bytearray(skipped)))
+                _fill(sock, content[first + skipped : last])
+                on_chunk(chunk)  # type: ignore[operator]
+
+        try:
+            with ThreadPoolExecutor(CONNECTIONS) as pool:
+                list(pool.map(fetch, self._sockets))
+            self._ask(self._sockets[0], 0, HEADER.size)
+            header = bytearray(HEADER.size)
+            _fill(self._sockets[0], memoryview(header))
+            self.header = bytes(header)
+        except OSError as error:
+            raise WeightsCorrupt(f"version {self._version} from {self._source}: {error}") from None
+
+    def _ask(self, sock: socket.socket, offset: int, count: int) -> int:
+        sock.sendall(_REQUEST.pack(self._version, offset, count))
+        there, size = _ANSWER.unpack(_exactly(sock, _ANSWER.size) or _ANSWER.pack(False, 0))
+        if not there:
+            raise WeightsCorrupt(f"version {self._version} is gone at {self._source}")
+        return size
+
+
+def _listening(host: str, ports: Sequence[int]) -> tuple[socket.socket, int]:
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    for port in ports:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(64)
+        except OSError as error:
+            listener.close()
+            reason = error.strerror
+            continue
+        return listener, listener.getsockname()[1]
+    raise ConfigurationError(f"cluster.port_range: nothing can listen at {host}:{ports[0]}-{ports[-1]}: {reason}")
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    """The next ``count`` bytes; empty when the connection was closed before them."""
+    data = bytearray(count)
+    try:
+        _fill(sock, memoryview(data))
+    except EOFError:
+        return b""
+    return bytes(data)
+
+
+def _fill(sock: socket.socket, target: memoryview) -> None:
+    while len(target):
+        count = sock.recv_into(target)
+        if not count:
+            raise EOFError("the connection was closed")
+        target = target[count:]

@@ -1,0 +1,114 @@
+"""The mirrors of a run, as its orchestrator sees them: who fetches a version from whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from headway.records.errors import HeadwayError, RemoteError, WeightsCorrupt
+from headway.records.generation import PublishedWeights
+from headway.runtime.clock import Clock
+from headway.runtime.worker_slots import WorkerSlot
+from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec
+
+_FACTORY = "headway.weights.mirror:MirrorService"
+_FETCH_S = 600.0
+_REMEMBERED = 3  # versions
+
+
+class Mirrors:
+    """Brings published versions to the nodes that need them, each version once to each node.
+
+    The nodes that want a version form a chain in the order in which they ask: the first fetches from the trainer's
+    machine, each other one from the one before it, while that is still fetching. A node whose predecessor fails
+    fetches from the trainer's machine.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        clock: Clock,
+        origin: str,
+        host_of: Callable[[str], str],
+        settings: Mapping[str, Any],
+        on_event: EventCallback = lambda name, detail, /, **fields: None,
+    ) -> None:
+        """``origin``: the node of the trainer's rank 0; "": this machine. ``host_of(node)``: its address for others.
+        ``settings``: the other arguments of `MirrorService`."""
+        self._launcher, self._clock, self._on_event = launcher, clock, on_event
+        self._origin = origin
+        self._host_of = host_of
+        self._settings = dict(settings)
+        self._slots: dict[str, WorkerSlot] = {}  # by node
+        self._chains: dict[int, list[str]] = {}  # version -> nodes, in the order of the chain
+        self._copies: dict[tuple[int, str, str], asyncio.Task[PublishedWeights]] = {}  # version, its checksum, node
+
+    async def on_node(self, published: PublishedWeights, node: str) -> PublishedWeights:
+        """``published`` as ``node`` can read it, fetched there first if need be. Raises WeightsCorrupt when that fails:
+        a later version, or the same once more, may succeed."""
+        if node == self._origin:
+            return published
+        key = (published.version, published.checksum, node)
+        copying = self._copies.get(key)
+        if copying is None or (copying.done() and (copying.cancelled() or copying.exception() is not None)):
+            copying = self._copies[key] = asyncio.create_task(self._copy(published, node), name=f"mirror on {node}")
+            for old in [known for known in self._copies if known[0] <= published.version - _REMEMBERED]:
+                del self._copies[old]
+                self._chains.pop(old[0], None)
+        return await asyncio.shield(copying)
+
+    async def stop(self) -> None:
+        """Stop all mirrors."""
+        for copying in self._copies.values():
+            copying.cancel()
+        await asyncio.gather(*self._copies.values(), return_exceptions=True)
+        await asyncio.gather(*(slot.stop(1.0) for slot in self._slots.values()))
+
+    async def _copy(self, published: PublishedWeights, node: str) -> PublishedWeights:
+        chain = self._chains.setdefault(published.version, [])
+        before = chain[-1] if chain else self._origin
+        chain.append(node)
+        try:
+            try:
+                return await self._fetch(published, node, before)
+            except WeightsCorrupt:  # a mirror has died, here or there: its successor may do better
+                return await self._fetch(published, node, self._origin)
+        except BaseException:
+            chain.remove(node)
+            raise
+
+    async def _fetch(self, published: PublishedWeights, node: str, source: str) -> PublishedWeights:
+        """Fetch from ``source``'s mirror into ``node``'s."""
+        try:
+            there = await self._mirror(source)
+            if source == self._origin:
+                await there.call("serve_published", published)
+            address = await there.call("address")
+            here = await self._mirror(node)
+            return await here.call("fetch", published, address, timeout_s=_FETCH_S)
+        except RemoteError as error:
+            if isinstance(error.__cause__, WeightsCorrupt):
+                raise error.__cause__ from None
+            raise WeightsCorrupt(f"version {published.version} on node {node}: {error}") from error
+        except (HeadwayError, TimeoutError) as error:
+            if isinstance(error, WeightsCorrupt):
+                raise
+            raise WeightsCorrupt(f"version {published.version} on node {node}: {error}") from error
+
+    async def _mirror(self, node: str) -> Worker:
+        """The mirror of ``node``, started if there is none. Raises the errors of the launcher."""
+        slot = self._slots.get(node)
+        if slot is None:
+            arguments = {**self._settings, "node": node, "host": self._host_of(node)}
+            place = f"{node}/" if node else ""
+            spec = WorkerSpec(
+                name=f"mirror-{node or 'head'}", factory=_FACTORY, arguments=arguments, device=f"{place}cpu:all"
+            )
+            slot = self._slots[node] = WorkerSlot(spec, self._launcher, self._clock, self._on_event)
+        if slot.live is not None:
+            return slot.live
+        worker = await slot.restart()
+        if worker is None:
+            raise slot.fault or WeightsCorrupt(f"the mirror of {node or 'this machine'} can't be started")
+        return worker

@@ -1,0 +1,41 @@
+"""The files that published weights lie in: their header, where they are made. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import struct
+import tempfile
+from pathlib import Path
+
+from headway.weights.leftovers import SHARED_MEMORY, hold
+
+MAGIC = b"HEADWAY1"
+HEADER = struct.Struct("<8sqqQQ")  # magic, version, version again, manifest bytes, payload bytes
+UNWRITTEN = -1  # version of a slot that is being written
+PAGE = 4096  # bytes to which the payload is aligned in the file
+
+
+def version_in(slot: bytes | bytearray | memoryview) -> int:
+    """The version that a slot holds; `UNWRITTEN` for one that is being written or is no slot."""
+    if len(slot) < HEADER.size:
+        return UNWRITTEN
+    magic, version, again, _, _ = HEADER.unpack_from(slot)
+    return version if magic == MAGIC and version == again else UNWRITTEN
+
+
+def new_file(path: Path) -> int:
+    """Create a file held by this process and return its descriptor; readers of an old one at ``path`` keep their
+    mapping."""
+    while True:
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        hold(descriptor)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # another run's start removed it as a leftover before it was held
+
+
+def default_folders() -> list[Path]:
+    """Where slots are made: in shared memory, or in the temporary folder where that is missing or too small."""
+    temporary = Path(tempfile.gettempdir())
+    return [SHARED_MEMORY, temporary] if os.access(SHARED_MEMORY, os.W_OK) else [temporary]

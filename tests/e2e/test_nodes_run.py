@@ -1,0 +1,117 @@
+"""Whole runs over two network namespaces: the trainer on one, the generator on the other."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+from node_processes import KEY, namespaces, set_link, start_agent
+
+from headway.runtime.nodes.handshake import KEY_VARIABLE
+from headway.trainer.checkpoints import find_checkpoints
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and ip"),
+]
+ADDRESS = "10.77.0.1:7400"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny_run.write_inputs(folder)
+    return tiny_run.inputs_in(folder)
+
+
+def start_run(config: Path, namespace: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "headway.cli.main", "train", str(config), "--quiet", *arguments]
+    return subprocess.Popen(
+        ["ip", "netns", "exec", namespace, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {KEY_VARIABLE: KEY, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def newest_weights(run: Path) -> bytes:
+    return (find_checkpoints(run)[-1] / "model" / "model.safetensors").read_bytes()
+
+
+def write_cluster_experiment(folder: Path, inputs: Any, **sections: dict[str, Any]) -> Path:
+    merged = {**inputs, **sections}
+    generator = {**merged.pop("generator", {}), "devices": ["b/cpu:0"]}
+    cluster = {"address": ADDRESS, "nodes": ["b"], "orphan_s": 10.0, **merged.pop("cluster", {})}
+    return tiny_run.write_experiment(folder, generator=generator, cluster=cluster, **merged)
+
+
+def test_two_machines_train_the_very_same_weights_as_one(inputs: Any, tmp_path: Path) -> None:
+    settings = {"run": {"steps": 5, "deterministic": True}, "queue": {"budget": 0}, "checkpoint": {"every_steps": 5}}
+    (tmp_path / "one").mkdir()
+    command = tiny_run.train(tiny_run.write_experiment(tmp_path / "one", **settings, **inputs))
+    assert command.process.returncode == 0, command.output
+    (tmp_path / "two").mkdir()
+    config = write_cluster_experiment(
+        tmp_path / "two", inputs, **{**settings, "run": {**settings["run"], "directory": str(tmp_path / "two/run")}}
+    )
+    with namespaces() as (here, there):
+        agent = start_agent(ADDRESS, "b", log=tmp_path / "b.log", namespace=there)
+        run = start_run(config, here)
+        output, _ = run.communicate(timeout=90)
+        assert run.returncode == 0, output + (tmp_path / "b.log").read_text()
+        assert agent.wait(10) == 0, (tmp_path / "b.log").read_text()
+    assert tiny_run.audited(tmp_path / "two/run").completed_steps == 5
+    assert newest_weights(tmp_path / "one/run") == newest_weights(tmp_path / "two/run")
+    assert [event.detail for event in tiny_run.events_of(tmp_path / "two/run", "node_joined")]
+
+
+def test_a_short_cut_of_the_network_restarts_nothing(inputs: Any, tmp_path: Path) -> None:
+    config = write_cluster_experiment(
+        tmp_path, inputs, run={"steps": 60, "directory": str(tmp_path / "run")}, cluster={"orphan_s": 20.0}
+    )
+    with namespaces() as (here, there):
+        agent = start_agent(ADDRESS, "b", log=tmp_path / "b.log", namespace=there)
+        run = start_run(config, here)
+        command = tiny_run.Command(run, tmp_path / "run", tmp_path / "journal")
+        command.until(lambda: len(tiny_run.steps_of(tmp_path / "run")) >= 5, "five steps")
+        set_link(there, 1, up=False)
+        before = len(tiny_run.steps_of(tmp_path / "run"))
+        with pytest.raises(subprocess.TimeoutExpired):
+            run.wait(7.0)
+        set_link(there, 1, up=True)
+        output, _ = run.communicate(timeout=90)
+        assert run.returncode == 0, output + (tmp_path / "b.log").read_text()
+        assert agent.wait(10) == 0
+    assert before < 60
+    assert tiny_run.audited(tmp_path / "run").completed_steps == 60
+    for name in ("node_lost", "generator_died", "generator_restarted"):
+        assert not tiny_run.events_of(tmp_path / "run", name), name
+
+
+def test_a_lost_node_comes_back_and_the_run_goes_on(inputs: Any, tmp_path: Path) -> None:
+    config = write_cluster_experiment(
+        tmp_path, inputs, run={"steps": 40, "directory": str(tmp_path / "run")}, cluster={"orphan_s": 5.0}
+    )
+    with namespaces() as (here, there):
+        agent = start_agent(ADDRESS, "b", log=tmp_path / "b.log", namespace=there)
+        run = start_run(config, here)
+        command = tiny_run.Command(run, tmp_path / "run", tmp_path / "journal")
+        command.until(lambda: len(tiny_run.steps_of(tmp_path / "run")) >= 5, "five steps")
+        agent.kill()
+        command.until(lambda: tiny_run.events_of(tmp_path / "run", "node_lost"), "the loss of the node")
+        again = start_agent(ADDRESS, "b", log=tmp_path / "b.log", namespace=there)
+        output, _ = run.communicate(timeout=90)
+        assert run.returncode == 0, output + (tmp_path / "b.log").read_text()
+        assert again.wait(10) == 0
+    report = tiny_run.audited(tmp_path / "run")
+    assert report.completed_steps == 40
+    assert report.rollouts["trained"] == 40 * 16
+    assert tiny_run.events_of(tmp_path / "run", "generator_restarted")

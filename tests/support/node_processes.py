@@ -1,0 +1,108 @@
+"""Nodes for tests: real agents on this machine, in network namespaces of their own where a test cuts the network."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from headway.runtime.clock import RealClock
+from headway.runtime.nodes.handshake import KEY_VARIABLE, make_key
+from headway.runtime.nodes.nodes import Nodes
+from headway.runtime.workers import LocalLauncher
+
+KEY = make_key()
+
+
+def start_agent(
+    address: str, name: str, *, log: Path, key: str = KEY, namespace: str = "", arguments: tuple[str, ...] = ()
+) -> subprocess.Popen[bytes]:
+    """Start `headway node` for a run at ``address``; its output goes to ``log``."""
+    command = [sys.executable, "-m", "headway.cli.main", "node", "--join", address, "--name", name, *arguments]
+    if namespace:
+        command = ["ip", "netns", "exec", namespace, *command]
+    with open(log, "ab") as file:
+        environment = os.environ | {KEY_VARIABLE: key}
+        return subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=environment)
+
+
+class Events:
+    """The events that a test's nodes and launcher reported."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+
+    def __call__(self, name: str, detail: str, /, **fields: Any) -> None:
+        self.seen.append((name, detail))
+
+    def of(self, name: str) -> list[str]:
+        return [detail for event, detail in self.seen if event == name]
+
+
+@asynccontextmanager
+async def joined_nodes(
+    folder: Path, *names: str, orphan_s: float = 10.0, address: str = "127.0.0.1:0", namespace: str = ""
+) -> AsyncIterator[tuple[Nodes, Events, dict[str, subprocess.Popen[bytes]]]]:
+    """Nodes with one joined agent for each of ``names``."""
+    clock, events = RealClock(), Events()
+    local = LocalLauncher(clock, heartbeat_interval_s=0.5, heartbeat_timeout_s=5.0, on_event=events)
+    agents: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        async with Nodes(address, KEY, 1, clock, local, orphan_s=orphan_s, on_event=events) as nodes:
+            for name in names:
+                agents[name] = start_agent(nodes.address, name, log=folder / f"{name}.log", namespace=namespace)
+            await asyncio.gather(*(nodes.wait_for(name, 30.0) for name in names))
+            yield nodes, events, agents
+    finally:
+        for agent in agents.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                agent.wait(10.0)
+            agent.kill()
+            agent.wait()
+
+
+@contextmanager
+def namespaces(count: int = 2, rate: str = "") -> Iterator[list[str]]:
+    """Network namespaces hw0, hw1, ... on one bridge, with addresses 10.77.0.1, 10.77.0.2, ...; ``rate``: tc's limit
+    of each one's uplink, like 100mbit."""
+    names = [f"hw{os.getpid()}n{index}" for index in range(count)]
+    bridge = f"hwb{os.getpid() % 100000}"
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    try:
+        ip("link", "add", bridge, "type", "bridge")
+        ip("link", "set", bridge, "up")
+        for index, name in enumerate(names):
+            ip("netns", "add", name)
+            inside, outside = f"e{index}", f"v{os.getpid() % 100000}n{index}"
+            ip("link", "add", outside, "type", "veth", "peer", "name", inside, "netns", name)
+            ip("link", "set", outside, "master", bridge, "up")
+            ip("-n", name, "addr", "add", f"10.77.0.{index + 1}/24", "dev", inside)
+            ip("-n", name, "link", "set", inside, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            if rate:
+                limit = ["rate", rate, "burst", "256kb", "latency", "50ms"]
+                subprocess.run(
+                    ["tc", "-n", name, "qdisc", "add", "dev", inside, "root", "tbf", *limit],
+                    check=True,
+                    capture_output=True,
+                )
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)
+
+
+def set_link(namespace: str, index: int, up: bool) -> None:
+    """Cut or restore the connection of ``namespace``, the ``index``-th, with the others."""
+    outside = f"v{os.getpid() % 100000}n{index}"
+    subprocess.run(["ip", "link", "set", outside, "up" if up else "down"], check=True, capture_output=True)
