@@ -68,6 +68,7 @@ class VerifierConfig(VerifierSettings):
     """Scores the responses to every task that chooses no other."""
 
     workers: Positive = 1  # processes; each can score with every verifier
+    nodes: tuple[str, ...] = ()  # of the cluster, on which they run in turn; "" is this machine; (): all here
 
 
 class RolloutConfig(Section):
@@ -368,11 +369,12 @@ RESUMABLE_KEYS: dict[str, tuple[str, ...]] = {
     "weights": ("steps_per_publish",),
     "pruning": ("*", "*.*", "*.parameters.*"),
     "trainer": ("devices", "micro_batch_tokens", "shared_prefix", "gradient_checkpointing"),
-    "verifier": ("timeout_s", "workers"),
+    "verifier": ("timeout_s", "workers", "nodes"),
     "verifiers": ("*.timeout_s",),
     "rollout": ("timeout_s", "retries"),
     "environment": (
         "workers",
+        "nodes",
         "concurrency",
         "starts_per_s",
         "timeout_s",

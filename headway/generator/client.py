@@ -200,8 +200,9 @@ class GeneratorPool:
         live = [(replica.name, replica.worker) for replica in self._replicas if replica.live and replica.worker]
         found = await asyncio.gather(*(activity_of(worker) for _, worker in live))
         return [
-            Span(track=name, name=state, start_s=start_s, end_s=end_s)
-            for (name, _), spans in zip(live, found, strict=True)
+            Span(track=name, name=state, start_s=start_s + shift_s, end_s=end_s + shift_s)
+            for (name, worker), spans in zip(live, found, strict=True)
+            for shift_s in [worker.clock_offset_s]
             for state, start_s, end_s in spans
         ]
 

@@ -8,15 +8,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 from headway.orchestrator.context import RunContext
 from headway.records.errors import HeadwayError
+from headway.records.node import NodeConditions
 from headway.records.trace import Pulse, Span, TraceLine, WorkerState
 
 PULSE_S = 1.0
 
 Activity = Callable[[], Awaitable[list[Span]]]
 Workers = Callable[[], Iterable[WorkerState]]
+Conditions = Callable[[], Iterable[NodeConditions]]
 
 
-async def take_pulse(run: RunContext, workers: Workers) -> Pulse:
+async def take_pulse(run: RunContext, workers: Workers, nodes: Conditions) -> Pulse:
     """Queue, engines and workers now. Raises HeadwayError when no engine can be asked."""
     state = run.state
     engines = await run.generator.statistics()
@@ -35,12 +37,17 @@ async def take_pulse(run: RunContext, workers: Workers) -> Pulse:
         kv_used_tokens=sum(engine.kv_used_tokens for engine in engines),
         kv_capacity_tokens=sum(engine.kv_capacity_tokens for engine in engines),
         workers=tuple(workers()),
+        nodes=tuple(nodes()),
     )
 
 
 @contextlib.asynccontextmanager
 async def pulsing(
-    run: RunContext, observe: Callable[[TraceLine], None], activity: Activity, workers: Workers
+    run: RunContext,
+    observe: Callable[[TraceLine], None],
+    activity: Activity,
+    workers: Workers,
+    nodes: Conditions = tuple,
 ) -> AsyncIterator[None]:
     """Pass replicas' spans and a pulse to ``observe`` every PULSE_S within the block. Not one of the run's loops:
     nothing waits for it, and after a HeadwayError it tries again."""
@@ -49,7 +56,7 @@ async def pulsing(
         with contextlib.suppress(HeadwayError):  # no replica answers: the loops handle that
             for span in await activity():
                 observe(span)
-            observe(await take_pulse(run, workers))
+            observe(await take_pulse(run, workers, nodes))
 
     async def keep_beating() -> None:
         while True:

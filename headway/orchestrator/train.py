@@ -17,9 +17,9 @@ from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.actors.controller_process import ControllerProcess
 from headway.orchestrator.actors.environments import open_multi_turn_host
-from headway.orchestrator.actors.nodes import open_machines
 from headway.orchestrator.assembly import Actors, WrapGenerate, assemble
 from headway.orchestrator.context import RunContext
+from headway.orchestrator.machines import open_machines
 from headway.orchestrator.pulse import pulsing
 from headway.orchestrator.run import Run
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
@@ -207,15 +207,14 @@ async def wire(
     generator = GeneratorPool(
         launcher, experiment, clock, on_event=worker_event, log_directory=directory.logs, bring_to=machines.bring_to
     )
-    retries = experiment.rollout.retries
-    named, observe = named_verifiers(experiment, sets), observers.observe
+    observe = observers.observe
     verifier = VerifierPool(
         launcher,
         experiment.verifier,
         clock,
-        named=named,
+        named=named_verifiers(experiment, sets),
         log_folder=directory.logs,
-        retries=retries,
+        retries=experiment.rollout.retries,
         observe=observe,
         on_event=worker_event,
     )
@@ -240,6 +239,7 @@ async def wire(
     for actor in (trainer, generator, verifier, looking):
         stack.push_async_callback(actor.stop)
     await asyncio.gather(trainer.start(), generator.start(), verifier.start())
+    machines.take_offers(generator.join)
     run.context.meter.peak_flops_per_s = await trainer.measure_peak()
     if observe is not None:
 
@@ -247,5 +247,5 @@ async def wire(
             environments = host.pool.worker_states if isinstance(host, Environments) else []
             return [*generator.worker_states, *trainer.worker_states, *verifier.worker_states, *environments]
 
-        await stack.enter_async_context(pulsing(run.context, observe, generator.activity, workers))
+        await stack.enter_async_context(pulsing(run.context, observe, generator.activity, workers, machines.conditions))
     return run

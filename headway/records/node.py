@@ -16,6 +16,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     shared_memory_bytes: int  # free in /dev/shm
     scratch: str  # the agent's temporary folder on the node
+    offers: tuple[str, ...] = ()  # devices on which it offers to run a generator's replica, beside the file's
 
 
 class ProcessOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,11 +37,23 @@ class ProcessEnded(msgspec.Struct, frozen=True, kw_only=True):
     output: str  # the last lines that it wrote
 
 
-class NodeConditions(msgspec.Struct, frozen=True, kw_only=True):
-    """Event, every few seconds: the conditions on a node."""
+class GpuConditions(msgspec.Struct, frozen=True, kw_only=True):
+    """The conditions of a GPU."""
 
+    index: int
+    busy_ratio: float  # share of the last second in which it computed
+    memory_used_bytes: int
+    memory_bytes: int
+    ecc_errors: int = 0  # that could not be corrected, since its driver was loaded
+
+
+class NodeConditions(msgspec.Struct, frozen=True, kw_only=True):
+    """The conditions on a machine of the run: an event of its agent every few seconds."""
+
+    name: str = ""  # of the node; "": the orchestrator's machine
     cpu_ratio: float  # share of its cores' time in use since the last one
     memory_free_bytes: int
     shared_memory_free_bytes: int
     disk_free_bytes: int  # of the scratch folder's file system
-    processes: int  # of workers, running
+    processes: int = 0  # of workers, running
+    gpus: tuple[GpuConditions, ...] = ()

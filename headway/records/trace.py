@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from headway.records.node import NodeConditions
+
 
 class TraceSession(msgspec.Struct, frozen=True, kw_only=True, tag="session", tag_field="kind"):
     """A process starts (or resumes) the run; gives the clock of the lines that follow."""
@@ -98,6 +100,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag="pulse", tag_field="k
     kv_used_tokens: int = 0
     kv_capacity_tokens: int = 0
     workers: tuple[WorkerState, ...] = ()
+    nodes: tuple[NodeConditions, ...] = ()  # conditions of the run's machines, where it has several
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True, tag="mark", tag_field="kind"):

@@ -42,6 +42,12 @@ def every_core() -> str:
     return f"cpu:0-{len(_MACHINE_CORES) - 1}"
 
 
+def every_core_in_turn(nodes: Sequence[str], index: int) -> str:
+    """The device of all cores of the machine on which worker ``index`` runs: this one, or ``nodes`` in turn."""
+    node = nodes[index % len(nodes)] if nodes else ""
+    return f"{node}/cpu:all" if node else every_core()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """The device of a worker: CPU cores, a GPU, or a server."""

@@ -72,6 +72,11 @@ class ProcessWorker:
         return self._process.pid
 
     @property
+    def clock_offset_s(self) -> float:
+        """See :meth:`headway.runtime.workers.Worker.clock_offset_s`."""
+        return self._process.clock_offset_s
+
+    @property
     def alive(self) -> bool:
         return not self._died.done()
 

@@ -46,6 +46,11 @@ class WorkerProcess(Protocol):
         """Whether its machine gives signs of life: silence of the worker counts only then."""
         ...
 
+    @property
+    def clock_offset_s(self) -> float:
+        """Seconds to be added to its machine's monotonic clock to get this one's."""
+        ...
+
     def watch(self, on_exit: Callable[[ProcessExit], None]) -> None:
         """Call ``on_exit`` once when the process has ended; the children that it left are killed first."""
         ...
@@ -59,6 +64,7 @@ class ChildProcess:
     """A process of this machine, child of this one; its output goes to a log."""
 
     reachable = True
+    clock_offset_s = 0.0
 
     def __init__(
         self, arguments: Sequence[str], environment: dict[str, str], log: str | Path | None, descriptor: int

@@ -47,6 +47,11 @@ class Worker(Protocol):
     def pid(self) -> int: ...
 
     @property
+    def clock_offset_s(self) -> float:
+        """Seconds to be added to times of its monotonic clock to get this machine's; 0.0 for a worker here."""
+        ...
+
+    @property
     def alive(self) -> bool: ...
 
     @property

@@ -25,6 +25,7 @@ from headway.generator.recording.recorder import Recorder
 from headway.generator.recording.sessions import KeyRefused, NoSuchRollout, Session, key_digest
 from headway.generator.routing.limiter import Place
 from headway.models.configuration import DecoderConfig
+from headway.orchestrator.machines import open_machines
 from headway.records.clients import Watch
 from headway.records.conversations import OnTokens, SampleTurn, TurnRequest
 from headway.records.errors import ConfigurationError, Overloaded
@@ -35,7 +36,6 @@ from headway.runtime.addresses import is_loopback
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.garbage_collection import short_collections
 from headway.runtime.line_file import LineFile
-from headway.runtime.workers import LocalLauncher
 from headway.services.serve_metrics import ServeMetrics
 from headway.services.session_record import SessionRecord
 from headway.tokens.continuing import Chat
@@ -118,8 +118,8 @@ async def serve(wanted: Serving, on_ready: Callable[[str], None], on_event: Call
         def worker_event(name: str, detail: str, /, **_: object) -> None:
             on_event(name, detail)
 
-        launcher = LocalLauncher(clock, start_timeout_s=experiment.run.worker_start_timeout_s, on_event=worker_event)
-        pool = GeneratorPool(launcher, experiment, clock, on_event=worker_event)
+        machines = await stack.enter_async_context(open_machines(experiment, clock, worker_event))
+        pool = GeneratorPool(machines.launcher, experiment, clock, on_event=worker_event)
         record = None
         if wanted.record is not None:
             file = stack.enter_context(LineFile(wanted.record))

@@ -96,6 +96,28 @@ def test_a_short_cut_of_the_network_restarts_nothing(inputs: Any, tmp_path: Path
         assert not tiny_run.events_of(tmp_path / "run", name), name
 
 
+def test_a_node_that_offers_a_device_in_mid_run_is_used(inputs: Any, tmp_path: Path) -> None:
+    verifier = {"name": "tiny_verifiers:parity", "workers": 2, "nodes": ["b"]}
+    config = write_cluster_experiment(
+        tmp_path, inputs, run={"steps": 60, "directory": str(tmp_path / "run")}, verifier=verifier
+    )
+    with namespaces(3) as (here, there, elsewhere):
+        agents = [start_agent(ADDRESS, "b", log=tmp_path / "b.log", namespace=there)]
+        run = start_run(config, here)
+        command = tiny_run.Command(run, tmp_path / "run", tmp_path / "journal")
+        command.until(lambda: len(tiny_run.steps_of(tmp_path / "run")) >= 3, "three steps")
+        offer = ("--offer", "cpu:0")
+        agents.append(start_agent(ADDRESS, "c", log=tmp_path / "c.log", namespace=elsewhere, arguments=offer))
+        command.until(lambda: tiny_run.events_of(tmp_path / "run", "generator_joined"), "another replica")
+        output, _ = run.communicate(timeout=90)
+        assert run.returncode == 0, output + (tmp_path / "c.log").read_text()
+        assert [agent.wait(10) for agent in agents] == [0, 0]
+    (joined,) = tiny_run.events_of(tmp_path / "run", "generator_joined")
+    assert joined.detail.startswith("generator-1 on c/cpu:0: version")
+    assert joined.step < 60
+    assert tiny_run.audited(tmp_path / "run").completed_steps == 60
+
+
 def test_a_lost_node_comes_back_and_the_run_goes_on(inputs: Any, tmp_path: Path) -> None:
     config = write_cluster_experiment(
         tmp_path, inputs, run={"steps": 40, "directory": str(tmp_path / "run")}, cluster={"orphan_s": 5.0}

@@ -9,6 +9,7 @@ from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.actors.environments import open_multi_turn_host
 from headway.orchestrator.evaluation import attempt_tasks, evaluation_prefix, evaluation_record
+from headway.orchestrator.machines import Machines, open_machines
 from headway.orchestrator.task_sets import load_task_sets, named_verifiers
 from headway.records.clients import RolloutMaker
 from headway.records.errors import ConfigurationError
@@ -17,14 +18,13 @@ from headway.rollout.makers.select import make_rollouts
 from headway.rollout.makers.turn_sampler import TurnSampler
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import RealClock
-from headway.runtime.workers import LocalLauncher
 from headway.tokens.tokenizer import Tokenizer
 
 
 class Scorer:
     """Scores the tasks of one split with whatever weights its generator holds."""
 
-    def __init__(self, experiment: Experiment, split: str) -> None:
+    def __init__(self, experiment: Experiment, split: str, machines: Machines) -> None:
         sets = load_task_sets(experiment)
         if split not in sets:
             raise ConfigurationError(f"tasks.{split} is missing; the experiment has: {', '.join(sets)}")
@@ -33,8 +33,8 @@ class Scorer:
         self._tasks = sets[split]
         self._clock = RealClock()
         self._tokenizer = Tokenizer.load(experiment.model.path)
-        self._launcher = launcher = LocalLauncher(self._clock, start_timeout_s=experiment.run.worker_start_timeout_s)
-        self.generator = GeneratorPool(launcher, experiment, self._clock)
+        self._launcher = launcher = machines.launcher
+        self.generator = GeneratorPool(launcher, experiment, self._clock, bring_to=machines.bring_to)
         named, retries = named_verifiers(experiment, {split: self._tasks}), experiment.rollout.retries
         self._verifier = VerifierPool(launcher, experiment.verifier, self._clock, named=named, retries=retries)
         self._rollouts: RolloutMaker | None = None
@@ -87,7 +87,8 @@ def evaluate_model(experiment: Experiment, *, model_path: str, split: str) -> Ev
 
     async def score() -> EvaluationRecord:
         async with AsyncExitStack() as stack:
-            scorer = Scorer(chosen, split)
+            machines = await stack.enter_async_context(open_machines(chosen, RealClock()))
+            scorer = Scorer(chosen, split, machines)
             await scorer.start(stack)
             return await scorer.score("held")
 

@@ -14,11 +14,12 @@ from typing import Any
 from headway.config.schema import Experiment
 from headway.orchestrator.jobs.evaluate import Scorer
 from headway.orchestrator.jobs.sft_data import read_sft_tokens
+from headway.orchestrator.machines import open_machines
 from headway.records.errors import ConfigurationError, HeadwayError, NoProgress, RemoteError
 from headway.records.generation import PublishedWeights
 from headway.runtime.clock import RealClock
 from headway.runtime.file_lock import FileLock
-from headway.runtime.workers import LocalLauncher, WorkerSpec
+from headway.runtime.workers import WorkerSpec
 from headway.trainer.checkpoints import recover_folder, require_replaceable
 from headway.weights.leftovers import reap
 
@@ -91,15 +92,17 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
     async with AsyncExitStack() as stack:
         arguments = {"experiment": json.loads(experiment.model_dump_json()), "run_id": identity}
         spec = WorkerSpec(name="sft", factory=_SERVICE, arguments=arguments, device=settings.device)
-        launcher = LocalLauncher(clock, start_timeout_s=experiment.run.worker_start_timeout_s)
-        trainer = await launcher.start(spec)
+        machines = await stack.enter_async_context(
+            open_machines(experiment, clock, run_id=identity, origin=settings.device)
+        )
+        trainer = await machines.launcher.start(spec)
         stack.push_async_callback(trainer.stop)
         count = len(data.lengths_s)
         held_out = 0 if settings.steps else min(_MOST_HELD_OUT, round(_HELD_OUT_SHARE * count))
         await trainer.call("prepare", data.token_ids_n, data.learned_n, data.lengths_s, held_out)
         scorer: Scorer | None = None
         if settings.evaluate_every_steps:
-            scorer = Scorer(experiment, "validation")
+            scorer = Scorer(experiment, "validation", machines)
             await scorer.start(stack)
         started, result = clock.now(), dict[str, Any](data.counts) | {"held_out": held_out}
         total, epoch = settings.total_steps(count - held_out), (count - held_out) / settings.batch_sequences

@@ -16,6 +16,7 @@ from headway.control.lengths import LengthDistribution, group_correlation, lengt
 from headway.control.summaries import quantile
 from headway.control.tuning.forecast import LEAST_GROUPS
 from headway.generator.client import GeneratorPool
+from headway.orchestrator.machines import Machines, open_machines
 from headway.orchestrator.preflight.load import Load
 from headway.orchestrator.preflight.memory import peak_resident_bytes
 from headway.orchestrator.preflight.step_timing import StepTimes, time_steps
@@ -27,7 +28,6 @@ from headway.records.task import Task
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.devices import lends
-from headway.runtime.workers import LocalLauncher
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.client import TrainerClient
 from headway.weights.leftovers import reap
@@ -68,7 +68,8 @@ async def _calibrate(
     experiment: Experiment, tasks: Sequence[Task], seconds: float, on_progress: OnProgress, identity: str
 ) -> tuple[Calibration, LengthDistribution]:
     async with _interruptible(), AsyncExitStack() as stack:
-        calibrating = _Calibrating(experiment, tasks, seconds, on_progress, identity)
+        machines = await stack.enter_async_context(open_machines(experiment, RealClock(), run_id=identity))
+        calibrating = _Calibrating(experiment, tasks, seconds, on_progress, identity, machines)
         await calibrating.start(stack)
         try:
             async with asyncio.timeout(_PATIENCE * seconds):
@@ -108,16 +109,22 @@ class _Calibrating:
     """A calibration under way: its workers, and its measurements so far."""
 
     def __init__(
-        self, experiment: Experiment, tasks: Sequence[Task], seconds: float, on_progress: OnProgress, identity: str
+        self,
+        experiment: Experiment,
+        tasks: Sequence[Task],
+        seconds: float,
+        on_progress: OnProgress,
+        identity: str,
+        machines: Machines,
     ) -> None:
         self.doing = "started the workers"
         self._experiment = experiment
         self._seconds = seconds
         self._on_progress = on_progress
         self._clock: Clock = RealClock()
-        launcher = LocalLauncher(self._clock, start_timeout_s=experiment.run.worker_start_timeout_s)
-        self._generator = GeneratorPool(launcher, experiment, self._clock, on_event=self._on_event)
-        self._trainer = TrainerClient(launcher, experiment, identity)
+        launcher, bring_to = machines.launcher, machines.bring_to
+        self._generator = GeneratorPool(launcher, experiment, self._clock, on_event=self._on_event, bring_to=bring_to)
+        self._trainer = TrainerClient(launcher, experiment, identity, host_of=machines.host_of)
         named = named_verifiers(experiment, {"train": tasks})
         self._verifier = VerifierPool(launcher, experiment.verifier, self._clock, named=named, retries=0)
         tokenizer = Tokenizer.load(experiment.model.path)

@@ -20,7 +20,7 @@ from headway.records.task import Task
 from headway.records.trace import WorkerState
 from headway.runtime.channel import ChannelClosed
 from headway.runtime.clock import Clock
-from headway.runtime.devices import every_core
+from headway.runtime.devices import every_core_in_turn
 from headway.runtime.worker_slots import WorkerSlot, start_all, stop_all
 from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec
 
@@ -203,7 +203,7 @@ class EnvironmentPool:
                 name=f"environment-{index}",
                 factory=_FACTORY,
                 arguments={**arguments, "sandbox": share.model_dump()},
-                device=every_core(),
+                device=every_core_in_turn(environment.nodes, index),
                 log_path=str(log_folder / f"environment-{index}.log") if log_folder else None,
             )
             self._seats.append(_Seat(spec, launcher, clock, on_event))

@@ -20,7 +20,7 @@ from headway.rollout.verification.verdicts import failed_verdict
 from headway.runtime.backoff import backoff_s
 from headway.runtime.channel import Channel, ChannelClosed, ChannelStatistics
 from headway.runtime.clock import Clock
-from headway.runtime.devices import every_core
+from headway.runtime.devices import every_core_in_turn
 from headway.runtime.worker_slots import WorkerSlot, live_pids, start_all, stop_all
 from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec
 
@@ -86,12 +86,13 @@ class VerifierPool:
         limits_s = [verifier.timeout_s, *(settings.timeout_s for settings in self._named.values())]
         self._scoring: dict[str, int] = {}  # worker -> responses it is given and hasn't answered
         self._slots: list[WorkerSlot] = []
-        for name in (f"verifier-{index}" for index in range(verifier.workers)):
+        for index in range(verifier.workers):
+            name = f"verifier-{index}"
             spec = WorkerSpec(
                 name=name,
                 factory=_FACTORY,
                 arguments=arguments,
-                device=every_core(),
+                device=every_core_in_turn(verifier.nodes, index),
                 log_path=str(log_folder / f"{name}.log") if log_folder else None,
                 longest_silence_s=_WATCHDOG * max(limits_s) + _BACKSTOP_GRACE_S,
             )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import shutil
 import socket
 import struct
 import time
@@ -17,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from headway.records.errors import ConfigurationError, WorkerDied
-from headway.records.node import NodeConditions, NodeFacts, ProcessEnded, ProcessOrder
+from headway.records.node import NodeFacts, ProcessEnded, ProcessOrder
 from headway.runtime.backoff import backoff_s
 from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.devices import cuda_device_count, machine_cores, parse_device
 from headway.runtime.framing import Kind, encode
 from headway.runtime.link import Link
+from headway.runtime.nodes.conditions import CONDITIONS_EVERY_S, SHARED_MEMORY, ConditionsReader, free_bytes
 from headway.runtime.nodes.dial import dial, outlast
 from headway.runtime.nodes.handshake import ConnectionRefused, Hello, software
 from headway.runtime.scratch import ScratchFolder
@@ -31,10 +31,8 @@ from headway.runtime.worker_process import ChildProcess, ProcessExit
 from headway.runtime.workers import start_child
 
 HEARTBEAT_S = 2.0
-CONDITIONS_EVERY_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0  # between attempts to join
 _TIMEVAL = struct.Struct("@ll")
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 class Agent:
@@ -45,14 +43,23 @@ class Agent:
     what the orchestrator calls.
     """
 
-    def __init__(self, name: str, address: str, key: str, epoch: int, orphan_s: float, scratch: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        key: str,
+        epoch: int,
+        orphan_s: float,
+        scratch: Path,
+        offers: tuple[str, ...] = (),
+    ) -> None:
+        self._offers = offers
         self._name, self._address, self._key, self._epoch = name, address, key, epoch
         self._orphan_s = orphan_s
         self._scratch = scratch
         self._processes: dict[int, ChildProcess] = {}
         self._link: Link | None = None
         self._ended: asyncio.Future[tuple[str, bool]] = asyncio.get_running_loop().create_future()
-        self._busy_s = _cpu_s()
 
     async def serve(self, sock: socket.socket, clock: Clock) -> tuple[str, bool]:
         """Serve the orchestrator at the other end of ``sock``. Returns why that has ended, and whether it was meant."""
@@ -83,8 +90,9 @@ class Agent:
             cores=len(machine_cores()),
             gpus=cuda_device_count() or 0,
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            shared_memory_bytes=_free_bytes(_SHARED_MEMORY),
+            shared_memory_bytes=free_bytes(SHARED_MEMORY),
             scratch=str(self._scratch),
+            offers=self._offers,
         )
 
     async def clock(self) -> float:
@@ -135,24 +143,24 @@ class Agent:
             process.kill()
 
     async def _tell_conditions(self, clock: Clock) -> None:
+        reader = ConditionsReader(self._scratch, self._name)
         while True:
             await clock.sleep(CONDITIONS_EVERY_S)
-            before_s, self._busy_s = self._busy_s, _cpu_s()
-            self._emit(
-                NodeConditions(
-                    cpu_ratio=min(1.0, (self._busy_s - before_s) / CONDITIONS_EVERY_S / (os.cpu_count() or 1)),
-                    memory_free_bytes=_memory_free_bytes(),
-                    shared_memory_free_bytes=_free_bytes(_SHARED_MEMORY),
-                    disk_free_bytes=_free_bytes(self._scratch),
-                    processes=len(self._processes),
-                )
-            )
+            self._emit(await asyncio.to_thread(reader.read, len(self._processes)))
 
 
 async def run_agent(
-    address: str, name: str, key: str, *, give_up_s: float = 600.0, say: Any = print, clock: Clock | None = None
+    address: str,
+    name: str,
+    key: str,
+    *,
+    offers: tuple[str, ...] = (),
+    give_up_s: float = 600.0,
+    say: Any = print,
+    clock: Clock | None = None,
 ) -> None:
     """Join the run at ``address`` as node ``name`` and serve it to its end; join again when the orchestrator was lost.
+    ``offers``: devices for replicas beside those that the run's file names.
 
     Raises ConnectionRefused when the run refuses this node, or when no run answers for ``give_up_s``."""
     clock = clock or RealClock()
@@ -173,7 +181,7 @@ async def run_agent(
             outlast(sock, verdict.orphan_s)
             failures = 0
             say(f"joined the run at {address} as {name}, epoch {verdict.epoch}")
-            agent = Agent(name, address, key, verdict.epoch, verdict.orphan_s, scratch)
+            agent = Agent(name, address, key, verdict.epoch, verdict.orphan_s, scratch, offers)
             reason, meant = await agent.serve(sock, clock)
             say(reason)
             if meant:
@@ -186,23 +194,3 @@ def require_name(name: str) -> str:
     if not name or "/" in name or ":" in name or len(name) > 100:
         raise ConfigurationError(f"node name {name!r}: must be 1 to 100 characters without '/' and ':'")
     return name
-
-
-def _free_bytes(folder: Path) -> int:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return 0
-
-
-def _memory_free_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return 1024 * int(line.split()[1])
-    return 0
-
-
-def _cpu_s() -> float:
-    """Seconds that all cores of this machine have worked since it was started."""
-    user, nice, system, _, _, irq, soft, *_ = (int(part) for part in Path("/proc/stat").read_text().split()[1:9])
-    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")

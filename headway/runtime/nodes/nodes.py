@@ -1,174 +1,27 @@
-"""The nodes of a run, as its orchestrator sees them: who has joined, their processes, who is lost."""
+"""The nodes of a run: who has joined, who is lost, and the launcher of workers on them."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import socket
-from collections.abc import Callable
-from typing import Any
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from headway.records.errors import HeadwayError, RemoteError, WorkerDied
-from headway.records.node import NodeConditions, NodeFacts, ProcessEnded, ProcessOrder
+from headway.records.node import NodeConditions, ProcessOrder
 from headway.runtime.addresses import split_address
-from headway.runtime.channel import Channel
 from headway.runtime.clock import Clock
-from headway.runtime.link import Link
+from headway.runtime.nodes.conditions import CONDITIONS_EVERY_S, ConditionsReader
 from headway.runtime.nodes.dial import outlast
 from headway.runtime.nodes.door import Door
 from headway.runtime.nodes.handshake import Admission, Hello, software, welcome
-from headway.runtime.worker_process import ProcessExit, WorkerProcess
+from headway.runtime.nodes.node import Node, NodeLost
+from headway.runtime.worker_process import WorkerProcess
 from headway.runtime.workers import EventCallback, LocalLauncher, Worker, WorkerSpec
 
-HEARTBEAT_S = 2.0
-_REACHABLE_S = 2.5 * HEARTBEAT_S  # since a sign of life
 _CALL_S = 30.0  # for what an agent does at once
-_CLOCK_ROUNDS = 8
-
-
-class NodeLost(HeadwayError):
-    """A node has gone: its machine, its network or its agent."""
-
-    exit_code = 3
-
-
-class NodeProcess:
-    """A worker's process on a node."""
-
-    def __init__(self, node: Node, pid: int) -> None:
-        self._node = node
-        self.pid = pid
-        self._on_exit: Callable[[ProcessExit], None] | None = None
-        self._end: ProcessExit | None = None
-
-    @property
-    def reachable(self) -> bool:
-        """See :meth:`WorkerProcess.reachable`."""
-        return self._node.reachable
-
-    def watch(self, on_exit: Callable[[ProcessExit], None]) -> None:
-        """See :meth:`WorkerProcess.watch`."""
-        self._on_exit = on_exit
-        if self._end is not None:
-            on_exit(self._end)
-
-    def kill(self) -> bool:
-        """See :meth:`WorkerProcess.kill`."""
-        if self._end is not None:
-            return False
-        self._node.kill(self.pid)
-        return True
-
-    def ended(self, end: ProcessExit) -> None:
-        if self._end is None:
-            self._end = end
-            if self._on_exit is not None:
-                self._on_exit(end)
-
-
-class Node:
-    """A node that has joined.
-
-    Lifecycle: *joined* -> *lost* (no sign of life for ``orphan_s``, its connection broke) or *left* (it was told to
-    end). Its processes have ended then, by their own clocks at the latest.
-    """
-
-    def __init__(self, sock: socket.socket, name: str, peer: str, clock: Clock, on_lost: Callable[[Node, str], None]):
-        self.name = name
-        self.peer = peer  # its address as seen from here
-        self.facts: NodeFacts | None = None
-        self.conditions: NodeConditions | None = None  # the last ones it told
-        self.clock_offset_s = 0.0  # to be added to its monotonic clock to get ours
-        self.clock_uncertainty_s = 0.0
-        self.lost = ""  # why
-        self._clock = clock
-        self._on_lost = on_lost
-        self._events: Channel[Any] = Channel(256, f"{name}.events", clock)
-        self._link = Link(name, sock, self._events, self._give_up, self._give_up)
-        self._processes: dict[int, NodeProcess] = {}
-        self._ends: dict[int, ProcessExit] = {}  # of processes whose start isn't known here yet
-        self._absorbing = asyncio.create_task(self._absorb(), name=f"node {name}")
-
-    @property
-    def reachable(self) -> bool:
-        """Whether its agent has given a sign of life lately."""
-        return not self.lost and self._link.silent_s < _REACHABLE_S
-
-    def watch(self, orphan_s: float, on_event: EventCallback) -> None:
-        """Start its health checks."""
-        self._link.watch(
-            self._clock,
-            HEARTBEAT_S,
-            orphan_s + 2 * HEARTBEAT_S,  # its agent and workers have given us up by then
-            on_event,
-            on_silence=lambda silent_s: self._give_up(f"gave no sign of life for {silent_s:.0f} s"),
-            reachable=lambda: True,
-        )
-
-    async def inquire(self) -> NodeFacts:
-        """Ask for its facts and measure its clock."""
-        facts: NodeFacts = await self.call("facts")
-        best = float("inf")
-        for _ in range(_CLOCK_ROUNDS):
-            sent = self._clock.now()
-            there = await self.call("clock")
-            received = self._clock.now()
-            if received - sent < best:
-                best = received - sent
-                self.clock_offset_s = (sent + received) / 2 - there
-                self.clock_uncertainty_s = best / 2
-        self.facts = facts
-        return facts
-
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call the agent. Raises NodeLost, RemoteError, TimeoutError."""
-        try:
-            return await self._link.call(method, *args, timeout_s=_CALL_S)
-        except WorkerDied as died:
-            raise NodeLost(f"node {self.name}: {died.cause}") from None
-
-    async def start_process(self, order: ProcessOrder) -> NodeProcess:
-        """Start a worker's process. Raises the errors of `call`."""
-        pid = await self.call("start_process", order)
-        process = self._processes[pid] = NodeProcess(self, pid)
-        if pid in self._ends:
-            self._ended(pid, self._ends.pop(pid))
-        return process
-
-    def kill(self, pid: int) -> None:
-        """Kill a process, if the node can be reached; else its own clock ends it."""
-        killing = asyncio.create_task(self.call("kill", pid), name=f"kill {pid} on {self.name}")
-        killing.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-    async def leave(self) -> None:
-        """Tell the agent that the run is over, and wait until it has closed the connection."""
-        with contextlib.suppress(NodeLost, RemoteError, TimeoutError):
-            await self.call("end")
-        self._give_up("the run is over")
-
-    async def _absorb(self) -> None:
-        async for event in self._events:
-            if isinstance(event, ProcessEnded):
-                self._ended(event.pid, ProcessExit(code=event.code, output=event.output))
-            elif isinstance(event, NodeConditions):
-                self.conditions = event
-
-    def _ended(self, pid: int, end: ProcessExit) -> None:
-        if (process := self._processes.pop(pid, None)) is not None:
-            process.ended(end)
-        else:
-            self._ends[pid] = end
-
-    def _give_up(self, reason: str) -> None:
-        if self.lost:
-            return
-        self.lost = reason
-        self._link.close(WorkerDied(f"node {self.name}", reason))
-        for process in list(self._processes.values()):
-            process.ended(ProcessExit(code=None, reason=f"node {self.name} {reason}"))
-        self._processes.clear()
-        self._on_lost(self, reason)
 
 
 class Nodes:
@@ -190,18 +43,24 @@ class Nodes:
         local: LocalLauncher,
         *,
         orphan_s: float = 60.0,
+        return_s: float = 300.0,
         environment: dict[str, str] | None = None,
         on_event: EventCallback = lambda name, detail, /, **fields: None,
     ) -> None:
-        """``environment``: of all workers on other nodes. ``local`` starts the workers of this machine."""
+        """``environment``: of all workers on other nodes. ``local`` starts the workers of this machine. ``return_s``: a
+        worker's start waits so long for a node that isn't there."""
         self.joined: dict[str, Node] = {}
         self._epoch = epoch
         self._clock = clock
         self._local = local
         self._orphan_s = orphan_s
+        self._return_s = return_s
+        self._on_offer: Callable[[str], Awaitable[object]] | None = None
+        self._own: NodeConditions | None = None
+        self._offers: set[asyncio.Task[object]] = set()
         self._environment = dict(environment or {})
         self._on_event = on_event
-        self._door = Door(address, key, epoch, self._take, lambda cause: on_event("connection_refused", cause))
+        self._door = Door(address, key, epoch, self._take_guest, lambda cause: on_event("connection_refused", cause))
         self._awaited: dict[str, asyncio.Future[socket.socket]] = {}  # workers' connections, by token
         self._changed = asyncio.Condition()
         self._closing = False
@@ -213,10 +72,13 @@ class Nodes:
 
     async def __aenter__(self) -> Nodes:
         await self._door.open()
+        self._looking = asyncio.create_task(self._look_around(), name="conditions")
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._closing = True
+        for task in (self._looking, *self._offers):
+            task.cancel()
         await asyncio.gather(*(node.leave() for node in list(self.joined.values())))
         await self._door.close()
 
@@ -227,6 +89,17 @@ class Nodes:
         if name not in self.joined:
             raise NodeLost(f"node {name} is not there")
         return self.joined[name].peer
+
+    def conditions(self) -> list[NodeConditions]:
+        """The last known conditions of this machine and of every node."""
+        known = [self._own, *(node.conditions for node in self.joined.values())]
+        return [conditions for conditions in known if conditions is not None]
+
+    def take_offers(self, take: Callable[[str], Awaitable[object]]) -> None:
+        """Call ``take(device)`` for every device that a node offers, now and later."""
+        self._on_offer = take
+        for node in self.joined.values():
+            self._take_devices(node)
 
     async def wait_for(self, name: str, timeout_s: float) -> Node:
         """Wait until node ``name`` has joined. Raises NodeLost."""
@@ -247,9 +120,10 @@ class Nodes:
         return await self._local.attach(spec, process, sock)
 
     async def _start_on(self, name: str, device: str, spec: WorkerSpec) -> tuple[WorkerProcess, socket.socket]:
-        node = self.joined.get(name)
-        if node is None:
-            raise WorkerDied(spec.name, f"node {name} is not there")
+        try:
+            node = await self.wait_for(name, self._return_s)
+        except NodeLost as lost:
+            raise WorkerDied(spec.name, str(lost)) from None
         token = secrets.token_hex(16)
         awaited = self._awaited[token] = asyncio.get_running_loop().create_future()
         order = ProcessOrder(
@@ -268,7 +142,7 @@ class Nodes:
         finally:
             del self._awaited[token]
 
-    async def _take(self, sock: socket.socket, hello: Hello, peer: str) -> str:
+    async def _take_guest(self, sock: socket.socket, hello: Hello, peer: str) -> str:
         """Take a guest that has proved the key: see `OnGuest`."""
         outlast(sock, self._orphan_s)
         verdict = Admission(epoch=self._epoch, orphan_s=self._orphan_s)
@@ -304,6 +178,29 @@ class Nodes:
         )
         async with self._changed:
             self._changed.notify_all()
+        self._take_devices(node)
+
+    def _take_devices(self, node: Node) -> None:
+        """Begin to take the devices that a node offers, if somebody takes any."""
+        if self._on_offer is None or node.facts is None:
+            return
+        for device in node.facts.offers:
+            taking = asyncio.create_task(self._taken(self._on_offer(f"{node.name}/{device}")), name=f"take {device}")
+            self._offers.add(taking)
+            taking.add_done_callback(self._offers.discard)
+
+    async def _taken(self, taking: Awaitable[object]) -> None:
+        try:
+            await taking
+        except HeadwayError as error:
+            self._on_event("offer_failed", str(error))
+
+    async def _look_around(self) -> None:
+        """Read this machine's own conditions every few seconds."""
+        reader = ConditionsReader(Path(tempfile.gettempdir()))
+        while True:
+            self._own = await asyncio.to_thread(reader.read)
+            await self._clock.sleep(CONDITIONS_EVERY_S)
 
     def _lose(self, node: Node, reason: str) -> None:
         if self.joined.get(node.name) is node:

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from headway.records.errors import ConfigurationError
 from headway.records.generation import ROUTER_COUNTERS, RouterStatistics
 from headway.records.ledger import EventRecord
+from headway.records.node import NodeConditions
 from headway.records.trace import Pulse, WorkerState
 from headway.runtime.addresses import is_loopback, require_free, split_address
 from headway.telemetry.exporters.exporters import Exporter, Start, Status
@@ -32,6 +33,21 @@ _SLOTS = ("slots", "running_rollouts", "waiting_rollouts", "kv_used_tokens", "kv
 def metric_name(name: str) -> str:
     """``group/quantity_unit`` as Prometheus spells it: ``headway_group_quantity_unit``."""
     return "headway_" + _UNUSUAL.sub("_", name)
+
+
+_CONDITIONS = {
+    "cpu_ratio": "share of its cores' time in use",
+    "memory_free_bytes": "of memory",
+    "shared_memory_free_bytes": "in /dev/shm, where weights are published",
+    "disk_free_bytes": "of the disk with its temporary files",
+    "processes": "of workers that run there",
+}
+_GPU_CONDITIONS = {
+    "busy_ratio": "share of the last second in which it computed",
+    "memory_used_bytes": "of its memory",
+    "memory_bytes": "of its memory, in all",
+    "ecc_errors": "memory errors that could not be corrected",
+}
 
 
 class Prometheus(Exporter, Collector):
@@ -125,6 +141,7 @@ class Prometheus(Exporter, Collector):
             yield GaugeMetricFamily("headway_version", "completed training steps", pulse.version)
             yield GaugeMetricFamily("headway_applied_version", lowest, pulse.applied_version)
             yield from worker_families(pulse.workers)
+            yield from node_families(pulse.nodes)
 
 
 def worker_families(workers: Iterable[WorkerState]) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
@@ -136,6 +153,21 @@ def worker_families(workers: Iterable[WorkerState]) -> Iterator[GaugeMetricFamil
         restarts.add_metric([worker.name], worker.restarts)
     yield up
     yield restarts
+
+
+def node_families(nodes: Iterable[NodeConditions]) -> Iterator[GaugeMetricFamily]:
+    """Metrics of the machines of a run: what is in use and what is left."""
+    for field, meaning in _CONDITIONS.items():
+        family = GaugeMetricFamily(f"headway_node_{field}", meaning, labels=["node"])
+        for node in nodes:
+            family.add_metric([node.name], float(getattr(node, field)))
+        yield family
+    for field, meaning in _GPU_CONDITIONS.items():
+        family = GaugeMetricFamily(f"headway_gpu_{field}", meaning, labels=["node", "gpu"])
+        for node in nodes:
+            for gpu in node.gpus:
+                family.add_metric([node.name, str(gpu.index)], float(getattr(gpu, field)))
+        yield family
 
 
 def router_families(router: RouterStatistics) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:

@@ -14,6 +14,7 @@ from tiny_trainer import make_experiment
 
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
+from headway.orchestrator import machines
 from headway.orchestrator.jobs import sft
 from headway.orchestrator.jobs.sft_data import SftTokens
 from headway.records.errors import ConfigurationError, NoProgress
@@ -53,7 +54,7 @@ class Trainer:
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     stand_in = Trainer(applied=0)
-    monkeypatch.setattr(sft, "LocalLauncher", lambda *a, **k: stand_in)
+    monkeypatch.setattr(machines, "LocalLauncher", lambda *a, **k: stand_in)
     one = SftTokens(
         token_ids_n=np.zeros(2, np.int32),
         learned_n=np.ones(2, bool),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
 from headway.records.generation import PublishedWeights
+from headway.records.node import NodeConditions
 from headway.runtime.clock import Clock
 from headway.runtime.devices import parse_device
 from headway.runtime.nodes.handshake import make_key, read_key
@@ -30,6 +31,15 @@ class Machines:
         """The address of a node (of this machine: "") by which the others reach it. Raises NodeLost."""
         return "127.0.0.1" if self.nodes is None else self.nodes.host_of(node)
 
+    def conditions(self) -> list[NodeConditions]:
+        """The last known conditions of every machine; empty where this one is alone."""
+        return [] if self.nodes is None else self.nodes.conditions()
+
+    def take_offers(self, join: Callable[[str], Awaitable[object]]) -> None:
+        """Call ``join(device)`` for every device that a node offers, now and later."""
+        if self.nodes is not None:
+            self.nodes.take_offers(join)
+
     async def bring_to(self, weights: PublishedWeights, node: str) -> PublishedWeights:
         """The weights as workers on ``node`` can read them. Raises WeightsCorrupt."""
         return weights if self.mirrors is None else await self.mirrors.on_node(weights, node)
@@ -43,11 +53,13 @@ async def open_machines(
     *,
     epoch: int = 1,
     run_id: str = "",
+    origin: str | None = None,
     key_folder: Path | None = None,
 ) -> AsyncIterator[Machines]:
     """The machines that ``experiment`` needs, when all nodes that its devices name have joined.
 
-    ``run_id`` names the weights' files; ``key_folder``: where the run's key is written when it has to be made. Raises
+    ``run_id`` names the weights' files; ``origin``: the device from which they are published, by default the trainer's
+    first; ``key_folder``: where the run's key is written when it has to be made. Raises
     ConfigurationError (address, key, a device on a node that isn't listed), NodeLost when a node doesn't join in time.
     """
     local = LocalLauncher(clock, start_timeout_s=experiment.run.worker_start_timeout_s, on_event=on_event)
@@ -64,6 +76,7 @@ async def open_machines(
         clock,
         local,
         orphan_s=cluster.orphan_s,
+        return_s=cluster.join_timeout_s,
         environment=cluster.environment,
         on_event=on_event,
     )
@@ -71,7 +84,7 @@ async def open_machines(
         on_event("nodes_awaited", f"{', '.join(needed) or 'none'} at {nodes.address}")
         for name in needed:
             await nodes.wait_for(name, cluster.join_timeout_s)
-        origin = parse_device(experiment.trainer.devices[0]).node if experiment.trainer.devices else ""
+        publishing = parse_device(origin or experiment.trainer.devices[0]).node
         settings = {
             "run_id": run_id,
             "ports": list(cluster.ports),
@@ -79,7 +92,7 @@ async def open_machines(
             "epoch": epoch,
             "orphan_s": cluster.orphan_s,
         }
-        mirrors = Mirrors(nodes, clock, origin, nodes.host_of, settings, on_event)
+        mirrors = Mirrors(nodes, clock, publishing, nodes.host_of, settings, on_event)
         try:
             yield Machines(launcher=nodes, nodes=nodes, mirrors=mirrors)
         finally:
@@ -88,20 +101,20 @@ async def open_machines(
 
 def needed_nodes(experiment: Experiment) -> list[str]:
     """Names of the nodes on which the run has a device. Raises ConfigurationError for one that isn't listed."""
-    named: list[str] = []
-    for key, devices in (
-        ("generator.devices", experiment.generator.devices),
-        ("trainer.devices", experiment.trainer.devices),
-        ("sft.device", (experiment.sft.device,)),
+    named: dict[str, None] = {}  # in order
+    for key, nodes in (
+        ("generator.devices", [parse_device(name).node for name in experiment.generator.devices]),
+        ("trainer.devices", [parse_device(name).node for name in experiment.trainer.devices]),
+        ("sft.device", [parse_device(experiment.sft.device).node]),
+        ("verifier.nodes", experiment.verifier.nodes),
+        ("environment.nodes", experiment.environment.nodes),
     ):
-        for name in devices:
-            node = parse_device(name).node
-            if node and node not in experiment.cluster.nodes:
+        for node in filter(None, nodes):
+            if node not in experiment.cluster.nodes:
                 known = ", ".join(experiment.cluster.nodes) or "none"
-                raise ConfigurationError(f"{key} has {name!r}: cluster.nodes has no {node!r} (it has: {known})")
-            if node and node not in named:
-                named.append(node)
-    return named
+                raise ConfigurationError(f"{key} names the node {node!r}: cluster.nodes has no such (it has: {known})")
+            named[node] = None
+    return list(named)
 
 
 def _key(experiment: Experiment, folder: Path | None) -> str:

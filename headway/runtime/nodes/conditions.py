@@ -1,0 +1,96 @@
+"""The conditions on this machine: how busy its cores and GPUs are, what memory and disk are left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from headway.records.node import GpuConditions, NodeConditions
+
+CONDITIONS_EVERY_S = 5.0
+SHARED_MEMORY = Path("/dev/shm")
+_NVIDIA_SMI = [
+    "nvidia-smi",
+    "--query-gpu=index,utilization.gpu,memory.used,memory.total,ecc.errors.uncorrected.volatile.total",
+    "--format=csv,noheader,nounits",
+]
+_MIB = 1 << 20
+_ANSWER_S = 5.0  # nvidia-smi hangs when a GPU has fallen off the bus
+
+
+class ConditionsReader:
+    """Reads the conditions of this machine; shares of time are those since the last reading."""
+
+    def __init__(self, scratch: Path, name: str = "") -> None:
+        self._scratch, self._name = scratch, name
+        self._busy_s, self._total_s = _cpu_s()
+        self._gpus = shutil.which(_NVIDIA_SMI[0]) is not None
+
+    def read(self, processes: int = 0) -> NodeConditions:
+        """The conditions now; ``processes``: of workers, running. Blocks for up to 5 s where there are GPUs."""
+        busy_s, total_s = _cpu_s()
+        elapsed_s = total_s - self._total_s
+        ratio = (busy_s - self._busy_s) / elapsed_s if elapsed_s > 0 else 0.0
+        self._busy_s, self._total_s = busy_s, total_s
+        return NodeConditions(
+            name=self._name,
+            cpu_ratio=min(1.0, max(0.0, ratio)),
+            memory_free_bytes=_memory_free_bytes(),
+            shared_memory_free_bytes=free_bytes(SHARED_MEMORY),
+            disk_free_bytes=free_bytes(self._scratch),
+            processes=processes,
+            gpus=self._read_gpus() if self._gpus else (),
+        )
+
+    def _read_gpus(self) -> tuple[GpuConditions, ...]:
+        try:
+            done = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return ()
+        return parse_gpus(done.stdout)
+
+
+def parse_gpus(text: str) -> tuple[GpuConditions, ...]:
+    """GPUs' conditions from the rows that nvidia-smi prints; a row that it can't fill, as for a lost GPU, is left out,
+    a single value that the GPU doesn't have is 0."""
+    gpus: list[GpuConditions] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != 5 or not cells[0].isdecimal():
+            continue
+        busy, used, total, errors = (float(cell) if cell.replace(".", "", 1).isdecimal() else 0.0 for cell in cells[1:])
+        gpus.append(
+            GpuConditions(
+                index=int(cells[0]),
+                busy_ratio=busy / 100,
+                memory_used_bytes=int(used * _MIB),
+                memory_bytes=int(total * _MIB),
+                ecc_errors=int(errors),
+            )
+        )
+    return tuple(gpus)
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space in the file system of ``folder``; 0 where that can't be known."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
+
+
+def _memory_free_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+def _cpu_s() -> tuple[float, float]:
+    """Seconds that the cores of this machine have worked since it was started, and all their seconds."""
+    user, nice, system, idle, waiting, irq, soft, stolen = map(int, Path("/proc/stat").read_text().split()[1:9])
+    ticks = os.sysconf("SC_CLK_TCK")
+    busy = user + nice + system + irq + soft
+    return busy / ticks, (busy + idle + waiting + stolen) / ticks
