@@ -240,6 +240,15 @@ class Link:
 
     # Health and the end.
 
+    async def keep_alive(self, clock: Clock, interval_s: float) -> None:
+        """Send a sign of life every ``interval_s``, while the worker is being built: on a node it would think that we
+        are gone."""
+        ping = encode(Kind.PING, 0, None)
+        while True:
+            await clock.sleep(interval_s)
+            if not self._outgoing:
+                self.send(ping)
+
     def watch(
         self,
         clock: Clock,

@@ -112,11 +112,14 @@ class ProcessWorker:
         """See :meth:`headway.runtime.workers.Worker.kill`."""
         self._kill(reason, "call")
 
-    async def build(self, factory: str, arguments: dict[str, Any], timeout_s: float) -> None:
+    async def build(
+        self, factory: str, arguments: dict[str, Any], timeout_s: float, clock: Clock, interval_s: float
+    ) -> None:
         """Send factory and arguments, and wait until the worker is built: the launcher's part of starting. Raises
-        RemoteError, WorkerDied."""
+        RemoteError, WorkerDied. ``interval_s``: between signs of life to it."""
         self._link.send(encode(Kind.SETUP, 0, (self.name, factory, list(sys.path))))
         self._link.send(encode(Kind.ARGUMENTS, 0, arguments))
+        living = asyncio.create_task(self._link.keep_alive(clock, interval_s), name=f"{self.name}: keep alive")
         try:
             async with asyncio.timeout(timeout_s):
                 await self._link.built
@@ -125,6 +128,8 @@ class ProcessWorker:
                 raise
             self._kill(f"not built within {timeout_s:g} s")
             raise await self._died from None
+        finally:
+            living.cancel()
 
     def watch(self, clock: Clock, interval_s: float, timeout_s: float, on_event: Callable[..., object]) -> None:
         """Start health checks; ``on_event`` is an `EventCallback`."""

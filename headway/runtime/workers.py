@@ -181,7 +181,8 @@ class LocalLauncher:
         events: Channel[Any] = Channel(self._events_capacity, f"{spec.name}.events", self._clock)
         worker = ProcessWorker(spec.name, events, process, sock)
         try:
-            await worker.build(spec.factory, spec.arguments, self._start_timeout_s)
+            interval_s = self._heartbeat_interval_s
+            await worker.build(spec.factory, spec.arguments, self._start_timeout_s, self._clock, interval_s)
         except BaseException:
             worker.kill()
             with contextlib.suppress(asyncio.CancelledError):
