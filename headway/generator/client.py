@@ -240,8 +240,12 @@ class GeneratorPool:
 
     async def join(self, device: str) -> str:
         """Start one more replica on ``device``; returns its name. The replica applies the newest version before its
-        first request. Raises the typed error of a failed start, after cleaning up."""
+        first request. Raises the typed error of a failed start, after cleaning up. A node that comes back has its
+        replica already, which is restarting: that one's name is returned."""
         self._require_running()
+        for replica in self._replicas:
+            if replica.node and replica.slot.spec.device == device and not replica.gone:
+                return replica.name
         replica = self._add_replica(device)
         try:
             worker = await replica.slot.start()

@@ -27,9 +27,10 @@ class Machines:
     nodes: Nodes | None = None  # None: this machine alone
     mirrors: Mirrors | None = None  # of published weights, on the nodes
 
-    def host_of(self, node: str) -> str:
-        """The address of a node (of this machine: "") by which the others reach it. Raises NodeLost."""
-        return "127.0.0.1" if self.nodes is None else self.nodes.host_of(node)
+    async def host_of(self, node: str) -> str:
+        """The address of a node (of this machine: "") by which the others reach it; waits for one that isn't there.
+        Raises NodeLost."""
+        return "127.0.0.1" if self.nodes is None else await self.nodes.await_host(node)
 
     def conditions(self) -> list[NodeConditions]:
         """The last known conditions of every machine; empty where this one is alone."""

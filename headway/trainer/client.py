@@ -7,7 +7,7 @@ import contextlib
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,9 +43,10 @@ class TrainerClient:
         run_id: str,
         *,
         log_directory: str | Path | None = None,
-        host_of: Callable[[str], str] = lambda node: "127.0.0.1",
+        host_of: Callable[[str], Awaitable[str]] | None = None,
     ) -> None:
-        """``host_of(node)``: address of a node (of this machine: "") by which the others reach it."""
+        """``host_of(node)``: address of a node (of this machine: "") by which the others reach it; needed for ranks on
+        nodes."""
         self._launcher = launcher
         self._experiment = experiment
         self._run_id = run_id
@@ -74,7 +75,7 @@ class TrainerClient:
         Raises the error of the first rank that fails; no process is left then.
         """
         # A rendezvous file can be used for one start only, and must outlive it: groups may be made lazily.
-        self._rendezvous = self._make_rendezvous()
+        self._rendezvous = await self._make_rendezvous()
         specs = [self._spec(rank, device) for rank, device in enumerate(self._experiment.trainer.devices)]
         starts = [asyncio.ensure_future(self._launcher.start(spec)) for spec in specs]
         try:
@@ -168,15 +169,15 @@ class TrainerClient:
                 await outcome.died
         self._forget_rendezvous()
 
-    def _make_rendezvous(self) -> str:
+    async def _make_rendezvous(self) -> str:
         """Where the ranks meet: a file of this machine, or a port of rank 0's when any is on another."""
         devices = [parse_device(name) for name in self._experiment.trainer.devices]
-        if not any(device.node for device in devices):
+        if len(devices) == 1 or self._host_of is None or not any(device.node for device in devices):
             return f"file://{tempfile.gettempdir()}/headway-ranks-{uuid.uuid4().hex}"
         self._starts += 1
         ports = self._experiment.cluster.ports
         # Another one at each start: the last one's may still be closing.
-        return f"tcp://{self._host_of(devices[0].node)}:{ports[self._starts % len(ports)]}"
+        return f"tcp://{await self._host_of(devices[0].node)}:{ports[self._starts % len(ports)]}"
 
     def _forget_rendezvous(self) -> None:
         if self._rendezvous.startswith("file://"):

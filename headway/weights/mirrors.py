@@ -14,6 +14,7 @@ from headway.runtime.workers import EventCallback, Launcher, Worker, WorkerSpec
 
 _FACTORY = "headway.weights.mirror:MirrorService"
 _FETCH_S = 600.0
+_START_S = 60.0
 _REMEMBERED = 3  # versions
 
 
@@ -98,9 +99,10 @@ class Mirrors:
 
     async def _mirror(self, node: str) -> Worker:
         """The mirror of ``node``, started if there is none. Raises the errors of the launcher."""
+        host = self._host_of(node)  # raises NodeLost: nothing is started, or waited for, on a node that isn't there
         slot = self._slots.get(node)
-        if slot is None:
-            arguments = {**self._settings, "node": node, "host": self._host_of(node)}
+        if slot is None or slot.spec.arguments["host"] != host:
+            arguments = {**self._settings, "node": node, "host": host}
             place = f"{node}/" if node else ""
             spec = WorkerSpec(
                 name=f"mirror-{node or 'head'}", factory=_FACTORY, arguments=arguments, device=f"{place}cpu:all"
@@ -108,7 +110,7 @@ class Mirrors:
             slot = self._slots[node] = WorkerSlot(spec, self._launcher, self._clock, self._on_event)
         if slot.live is not None:
             return slot.live
-        worker = await slot.restart()
+        worker = await slot.restart(timeout_s=_START_S)
         if worker is None:
             raise slot.fault or WeightsCorrupt(f"the mirror of {node or 'this machine'} can't be started")
         return worker

@@ -108,6 +108,44 @@ def test_a_short_cut_of_the_network_restarts_nothing(inputs: Any, tmp_path: Path
         assert not tiny_run.events_of(tmp_path / "run", name), name
 
 
+@pytest.mark.slow
+def test_after_a_partition_one_trainer_is_left(inputs: Any, tmp_path: Path) -> None:
+    """The trainer's node is cut off; another machine takes its place and name; then the first can be reached again."""
+    config = write_cluster_experiment(
+        tmp_path,
+        inputs,
+        run={"steps": ENDLESS, "directory": str(tmp_path / "run")},
+        generator={},
+        trainer={"devices": ["b/cpu:1"]},
+        cluster={"orphan_s": 6.0},
+        checkpoint={"every_steps": 5},
+    )
+    run_folder = tmp_path / "run"
+    with namespaces(3) as (here, there, elsewhere):
+        first = start_agent(ADDRESS, "b", log=tmp_path / "first.log", namespace=there)
+        run = start_run(config, here)
+        command = tiny_run.Command(run, run_folder, tmp_path / "journal")
+        command.until(lambda: len(tiny_run.steps_of(run_folder)) >= 8, "eight steps")
+        set_link(there, 1, up=False)
+        second = start_agent(ADDRESS, "b", log=tmp_path / "second.log", namespace=elsewhere)
+        command.until(lambda: tiny_run.events_of(run_folder, "node_lost"), "the loss of the node")
+        steps = len(tiny_run.steps_of(run_folder))
+        command.until(lambda: len(tiny_run.steps_of(run_folder)) >= steps + 5, "steps by the other trainer")
+        left = subprocess.run(["ip", "netns", "pids", there], capture_output=True, text=True, check=True).stdout.split()
+        assert left == [str(first.pid)], "the trainer that was cut off has ended itself"
+        set_link(there, 1, up=True)
+        steps = len(tiny_run.steps_of(run_folder))
+        command.until(lambda: len(tiny_run.steps_of(run_folder)) >= steps + 5, "more steps")
+        os.kill(pid_in(here, "train"), signal.SIGINT)
+        output, _ = run.communicate(timeout=90)
+        assert run.returncode == 130, output
+        assert second.wait(10) == 0
+        first.kill()
+        first.wait()
+    assert "there is a node b already" in (tmp_path / "first.log").read_text()
+    tiny_run.audited(run_folder)
+
+
 def test_a_node_that_offers_a_device_in_mid_run_is_used(inputs: Any, tmp_path: Path) -> None:
     verifier = {"name": "tiny_verifiers:parity", "workers": 2, "nodes": ["b"]}
     config = write_cluster_experiment(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -98,6 +99,10 @@ def namespaces(count: int = 2, rate: str = "") -> Iterator[list[str]]:
         yield names
     finally:
         for name in names:
+            listed = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True)
+            for pid in listed.stdout.split():  # of a test that failed: they would keep the namespace
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)
 

@@ -90,6 +90,12 @@ class Nodes:
             raise NodeLost(f"node {name} is not there")
         return self.joined[name].peer
 
+    async def await_host(self, name: str) -> str:
+        """As `host_of`, but wait for a node that isn't there as the start of a worker does."""
+        if name:
+            await self.wait_for(name, self._return_s)
+        return self.host_of(name)
+
     def conditions(self) -> list[NodeConditions]:
         """The last known conditions of this machine and of every node."""
         known = [self._own, *(node.conditions for node in self.joined.values())]
