@@ -41,6 +41,10 @@ def same(published: PublishedWeights, expected: dict[str, torch.Tensor]) -> bool
     return all(torch.equal(read[name], tensor) for name, tensor in expected.items())
 
 
+def slots(folder: Path) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"headway-{folder.name}-*"))
+
+
 class Context:
     """What a mirror uses of a worker's context."""
 
@@ -111,7 +115,7 @@ def test_a_chain_of_nodes_reads_equal_bytes_and_the_origin_sends_them_once(tmp_p
                 sent = (await origin.call("statistics"))["served_bytes"]
                 assert sent <= 1.02 * 5 * published.size_bytes
             await mirrors.stop()
-            assert not list(Path("/dev/shm").glob(f"headway-{tmp_path.name}-*"))
+            assert not slots(tmp_path)
 
     run(main)
 
@@ -136,7 +140,7 @@ def test_a_source_killed_in_mid_transfer_leaves_nothing_that_can_be_read(tmp_pat
                 throttle.open()
                 with pytest.raises(WeightsCorrupt, match="version 0 from"):
                     await fetching
-            (half,) = Path("/dev/shm").glob(f"headway-{tmp_path.name}-b-*")
+            (half,) = slots(tmp_path)
             with pytest.raises(WeightsCorrupt):
                 Subscriber().fetch(published_at(published, half))
             successor = await launcher.start(spec)
