@@ -11,7 +11,6 @@ import os
 import platform
 import shutil
 import socket
-import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from headway.runtime.clock import Clock, RealClock
 from headway.runtime.devices import cuda_device_count, machine_cores, parse_device
 from headway.runtime.framing import Kind, encode
 from headway.runtime.link import Link
-from headway.runtime.nodes.dial import dial, outlast
+from headway.runtime.nodes.dial import TIMEVAL, dial, outlast
 from headway.runtime.nodes.handshake import ConnectionRefused, Hello, software
 from headway.runtime.scratch import ScratchFolder
 from headway.runtime.worker_process import ChildProcess, ProcessExit
@@ -33,7 +32,6 @@ from headway.runtime.workers import start_child
 HEARTBEAT_S = 2.0
 CONDITIONS_EVERY_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0  # between attempts to join
-_TIMEVAL = struct.Struct("@ll")
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -100,7 +98,7 @@ class Agent:
         with sock:
             sock.setblocking(True)
             # The worker ends itself when it hears nothing for so long, whatever became of this agent.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(self._orphan_s), 0))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, TIMEVAL.pack(int(self._orphan_s), 0))
             log = order.log or str(self._scratch / "logs" / f"{order.worker}.log")
             process = start_child(sock, order.device, order.environment, log)
         self._processes[process.pid] = process

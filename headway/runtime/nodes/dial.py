@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 
 from headway.runtime.addresses import split_address
 from headway.runtime.nodes.handshake import Admission, ConnectionRefused, Hello, introduce
 
 CONNECT_S = 10.0
+TIMEVAL = struct.Struct("@ll")  # s, µs: the value of SO_RCVTIMEO
 
 
 async def dial(address: str, key: str, hello: Hello, orphan_s: float) -> tuple[socket.socket, Admission]:
