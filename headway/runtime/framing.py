@@ -128,7 +128,7 @@ class FrameReader:
         target = self.target()
         if not self._direct or self._stage != "buffer" or not self._pending:
             return sock.recv_into(target)
-        return sock.recvmsg_into([target, *self._pending[: -BUFFERS_AT_ONCE : -1]])[0]
+        return sock.recvmsg_into([target, *self._pending[:-BUFFERS_AT_ONCE:-1]])[0]
 
     def received(self, count: int) -> list[Frame]:
         """Process ``count`` bytes that were written to the last target; return the frames that became complete."""

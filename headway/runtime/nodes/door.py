@@ -15,6 +15,7 @@ from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, let_i
 
 MOST_STRANGERS = 64  # connections that haven't proved themselves; one more ends the oldest
 _REPORTED_EVERY_S = 60.0
+_MOST_CAUSES = 16  # reported in that time; further ones are counted together
 
 OnGuest = Callable[[socket.socket, Hello, str], Awaitable[str]]
 """Takes a guest: its connection, what it said, its address. Returns why it is refused; empty: it was taken, and got its
@@ -117,13 +118,15 @@ class Door:
 
     def _refused(self, cause: str) -> None:
         """Count a refusal, and report it unless its cause was reported in the last minute."""
-        self._refusals[cause] += 1
         now = time.monotonic()
-        if now - self._reported_s.get(cause, -_REPORTED_EVERY_S) < _REPORTED_EVERY_S:
-            return
-        if len(self._reported_s) > 1000:  # who invents causes must not take memory for it
-            self._reported_s.clear()
-            self._refusals.clear()
-        self._reported_s[cause] = now
-        times = self._refusals.pop(cause, 1)
-        self._on_refusal(cause if times == 1 else f"{cause} ({times} times)")
+        for old in [known for known, at_s in self._reported_s.items() if now - at_s >= _REPORTED_EVERY_S]:
+            del self._reported_s[old]
+            if times := self._refusals.pop(old, 0):
+                self._on_refusal(f"{old} ({times} more times)")
+        if cause not in self._reported_s and len(self._reported_s) >= _MOST_CAUSES:
+            cause = "connections refused for other reasons"  # who invents causes must fill neither memory nor log
+        if cause in self._reported_s:
+            self._refusals[cause] += 1
+        else:
+            self._reported_s[cause] = now
+            self._on_refusal(cause)
