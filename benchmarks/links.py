@@ -1,10 +1,10 @@
-"""What a link to another machine costs: calls, arrays and weights over loopback TCP, beside what they are compared with.
+"""What a link to another machine costs: calls, arrays and weights over loopback TCP, as ratios to plainer ways.
 
     python benchmarks/links.py [--ray-python PATH] [--rounds 7] [--quick]
 
-A real agent (`headway node`) on this machine, joined over loopback TCP, with the run's key. In every round each thing is
-measured once, one after the other, so that a ratio compares neighbours in time; a ratio is the median over the rounds,
-with the smallest and largest beside it. The first rounds, in which memory is taken, are left out.
+A real agent (`headway node`) on this machine, joined over loopback TCP, with the run's key. In every round everything
+is measured once, one after the other, so that a ratio compares neighbours in time; a ratio is the median over the
+rounds, with the smallest and largest beside it. The first rounds, in which memory is taken, are left out.
 
     call            echo of an integer, median of 300: a worker on the node, a worker of this machine over a
                     socket pair, and Ray's actor (in an interpreter that has Ray: `pip install ray`)
@@ -42,6 +42,7 @@ import torch
 from engine import machine
 
 from headway.runtime.clock import RealClock
+from headway.runtime.nodes.encryption import make_certificate
 from headway.runtime.nodes.handshake import KEY_VARIABLE, make_key
 from headway.runtime.nodes.nodes import Nodes
 from headway.runtime.workers import LocalLauncher, Worker, WorkerSpec
@@ -129,7 +130,7 @@ async def joined(names: tuple[str, ...], **settings: Any) -> AsyncIterator[Nodes
         async with Nodes("127.0.0.1:0", KEY, 1, clock, LocalLauncher(clock), **settings) as nodes:
             for name in names:
                 command = [sys.executable, "-m", "headway.cli.main", "node", "--join", nodes.address, "--name", name]
-                agents.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
+                agents.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))  # noqa: ASYNC220
             await asyncio.gather(*(nodes.wait_for(name, 60.0) for name in names))
             yield nodes
     finally:
@@ -166,7 +167,7 @@ async def measure_links(rounds: int, calls: int, megabytes: int, ray: Ray | None
     small = [np.ones(16384, dtype=np.uint8) for _ in range(1000)]
     whole = np.ones(16384 * 1000, dtype=np.uint8)
     plain = Plain(len(big))
-    async with joined(("b",)) as nodes, joined(("b",), encryption="tls") as secret:
+    async with joined(("b",)) as nodes, joined(("b",), certificate=make_certificate()) as secret:
         near = await nodes.start(WorkerSpec(name="near", factory=ECHO))
         far = await nodes.start(WorkerSpec(name="far", factory=ECHO, device="b/cpu:all"))
         tls = await secret.start(WorkerSpec(name="tls", factory=ECHO, device="b/cpu:all"))

@@ -212,10 +212,8 @@ def _memory(size: int) -> bytearray | mmap.mmap:
 def send_some(sock: socket.socket, outgoing: deque[memoryview]) -> None:
     """Send the first bytes of ``outgoing``, several buffers at once, and remove them from it. Raises the errors of
     ``send``."""
-    if len(outgoing) == 1:
-        sent = sock.send(outgoing[0])
-    else:
-        sent = sock.sendmsg(islice(outgoing, BUFFERS_AT_ONCE))
+    one = len(outgoing) == 1
+    sent = sock.send(outgoing[0]) if one else sock.sendmsg(islice(outgoing, BUFFERS_AT_ONCE))
     while outgoing and sent >= len(outgoing[0]):
         sent -= len(outgoing.popleft())
     if sent:

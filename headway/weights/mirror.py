@@ -14,12 +14,12 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -78,9 +78,11 @@ class MirrorService:
         key: str,
         epoch: int,
         orphan_s: float,
+        certificate: str = "",
     ) -> None:
-        """``host``: address of this machine for others; it listens on the first of ``ports`` that is free. Raises
-        ConfigurationError when none is."""
+        """``host``: address of this machine for others; it listens on the first of ``ports`` that is free.
+        ``certificate``: with its key, of encrypted connections; empty: they aren't. Raises ConfigurationError when no
+        port is free."""
         self._log = context.log
         self._stem = f"{stem(run_id)}-{node or 'head'}"
         self._key, self._epoch, self._orphan_s = key, epoch, orphan_s
@@ -89,6 +91,7 @@ class MirrorService:
         self._arriving: dict[int, _Arriving] = {}  # by version
         self._changed = threading.Condition()
         self._published: dict[int, PublishedWeights] = {}  # on this machine, by the trainer
+        self._certificate = certificate
         self.served_bytes = 0
         self._loop = asyncio.new_event_loop()  # of the door alone
         threading.Thread(target=self._loop.run_forever, name="mirror", daemon=True).start()
@@ -113,7 +116,16 @@ class MirrorService:
     def fetch(self, published: PublishedWeights, source: str) -> PublishedWeights:
         """Fetch a version from the mirror at ``source``; returns where it lies here. Raises WeightsCorrupt when the
         transfer breaks or the version is gone there: nothing of it can be read then."""
-        with _Transfer(source, self._key, self._epoch, published.version, self._orphan_s) as transfer:
+        hello = Hello(purpose="mirror", subject=str(published.version), epoch=self._epoch)
+
+        async def connect() -> list[socket.socket]:
+            dialling = (
+                dial(source, self._key, hello, self._orphan_s, encrypted=bool(self._certificate))
+                for _ in range(CONNECTIONS)
+            )
+            return [sock for sock, _ in await asyncio.gather(*dialling)]
+
+        with _Transfer(source, published.version, connect) as transfer:
             arriving = self._begin(published.version, transfer.size)
             try:
                 transfer.into(arriving.content, lambda chunk: self._arrived(arriving, chunk))
@@ -190,7 +202,7 @@ class MirrorService:
     def _listen(self, host: str, ports: Sequence[int]) -> Door:
         """Open the door on the first free port."""
         for port in ports:
-            door = Door(f"{host}:{port}", self._key, self._epoch, self._take, self._log.warning)
+            door = Door(f"{host}:{port}", self._key, self._epoch, self._take, self._log.warning, self._certificate)
             try:
                 asyncio.run_coroutine_threadsafe(door.open(), self._loop).result()
             except ConfigurationError as error:
@@ -257,20 +269,18 @@ class MirrorService:
 class _Transfer:
     """The transfer of one version from another mirror, over several connections."""
 
-    def __init__(self, source: str, key: str, epoch: int, version: int, orphan_s: float) -> None:
+    def __init__(
+        self, source: str, version: int, connect: Callable[[], Coroutine[Any, Any, list[socket.socket]]]
+    ) -> None:
         self.size = 0
         self.header = b""  # as it was after the last chunk
         self._source, self._version = source, version
         self._sockets: list[socket.socket] = []
-        self._connect = (source, key, Hello(purpose="mirror", subject=str(version), epoch=epoch), orphan_s)
+        self._connect = connect
 
     def __enter__(self) -> _Transfer:
-        async def connect() -> list[socket.socket]:
-            made = await asyncio.gather(*(dial(*self._connect) for _ in range(CONNECTIONS)))
-            return [sock for sock, _ in made]
-
         try:
-            self._sockets = asyncio.run(connect())
+            self._sockets = asyncio.run(self._connect())
         except HeadwayError as error:
             raise WeightsCorrupt(f"version {self._version} can't be fetched: {error}") from None
         for sock in self._sockets:

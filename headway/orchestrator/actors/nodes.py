@@ -12,6 +12,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.generation import PublishedWeights
 from headway.runtime.clock import Clock
 from headway.runtime.devices import parse_device
+from headway.runtime.nodes.encryption import make_certificate
 from headway.runtime.nodes.handshake import make_key, read_key
 from headway.runtime.nodes.nodes import Nodes
 from headway.runtime.workers import EventCallback, Launcher, LocalLauncher
@@ -57,6 +58,7 @@ async def open_machines(
         yield Machines(launcher=local)
         return
     key = _key(experiment, key_folder)
+    certificate = make_certificate() if cluster.encryption == "tls" else ""
     nodes = Nodes(
         cluster.address,
         key,
@@ -65,6 +67,7 @@ async def open_machines(
         local,
         orphan_s=cluster.orphan_s,
         environment=cluster.environment,
+        certificate=certificate,
         on_event=on_event,
     )
     async with nodes:
@@ -78,6 +81,7 @@ async def open_machines(
             "key": key,
             "epoch": epoch,
             "orphan_s": cluster.orphan_s,
+            "certificate": certificate,
         }
         mirrors = Mirrors(nodes, clock, origin, nodes.host_of, settings, on_event)
         try:

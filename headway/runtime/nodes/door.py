@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable
 
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.runtime.addresses import split_address
-from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, let_in, welcome
+from headway.runtime.nodes.encryption import HostEncryption
+from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, let_in, want_encryption, welcome
 
 MOST_STRANGERS = 64  # connections that haven't proved themselves; one more ends the oldest
 _REPORTED_EVERY_S = 60.0
@@ -31,11 +32,19 @@ class Door:
     """
 
     def __init__(
-        self, address: str, key: str, epoch: int, on_guest: OnGuest, on_refusal: OnRefusal = lambda cause: None
+        self,
+        address: str,
+        key: str,
+        epoch: int,
+        on_guest: OnGuest,
+        on_refusal: OnRefusal = lambda cause: None,
+        certificate: str = "",
     ) -> None:
+        """``certificate``: with its key, as PEM, of connections that must be encrypted; empty: none is."""
         self._host, self._port = split_address(address)
         self._key = key
         self._epoch = epoch
+        self._encryption = HostEncryption(certificate) if certificate else None
         self._on_guest = on_guest
         self._on_refusal = on_refusal
         self._listener: socket.socket | None = None
@@ -101,7 +110,14 @@ class Door:
         taken = False
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                hello = await let_in(sock, self._key, self._epoch)
+                binding = b""
+                if self._encryption is not None:
+                    secret = await self._encryption.encrypted(sock)
+                    if secret is None:
+                        await want_encryption(sock)
+                        return
+                    sock, binding = secret, secret.binding
+                hello = await let_in(sock, self._key, self._epoch, binding)
                 refused = await self._on_guest(sock, hello, peer)
                 if refused:
                     await welcome(sock, Admission(refused=refused, epoch=self._epoch))

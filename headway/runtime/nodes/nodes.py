@@ -191,9 +191,11 @@ class Nodes:
         *,
         orphan_s: float = 60.0,
         environment: dict[str, str] | None = None,
+        certificate: str = "",
         on_event: EventCallback = lambda name, detail, /, **fields: None,
     ) -> None:
-        """``environment``: of all workers on other nodes. ``local`` starts the workers of this machine."""
+        """``environment``: of all workers on other nodes. ``certificate``: with its key, as PEM, of encrypted
+        connections; empty: they aren't. ``local`` starts the workers of this machine."""
         self.joined: dict[str, Node] = {}
         self._epoch = epoch
         self._clock = clock
@@ -201,7 +203,9 @@ class Nodes:
         self._orphan_s = orphan_s
         self._environment = dict(environment or {})
         self._on_event = on_event
-        self._door = Door(address, key, epoch, self._take, lambda cause: on_event("connection_refused", cause))
+        self._door = Door(
+            address, key, epoch, self._take, lambda cause: on_event("connection_refused", cause), certificate
+        )
         self._awaited: dict[str, asyncio.Future[socket.socket]] = {}  # workers' connections, by token
         self._changed = asyncio.Condition()
         self._closing = False
