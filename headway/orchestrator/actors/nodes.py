@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.config.schema import Experiment
+from headway.orchestrator.actors.node_files import FilesLauncher
 from headway.records.errors import ConfigurationError
 from headway.records.generation import PublishedWeights
 from headway.runtime.clock import Clock
@@ -85,9 +86,15 @@ async def open_machines(
         }
         mirrors = Mirrors(nodes, clock, origin, nodes.host_of, settings, on_event)
         try:
-            yield Machines(launcher=nodes, nodes=nodes, mirrors=mirrors)
+            yield Machines(launcher=FilesLauncher(nodes, _folders(experiment), on_event), nodes=nodes, mirrors=mirrors)
         finally:
             await mirrors.stop()
+
+
+def _folders(experiment: Experiment) -> dict[str, str]:
+    """The folders that workers read by path, by the keys that name them."""
+    folders = {"model.path": experiment.model.path, "model.reference": experiment.model.reference}
+    return {key: folder for key, folder in folders.items() if folder}
 
 
 def needed_nodes(experiment: Experiment) -> list[str]:
