@@ -69,7 +69,7 @@ class Plain:
             self._sock, _ = listener.accept()
 
     def send(self) -> None:
-        self._sock.sendall(self._data)
+        self._sock.sendall(self._data.data)
         assert self._sock.recv(1) == b"x"
 
     def close(self) -> None:

@@ -29,7 +29,8 @@ class Attack:
     """Cases against one port, drawn from a seed."""
 
     def __init__(self, address: str, key: str, purpose: Purpose, seed: int) -> None:
-        self._address, self._key, self._purpose = address, key, purpose
+        self._address, self._key = address, key
+        self._purpose: Purpose = purpose
         self._host, self._port = split_address(address)
         self._random = random.Random(seed)
         self._recorded = b""  # the guest's part of a handshake that was let in

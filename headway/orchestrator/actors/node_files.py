@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,8 @@ class FilesLauncher:
         cache: str = "",
     ) -> None:
         """``folders``: that workers read, by the key of the experiment that names them. ``cache``: on the nodes."""
-        self._nodes, self._folders, self._on_event = nodes, dict(folders), on_event
+        self._nodes, self._on_event = nodes, on_event
+        self._folders = {key: (folder, Path(folder).absolute()) for key, folder in folders.items()}
         self._cache = cache
         self._looked: dict[Node, asyncio.Task[dict[str, str]]] = {}
         self._sent: dict[str, str] = {}  # deep digest of a folder here, by its path
@@ -61,10 +61,7 @@ class FilesLauncher:
         )
         worker = await self._nodes.start(spec)
         try:
-            return {
-                folder: await self._place(worker, node, key, Path(os.path.abspath(folder)))
-                for key, folder in self._folders.items()
-            }
+            return {folder: await self._place(worker, node, key, path) for key, (folder, path) in self._folders.items()}
         finally:
             await worker.stop()
 
