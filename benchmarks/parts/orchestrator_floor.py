@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from headway.buffer.database import open_database
-from headway.runtime.framing import FrameReader, Kind, encode, widen
+from headway.runtime.framing import FrameReader, Kind, encode, tune
 from parts.orchestrator_replay import DELTA_TOKENS, DELTAS, PROMPT_TOKENS, RESPONSE_TOKENS
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -39,7 +39,7 @@ def floor_s(samples: int, *, group: int, groups_per_step: int, slots: int, frame
         incoming, peer = socket.socketpair()
         outgoing, sink = socket.socketpair()
         for one in (incoming, peer, outgoing, sink):
-            widen(one)
+            tune(one)
         replicas = _forked(lambda: _stream(peer, slots, frames, frame_s), incoming, outgoing, sink)
         trainer = _forked(lambda: _drain(sink), incoming, outgoing, peer)
         peer.close()

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.config.schema import Experiment
+from headway.orchestrator.node_files import FilesLauncher
 from headway.records.errors import ConfigurationError
 from headway.records.generation import PublishedWeights
 from headway.records.node import NodeConditions
 from headway.runtime.clock import Clock
 from headway.runtime.devices import parse_device
+from headway.runtime.nodes.encryption import make_certificate
 from headway.runtime.nodes.handshake import make_key, read_key
 from headway.runtime.nodes.nodes import Nodes
 from headway.runtime.workers import EventCallback, Launcher, LocalLauncher
@@ -70,6 +72,7 @@ async def open_machines(
         yield Machines(launcher=local)
         return
     key = _key(experiment, key_folder)
+    certificate = make_certificate() if cluster.encryption == "tls" else ""
     nodes = Nodes(
         cluster.address,
         key,
@@ -79,6 +82,7 @@ async def open_machines(
         orphan_s=cluster.orphan_s,
         return_s=cluster.join_timeout_s,
         environment=cluster.environment,
+        certificate=certificate,
         on_event=on_event,
     )
     async with nodes:
@@ -92,12 +96,19 @@ async def open_machines(
             "key": key,
             "epoch": epoch,
             "orphan_s": cluster.orphan_s,
+            "certificate": certificate,
         }
         mirrors = Mirrors(nodes, clock, publishing, nodes.host_of, settings, on_event)
         try:
-            yield Machines(launcher=nodes, nodes=nodes, mirrors=mirrors)
+            yield Machines(launcher=FilesLauncher(nodes, _folders(experiment), on_event), nodes=nodes, mirrors=mirrors)
         finally:
             await mirrors.stop()
+
+
+def _folders(experiment: Experiment) -> dict[str, str]:
+    """The folders that workers read by path, by the keys that name them."""
+    folders = {"model.path": experiment.model.path, "model.reference": experiment.model.reference}
+    return {key: folder for key, folder in folders.items() if folder}
 
 
 def needed_nodes(experiment: Experiment) -> list[str]:

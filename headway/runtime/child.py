@@ -19,12 +19,13 @@ import socket
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import Device, parse_device
-from headway.runtime.framing import Chunk, Frame, FrameReader, Kind, encode, encode_error, tune
+from headway.runtime.framing import Chunk, Frame, FrameReader, Kind, encode, encode_error, send_some, tune
 
 EXIT_PARENT_GONE = 75
 EXIT_FAILED = 1
@@ -55,10 +56,11 @@ class ParentConnection:
         self._frames: list[Frame] = []
 
     def send(self, chunks: list[Chunk]) -> None:
+        outgoing = deque(memoryview(chunk) for chunk in chunks)
         with self._sending:
             try:
-                for chunk in chunks:
-                    self._socket.sendall(chunk)
+                while outgoing:
+                    send_some(self._socket, outgoing)
             except OSError:
                 os._exit(EXIT_PARENT_GONE)
 
@@ -83,7 +85,7 @@ class ParentConnection:
         """Wait for the next frame. The parent's death ends the process."""
         while not self._frames:
             try:
-                count = self._socket.recv_into(self._reader.target())
+                count = self._reader.receive(self._socket)
             except OSError:
                 count = 0
             if count == 0:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import mmap
 import pickle
 import socket
 import struct
 import traceback
+from collections import deque
+from itertools import islice
 from typing import Any, NamedTuple
 
 from headway.records.errors import HeadwayError
@@ -23,6 +26,8 @@ SIZE = struct.Struct("<Q")
 OUT_OF_BAND_BYTES = 16 * 1024  # smaller buffers are cheaper inside the payload
 SCRATCH_BYTES = 256 * 1024
 SOCKET_BUFFER_BYTES = 1024 * 1024
+MAPPED_BYTES = 4 << 20  # larger buffers get pages of their own: not zeroed twice, and huge where the kernel has them
+BUFFERS_AT_ONCE = 64  # in one system call
 
 LARGEST_FRAME_BYTES = 8 << 30
 MOST_BUFFERS = 1 << 20
@@ -58,7 +63,7 @@ class Frame(NamedTuple):
     kind: int
     call: int  # number of the call it belongs to; 0 for none
     payload: bytearray
-    buffers: list[bytearray]
+    buffers: list[bytearray | mmap.mmap]
 
     def load(self) -> Any:
         return pickle.loads(self.payload, buffers=self.buffers)
@@ -102,9 +107,9 @@ def _survivor(call: int, line: str, trace: str, error: HeadwayError) -> list[Chu
 class FrameReader:
     """Splits a byte stream into frames.
 
-    Usage: receive into ``target()``, then ``received(count)`` returns the frames that became complete. Raises
-    FrameTooLarge before it takes memory for a frame that can't be. Small
-    frames pass through a scratch buffer, many at a time; a large part is received into its final memory.
+    Usage: receive into ``target()``, or by ``receive(sock)``, then ``received(count)`` returns the frames that became
+    complete. Raises FrameTooLarge before it takes memory for a frame that can't be. Small frames pass through a scratch
+    buffer, many at a time; a large part, or many parts, are received into their final memory.
     """
 
     def __init__(self) -> None:
@@ -114,15 +119,26 @@ class FrameReader:
 
     def target(self) -> memoryview:
         """The buffer into which to receive the next bytes."""
-        self._direct = len(self._part) - self._filled >= SCRATCH_BYTES
+        many = self._stage == "buffer" and len(self._pending) * OUT_OF_BAND_BYTES >= SCRATCH_BYTES
+        self._direct = many or len(self._part) - self._filled >= SCRATCH_BYTES
         return self._part[self._filled :] if self._direct else self._scratch
+
+    def receive(self, sock: socket.socket) -> int:
+        """Receive the next bytes, into several buffers at once where they are small. Raises the errors of ``recv``."""
+        target = self.target()
+        if not self._direct or self._stage != "buffer" or not self._pending:
+            return sock.recv_into(target)
+        return sock.recvmsg_into([target, *self._pending[:-BUFFERS_AT_ONCE:-1]])[0]
 
     def received(self, count: int) -> list[Frame]:
         """Process ``count`` bytes that were written to the last target; return the frames that became complete."""
         frames: list[Frame] = []
         if self._direct:
-            self._filled += count
-            self._advance(frames)
+            while count:
+                taken = min(count, len(self._part) - self._filled)
+                self._filled += taken
+                count -= taken
+                self._advance(frames)
             return frames
         at = 0
         while at < count:
@@ -166,7 +182,7 @@ class FrameReader:
             elif self._stage == "sizes":
                 sizes = [size for (size,) in SIZE.iter_unpack(self._sizes)]
                 _require_sane(len(sizes), len(self._payload) + sum(sizes))
-                self._buffers = [bytearray(size) for size in sizes]
+                self._buffers = [_memory(size) for size in sizes]
                 self._pending = list(reversed(self._buffers))
                 self._expect("payload", self._payload)
             elif self._pending:
@@ -177,10 +193,31 @@ class FrameReader:
                 self._begin()
                 return
 
-    def _expect(self, stage: str, part: bytearray) -> None:
+    def _expect(self, stage: str, part: bytearray | mmap.mmap) -> None:
         self._stage = stage
         self._part = memoryview(part)
         self._filled = 0
+
+
+def _memory(size: int) -> bytearray | mmap.mmap:
+    """Memory of ``size`` bytes."""
+    if size < MAPPED_BYTES:
+        return bytearray(size)
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
+def send_some(sock: socket.socket, outgoing: deque[memoryview]) -> None:
+    """Send the first bytes of ``outgoing``, several buffers at once, and remove them from it. Raises the errors of
+    ``send``."""
+    one = len(outgoing) == 1
+    sent = sock.send(outgoing[0]) if one else sock.sendmsg(islice(outgoing, BUFFERS_AT_ONCE))
+    while outgoing and sent >= len(outgoing[0]):
+        sent -= len(outgoing.popleft())
+    if sent:
+        outgoing[0] = outgoing[0][sent:]
 
 
 def _require_sane(buffers: int, total_bytes: int) -> None:

@@ -12,7 +12,17 @@ from typing import Any
 from headway.records.errors import RemoteError, WorkerDied
 from headway.runtime.channel import Channel, ChannelClosed, ChannelFull
 from headway.runtime.clock import Clock
-from headway.runtime.framing import Chunk, Frame, FrameReader, FrameTooLarge, Kind, encode, encode_error, tune
+from headway.runtime.framing import (
+    Chunk,
+    Frame,
+    FrameReader,
+    FrameTooLarge,
+    Kind,
+    encode,
+    encode_error,
+    send_some,
+    tune,
+)
 
 READS_PER_WAKEUP = 16  # then the loop's other tasks get their turn
 
@@ -102,9 +112,8 @@ class Link:
 
     def _flush(self) -> None:
         while self._outgoing:
-            chunk = self._outgoing[0]
             try:
-                sent = self._socket.send(chunk)
+                send_some(self._socket, self._outgoing)
             except BlockingIOError:
                 self._loop.add_writer(self._socket, self._flush)
                 self._blocked = True
@@ -112,10 +121,6 @@ class Link:
             except OSError:  # the other end is closed; its exit is noticed elsewhere
                 self._outgoing.clear()
                 break
-            if sent == len(chunk):
-                self._outgoing.popleft()
-            else:
-                self._outgoing[0] = chunk[sent:]
         if self._blocked:
             self._loop.remove_writer(self._socket)
             self._blocked = False
@@ -130,7 +135,7 @@ class Link:
     def _read_once(self) -> bool:
         """Read once from the socket and handle the frames. False when there is nothing more for now."""
         try:
-            count = self._socket.recv_into(self._reader.target())
+            count = self._reader.receive(self._socket)
         except BlockingIOError:
             return False
         except OSError:

@@ -14,19 +14,20 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from headway.records.errors import ConfigurationError, HeadwayError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
-from headway.runtime.nodes.dial import dial
-from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, let_in, welcome
+from headway.runtime.nodes.dial import TIMEVAL, dial, outlast
+from headway.runtime.nodes.door import Door
+from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, welcome
 from headway.weights.leftovers import stem
 from headway.weights.slot_file import HEADER, UNWRITTEN, default_folders, new_file, version_in
 
@@ -49,11 +50,15 @@ class _Arriving:
     content: memoryview
     path: Path
     chunks: int = 0  # that have arrived without a gap
-    ahead: set[int] | None = None  # later ones that have arrived
+    ahead: set[int] = field(default_factory=set[int])  # later ones that have arrived
+    complete: bool = False  # with its header, which comes last
     failed: bool = False
 
-    def __post_init__(self) -> None:
-        self.ahead = set()
+    def has(self, offset: int, count: int) -> bool:
+        """Whether these bytes are there. The header is when everything is."""
+        if offset == 0 and count == HEADER.size:
+            return self.complete
+        return min(self.chunks * CHUNK_BYTES, len(self.content)) >= offset + count
 
 
 class MirrorService:
@@ -73,9 +78,11 @@ class MirrorService:
         key: str,
         epoch: int,
         orphan_s: float,
+        certificate: str = "",
     ) -> None:
-        """``host``: address of this machine for others; it listens on the first of ``ports`` that is free. Raises
-        ConfigurationError when none is."""
+        """``host``: address of this machine for others; it listens on the first of ``ports`` that is free.
+        ``certificate``: with its key, of encrypted connections; empty: they aren't. Raises ConfigurationError when no
+        port is free."""
         self._log = context.log
         self._stem = f"{stem(run_id)}-{node or 'head'}"
         self._key, self._epoch, self._orphan_s = key, epoch, orphan_s
@@ -84,14 +91,15 @@ class MirrorService:
         self._arriving: dict[int, _Arriving] = {}  # by version
         self._changed = threading.Condition()
         self._published: dict[int, PublishedWeights] = {}  # on this machine, by the trainer
-        self._listener, port = _listening(host, ports)
-        self._address = f"{host}:{port}"
+        self._certificate = certificate
         self.served_bytes = 0
-        threading.Thread(target=self._accept, name="mirror", daemon=True).start()
+        self._loop = asyncio.new_event_loop()  # of the door alone
+        threading.Thread(target=self._loop.run_forever, name="mirror", daemon=True).start()
+        self._door = self._listen(host, ports)
 
     def address(self) -> str:
         """Where other mirrors reach it."""
-        return self._address
+        return self._door.address
 
     def serve_published(self, published: PublishedWeights) -> None:
         """Serve a version that was published on this machine, from the publisher's own file."""
@@ -108,24 +116,38 @@ class MirrorService:
     def fetch(self, published: PublishedWeights, source: str) -> PublishedWeights:
         """Fetch a version from the mirror at ``source``; returns where it lies here. Raises WeightsCorrupt when the
         transfer breaks or the version is gone there: nothing of it can be read then."""
-        with _Transfer(source, self._key, self._epoch, published.version, self._orphan_s) as transfer:
+        hello = Hello(purpose="mirror", subject=str(published.version), epoch=self._epoch)
+
+        async def connect() -> list[socket.socket]:
+            dialling = (
+                dial(source, self._key, hello, self._orphan_s, encrypted=bool(self._certificate))
+                for _ in range(CONNECTIONS)
+            )
+            return [sock for sock, _ in await asyncio.gather(*dialling)]
+
+        with _Transfer(source, published.version, connect) as transfer:
             arriving = self._begin(published.version, transfer.size)
             try:
                 transfer.into(arriving.content, lambda chunk: self._arrived(arriving, chunk))
+                if version_in(transfer.header) != published.version:
+                    raise WeightsCorrupt(
+                        f"version {published.version} was overwritten at {source} while it was fetched"
+                    )
             except BaseException:
                 with self._changed:
                     arriving.failed = True
                     del self._arriving[published.version]
                     self._changed.notify_all()
                 raise
-        if version_in(transfer.header) != published.version:
-            raise WeightsCorrupt(f"version {published.version} was overwritten at {source} while it was fetched")
         arriving.content[: HEADER.size] = transfer.header  # last: until now the slot is no version's
+        with self._changed:
+            arriving.complete = True
+            self._changed.notify_all()
         return msgspec.structs.replace(published, path=str(arriving.path))
 
     def close(self) -> None:
         """Stop listening and remove the files; replicas that still map one keep what they have."""
-        self._listener.close()
+        asyncio.run_coroutine_threadsafe(self._door.close(), self._loop).result(HANDSHAKE_S)
         for path, _ in self._slots.values():
             path.unlink(missing_ok=True)
 
@@ -168,7 +190,6 @@ class MirrorService:
         raise ConfigurationError(f"no room for a mirror of {size / 1e6:.1f} MB x {SLOTS} ({'; '.join(refused)})")
 
     def _arrived(self, arriving: _Arriving, chunk: int) -> None:
-        assert arriving.ahead is not None
         with self._changed:
             arriving.ahead.add(chunk)
             while arriving.chunks in arriving.ahead:
@@ -178,84 +199,94 @@ class MirrorService:
 
     # --- serving --------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while True:
+    def _listen(self, host: str, ports: Sequence[int]) -> Door:
+        """Open the door on the first free port."""
+        for port in ports:
+            door = Door(f"{host}:{port}", self._key, self._epoch, self._take, self._log.warning, self._certificate)
             try:
-                sock, peer = self._listener.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._serve, args=(sock, peer[0]), name=f"to {peer[0]}", daemon=True).start()
+                asyncio.run_coroutine_threadsafe(door.open(), self._loop).result()
+            except ConfigurationError as error:
+                reason = error
+            else:
+                return door
+        raise ConfigurationError(f"cluster.port_range {ports[0]}-{ports[-1]}: none is free for a mirror ({reason})")
 
-    def _serve(self, sock: socket.socket, peer: str) -> None:
+    async def _take(self, sock: socket.socket, hello: Hello, peer: str) -> str:
+        """Take another mirror: see `OnGuest`."""
+        if hello.purpose != "mirror":
+            return f"{hello.purpose} isn't served here"
+        outlast(sock, self._orphan_s)
+        await welcome(sock, Admission(epoch=self._epoch, orphan_s=self._orphan_s))
+        threading.Thread(target=self._serve, args=(sock,), name=f"to {peer}", daemon=True).start()
+        return ""
+
+    def _serve(self, sock: socket.socket) -> None:
         with sock, suppress(OSError):  # the other mirror has what it wanted, or is gone
-            try:
-                asyncio.run(self._handshake(sock))
-            except (HeadwayError, TimeoutError) as error:
-                self._log.warning("refused a connection from %s: %s", peer, error)
-                return
             sock.setblocking(True)
             while request := _exactly(sock, _REQUEST.size):
                 self._answer(sock, *_REQUEST.unpack(request))
 
-    async def _handshake(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        async with asyncio.timeout(HANDSHAKE_S):
-            await let_in(sock, self._key, self._epoch)
-            await welcome(sock, Admission(epoch=self._epoch, orphan_s=self._orphan_s))
-
     def _answer(self, sock: socket.socket, version: int, offset: int, count: int) -> None:
-        content = self._content(version, offset + count)
-        if content is None or offset + count > len(content):
+        path = self._file(version, offset, count)
+        try:
+            file = open(path or "", "rb")  # noqa: SIM115
+        except OSError:  # gone
             sock.sendall(_ANSWER.pack(False, 0))
             return
-        sock.sendall(_ANSWER.pack(True, count or len(content)))
-        sock.sendall(content[offset : offset + count])
-        self.served_bytes += count
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            if offset + count > size:
+                sock.sendall(_ANSWER.pack(False, 0))
+                return
+            sock.sendall(_ANSWER.pack(True, count or size), socket.MSG_MORE if count else 0)
+            last = offset + count
+            while offset < last:
+                # From the file's pages to the socket: nothing is copied here.
+                sent = os.sendfile(sock.fileno(), file.fileno(), offset, last - offset)
+                if not sent:
+                    raise OSError("the file was cut short")
+                offset += sent
+                self.served_bytes += sent
 
-    def _content(self, version: int, needed: int) -> memoryview | None:
-        """The bytes of a version, once ``needed`` of them are there; None when it isn't, or won't be."""
+    def _file(self, version: int, offset: int, count: int) -> Path | None:
+        """The file of a version, once the bytes asked for are there; None when they aren't, or won't be."""
 
         def ready() -> bool:
             arriving = self._arriving.get(version)
             if arriving is None:
                 return version in self._published
-            return arriving.failed or min(arriving.chunks * CHUNK_BYTES, len(arriving.content)) >= needed
+            return arriving.failed or arriving.has(offset, count)
 
         with self._changed:
             if not self._changed.wait_for(ready, _PATIENCE_S):
                 return None
             arriving = self._arriving.get(version)
-            if arriving is not None:
-                return None if arriving.failed else arriving.content
-            published = self._published[version]
-        try:
-            with open(published.path, "rb") as file:
-                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        except (OSError, ValueError):  # gone, or empty
-            return None
+            if arriving is None:
+                return Path(self._published[version].path)
+            return None if arriving.failed else arriving.path
 
 
 class _Transfer:
     """The transfer of one version from another mirror, over several connections."""
 
-    def __init__(self, source: str, key: str, epoch: int, version: int, orphan_s: float) -> None:
+    def __init__(
+        self, source: str, version: int, connect: Callable[[], Coroutine[Any, Any, list[socket.socket]]]
+    ) -> None:
         self.size = 0
         self.header = b""  # as it was after the last chunk
         self._source, self._version = source, version
         self._sockets: list[socket.socket] = []
-        self._connect = (source, key, Hello(purpose="mirror", subject=str(version), epoch=epoch), orphan_s)
+        self._connect = connect
 
     def __enter__(self) -> _Transfer:
-        async def connect() -> list[socket.socket]:
-            made = await asyncio.gather(*(dial(*self._connect) for _ in range(CONNECTIONS)))
-            return [sock for sock, _ in made]
-
         try:
-            self._sockets = asyncio.run(connect())
+            self._sockets = asyncio.run(self._connect())
         except HeadwayError as error:
             raise WeightsCorrupt(f"version {self._version} can't be fetched: {error}") from None
         for sock in self._sockets:
-            sock.settimeout(2 * _PATIENCE_S)
+            sock.setblocking(True)
+            # By the kernel: with Python's time-out each read would return what is there, not all that was asked for.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, TIMEVAL.pack(int(2 * _PATIENCE_S), 0))
         self.size = self._ask(self._sockets[0], 0, 0)
         return self
 
@@ -290,7 +321,7 @@ class _Transfer:
             header = bytearray(HEADER.size)
             _fill(self._sockets[0], memoryview(header))
             self.header = bytes(header)
-        except OSError as error:
+        except (OSError, EOFError) as error:
             raise WeightsCorrupt(f"version {self._version} from {self._source}: {error}") from None
 
     def _ask(self, sock: socket.socket, offset: int, count: int) -> int:
@@ -299,22 +330,6 @@ class _Transfer:
         if not there:
             raise WeightsCorrupt(f"version {self._version} is gone at {self._source}")
         return size
-
-
-def _listening(host: str, ports: Sequence[int]) -> tuple[socket.socket, int]:
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    for port in ports:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-            listener.listen(64)
-        except OSError as error:
-            listener.close()
-            reason = error.strerror
-            continue
-        return listener, listener.getsockname()[1]
-    raise ConfigurationError(f"cluster.port_range: nothing can listen at {host}:{ports[0]}-{ports[-1]}: {reason}")
 
 
 def _exactly(sock: socket.socket, count: int) -> bytes:
@@ -329,7 +344,7 @@ def _exactly(sock: socket.socket, count: int) -> bytes:
 
 def _fill(sock: socket.socket, target: memoryview) -> None:
     while len(target):
-        count = sock.recv_into(target)
+        count = sock.recv_into(target, len(target), socket.MSG_WAITALL)
         if not count:
             raise EOFError("the connection was closed")
         target = target[count:]

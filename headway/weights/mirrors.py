@@ -42,6 +42,7 @@ class Mirrors:
         self._host_of = host_of
         self._settings = dict(settings)
         self._slots: dict[str, WorkerSlot] = {}  # by node
+        self._addresses: dict[str, tuple[Worker, str]] = {}  # of mirrors, by node
         self._chains: dict[int, list[str]] = {}  # version -> nodes, in the order of the chain
         self._copies: dict[tuple[int, str, str], asyncio.Task[PublishedWeights]] = {}  # version, its checksum, node
 
@@ -82,11 +83,10 @@ class Mirrors:
     async def _fetch(self, published: PublishedWeights, node: str, source: str) -> PublishedWeights:
         """Fetch from ``source``'s mirror into ``node``'s."""
         try:
-            there = await self._mirror(source)
+            there, address = await self._mirror(source)
             if source == self._origin:
                 await there.call("serve_published", published)
-            address = await there.call("address")
-            here = await self._mirror(node)
+            here, _ = await self._mirror(node)
             return await here.call("fetch", published, address, timeout_s=_FETCH_S)
         except RemoteError as error:
             if isinstance(error.__cause__, WeightsCorrupt):
@@ -97,8 +97,9 @@ class Mirrors:
                 raise
             raise WeightsCorrupt(f"version {published.version} on node {node}: {error}") from error
 
-    async def _mirror(self, node: str) -> Worker:
-        """The mirror of ``node``, started if there is none. Raises the errors of the launcher."""
+    async def _mirror(self, node: str) -> tuple[Worker, str]:
+        """The mirror of ``node`` and where others reach it, started if there is none. Raises the errors of the launcher
+        and of calls."""
         host = self._host_of(node)  # raises NodeLost: nothing is started, or waited for, on a node that isn't there
         slot = self._slots.get(node)
         if slot is None or slot.spec.arguments["host"] != host:
@@ -108,9 +109,10 @@ class Mirrors:
                 name=f"mirror-{node or 'head'}", factory=_FACTORY, arguments=arguments, device=f"{place}cpu:all"
             )
             slot = self._slots[node] = WorkerSlot(spec, self._launcher, self._clock, self._on_event)
-        if slot.live is not None:
-            return slot.live
-        worker = await slot.restart(timeout_s=_START_S)
+        worker = slot.live or await slot.restart(timeout_s=_START_S)
         if worker is None:
             raise slot.fault or WeightsCorrupt(f"the mirror of {node or 'this machine'} can't be started")
-        return worker
+        # Asked before its first fetch: a mirror answers no call while it fetches, and others wait for its address.
+        if node not in self._addresses or self._addresses[node][0] is not worker:
+            self._addresses[node] = (worker, await worker.call("address"))
+        return self._addresses[node]

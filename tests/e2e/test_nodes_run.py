@@ -65,14 +65,18 @@ def write_cluster_experiment(folder: Path, inputs: Any, **sections: dict[str, An
     return tiny_run.write_experiment(folder, generator=generator, cluster=cluster, **merged)
 
 
-def test_two_machines_train_the_very_same_weights_as_one(inputs: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("encryption", ["none", "tls"])
+def test_two_machines_train_the_very_same_weights_as_one(inputs: Any, tmp_path: Path, encryption: str) -> None:
     settings = {"run": {"steps": 5, "deterministic": True}, "queue": {"budget": 0}, "checkpoint": {"every_steps": 5}}
     (tmp_path / "one").mkdir()
     command = tiny_run.train(tiny_run.write_experiment(tmp_path / "one", **settings, **inputs))
     assert command.process.returncode == 0, command.output
     (tmp_path / "two").mkdir()
     config = write_cluster_experiment(
-        tmp_path / "two", inputs, **{**settings, "run": {**settings["run"], "directory": str(tmp_path / "two/run")}}
+        tmp_path / "two",
+        inputs,
+        **{**settings, "run": {**settings["run"], "directory": str(tmp_path / "two/run")}},
+        cluster={"encryption": encryption},
     )
     with namespaces() as (here, there):
         agent = start_agent(ADDRESS, "b", log=tmp_path / "b.log", namespace=there)

@@ -72,6 +72,16 @@ def test_weight_update_in_short() -> None:
     assert found["copy_s"] > 0
 
 
+def test_links_in_short() -> None:
+    """No timing is asserted: `--quick` is too short to measure anything."""
+    command = [sys.executable, str(BENCHMARKS / "links.py"), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["uplink_copies"] <= 1.1
+    assert all(ratio is None or ratio > 0 for ratio in result.values())
+
+
 def test_router_in_short() -> None:
     """No timing is asserted: `--quick` is too short to measure anything."""
     command = [sys.executable, str(BENCHMARKS / "router.py"), "--quick", "--rate=200", "--replicas=2"]

@@ -48,14 +48,21 @@ class Events:
 
 @asynccontextmanager
 async def joined_nodes(
-    folder: Path, *names: str, orphan_s: float = 10.0, address: str = "127.0.0.1:0", namespace: str = ""
+    folder: Path,
+    *names: str,
+    orphan_s: float = 10.0,
+    address: str = "127.0.0.1:0",
+    namespace: str = "",
+    certificate: str = "",
 ) -> AsyncIterator[tuple[Nodes, Events, dict[str, subprocess.Popen[bytes]]]]:
     """Nodes with one joined agent for each of ``names``."""
     clock, events = RealClock(), Events()
     local = LocalLauncher(clock, heartbeat_interval_s=0.5, heartbeat_timeout_s=5.0, on_event=events)
     agents: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        async with Nodes(address, KEY, 1, clock, local, orphan_s=orphan_s, on_event=events) as nodes:
+        async with Nodes(
+            address, KEY, 1, clock, local, orphan_s=orphan_s, certificate=certificate, on_event=events
+        ) as nodes:
             for name in names:
                 agents[name] = start_agent(nodes.address, name, log=folder / f"{name}.log", namespace=namespace)
             await asyncio.gather(*(nodes.wait_for(name, 30.0) for name in names))

@@ -17,6 +17,7 @@ import numpy as np
 from headway.records.errors import CheckpointCorrupt, WorkerDied
 from headway.records.generation import TokenDelta
 from headway.runtime.child import WorkerContext
+from headway.runtime.nodes.files import FilesService
 
 IMPORTED_ON = sorted(os.sched_getaffinity(0))  # the device must have been applied before this import
 
@@ -178,3 +179,10 @@ class Closing:
 
     def close(self) -> None:
         self.path.write_text("closed")
+
+
+class ElsewhereFiles(FilesService):
+    """A node's files, with another folder in the place of each."""
+
+    def digests(self, folder: str, deep: bool = False) -> dict[str, str] | None:
+        return super().digests(os.environ["HEADWAY_TEST_ELSEWHERE"], deep)

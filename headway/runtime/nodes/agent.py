@@ -10,7 +10,6 @@ import asyncio
 import os
 import platform
 import socket
-import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,14 @@ from headway.runtime.devices import cuda_device_count, machine_cores, parse_devi
 from headway.runtime.framing import Kind, encode
 from headway.runtime.link import Link
 from headway.runtime.nodes.conditions import CONDITIONS_EVERY_S, SHARED_MEMORY, ConditionsReader, free_bytes
-from headway.runtime.nodes.dial import dial, outlast
-from headway.runtime.nodes.handshake import ConnectionRefused, Hello, software
+from headway.runtime.nodes.dial import TIMEVAL, dial, outlast
+from headway.runtime.nodes.handshake import ConnectionRefused, EncryptionRequired, Hello, software
 from headway.runtime.scratch import ScratchFolder
 from headway.runtime.worker_process import ChildProcess, ProcessExit
 from headway.runtime.workers import start_child
 
 HEARTBEAT_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0  # between attempts to join
-_TIMEVAL = struct.Struct("@ll")
 
 
 class Agent:
@@ -51,11 +49,14 @@ class Agent:
         epoch: int,
         orphan_s: float,
         scratch: Path,
+        *,
         offers: tuple[str, ...] = (),
+        encrypted: bool = False,
     ) -> None:
         self._offers = offers
         self._name, self._address, self._key, self._epoch = name, address, key, epoch
         self._orphan_s = orphan_s
+        self._encrypted = encrypted
         self._scratch = scratch
         self._processes: dict[int, ChildProcess] = {}
         self._link: Link | None = None
@@ -104,11 +105,11 @@ class Agent:
         ConfigurationError for a device that isn't here, ConnectionRefused, OSError."""
         parse_device(order.device).check()
         hello = Hello(purpose="worker", subject=order.token, epoch=self._epoch)
-        sock, _ = await dial(self._address, self._key, hello, self._orphan_s)
+        sock, _ = await dial(self._address, self._key, hello, self._orphan_s, encrypted=self._encrypted)
         with sock:
             sock.setblocking(True)
             # The worker ends itself when it hears nothing for so long, whatever became of this agent.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(self._orphan_s), 0))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, TIMEVAL.pack(int(self._orphan_s), 0))
             log = order.log or str(self._scratch / "logs" / f"{order.worker}.log")
             process = start_child(sock, order.device, order.environment, log)
         self._processes[process.pid] = process
@@ -164,16 +165,20 @@ async def run_agent(
 
     Raises ConnectionRefused when the run refuses this node, or when no run answers for ``give_up_s``."""
     clock = clock or RealClock()
-    failures, since_s = 0, clock.now()
+    failures, since_s, encrypted = 0, clock.now(), False
     with ScratchFolder(f"headway-node-{name}-") as scratch:
         while True:
             try:
                 hello = Hello(purpose="node", subject=name, software=software())
-                sock, verdict = await dial(address, key, hello, orphan_s=60.0)
+                sock, verdict = await dial(address, key, hello, orphan_s=60.0, encrypted=encrypted)
+            except EncryptionRequired:
+                encrypted = True
+                continue
             except ConnectionRefused as error:
                 if "refused:" in str(error) or clock.now() - since_s > give_up_s:
                     raise
                 failures += 1
+                encrypted = False
                 if failures == 1:
                     say(f"{error}; trying again for {give_up_s:g} s")
                 await clock.sleep(backoff_s(failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
@@ -181,7 +186,9 @@ async def run_agent(
             outlast(sock, verdict.orphan_s)
             failures = 0
             say(f"joined the run at {address} as {name}, epoch {verdict.epoch}")
-            agent = Agent(name, address, key, verdict.epoch, verdict.orphan_s, scratch, offers)
+            agent = Agent(
+                name, address, key, verdict.epoch, verdict.orphan_s, scratch, offers=offers, encrypted=encrypted
+            )
             reason, meant = await agent.serve(sock, clock)
             say(reason)
             if meant:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import struct
 
 from headway.runtime.addresses import split_address
+from headway.runtime.nodes.encryption import EncryptedSocket, encrypted_guest
 from headway.runtime.nodes.handshake import Admission, ConnectionRefused, Hello, introduce
 
 CONNECT_S = 10.0
+TIMEVAL = struct.Struct("@ll")  # s, µs: the value of SO_RCVTIMEO
 
 
-async def dial(address: str, key: str, hello: Hello, orphan_s: float) -> tuple[socket.socket, Admission]:
-    """Connect to ``address`` and prove the key. Raises ConnectionRefused, also for a machine that can't be reached."""
+async def dial(
+    address: str, key: str, hello: Hello, orphan_s: float, *, encrypted: bool = False
+) -> tuple[socket.socket, Admission]:
+    """Connect to ``address`` and prove the key. Raises ConnectionRefused, also for a machine that can't be reached;
+    EncryptionRequired when it must be ``encrypted``."""
     host, port = split_address(address)
     loop = asyncio.get_running_loop()
     try:
@@ -23,7 +30,10 @@ async def dial(address: str, key: str, hello: Hello, orphan_s: float) -> tuple[s
                 sock.setblocking(False)
                 outlast(sock, orphan_s)
                 await loop.sock_connect(sock, target)
-                return sock, await introduce(sock, key, hello)
+                if not encrypted:
+                    return sock, await introduce(sock, key, hello)
+                sock = secret = await encrypted_guest(sock)
+                return sock, await introduce(sock, key, hello, secret.binding)
             except BaseException:
                 sock.close()
                 raise
@@ -35,8 +45,11 @@ async def dial(address: str, key: str, hello: Hello, orphan_s: float) -> tuple[s
 
 def outlast(sock: socket.socket, orphan_s: float) -> None:
     """Let a connection outlast an outage of the network of up to ``orphan_s`` seconds, and break soon after it."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * orphan_s))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, seconds in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5)):
-        sock.setsockopt(socket.IPPROTO_TCP, option, seconds)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, int(orphan_s / 5)))
+    if isinstance(sock, EncryptedSocket):
+        sock = sock.outer
+    with contextlib.suppress(OSError):  # closed already
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * orphan_s))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, seconds in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5)):
+            sock.setsockopt(socket.IPPROTO_TCP, option, seconds)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, int(orphan_s / 5)))

@@ -11,10 +11,12 @@ from collections.abc import Awaitable, Callable
 
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.runtime.addresses import split_address
-from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, let_in, welcome
+from headway.runtime.nodes.encryption import HostEncryption
+from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, Hello, let_in, want_encryption, welcome
 
 MOST_STRANGERS = 64  # connections that haven't proved themselves; one more ends the oldest
 _REPORTED_EVERY_S = 60.0
+_MOST_CAUSES = 16  # reported in that time; further ones are counted together
 
 OnGuest = Callable[[socket.socket, Hello, str], Awaitable[str]]
 """Takes a guest: its connection, what it said, its address. Returns why it is refused; empty: it was taken, and got its
@@ -30,11 +32,19 @@ class Door:
     """
 
     def __init__(
-        self, address: str, key: str, epoch: int, on_guest: OnGuest, on_refusal: OnRefusal = lambda cause: None
+        self,
+        address: str,
+        key: str,
+        epoch: int,
+        on_guest: OnGuest,
+        on_refusal: OnRefusal = lambda cause: None,
+        certificate: str = "",
     ) -> None:
+        """``certificate``: with its key, as PEM, of connections that must be encrypted; empty: none is."""
         self._host, self._port = split_address(address)
         self._key = key
         self._epoch = epoch
+        self._encryption = HostEncryption(certificate) if certificate else None
         self._on_guest = on_guest
         self._on_refusal = on_refusal
         self._listener: socket.socket | None = None
@@ -100,7 +110,14 @@ class Door:
         taken = False
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                hello = await let_in(sock, self._key, self._epoch)
+                binding = b""
+                if self._encryption is not None:
+                    secret = await self._encryption.encrypted(sock)
+                    if secret is None:
+                        await want_encryption(sock)
+                        return
+                    sock, binding = secret, secret.binding
+                hello = await let_in(sock, self._key, self._epoch, binding)
                 refused = await self._on_guest(sock, hello, peer)
                 if refused:
                     await welcome(sock, Admission(refused=refused, epoch=self._epoch))
@@ -117,13 +134,15 @@ class Door:
 
     def _refused(self, cause: str) -> None:
         """Count a refusal, and report it unless its cause was reported in the last minute."""
-        self._refusals[cause] += 1
         now = time.monotonic()
-        if now - self._reported_s.get(cause, -_REPORTED_EVERY_S) < _REPORTED_EVERY_S:
-            return
-        if len(self._reported_s) > 1000:  # who invents causes must not take memory for it
-            self._reported_s.clear()
-            self._refusals.clear()
-        self._reported_s[cause] = now
-        times = self._refusals.pop(cause, 1)
-        self._on_refusal(cause if times == 1 else f"{cause} ({times} times)")
+        for old in [known for known, at_s in self._reported_s.items() if now - at_s >= _REPORTED_EVERY_S]:
+            del self._reported_s[old]
+            if times := self._refusals.pop(old, 0):
+                self._on_refusal(f"{old} ({times} more times)")
+        if cause not in self._reported_s and len(self._reported_s) >= _MOST_CAUSES:
+            cause = "connections refused for other reasons"  # who invents causes must fill neither memory nor log
+        if cause in self._reported_s:
+            self._refusals[cause] += 1
+        else:
+            self._reported_s[cause] = now
+            self._on_refusal(cause)

@@ -44,6 +44,10 @@ class ConnectionRefused(HeadwayError):
     exit_code = 3
 
 
+class EncryptionRequired(ConnectionRefused):
+    """The other end speaks over TLS alone."""
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """The guest's first message."""
 
@@ -73,6 +77,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
 
     refused: str = ""  # why; empty: it is let in
     epoch: int = 0  # the host's
+    encryption: Literal["none", "tls"] = "none"  # that the host wants, where it lacks
     orphan_s: float = 60.0  # silence of the host after which its guests end themselves
 
 
@@ -141,13 +146,21 @@ async def welcome(sock: socket.socket, verdict: Admission) -> None:
     await _send(sock, verdict)
 
 
+async def want_encryption(sock: socket.socket) -> None:
+    """Refuse a guest that speaks in the clear: the host's connections are encrypted."""
+    await _receive(sock)
+    await _send(sock, Admission(refused="this run's connections are encrypted", encryption="tls"))
+
+
 async def introduce(sock: socket.socket, key: str, hello: Hello, binding: bytes = b"") -> Admission:
     """Run the guest's part on a non-blocking ``sock``. Raises ConnectionRefused."""
     hello_bytes = msgspec.json.encode(hello)
     await _send_bytes(sock, hello_bytes)
     answer = await _receive(sock)
     if b'"refused"' in answer:
-        raise ConnectionRefused(f"refused: {_decode(answer, Admission).refused}")
+        verdict = _decode(answer, Admission)
+        kind = EncryptionRequired if verdict.encryption == "tls" else ConnectionRefused
+        raise kind(f"refused: {verdict.refused}")
     challenge = _decode(answer, Challenge)
     seen = hello_bytes + challenge.nonce.encode() + binding
     if not hmac.compare_digest(challenge.proof.encode(), _proof(key, b"host", seen).encode()):

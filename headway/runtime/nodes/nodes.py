@@ -45,10 +45,12 @@ class Nodes:
         orphan_s: float = 60.0,
         return_s: float = 300.0,
         environment: dict[str, str] | None = None,
+        certificate: str = "",
         on_event: EventCallback = lambda name, detail, /, **fields: None,
     ) -> None:
         """``environment``: of all workers on other nodes. ``local`` starts the workers of this machine. ``return_s``: a
-        worker's start waits so long for a node that isn't there."""
+        worker's start waits so long for a node that isn't there. ``certificate``: with its key, as PEM, of encrypted
+        connections; empty: they aren't."""
         self.joined: dict[str, Node] = {}
         self._epoch = epoch
         self._clock = clock
@@ -60,7 +62,9 @@ class Nodes:
         self._offers: set[asyncio.Task[object]] = set()
         self._environment = dict(environment or {})
         self._on_event = on_event
-        self._door = Door(address, key, epoch, self._take_guest, lambda cause: on_event("connection_refused", cause))
+        self._door = Door(
+            address, key, epoch, self._take_guest, lambda cause: on_event("connection_refused", cause), certificate
+        )
         self._awaited: dict[str, asyncio.Future[socket.socket]] = {}  # workers' connections, by token
         self._changed = asyncio.Condition()
         self._closing = False

@@ -1,0 +1,136 @@
+"""Files that workers on nodes read by path: the same on every machine, or sent there once."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headway.records.errors import ConfigurationError, RemoteError
+from headway.runtime.devices import parse_device
+from headway.runtime.nodes.files import file_digests, file_names, folder_digest
+from headway.runtime.nodes.nodes import Node, Nodes
+from headway.runtime.workers import EventCallback, Worker, WorkerSpec
+
+_CHUNK_BYTES = 16 << 20
+_DIGESTS_S = 600.0  # limit: a model's samples from a slow file system
+_FACTORY = "headway.runtime.nodes.files:FilesService"
+
+
+class FilesLauncher:
+    """Starts workers on nodes once their files are known to be there.
+
+    Each node that a worker is to be started on is looked at once after it has joined: a folder that it has must be the
+    orchestrator's, file by file; one that it lacks is sent into its cache, and workers' arguments name the copy.
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        folders: Mapping[str, str],
+        on_event: EventCallback = lambda name, detail, /, **fields: None,
+        *,
+        cache: str = "",
+    ) -> None:
+        """``folders``: that workers read, by the key of the experiment that names them. ``cache``: on the nodes."""
+        self._nodes, self._on_event = nodes, on_event
+        self._folders = {key: (folder, Path(folder).absolute()) for key, folder in folders.items()}
+        self._cache = cache
+        self._looked: dict[Node, asyncio.Task[dict[str, str]]] = {}
+        self._sent: dict[str, str] = {}  # deep digest of a folder here, by its path
+
+    async def start(self, spec: WorkerSpec) -> Worker:
+        """See :meth:`Launcher.start`. Raises ConfigurationError for files of a node that aren't this machine's."""
+        node = None if "://" in spec.device else self._nodes.joined.get(parse_device(spec.device).node)
+        if node is None:
+            return await self._nodes.start(spec)
+        if node not in self._looked or _failed(self._looked[node]):
+            self._looked = {known: task for known, task in self._looked.items() if not known.lost}
+            self._looked[node] = asyncio.create_task(self._look(node.name), name=f"files of {node.name}")
+        places = await asyncio.shield(self._looked[node])
+        return await self._nodes.start(dataclasses.replace(spec, arguments=_placed(spec.arguments, places)))
+
+    async def _look(self, node: str) -> dict[str, str]:
+        """Where the folders lie on ``node``, by their paths here."""
+        spec = WorkerSpec(
+            name=f"files-{node}", factory=_FACTORY, arguments={"cache": self._cache}, device=f"{node}/cpu:all"
+        )
+        worker = await self._nodes.start(spec)
+        try:
+            return {folder: await self._place(worker, node, key, path) for key, (folder, path) in self._folders.items()}
+        finally:
+            await worker.stop()
+
+    async def _place(self, worker: Worker, node: str, key: str, folder: Path) -> str:
+        there = await worker.call("digests", str(folder), timeout_s=_DIGESTS_S)
+        if there is None:
+            return await self._send(worker, node, key, folder)
+        here = await asyncio.to_thread(file_digests, folder)
+        if other := _difference(here, there):
+            raise ConfigurationError(
+                f"{key} = {str(folder)!r} on node {node} isn't what it is here: {other}; copy the folder there, or "
+                "remove it there and it is sent"
+            )
+        return str(folder)
+
+    async def _send(self, worker: Worker, node: str, key: str, folder: Path) -> str:
+        """Send a folder into the node's cache, unless it is there."""
+        if str(folder) not in self._sent:
+            deep = await asyncio.to_thread(file_digests, folder, deep=True)
+            if not deep:
+                raise ConfigurationError(f"{key} = {str(folder)!r} holds no files, here and on node {node}")
+            self._sent[str(folder)] = folder_digest(deep)
+        digest = self._sent[str(folder)]
+        if copy := await worker.call("copy_of", digest):
+            return copy
+        try:
+            await worker.call("begin", digest)
+            for name in await asyncio.to_thread(file_names, folder):
+                offset = 0
+                while True:  # an empty file is a file as well
+                    chunk = await asyncio.to_thread(_chunk, folder / name, offset)
+                    await worker.call("store", name, chunk)
+                    offset += len(chunk)
+                    if len(chunk) < _CHUNK_BYTES:
+                        break
+            copy = await worker.call("finish", digest, timeout_s=_DIGESTS_S)
+        except RemoteError as error:
+            raise ConfigurationError(
+                f"{key} = {str(folder)!r} is missing on node {node} and can't be sent there: {error.error}; make room "
+                "in its cache (XDG_CACHE_HOME, default ~/.cache), or put the folder there under this path"
+            ) from error
+        self._on_event("files_sent", f"{key} to node {node}: {copy}", worker=node)
+        return copy
+
+
+def _failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+def _chunk(path: Path, offset: int) -> np.ndarray:
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return np.frombuffer(file.read(_CHUNK_BYTES), dtype=np.uint8)
+
+
+def _difference(here: dict[str, str], there: dict[str, str]) -> str:
+    """How a folder there differs from the one here; empty: not at all. Files that only the node has don't matter."""
+    for name, digest in here.items():
+        if name not in there:
+            return f"{name} is missing"
+        if there[name] != digest:
+            return f"{name} has {there[name]} where {digest} is here"
+    return ""
+
+
+def _placed(value: Any, places: Mapping[str, str]) -> Any:
+    """Arguments with the paths of folders as they are on a node."""
+    if isinstance(value, str):
+        return places.get(value, value)
+    if isinstance(value, dict):
+        return {key: _placed(inner, places) for key, inner in value.items()}
+    return value

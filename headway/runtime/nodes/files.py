@@ -1,0 +1,129 @@
+"""Files of a node that workers read by path: whether they are the orchestrator's, and a cache for those that it lacks.
+
+The cache is addressed by content: a folder is kept under the digest of all its names and bytes, so that a second run
+finds it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, BinaryIO
+
+import xxhash
+
+from headway.records.errors import CheckpointCorrupt, ConfigurationError
+from headway.runtime.scratch import ScratchFolder
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from headway.runtime.child import WorkerContext
+
+_HEAD_BYTES = 1 << 20
+_SAMPLE_BYTES = 64 << 10
+_SAMPLES = 16
+_BLOCK_BYTES = 8 << 20
+_LARGEST_HEADER_BYTES = 100 << 20  # of a safetensors file, as its format says
+
+
+def file_digests(folder: Path, *, deep: bool = False) -> dict[str, str]:
+    """Size and digest of each file below ``folder``, by its name there: of its first bytes, its safetensors header and
+    samples; ``deep``: of every byte. Raises OSError."""
+    found: dict[str, str] = {}
+    for name in file_names(folder):
+        path = folder / name
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            digest = _whole(file) if deep else _sampled(file, size, path.suffix == ".safetensors")
+        found[name] = f"{size} bytes, {digest}"
+    return found
+
+
+def file_names(folder: Path) -> list[str]:
+    """Names of all files below ``folder``, relative to it."""
+    return [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def folder_digest(deep: dict[str, str]) -> str:
+    """The digest of a folder, from the deep digests of its files."""
+    return xxhash.xxh3_128_hexdigest("\n".join(f"{name}: {digest}" for name, digest in sorted(deep.items())).encode())
+
+
+def _whole(file: BinaryIO) -> str:
+    state = xxhash.xxh3_128()
+    while block := file.read(_BLOCK_BYTES):
+        state.update(block)
+    return state.hexdigest()
+
+
+def _sampled(file: BinaryIO, size: int, safetensors: bool) -> str:
+    state = xxhash.xxh3_128(file.read(_HEAD_BYTES))
+    if safetensors:
+        file.seek(0)
+        header_bytes = int.from_bytes(file.read(8), "little")
+        state.update(file.read(min(header_bytes, _LARGEST_HEADER_BYTES)))
+    for index in range(_SAMPLES):
+        file.seek((size - _SAMPLE_BYTES) * index // (_SAMPLES - 1) if size > _SAMPLE_BYTES else 0)
+        state.update(file.read(_SAMPLE_BYTES))
+    return state.hexdigest()
+
+
+class FilesService:
+    """The worker object that looks at a node's files, and keeps copies of folders that aren't there."""
+
+    def __init__(self, context: WorkerContext, *, cache: str = "") -> None:
+        """``cache``: folder of the copies; default: ``headway`` in the user's cache folder."""
+        home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        self._cache = Path(cache or Path(home, "headway"))
+        self._partial: ScratchFolder | None = None
+
+    def digests(self, folder: str, deep: bool = False) -> dict[str, str] | None:
+        """`file_digests` of ``folder``; None where there is none."""
+        return file_digests(Path(folder), deep=deep) if Path(folder).is_dir() else None
+
+    def copy_of(self, digest: str) -> str:
+        """Path of the copy with this digest; empty: there is none."""
+        path = self._cache / digest
+        return str(path) if path.is_dir() else ""
+
+    def begin(self, digest: str) -> None:
+        """Begin a copy; what a killed sender left of one is removed. Raises OSError."""
+        self._cache.mkdir(parents=True, exist_ok=True)
+        self.close()
+        self._partial = ScratchFolder(f"partial-{digest}-", directory=self._cache)
+
+    def store(self, name: str, chunk: np.ndarray) -> None:
+        """Append to a file of the copy. Raises OSError, with nothing left of the copy, when there is no room."""
+        parts = PurePosixPath(name)
+        if self._partial is None or parts.is_absolute() or ".." in parts.parts:
+            raise ConfigurationError(f"no copy was begun, or {name!r} lies outside it")
+        path = self._partial.path / parts
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "ab") as file:
+                file.write(chunk.data)
+        except OSError:
+            self.close()
+            raise
+
+    def finish(self, digest: str) -> str:
+        """Verify the copy that was stored, and keep it; returns its path. Raises CheckpointCorrupt."""
+        if self._partial is None:
+            raise ConfigurationError("no copy was begun")
+        found = folder_digest(file_digests(self._partial.path, deep=True))
+        if found != digest:
+            self.close()
+            raise CheckpointCorrupt(f"the copy has digest {found} where {digest} was sent")
+        path = self._cache / digest
+        if not path.is_dir():  # else another sender was quicker
+            self._partial.path.chmod(0o755)
+            self._partial.path.rename(path)
+        self.close()
+        return str(path)
+
+    def close(self) -> None:
+        """Remove what was begun and not finished."""
+        if self._partial is not None:
+            self._partial.remove()
+            self._partial = None

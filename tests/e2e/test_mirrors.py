@@ -1,0 +1,236 @@
+"""Weights to other nodes: real agents, mirrors in processes of their own, kills in mid-transfer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from node_processes import KEY, joined_nodes
+from worker_processes import run
+
+from headway.records.errors import WeightsCorrupt
+from headway.records.generation import PublishedWeights
+from headway.runtime.clock import RealClock
+from headway.runtime.nodes.handshake import make_key
+from headway.runtime.workers import LocalLauncher, WorkerSpec
+from headway.weights.mirror import MirrorService
+from headway.weights.mirrors import Mirrors
+from headway.weights.shared_memory import Publisher, Subscriber
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(90)]
+
+SETTINGS: dict[str, Any] = {"key": KEY, "epoch": 1, "orphan_s": 10.0, "ports": [0], "host": "127.0.0.1"}
+
+
+def tensors(version: int, megabytes: int = 40) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {"a": torch.randn(megabytes << 18, generator=generator), "b": torch.full((5, 3), float(version))}
+
+
+def same(published: PublishedWeights, expected: dict[str, torch.Tensor]) -> bool:
+    read = Subscriber().fetch(published)
+    return all(torch.equal(read[name], tensor) for name, tensor in expected.items())
+
+
+def slots(folder: Path) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"headway-{folder.name}-*"))
+
+
+class Context:
+    """What a mirror uses of a worker's context."""
+
+    def __init__(self) -> None:
+        self.log = logging.getLogger("mirror")
+
+
+def mirror(folder: Path, node: str, **settings: Any) -> MirrorService:
+    return MirrorService(cast(Any, Context()), run_id=folder.name, node=node, **(SETTINGS | settings))
+
+
+class Throttle:
+    """A relay before a mirror that stops carrying its bytes after so many, until it is opened."""
+
+    def __init__(self, address: str, limit_bytes: int) -> None:
+        self._host, port = address.split(":")
+        self._port = int(port)
+        self._left_bytes = limit_bytes
+        self._open = asyncio.Event()
+        self.reached = asyncio.Event()
+
+    def open(self) -> None:
+        self._open.set()
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        async with await asyncio.start_server(self._carry, "127.0.0.1", 0) as server:
+            yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, to = await asyncio.open_connection(self._host, self._port)
+
+        async def ask() -> None:
+            while data := await reader.read(1 << 16):
+                to.write(data)
+            to.close()
+
+        asking = asyncio.create_task(ask())
+        with contextlib.suppress(ConnectionError):
+            while data := await there.read(1 << 16):
+                self._left_bytes -= len(data)
+                if self._left_bytes < 0 and not self._open.is_set():
+                    self.reached.set()
+                    await self._open.wait()
+                writer.write(data)
+                await writer.drain()
+        asking.cancel()
+        writer.close()
+
+
+def test_a_chain_of_nodes_reads_equal_bytes_and_the_origin_sends_them_once(tmp_path: Path):
+    async def main() -> None:
+        async with joined_nodes(tmp_path, "b", "c", "d") as (nodes, events, _):
+            settings = {name: SETTINGS[name] for name in ("key", "epoch", "orphan_s")} | {
+                "run_id": tmp_path.name,
+                "ports": list(range(29700, 29720)),
+            }
+            mirrors = Mirrors(nodes, RealClock(), "", nodes.host_of, settings, events)
+            with Publisher(tmp_path.name, directory=tmp_path) as publisher:
+                for version in range(5):  # more than a mirror has slots
+                    expected = tensors(version)
+                    published = publisher.publish(version, expected)
+                    copies = await asyncio.gather(*(mirrors.on_node(published, node) for node in "bcd"))
+                    assert len({copy.path for copy in copies} | {published.path}) == 4
+                    assert all(same(copy, expected) for copy in copies)
+                    assert await mirrors.on_node(published, "") == published
+                origin, _ = await mirrors._mirror("")
+                sent = (await origin.call("statistics"))["served_bytes"]
+                assert sent <= 1.02 * 5 * published.size_bytes
+            await mirrors.stop()
+            assert not slots(tmp_path)
+
+    run(main)
+
+
+def test_a_source_killed_in_mid_transfer_leaves_nothing_that_can_be_read(tmp_path: Path):
+    async def main() -> None:
+        launcher = LocalLauncher(RealClock())
+        arguments = SETTINGS | {"run_id": tmp_path.name, "node": "a"}
+        spec = WorkerSpec(name="mirror-a", factory="headway.weights.mirror:MirrorService", arguments=arguments)
+        source = await launcher.start(spec)
+        here = mirror(tmp_path, "b")
+        with Publisher(tmp_path.name, directory=tmp_path) as publisher:
+            expected = tensors(0)
+            published = publisher.publish(0, expected)
+            await source.call("serve_published", published)
+            throttle = Throttle(await source.call("address"), published.size_bytes // 2)
+            async with throttle.listening() as address:
+                fetching = asyncio.create_task(asyncio.to_thread(here.fetch, published, address))
+                await throttle.reached.wait()
+                os.kill(source.pid, signal.SIGKILL)
+                await source.died
+                throttle.open()
+                with pytest.raises(WeightsCorrupt, match="version 0 from"):
+                    await fetching
+            (half,) = slots(tmp_path)
+            with pytest.raises(WeightsCorrupt):
+                Subscriber().fetch(published_at(published, half))
+            successor = await launcher.start(spec)
+            await successor.call("serve_published", published)
+            assert same(await asyncio.to_thread(here.fetch, published, await successor.call("address")), expected)
+            await successor.stop()
+        here.close()
+
+    run(main)
+
+
+def test_a_dead_link_of_the_chain_is_gone_round(tmp_path: Path):
+    async def main() -> None:
+        async with joined_nodes(tmp_path, "b", "c") as (nodes, events, _):
+            settings = {name: SETTINGS[name] for name in ("key", "epoch", "orphan_s")} | {
+                "run_id": tmp_path.name,
+                "ports": list(range(29700, 29720)),
+            }
+            mirrors = Mirrors(nodes, RealClock(), "", nodes.host_of, settings, events)
+            with Publisher(tmp_path.name, directory=tmp_path) as publisher:
+                expected = tensors(0)
+                published = publisher.publish(0, expected)
+                await mirrors.on_node(published, "b")
+                dead, _ = await mirrors._mirror("b")
+                os.kill(dead.pid, signal.SIGKILL)
+                await dead.died
+                assert same(await mirrors.on_node(published, "c"), expected)
+            await mirrors.stop()
+
+    run(main)
+
+
+def test_a_version_overwritten_while_it_is_fetched_is_refused(tmp_path: Path):
+    async def main() -> None:
+        source, here = mirror(tmp_path, "a"), mirror(tmp_path, "b")
+        with Publisher(tmp_path.name, slots=2, directory=tmp_path) as publisher:
+            published = publisher.publish(0, tensors(0))
+            source.serve_published(published)
+            throttle = Throttle(source.address(), published.size_bytes // 2)
+            async with throttle.listening() as address:
+                fetching = asyncio.create_task(asyncio.to_thread(here.fetch, published, address))
+                await throttle.reached.wait()
+                publisher.publish(1, tensors(1))
+                newest = publisher.publish(2, tensors(2))
+                throttle.open()
+                with pytest.raises(WeightsCorrupt, match="overwritten"):
+                    await fetching
+            source.serve_published(newest)
+            assert same(await asyncio.to_thread(here.fetch, newest, source.address()), tensors(2))
+        source.close()
+        here.close()
+
+    run(main)
+
+
+def test_a_mirror_serves_nobody_without_the_key(tmp_path: Path):
+    source, stranger = mirror(tmp_path, "a"), mirror(tmp_path, "b", key=make_key())
+    later = mirror(tmp_path, "c", epoch=2)
+    with Publisher(tmp_path.name, directory=tmp_path) as publisher:
+        published = publisher.publish(0, tensors(0, 1))
+        source.serve_published(published)
+        with pytest.raises(WeightsCorrupt, match="another key"):
+            stranger.fetch(published, source.address())
+        with pytest.raises(WeightsCorrupt, match="epoch 2 has ended"):
+            later.fetch(published, source.address())
+        assert source.served_bytes == 0
+    for service in (source, stranger, later):
+        service.close()
+
+
+def test_a_thousand_silent_connections_keep_no_mirror_out(tmp_path: Path):
+    async def main() -> None:
+        source, here = mirror(tmp_path, "a"), mirror(tmp_path, "b")
+        host, port = source.address().split(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(500)]
+        with Publisher(tmp_path.name, directory=tmp_path) as publisher:
+            expected = tensors(0, 1)
+            published = publisher.publish(0, expected)
+            source.serve_published(published)
+            assert same(await asyncio.to_thread(here.fetch, published, source.address()), expected)
+        for _, writer in silent:
+            writer.close()
+        source.close()
+        here.close()
+
+    run(main)
+
+
+def published_at(published: PublishedWeights, path: Path) -> PublishedWeights:
+    """What a replica would be told, had the transfer succeeded."""
+    return PublishedWeights(
+        version=published.version, path=str(path), checksum=published.checksum, size_bytes=published.size_bytes
+    )
