@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from headway.records.generation import PublishedWeights
 from headway.runtime.clock import Clock
 from headway.runtime.devices import parse_device
 from headway.runtime.nodes.handshake import make_key, read_key
-from headway.runtime.nodes.nodes import Nodes
+from headway.runtime.nodes.launchers.agents import LaunchedAgents, describe
+from headway.runtime.nodes.launchers.choose import make_launcher
+from headway.runtime.nodes.nodes import NodeLost, Nodes
 from headway.runtime.workers import EventCallback, Launcher, LocalLauncher
 from headway.weights.mirrors import Mirrors
 
@@ -67,10 +69,11 @@ async def open_machines(
         environment=cluster.environment,
         on_event=on_event,
     )
-    async with nodes:
+    async with AsyncExitStack() as stack:
+        agents = await _enter(stack, nodes, experiment, key, clock, on_event, key_folder)
         on_event("nodes_awaited", f"{', '.join(needed) or 'none'} at {nodes.address}")
         for name in needed:
-            await nodes.wait_for(name, cluster.join_timeout_s)
+            await _wait_for(name, nodes, agents, cluster.join_timeout_s)
         origin = parse_device(experiment.trainer.devices[0]).node if experiment.trainer.devices else ""
         settings = {
             "run_id": run_id,
@@ -84,6 +87,41 @@ async def open_machines(
             yield Machines(launcher=nodes, nodes=nodes, mirrors=mirrors)
         finally:
             await mirrors.stop()
+
+
+async def _enter(
+    stack: AsyncExitStack,
+    nodes: Nodes,
+    experiment: Experiment,
+    key: str,
+    clock: Clock,
+    on_event: EventCallback,
+    folder: Path | None,
+) -> LaunchedAgents | None:
+    """Open the run to its nodes and start their agents; ``stack`` ends both. None: a person starts the agents."""
+    cluster = experiment.cluster
+    launcher = make_launcher(cluster, None if folder is None else folder / "logs")
+    if launcher is None:
+        await stack.enter_async_context(nodes)
+        return None
+    agents = LaunchedAgents(
+        launcher, cluster.nodes, key, clock, joined=lambda name: name in nodes.joined, on_event=on_event
+    )
+    stack.push_async_callback(agents.stop)
+    await stack.enter_async_context(nodes)
+    agents.start(nodes.address)
+    stack.callback(agents.run_is_over)
+    return agents
+
+
+async def _wait_for(name: str, nodes: Nodes, agents: LaunchedAgents | None, timeout_s: float) -> None:
+    """Wait until node ``name`` has joined. Raises NodeLost, with how its agent ended last."""
+    try:
+        await nodes.wait_for(name, timeout_s)
+    except NodeLost as lost:
+        if agents is None or name not in agents.last_end:
+            raise
+        raise NodeLost(f"{lost}: {describe(agents.last_end[name])}") from None
 
 
 def needed_nodes(experiment: Experiment) -> list[str]:
