@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -46,6 +47,15 @@ async def machines(folder: Path, cluster: dict[str, Any], events: Events) -> Asy
         yield opened
 
 
+def shown_to_others(key: str) -> list[str]:
+    """Command lines and environments of this machine's processes that have the key."""
+    shown = []
+    for process in [*Path("/proc").glob("[0-9]*/cmdline"), *Path("/proc").glob("[0-9]*/environ")]:
+        with contextlib.suppress(OSError):
+            shown += [process.read_text()] if key in process.read_text(errors="replace") else []
+    return shown
+
+
 async def require_service_and_restart(folder: Path, cluster: dict[str, Any]) -> None:
     """Workers run on node b; its killed agent is reported and started again; the run's end ends it."""
     events = Events()
@@ -64,12 +74,7 @@ async def require_service_and_restart(folder: Path, cluster: dict[str, Any]) -> 
         assert await worker.call("echo", 2) == 2
         facts = opened.nodes.joined["b"].facts
         assert facts is not None
-        key = (folder / "run/cluster.key").read_text().strip()
-        for process in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                assert key.encode() not in process.read_bytes()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
+        assert not shown_to_others((folder / "run/cluster.key").read_text().strip())
     await until(lambda: not exists(facts.pid))
     assert len(events.of("agent_ended")) == 1  # the regular end isn't reported
     assert "the run is over" in (folder / "run/logs/node-b.log").read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import importlib.util
 import os
 import platform
 import shutil
@@ -15,7 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-COMMAND = f"env PYTHONPATH={os.pathsep.join(sys.path[:1] + [os.getcwd()])} {sys.executable} -m headway.cli.main"
+FOLDERS = f"{Path(__file__).resolve().parents[2]}:{Path(__file__).resolve().parent}"
+COMMAND = f"env PYTHONPATH={FOLDERS} {sys.executable} -m headway.cli.main"
+NO_RAY = "" if importlib.util.find_spec("ray") else "Ray is not installed: pip install 'headway[ray]'"
 NO_SSH = "" if shutil.which("sshd", path="/usr/sbin:/usr/bin") else "sshd is not installed: make system-packages"
 NO_SLURM = next(
     (

@@ -100,7 +100,8 @@ async def _enter(
 ) -> LaunchedAgents | None:
     """Open the run to its nodes and start their agents; ``stack`` ends both. None: a person starts the agents."""
     cluster = experiment.cluster
-    launcher = make_launcher(cluster, None if folder is None else folder / "logs")
+    devices = [parse_device(name) for _, names in device_names(experiment) for name in names]
+    launcher = make_launcher(cluster, devices, None if folder is None else folder / "logs")
     if launcher is None:
         await stack.enter_async_context(nodes)
         return None
@@ -109,7 +110,7 @@ async def _enter(
     )
     stack.push_async_callback(agents.stop)
     await stack.enter_async_context(nodes)
-    agents.start(nodes.address)
+    await agents.start(nodes.address)
     stack.callback(agents.run_is_over)
     return agents
 
@@ -127,11 +128,7 @@ async def _wait_for(name: str, nodes: Nodes, agents: LaunchedAgents | None, time
 def needed_nodes(experiment: Experiment) -> list[str]:
     """Names of the nodes on which the run has a device. Raises ConfigurationError for one that isn't listed."""
     named: list[str] = []
-    for key, devices in (
-        ("generator.devices", experiment.generator.devices),
-        ("trainer.devices", experiment.trainer.devices),
-        ("sft.device", (experiment.sft.device,)),
-    ):
+    for key, devices in device_names(experiment):
         for name in devices:
             node = parse_device(name).node
             if node and node not in experiment.cluster.nodes:
@@ -140,6 +137,15 @@ def needed_nodes(experiment: Experiment) -> list[str]:
             if node and node not in named:
                 named.append(node)
     return named
+
+
+def device_names(experiment: Experiment) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The keys of the experiment that name devices, with the names."""
+    return (
+        ("generator.devices", experiment.generator.devices),
+        ("trainer.devices", experiment.trainer.devices),
+        ("sft.device", (experiment.sft.device,)),
+    )
 
 
 def _key(experiment: Experiment, folder: Path | None) -> str:

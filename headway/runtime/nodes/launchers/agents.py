@@ -22,12 +22,16 @@ _LEAVE_S = 10.0  # for the agents to end by themselves when the run is over
 class AgentEnd:
     """The end of an agent, as its launcher sees it."""
 
-    code: int  # its exit status; 0: the run told it to end
+    code: int | None  # its exit status; 0: the run told it to end; None: unknown, or it was not started
     output: str = ""  # the last lines that it, or whatever started it, wrote
 
 
 class AgentLauncher(Protocol):
     """Starts agents on nodes: by ssh, by Slurm, by Ray."""
+
+    async def open(self) -> None:
+        """Prepare to start agents. Raises ConfigurationError where there is nothing to start them."""
+        ...
 
     async def run(self, name: str, address: str, key: str) -> AgentEnd:
         """Run the agent of node ``name`` for the run at ``address`` until it ends. Being cancelled ends it."""
@@ -44,7 +48,7 @@ class LaunchedAgents:
     Example::
 
         agents = LaunchedAgents(SshLauncher(...), ["b", "c"], key, clock, joined=nodes.joined.__contains__)
-        agents.start(nodes.address)
+        await agents.start(nodes.address)
         ...
         agents.run_is_over()  # before the nodes are told so: what ends from now on stays ended
         await agents.stop()
@@ -67,8 +71,9 @@ class LaunchedAgents:
         self._over = False
         self.last_end: dict[str, AgentEnd] = {}  # of nodes whose agent has ended since it was started first
 
-    def start(self, address: str) -> None:
-        """Start all agents; they join the run at ``address``."""
+    async def start(self, address: str) -> None:
+        """Start all agents; they join the run at ``address``. Raises ConfigurationError."""
+        await self._launcher.open()
         self._tasks = [asyncio.create_task(self._keep(name, address), name=f"agent {name}") for name in self._names]
 
     def run_is_over(self) -> None:
@@ -106,4 +111,6 @@ class LaunchedAgents:
 
 def describe(end: AgentEnd) -> str:
     """An agent's end in a line or more: exit code and last output."""
+    if end.code is None:
+        return end.output
     return f"its agent ended with exit code {end.code}" + (f": {end.output}" if end.output else "")

@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from headway.config.cluster import ClusterConfig
 from headway.records.errors import ConfigurationError
+from headway.runtime.devices import Device
 from headway.runtime.nodes.launchers.agents import AgentLauncher
 from headway.runtime.nodes.launchers.commands import CommandLauncher
 
 
-def make_launcher(cluster: ClusterConfig, logs: Path | None) -> AgentLauncher | None:
-    """The launcher of ``cluster``; None: a person starts the agents. ``logs``: folder for what agents write. Raises
-    ConfigurationError when its program or package isn't installed, or there is nothing that it could ask."""
+def make_launcher(cluster: ClusterConfig, devices: Iterable[Device], logs: Path | None) -> AgentLauncher | None:
+    """The launcher of ``cluster``; None: a person starts the agents. ``devices``: all of the run, which Ray reserves on
+    their nodes; ``logs``: folder for what agents write. Raises ConfigurationError when Ray isn't
+    installed, or this is no allocation of Slurm."""
     if cluster.launcher == "local":
         return None
     if cluster.launcher == "ssh":
         return CommandLauncher(ssh_prefixes(cluster.nodes), cluster.command, quoted=True, logs=logs)
+    if cluster.launcher == "ray":
+        from headway.runtime.nodes.launchers.ray import RayLauncher, bundle
+
+        used = list(devices)
+        return RayLauncher(
+            {
+                name: bundle(_most(used, name, "cpu"), _most(used, name, "cuda"), place)
+                for name, place in cluster.nodes.items()
+            }
+        )
     if "SLURM_JOB_ID" not in os.environ:
         raise ConfigurationError("cluster.launcher = 'slurm': not in an allocation: start the run by sbatch or salloc")
     return CommandLauncher(srun_prefixes(cluster.nodes), cluster.command, quoted=False, logs=logs)
+
+
+def _most(devices: Iterable[Device], node: str, kind: str) -> int:
+    """Number of cores or GPUs that a node must have: its devices' indices count from 0."""
+    return max((device.last + 1 for device in devices if (device.node, device.kind) == (node, kind)), default=0)
 
 
 def ssh_prefixes(nodes: Mapping[str, str]) -> dict[str, list[str]]:

@@ -14,6 +14,7 @@ import signal
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from headway.records.errors import ConfigurationError
 from headway.runtime.nodes.launchers.agents import GIVE_UP_S, AgentEnd
@@ -34,11 +35,14 @@ class CommandLauncher:
         self, prefixes: Mapping[str, Sequence[str]], command: str, *, quoted: bool, logs: Path | None = None
     ) -> None:
         """``command``: headway on the nodes, as a shell would split it; ``quoted``: a shell there splits it. ``logs``:
-        the folder that keeps what the agents write. Raises ConfigurationError when a program isn't installed."""
-        for prefix in prefixes.values():
+        the folder that keeps what the agents write."""
+        self._prefixes, self._command, self._quoted, self._logs = prefixes, command, quoted, logs
+
+    async def open(self) -> None:
+        """See :meth:`AgentLauncher.open`."""
+        for prefix in self._prefixes.values():
             if shutil.which(prefix[0]) is None:
                 raise ConfigurationError(f"cluster.launcher: {prefix[0]} is not installed on this machine")
-        self._prefixes, self._command, self._quoted, self._logs = prefixes, command, quoted, logs
 
     async def run(self, name: str, address: str, key: str) -> AgentEnd:
         """See :meth:`AgentLauncher.run`."""
@@ -73,13 +77,16 @@ class CommandLauncher:
     async def _keep_output(self, name: str, stream: asyncio.StreamReader) -> str:
         """Append what an agent writes to its log; returns the last lines when it has ended."""
         last: deque[str] = deque(maxlen=_OUTPUT_LINES)
-        path = Path(os.devnull) if self._logs is None else self._logs / f"node-{name}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab", buffering=0) as log:
+        with self._open_log(name) as log:
             while data := await stream.read(_LINE_BYTES):
                 log.write(data)
                 last.append(data.decode(errors="replace"))
         return "\n".join("".join(last).strip().splitlines()[-_OUTPUT_LINES:])
+
+    def _open_log(self, name: str) -> IO[bytes]:
+        path = Path(os.devnull) if self._logs is None else self._logs / f"node-{name}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "ab", buffering=0)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
