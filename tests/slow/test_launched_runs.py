@@ -78,7 +78,7 @@ def test_launched_run_trains_the_weights_of_one_machine(
         config = tiny_run.write_experiment(
             tmp_path,
             run={"steps": 4, "seed": 7, "deterministic": True, "directory": str(tmp_path / "run")},
-            generator={"devices": ["b/cpu:0"]},
+            generator={"devices": ["b/cpu:0" if launcher == "ssh" else "1*cpu"]},
             cluster={"address": "127.0.0.1:0", "launcher": launcher, "nodes": {"b": place}, "command": COMMAND},
             **SETTINGS,
             **inputs,

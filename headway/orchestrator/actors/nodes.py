@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.config.schema import Experiment
+from headway.config.section import ANY_NODE
+from headway.orchestrator.actors.placement import Room, place_devices
 from headway.records.errors import ConfigurationError
 from headway.records.generation import PublishedWeights
 from headway.runtime.clock import Clock
@@ -25,6 +27,7 @@ class Machines:
     """The machines that a run's workers are started on."""
 
     launcher: Launcher
+    experiment: Experiment  # with a node for every device
     nodes: Nodes | None = None  # None: this machine alone
     mirrors: Mirrors | None = None  # of published weights, on the nodes
 
@@ -56,8 +59,10 @@ async def open_machines(
     cluster = experiment.cluster
     needed = needed_nodes(experiment)
     if not cluster.address:
-        yield Machines(launcher=local)
+        yield Machines(launcher=local, experiment=experiment)
         return
+    if cluster.launcher == "ray":  # whose machines are found for what is placed on each node
+        experiment = place_devices(experiment, dict.fromkeys(cluster.nodes, Room()))
     key = _key(experiment, key_folder)
     nodes = Nodes(
         cluster.address,
@@ -74,6 +79,9 @@ async def open_machines(
         on_event("nodes_awaited", f"{', '.join(needed) or 'none'} at {nodes.address}")
         for name in needed:
             await _wait_for(name, nodes, agents, cluster.join_timeout_s)
+        facts = {name: node.facts for name, node in nodes.joined.items() if node.facts is not None}
+        rooms = {name: Room(cpu=facts[name].cores, cuda=facts[name].gpus) for name in cluster.nodes if name in facts}
+        experiment = place_devices(experiment, rooms)
         origin = parse_device(experiment.trainer.devices[0]).node if experiment.trainer.devices else ""
         settings = {
             "run_id": run_id,
@@ -84,7 +92,7 @@ async def open_machines(
         }
         mirrors = Mirrors(nodes, clock, origin, nodes.host_of, settings, on_event)
         try:
-            yield Machines(launcher=nodes, nodes=nodes, mirrors=mirrors)
+            yield Machines(launcher=nodes, experiment=experiment, nodes=nodes, mirrors=mirrors)
         finally:
             await mirrors.stop()
 
@@ -131,6 +139,9 @@ def needed_nodes(experiment: Experiment) -> list[str]:
     for key, devices in device_names(experiment):
         for name in devices:
             node = parse_device(name).node
+            if node.startswith(ANY_NODE):
+                named += [each for each in experiment.cluster.nodes if each not in named]
+                continue
             if node and node not in experiment.cluster.nodes:
                 known = ", ".join(experiment.cluster.nodes) or "none"
                 raise ConfigurationError(f"{key} has {name!r}: cluster.nodes has no {node!r} (it has: {known})")
