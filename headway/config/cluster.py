@@ -39,7 +39,7 @@ class ClusterConfig(Section):
         given = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
         nodes = given.get("nodes")
         if not isinstance(nodes, list):
-            return raw
+            return cast("Any", raw)
         return given | {"nodes": {str(name): "" for name in cast("list[object]", nodes)}}
 
     @model_validator(mode="after")

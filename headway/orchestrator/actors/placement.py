@@ -69,6 +69,8 @@ def _node_with_room(key: str, kind: str, least: int, rooms: Mapping[str, Room], 
     }
     fitting = [name for name, room in rooms.items() if getattr(room, kind) - used[name] >= least]
     if not fitting:
-        free = ", ".join(f"{name} {getattr(room, kind) - used[name]:g}" for name, room in rooms.items())
-        raise ConfigurationError(f"{key}: no node has {least} more {kind} device(s) free (free: {free or 'no nodes'})")
+        all_of_them = ", ".join(f"{name} {used[name]} of {getattr(room, kind):g}" for name, room in rooms.items())
+        raise ConfigurationError(
+            f"{key}: no node has {least} more {kind} device(s) free (in use: {all_of_them or 'no nodes'})"
+        )
     return min(fitting, key=lambda name: used[name])

@@ -62,7 +62,9 @@ def test_named_devices_keep_their_place_and_are_not_given_twice(experiment: Expe
 
 def test_too_few_devices_are_refused_with_what_is_free(experiment: Experiment):
     counted = with_devices(experiment, ["4*cuda"], ["cpu:0"])
-    with pytest.raises(ConfigurationError, match=r"trainer\.devices: no node has 4 more cuda .*\(free: a 2, b 3\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"trainer\.devices: no node has 4 more cuda .*\(in use: a 0 of 2, b 0 of 3\)"
+    ):
         place_devices(counted, {"a": Room(cuda=2), "b": Room(cuda=3)})
 
 

@@ -19,7 +19,7 @@ from headway.runtime.imports import import_extra
 from headway.runtime.nodes.agent import run_agent
 from headway.runtime.nodes.launchers.agents import GIVE_UP_S, AgentEnd
 
-_PLACED_S = 20.0  # between two reports that Ray has no room
+_PLACED_S = 10.0  # between two reports that Ray has no room
 _SHARE = 0.001  # of a resource that only names a node
 
 
@@ -39,6 +39,7 @@ class RayLauncher:
         self._ray = import_extra("ray", "ray", "cluster.launcher = 'ray'")
         self._bundles = dict(bundles)
         self._group: Any = None
+        self._connected = False  # by this object; else by the program that it is part of
 
     async def open(self) -> None:
         """See :meth:`AgentLauncher.open`."""
@@ -69,15 +70,18 @@ class RayLauncher:
             if not self._ray.is_initialized():
                 where = os.environ.get("RAY_ADDRESS", "auto")
                 self._ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
+                self._connected = True
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigurationError(
-                f"cluster.launcher = 'ray': no Ray cluster: {error}; start one (ray start --head), or set RAY_ADDRESS"
+                f"cluster.launcher = 'ray': no Ray cluster: {error}; start one (ray start --head), or set "
+                "RAY_ADDRESS, and RAY_AUTH_MODE=token where it wants a token"
             ) from None
         return self._ray.util.placement_group(list(self._bundles.values()), strategy="STRICT_SPREAD")
 
     def _release(self) -> None:
         self._ray.util.remove_placement_group(self._group)
-        self._ray.shutdown()
+        if self._connected:
+            self._ray.shutdown()
 
     def _agent_of(self, name: str) -> Any:
         """An actor in the node's bundle, with all of its resources."""
